@@ -1,0 +1,63 @@
+# make demo   set everything up in .venv and run the shipped pair of models on three ranks
+# make test   set everything up and run all checks
+# Settings: PYTHON (the interpreter to start from), MPI (mpich or openmpi), NP (ranks of the demo),
+#           CMAKE_ARGS (how llama.cpp is compiled, e.g. -DGGML_CUDA=on)
+
+PYTHON ?= python3
+MPI ?= mpich
+NP ?= 3
+export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
+# Only Open MPI reads these: it refuses to start as root or with more ranks than cores, and binds ranks to cores.
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+export PRTE_MCA_hwloc_default_binding_policy ?= none
+
+BIN := .venv/bin
+METADATA := setup.cfg pyproject.toml pipeinfer/__init__.py
+PROMPT := def fibonacci(n):
+
+.PHONY: demo test lint format install clean
+.DEFAULT_GOAL := demo
+
+demo: install
+	$(BIN)/mpirun -np $(NP) $(BIN)/pipeinfer run -p "$(PROMPT)" -n 128
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/stamp-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: .venv/stamp
+
+.venv/stamp: $(METADATA) | $(BIN)/python compiler
+	$(BIN)/python -m pip install --quiet --editable ".[$(MPI)]"
+	@touch $@
+
+.venv/stamp-dev: .venv/stamp
+	$(BIN)/python -m pip install --quiet --editable ".[$(MPI),dev]"
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "pipeinfer needs Python 3.10 or newer, and '$(PYTHON)' is not; name one with: make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv || { echo "no venv: on Debian and Ubuntu, apt-get install python3-venv" >&2; rm -rf .venv; exit 1; }
+
+# llama-cpp-python compiles llama.cpp (some 7 minutes on 2 cores) unless it is installed or pip has built it before.
+.PHONY: compiler
+compiler: | $(BIN)/python
+	@$(BIN)/python -c 'import importlib.metadata as m; m.version("llama-cpp-python")' 2>/dev/null \
+	  || { command -v $${CC:-cc} && command -v $${CXX:-c++}; } >/dev/null \
+	  || { echo "llama.cpp has to be compiled, and there is no C and C++ compiler;" \
+	            "on Debian and Ubuntu: apt-get install g++" >&2; exit 1; }
+
+clean:
+	rm -rf .venv dist build/lib build/bdist.* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find pipeinfer tests -name __pycache__ -prune -exec rm -rf {} +

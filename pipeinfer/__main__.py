@@ -1,0 +1,5 @@
+"""`python -m pipeinfer` is the `pipeinfer` command."""
+
+from pipeinfer.cli.main import main
+
+main()

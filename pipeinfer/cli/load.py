@@ -1,0 +1,61 @@
+"""Load what a rank hosts: its slice of the target, the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipeinfer.cli.context import CLOCK, Context
+from pipeinfer.cli.setup import N_GUESS_ROWS, N_SEQ, Job
+from pipeinfer.cluster.stage import StageWorker
+from pipeinfer.drafting import ModelDrafter
+from pipeinfer.errors import UserError
+from pipeinfer.models.gguf_slice import open_slice, read_model_info
+from pipeinfer.models.llama import LlamaParams, LlamaStage
+from pipeinfer.sequences import SequencePool
+
+if TYPE_CHECKING:
+    Progress = Callable[[float], bool]
+
+N_SEQ_MAX = N_SEQ + 1  # one more, in which exact numerics park rejected cells
+
+
+def load_stage(context: Context, job: Job, on_progress: Progress) -> StageWorker | None:
+    """This rank's slice of the target, if it has one. Raises UserError when this host's file is not rank 0's."""
+    index = job.plan.stage_of(context.rank)
+    if index is None:
+        return None
+    options, stage = context.options, job.plan.stages[index]
+    info = read_model_info(options.model)
+    if info.fingerprint != job.fingerprint:
+        raise UserError(f"{options.model} differs from rank 0's; copy the same file to every host")
+    params = LlamaParams(
+        n_cells=job.n_cells,
+        n_seq_max=N_SEQ_MAX,
+        n_batch=job.n_rows_max,
+        n_outputs_max=N_GUESS_ROWS + 1,
+        n_threads=job.threads[context.rank],
+        n_gpu_layers=options.n_gpu_layers,
+        exact=options.numerics == "exact",
+    )
+    model = LlamaStage(open_slice(info, stage.first, stage.last, options.slice_cache), params, on_progress)
+    return StageWorker(model, lambda run_id: False, CLOCK, index == 0, context.tracer)
+
+
+def load_draft(context: Context, job: Job, on_progress: Progress) -> ModelDrafter | None:
+    """The draft, whole, with a KV cache as large as the target's; None when the policy needs none."""
+    path = context.options.draft_in_use
+    if path is None:
+        return None
+    info = read_model_info(path)
+    params = LlamaParams(
+        n_cells=job.n_cells,
+        n_seq_max=N_SEQ_MAX,
+        n_batch=N_GUESS_ROWS,
+        n_outputs_max=N_GUESS_ROWS,
+        n_threads=job.threads[0],
+        n_gpu_layers=context.options.n_gpu_layers,
+        exact=False,  # guesses need not be reproducible to the bit: the target decides
+    )
+    model = LlamaStage(open_slice(info, 0, info.n_layer, None), params, on_progress)
+    return ModelDrafter(model, SequencePool(N_SEQ, job.n_cells), N_GUESS_ROWS, info.n_vocab)

@@ -1,0 +1,40 @@
+"""The `pipeinfer` command: dispatches to one file a command and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from pipeinfer import __version__
+from pipeinfer.cli.run import run
+from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.errors import UserError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="pipeinfer")
+def cli() -> None:
+    """Generate text with a model spread over MPI ranks, kept busy by speculation."""
+
+
+cli.add_command(run)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script. Exit codes: 0, 2 for bad input, 130 after Ctrl-C, 1 for a fault."""
+    speaks = rank_from_environment() == 0
+    if not speaks:  # every rank parses the same command line; one prints help, version and usage errors
+        sys.stdout = open(os.devnull, "w")
+    try:
+        code = cli.main(args=arguments, prog_name="pipeinfer", standalone_mode=False)
+    except (click.ClickException, UserError) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        if speaks:
+            print(f"pipeinfer: {' '.join(message.split())}", file=sys.stderr)
+        code = 2
+    except click.exceptions.Abort:
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,75 @@
+"""What a run is asked to do, built once from the command line and checked as far as that goes without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeinfer.errors import UserError
+
+POLICIES = ("iterative", "speculative", "pipeinfer")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of `pipeinfer run` under their long names; see its help for their meanings."""
+
+    model: Path
+    model_draft: Path | None
+    prompt: str | None
+    file: str | None
+    predict: int
+    ctx_size: int
+    batch_size: int
+    threads: tuple[int, ...]
+    n_gpu_layers: int
+    policy: str
+    layer_split: str | None
+    temp: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    ignore_eos: bool
+    numerics: str
+    slice_cache: Path | None
+    draft_max: int
+    width: int
+    microbatch: int
+    inflight: int
+    results: Path | None
+    trace: Path | None
+    json: bool
+    verbose: bool
+
+    @property
+    def draft_in_use(self) -> Path | None:
+        """The draft that the policy needs."""
+        return None if self.policy == "iterative" else self.model_draft
+
+
+def parse_threads(text: str) -> tuple[int, ...]:
+    """`4`, or `6,32,20`, one value a rank. Raises UserError."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = (0,)
+    if min(values) < 1:
+        raise UserError(f"--threads {text!r} must be a number from 1 on, or one a rank such as 6,32,20")
+    return values
+
+
+def threads_of_rank(threads: tuple[int, ...], rank: int, n_ranks: int, default: int) -> int:
+    if len(threads) not in (0, 1, n_ranks):
+        shown = ",".join(map(str, threads))
+        raise UserError(f"--threads {shown} has {len(threads)} values for {n_ranks} ranks; give one, or one a rank")
+    return (threads * n_ranks)[rank] if threads else default
+
+
+def choose_policy(policy: str | None, has_draft: bool) -> str:
+    """The policy asked for, or the best that the models at hand allow. Raises UserError."""
+    if policy is None:
+        return "pipeinfer" if has_draft else "iterative"
+    if policy != "iterative" and not has_draft:
+        raise UserError(f"--policy {policy} needs a draft model; give -md, or use --policy iterative")
+    return policy

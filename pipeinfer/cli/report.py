@@ -1,0 +1,94 @@
+"""What rank 0 prints on stderr: the plan, the load progress, the statistics. Plain text when it is no terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeinfer.cli.setup import Job
+
+
+def stderr_console() -> Console:
+    console = Console(stderr=True, highlight=False)
+    # a pipe has no width: let lines be as long as they are
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=200)
+
+
+def size_text(n_bytes: float) -> str:
+    """`3.2 GB`, three digits at most before the unit changes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 999.5:
+            return f"{n_bytes:.0f} {unit}" if unit in ("B", "kB") else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"
+
+
+def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        numeric = column not in ("host", "role", "layers", "hop")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def show_plan(console: Console, job: Job, policy: str, draft_bytes: int | None) -> None:
+    rows = []
+    for rank, host in enumerate(job.hosts):
+        index = job.plan.stage_of(rank)
+        stage = None if index is None else job.plan.stages[index]
+        roles = [*(["draft"] if rank == 0 and draft_bytes else []), *([] if index is None else [f"stage {index}"])]
+        rows.append(
+            [
+                str(rank),
+                host.name,
+                " + ".join(roles) or "head",
+                f"{stage.first}-{stage.last - 1}" if stage else "-",
+                size_text((stage.weight_bytes if stage else 0) + (draft_bytes or 0 if rank == 0 else 0)),
+                size_text(stage.kv_bytes) if stage else "-",
+                str(job.threads[rank]),
+            ]
+        )
+    n_predict = f"up to {job.n_predict} tokens" if job.n_predict else "no tokens"
+    console.print(f"policy {policy}, {len(job.prompt)} prompt tokens, {n_predict}, context {job.n_ctx}, seed {job.sampling.seed}")
+    show_table(console, ["rank", "host", "role", "layers", "weights", "KV", "threads"], rows)
+
+
+def number(value: float, digits: int = 2) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def milliseconds(value_s: float) -> str:
+    return "-" if math.isnan(value_s) else f"{1e3 * value_s:.1f} ms"
+
+
+def show_statistics(console: Console, result: dict[str, Any]) -> None:
+    """The end of a run, from the same object that --json prints."""
+    t, s = result["timings"], result["speculation"]
+    console.print(f"prompt      {t['prompt_n']} tokens, {number(t['prompt_per_second'])} tokens/s, TTFT {milliseconds(t['ttft_s'])}")
+    console.print(
+        f"generation  {t['predicted_n']} tokens, {number(t['predicted_per_second'])} tokens/s, "
+        f"ITL p50 {milliseconds(t['itl_p50_s'])}, p95 {milliseconds(t['itl_p95_s'])}, p99 {milliseconds(t['itl_p99_s'])}"
+    )
+    if s["draft_n"]:
+        console.print(
+            f"speculation acceptance {number(s['acceptance_rate'])} ({s['draft_n_accepted']} of {s['draft_n_judged']} "
+            f"guesses), {number(s['accepted_length'])} tokens a verdict, draft time {number(s['draft_s'])} s"
+        )
+    console.print(f"runs        {s['runs']}, {s['rows']} rows, {s['runs_cancelled']} cancelled")
+    hops = [f"{hop['from']}->{hop['to']} {hop['messages']} messages, {size_text(hop['bytes'])}" for hop in result["wire"]["hops"]]
+    if hops:
+        console.print(f"wire        {'; '.join(hops)}")
+
+
+def show_ranks(console: Console, result: dict[str, Any]) -> None:
+    rows = [
+        [str(r["rank"]), r["host"], r["role"], f"{r['busy_s']:.2f} s", str(r["runs_skipped"] + r["runs_stopped"]), size_text(r["peak_rss_bytes"])]
+        for r in result["ranks"]
+    ]
+    show_table(console, ["rank", "host", "role", "busy", "runs saved", "peak memory"], rows)

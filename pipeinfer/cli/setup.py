@@ -1,0 +1,131 @@
+"""Rank 0 turns options into a job: reads headers, tokenises, plans, checks everything that can be wrong beforehand."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeinfer.cli.options import RunOptions, threads_of_rank
+from pipeinfer.cluster.plan import Plan, Sizes, make_plan, parse_split
+from pipeinfer.errors import UserError
+from pipeinfer.models.gguf_slice import ModelInfo, read_model_info
+from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
+from pipeinfer.sampling import SamplingParams
+
+N_SEQ = 64  # leasable sequences; trees stay far below
+N_GUESS_ROWS = 64  # guesses a run carries at most
+DEFAULT_CTX = 4096
+N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    name: str
+    n_cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank needs to know; broadcast by rank 0."""
+
+    plan: Plan
+    fingerprint: str
+    n_embd: int
+    n_vocab: int
+    prompt: tuple[int, ...]
+    n_predict: int
+    n_ctx: int
+    n_cells: int
+    n_batch: int
+    threads: tuple[int, ...]
+    hosts: tuple[Host, ...]
+    sampling: SamplingParams
+    end_tokens: frozenset[int]
+
+    @property
+    def n_rows_max(self) -> int:
+        """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
+        return max(self.n_batch + 1, N_GUESS_ROWS)
+
+
+def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Job, Tokenizer]:
+    """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
+    info = read_model_info(options.model)
+    tokenizer = Tokenizer(options.model)
+    if options.draft_in_use:
+        read_model_info(options.draft_in_use)
+        check_same_vocabulary(tokenizer, Tokenizer(options.draft_in_use))
+    prompt = tokenizer.encode(read_prompt(options))
+    if not prompt:
+        raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
+    n_ctx, n_predict = fit_context(options, info, len(prompt))
+    n_cells = -(-(n_ctx + N_CELLS_SPARE) // 256) * 256
+    split = parse_split(options.layer_split) if options.layer_split else None
+    plan = make_plan(len(hosts), options.draft_in_use is not None, sizes_of(info), n_cells, split)
+    seed = secrets.randbits(32) if options.seed < 0 else options.seed
+    job = Job(
+        plan=plan,
+        fingerprint=info.fingerprint,
+        n_embd=info.n_embd,
+        n_vocab=info.n_vocab,
+        prompt=tuple(prompt),
+        n_predict=n_predict,
+        n_ctx=n_ctx,
+        n_cells=n_cells,
+        n_batch=options.batch_size,
+        threads=spread_threads(options.threads, plan, hosts),
+        hosts=tuple(hosts),
+        sampling=SamplingParams(seed, options.temp, options.top_k, options.top_p, options.min_p),
+        end_tokens=frozenset() if options.ignore_eos else frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab))),
+    )
+    return job, tokenizer
+
+
+def sizes_of(info: ModelInfo) -> Sizes:
+    return Sizes(info.layer_bytes, info.kv_bytes_per_cell, info.input_bytes, info.output_bytes)
+
+
+def read_prompt(options: RunOptions) -> str:
+    if (options.prompt is None) == (options.file is None):
+        raise UserError("give the prompt with -p TEXT or with -f FILE (- is standard input), one of them")
+    if options.prompt is not None:
+        return options.prompt
+    try:
+        if options.file == "-":
+            return sys.stdin.buffer.read().decode()
+        return Path(str(options.file)).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--file {options.file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--file {options.file} is not UTF-8 text (byte {error.start})") from None
+
+
+def fit_context(options: RunOptions, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
+    """(context size, tokens to generate), both final. Raises UserError when they do not fit."""
+    limit = options.ctx_size or info.n_ctx_train
+    source = f"-c {limit}" if options.ctx_size else f"the model's context of {limit}"
+    way_out = "raise -c" if options.ctx_size else "give -c to go beyond what it was trained for"
+    if n_prompt >= limit:
+        raise UserError(f"the prompt has {n_prompt} tokens, {source} holds {limit} with the text to come; {way_out}")
+    if options.predict < 0:
+        n_ctx = options.ctx_size or min(limit, max(DEFAULT_CTX, 2 * n_prompt))
+        return n_ctx, n_ctx - n_prompt
+    if n_prompt + options.predict > limit:
+        raise UserError(
+            f"-n {options.predict} would be cut: {source} leaves {limit - n_prompt} tokens after a prompt of {n_prompt}; "
+            f"use -n {limit - n_prompt} or -n -1, or {way_out}"
+        )
+    return options.ctx_size or n_prompt + options.predict, options.predict
+
+
+def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) -> tuple[int, ...]:
+    """Threads of each rank: as given, else each host's cores shared by the stages on it."""
+    chosen = []
+    for rank, host in enumerate(hosts):
+        n_stages = sum(hosts[stage.rank].name == host.name for stage in plan.stages)
+        default = max(1, host.n_cores // max(1, n_stages))
+        chosen.append(threads_of_rank(threads, rank, len(hosts), default))
+    return tuple(chosen)

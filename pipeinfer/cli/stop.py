@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM: rank 0 stops in order and keeps the text; the other ranks leave when rank 0 tells them to."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from pipeinfer.errors import StopRequested
+
+
+class StopFlag:
+    """Set by a signal or by another rank; `check` turns it into `StopRequested`, once, so that the rest can be tidied up."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.exit_code = 0
+        self._raised = False
+
+    def set(self, reason: str, exit_code: int = 1) -> None:
+        if not self.reason:
+            self.reason, self.exit_code = reason, exit_code
+
+    def check(self) -> None:
+        if self.reason and not self._raised:
+            self._raised = True
+            raise StopRequested(self.reason)
+
+
+def handle_signals(flag: StopFlag, rank: int, ask_head: Callable[[str], object]) -> None:
+    """Rank 0: a first Ctrl-C or SIGTERM asks for an orderly stop. Others: SIGINT is rank 0's to handle, SIGTERM is passed
+    on to it."""
+
+    def stop_head(number: int, frame: object) -> None:
+        flag.set("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
+
+    def stop_other(number: int, frame: object) -> None:
+        ask_head(f"rank {rank} was told to end")
+
+    signal.signal(signal.SIGINT, stop_head if rank == 0 else signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, stop_head if rank == 0 else stop_other)

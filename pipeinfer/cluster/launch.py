@@ -1,0 +1,34 @@
+"""Which rank this process is, before MPI starts: launchers say it in the environment. Knows no MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+RANK_AND_SIZE = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH2
+    ("PMI_RANK", "PMI_SIZE"),  # hydra (MPICH, Intel MPI), srun --mpi=pmi2 and cray_shasta
+    ("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),  # srun --mpi=pmix
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # any srun
+)
+"""In order of trust: under mpirun inside `sbatch` or `salloc`, Slurm's variables describe the batch step."""
+
+
+def rank_from_environment(environ: Mapping[str, str] | None = None) -> int:
+    """This process's rank as its launcher gives it; 0 when there is no launcher."""
+    return _rank_and_size(environ)[0]
+
+
+def size_from_environment(environ: Mapping[str, str] | None = None) -> int:
+    """The number of ranks as the launcher gives it; 1 when there is no launcher."""
+    return _rank_and_size(environ)[1]
+
+
+def _rank_and_size(environ: Mapping[str, str] | None) -> tuple[int, int]:
+    environ = os.environ if environ is None else environ
+    for rank_name, size_name in RANK_AND_SIZE:
+        rank, size = environ.get(rank_name, ""), environ.get(size_name, "")
+        if rank.isdecimal() and size.isdecimal() and int(rank) < int(size):
+            return int(rank), int(size)
+    return 0, 1

@@ -1,0 +1,330 @@
+"""The wire: transactions between ranks, in order. The only file that imports mpi4py.
+
+One message per run and hop on the PIPELINE tag, whose order MPI keeps; verdicts from the last stage to the head;
+cancellations out of band, from the head straight to every stage.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from pipeinfer.cluster.stage import StageWorker, room_for
+from pipeinfer.cluster.wire import (
+    Buffer,
+    Kind,
+    Transaction,
+    decode_verdict,
+    encode,
+    encode_shutdown,
+    encode_verdict,
+    words_before_activations,
+)
+from pipeinfer.interfaces import IntArray
+from pipeinfer.runs import Run, Verdict
+
+T = TypeVar("T")
+
+
+class Tag(IntEnum):
+    PIPELINE = 1  # runs and the shutdown: what must keep its order shares this tag
+    VERDICT = 2
+    CANCEL = 3
+    REPORT = 4  # a rank's progress while loading, its statistics at the end
+    CLOCK = 5
+
+
+N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 64  # room in a transaction, far above what 256 sequences need
+N_CANCEL_WORDS = 64  # a count and as many run ids as one cancellation message carries
+
+
+@dataclass(slots=True)
+class Idle:
+    """How a rank waits: it polls for a moment, then sleeps for a share of what it has waited, so that it never costs
+    the computing ranks their cores nor adds more than that share to a wait."""
+
+    spin_s: float = 150e-6
+    share: float = 0.04
+    shortest_s: float = 20e-6
+    longest_s: float = 1e-3
+
+    def until(self, ready: Callable[[], T | None]) -> T:
+        """Poll `ready` until it returns something; what it raises ends the wait."""
+        start_s = time.perf_counter()
+        while (result := ready()) is None:
+            waited_s = time.perf_counter() - start_s
+            if waited_s < self.spin_s:
+                os.sched_yield()
+            else:
+                time.sleep(min(max(self.share * waited_s, self.shortest_s), self.longest_s))
+        return result
+
+
+class Outbox:
+    """Sends that never block: each buffer is kept until its message is out."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.comm = comm
+        self._pending: deque[tuple[MPI.Request, Any]] = deque()
+        self.n_runs = 0  # messages that carried a run, and their bytes
+        self.n_run_bytes = 0
+
+    def send_run(self, message: Buffer, dest: int) -> MPI.Request:
+        self.n_runs += 1
+        self.n_run_bytes += message.nbytes
+        return self.send(message, dest, Tag.PIPELINE)
+
+    def send(self, message: np.ndarray, dest: int, tag: Tag) -> MPI.Request:
+        while self._pending and self._pending[0][0].Test():
+            self._pending.popleft()
+        request = self.comm.Isend([message, MPI.BYTE], dest, tag)
+        self._pending.append((request, message))
+        return request
+
+    def flush(self, idle: Idle) -> None:
+        """Return when everything is out."""
+        while self._pending:
+            idle.until(lambda: self._pending[0][0].Test() or None)
+            self._pending.popleft()
+
+
+class Inbox:
+    """Receives posted ahead, so that the next message arrives while this one is worked on."""
+
+    def __init__(self, comm: MPI.Comm, source: int, tag: Tag, n_bytes: int, n_ahead: int = 2) -> None:
+        self.comm, self.source, self.tag, self.n_bytes = comm, source, tag, n_bytes
+        self._posted: deque[tuple[MPI.Request, Buffer]] = deque()
+        self._resting: deque[tuple[MPI.Request, Buffer]] = deque()
+        for _ in range(n_ahead):
+            self._post(np.empty(n_bytes, np.uint8))
+
+    def _post(self, buffer: Buffer) -> None:
+        self._posted.append((self.comm.Irecv([buffer, MPI.BYTE], self.source, self.tag), buffer))
+
+    def poll(self) -> Buffer | None:
+        """The next message in a buffer that is the caller's until it is handed to `give_back`."""
+        request, buffer = self._posted[0]
+        if not request.Test():
+            return None
+        self._posted.popleft()
+        if self._resting and self._resting[0][0].Test():
+            self._post(self._resting.popleft()[1])
+        else:
+            self._post(np.empty(self.n_bytes, np.uint8))
+        return buffer
+
+    def give_back(self, buffer: Buffer, sent: MPI.Request) -> None:
+        """Use the buffer again once the message that is being sent from it is out."""
+        if len(self._resting) < 4:
+            self._resting.append((sent, buffer))
+
+    def close(self) -> None:
+        for request, _ in self._posted:
+            request.Cancel()
+            request.Wait()
+        self._posted.clear()
+
+
+class Cancellations:
+    """The runs this stage need not evaluate. Runs come in the order of their ids, so older ids are forgotten."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._inbox = Inbox(comm, 0, Tag.CANCEL, 4 * N_CANCEL_WORDS)
+        self._ids: set[int] = set()
+        self.close = self._inbox.close
+
+    def __call__(self, run_id: int) -> bool:
+        while (message := self._inbox.poll()) is not None:
+            n, *ids = message.view(np.int32).tolist()
+            self._ids = {known for known in self._ids if known >= run_id} | set(ids[:n])
+            self._inbox.give_back(message, MPI.REQUEST_NULL)
+        return run_id in self._ids
+
+
+def cancel_messages(run_ids: Sequence[int]) -> list[IntArray]:
+    most = N_CANCEL_WORDS - 1
+    chunks = [run_ids[start : start + most] for start in range(0, len(run_ids), most)]
+    return [np.pad(np.array([len(chunk), *chunk], np.int32), (0, most - len(chunk))) for chunk in chunks]
+
+
+class HeadPipeline:
+    """The Pipeline of rank 0. If the head hosts the first stage, `wait` evaluates the oldest run; a lone rank does so
+    for the whole target. `check` is asked in every wait and may raise `StopRequested`."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        stage_ranks: Sequence[int],
+        worker: StageWorker | None,
+        n_rows_max: int,
+        check: Callable[[], None],
+    ) -> None:
+        self.comm, self.worker, self.check = comm, worker, check
+        self.n_stages = len(stage_ranks)
+        self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
+        self.outbox, self.idle = Outbox(comm), Idle()
+        self.n_cancel_messages = 0
+        self._cancelled: set[int] = set()
+        self._queue: deque[Run] = deque()
+        self._verdicts: deque[Verdict] = deque()
+        if worker:
+            worker.is_cancelled = self._cancelled.__contains__
+        if self.remote_ranks:
+            self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, 4 * (3 + n_rows_max), n_ahead=4)
+
+    def submit(self, run: Run) -> None:
+        if self.worker:
+            self._queue.append(run)
+        else:
+            self.outbox.send_run(encode(run), self.remote_ranks[0])
+
+    def poll(self) -> Verdict | None:
+        if self._verdicts:
+            return self._verdicts.popleft()
+        if not self.remote_ranks or (message := self._inbox.poll()) is None:
+            return None
+        verdict = decode_verdict(message)
+        self._inbox.give_back(message, MPI.REQUEST_NULL)
+        return verdict
+
+    def wait(self) -> None:
+        self.check()
+        if self._queue:
+            self._work(self._queue.popleft())
+            return
+        self._verdicts.append(self.idle.until(self._poll_checked))
+
+    def _poll_checked(self) -> Verdict | None:
+        self.check()
+        return self.poll()
+
+    def _work(self, run: Run) -> None:
+        """The head's own stage: evaluate a run and pass it on, or keep its verdict."""
+        assert self.worker
+        transaction = room_for(encode(run), self.worker.model.n_embd)
+        tokens = self.worker.process(transaction)
+        self._cancelled.discard(run.id)
+        if self.remote_ranks:
+            self.outbox.send_run(transaction.message, self.remote_ranks[0])
+        else:
+            self._verdicts.append(Verdict(run.id, tuple(tokens), transaction.cancelled))
+
+    def cancel(self, run_ids: Sequence[int]) -> None:
+        if self.worker:
+            self._cancelled.update(run_ids)
+        for message in cancel_messages(run_ids):
+            for rank in self.remote_ranks:
+                self.outbox.send(message, rank, Tag.CANCEL)
+                self.n_cancel_messages += 1
+
+    def shutdown(self) -> None:
+        """Send every remote stage home."""
+        if self.remote_ranks:
+            self.outbox.send(encode_shutdown(), self.remote_ranks[0], Tag.PIPELINE)
+            self.outbox.flush(self.idle)
+            self._inbox.close()
+
+
+def serve(
+    comm: MPI.Comm,
+    worker: StageWorker | None,
+    previous: int,
+    following: int | None,
+    n_rows_max: int,
+    n_embd: int,
+) -> Outbox:
+    """A stage's loop: receive a run, evaluate, pass on; until the shutdown, which it passes on too.
+
+    `following` is None on the last stage, which answers the head instead. Without a worker (its model did not load) the
+    rank only waits for the shutdown. Returns the outbox, for the statistics.
+    """
+    n_words = words_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX)
+    inbox = Inbox(comm, previous, Tag.PIPELINE, 4 * (n_words + n_rows_max * n_embd))
+    cancellations = Cancellations(comm)
+    outbox, idle = Outbox(comm), Idle()
+    if worker:
+        worker.is_cancelled = cancellations
+
+    while True:
+        buffer = idle.until(inbox.poll)
+        transaction = Transaction(buffer, n_embd)
+        if transaction.kind is Kind.SHUTDOWN:
+            if following is not None:
+                outbox.send(transaction.message, following, Tag.PIPELINE)
+            break
+        assert worker, "a run arrived at a rank whose model did not load"
+        tokens = worker.process(transaction)
+        if following is not None:
+            sent = outbox.send_run(transaction.message, following)
+        else:
+            outbox.send(encode_verdict(transaction.run_id, tokens, transaction.cancelled), 0, Tag.VERDICT)
+            sent = MPI.REQUEST_NULL
+        inbox.give_back(buffer, sent)
+    outbox.flush(idle)
+    inbox.close()
+    cancellations.close()
+    return outbox
+
+
+class Link:
+    """This rank's connection to the others, and the collective steps before and after the pipeline runs."""
+
+    def __init__(self) -> None:
+        self.comm: MPI.Comm = MPI.COMM_WORLD.Dup()
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self._outgoing: list[MPI.Request] = []
+
+    def all_gather(self, value: T) -> list[T]:
+        return self.comm.allgather(value)
+
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value, on every rank."""
+        return self.comm.bcast(value, 0)  # type: ignore[no-any-return]
+
+    def report(self, value: object) -> None:
+        """Send a value to rank 0 without waiting for it to be taken."""
+        self._outgoing.append(self.comm.isend(value, 0, Tag.REPORT))
+
+    def next_report(self) -> tuple[int, Any] | None:
+        """On rank 0: (rank, value) of a report, if one has come."""
+        status = MPI.Status()
+        message = self.comm.improbe(MPI.ANY_SOURCE, Tag.REPORT, status)
+        return None if message is None else (status.Get_source(), message.recv())
+
+    def clock_offset_s(self, clock: Callable[[], float], n_rounds: int = 8) -> float:
+        """Seconds to add to this rank's clock to get rank 0's. Collective; the round with the least delay counts."""
+        offset_s = 0.0
+        for rank in range(1, self.size):
+            if self.rank == 0:
+                for _ in range(n_rounds):
+                    self.comm.recv(source=rank, tag=Tag.CLOCK)
+                    self.comm.send(clock(), rank, Tag.CLOCK)
+            elif self.rank == rank:
+                offset_s = min(self._ask_clock(clock) for _ in range(n_rounds))[1]
+        return offset_s
+
+    def _ask_clock(self, clock: Callable[[], float]) -> tuple[float, float]:
+        """(delay, offset) of one question to rank 0."""
+        start_s = clock()
+        self.comm.send(None, 0, Tag.CLOCK)
+        theirs_s = self.comm.recv(source=0, tag=Tag.CLOCK)
+        delay_s = clock() - start_s
+        return delay_s, theirs_s - (start_s + delay_s / 2)
+
+    def abort(self, code: int) -> None:
+        """End all ranks at once."""
+        self.comm.Abort(code)
+
+    def finalize(self) -> None:
+        """Leave in order with the others, so that the launcher sees no failure but the exit code."""
+        for request in self._outgoing:
+            Idle().until(lambda request=request: request.Test() or None)  # type: ignore[misc]
+        MPI.Finalize()

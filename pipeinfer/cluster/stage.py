@@ -1,0 +1,123 @@
+"""What one stage does with a transaction: apply operations, evaluate, fill in the result. Knows no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeinfer.cluster.wire import Buffer, RowFlag, Transaction
+from pipeinfer.interfaces import Batch, FloatArray, StageModel
+from pipeinfer.runs import NO_TOKEN
+from pipeinfer.sampling import SamplingParams, choose
+from pipeinfer.trace import NO_TRACE, Tracer
+
+
+@dataclass(slots=True)
+class StageStats:
+    """What a stage did, for the statistics at the end."""
+
+    n_runs: int = 0
+    n_skipped: int = 0  # cancelled runs that it never began
+    n_stopped: int = 0  # cancelled runs that it left between layers
+    busy_s: float = 0.0
+
+
+class StageWorker:
+    """One stage, first or not, last or not. `is_cancelled(run_id)` is asked before a run and between layers."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        is_cancelled: Callable[[int], bool],
+        clock: Callable[[], float],
+        is_first: bool,
+        tracer: Tracer = NO_TRACE,
+    ) -> None:
+        self.model, self.clock, self.is_first, self.tracer = model, clock, is_first, tracer
+        self.is_cancelled = is_cancelled
+        self.stats = StageStats()
+        self._sampling: dict[int, SamplingParams] = {}
+
+    def process(self, transaction: Transaction) -> list[int]:
+        """Bring the transaction to the state in which the next stage wants it; on the last stage return the verdict.
+
+        The verdict has a token for each row, NO_TOKEN where none was wanted; it is empty after a cancellation, which
+        `transaction.cancelled` tells. Other stages return an empty list and leave the residual in `activations`.
+        """
+        start_s = self.clock()
+        self._sampling.update(transaction.opens)
+        self.model.apply(transaction.ops)
+        verdict: list[int] = []
+        if not transaction.cancelled and self.is_cancelled(transaction.run_id):
+            transaction.cancel()
+        if transaction.cancelled:
+            self.stats.n_skipped += 1
+        else:
+            verdict = self._evaluate(transaction)
+            self.stats.n_stopped += transaction.cancelled
+        self.stats.n_runs += 1
+        self.stats.busy_s += self.clock() - start_s
+        self.tracer.evaluated(start_s, transaction.run_id, transaction.n_rows, transaction.cancelled)
+        return verdict
+
+    def _evaluate(self, transaction: Transaction) -> list[int]:
+        seqs = transaction.seqs
+        alive = self._alive(transaction, seqs)
+        if len(alive) < transaction.n_rows:
+            transaction.rows[sorted(set(range(transaction.n_rows)) - set(alive)), 4] |= RowFlag.DROPPED
+        result = self._evaluate_rows(transaction, alive, seqs) if alive else np.empty((0, self.model.n_embd), np.float32)
+        if result is None:
+            transaction.cancel()
+            return []
+        if self.model.is_last:
+            return self._verdict(transaction, result)
+        activations = transaction.activations
+        if len(alive) == transaction.n_rows:
+            activations[:] = result
+        else:
+            activations[:] = 0.0
+            activations[alive] = result
+        return []
+
+    def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
+        """Rows that can be evaluated here: not dropped before, and their prefix was evaluated on this stage.
+
+        A row lacks its prefix only if a cancelled run was skipped, and then it descends from that run's dead guesses.
+        """
+        ends: dict[int, int] = {}
+        alive = []
+        for index, (_, _, position, seq, flags) in enumerate(transaction.rows.tolist()):
+            end = ends[seq] if seq in ends else self.model.next_position(seq)
+            if end == position and not flags & RowFlag.DROPPED:
+                alive.append(index)
+                for owner in seqs[index]:
+                    ends[owner] = position + 1
+        return alive
+
+    def _evaluate_rows(
+        self, transaction: Transaction, alive: list[int], seqs: Sequence[tuple[int, ...]]
+    ) -> FloatArray | None:
+        rows, hidden = transaction.rows, None if self.is_first else transaction.activations
+        if len(alive) < transaction.n_rows:
+            rows, seqs = rows[alive], [seqs[index] for index in alive]
+            hidden = None if hidden is None else hidden[alive]
+        batch = Batch(rows[:, 1], rows[:, 2], list(seqs), hidden, (rows[:, 4] & RowFlag.WANTED).astype(bool))
+        run_id = transaction.run_id
+        return self.model.evaluate(batch, lambda: self.is_cancelled(run_id))
+
+    def _verdict(self, transaction: Transaction, logits: FloatArray) -> list[int]:
+        tokens, next_logits = [], iter(logits)
+        for request, _, position, _, flags in transaction.rows.tolist():
+            asked = flags & RowFlag.WANTED and not flags & RowFlag.DROPPED
+            tokens.append(choose(next(next_logits), self._sampling[request], position + 1) if asked else NO_TOKEN)
+        return tokens
+
+
+def room_for(message: Buffer, n_embd: int) -> Transaction:
+    """A transaction with the message's content and room for the activations that a first stage adds."""
+    n_bytes = Transaction(message, n_embd).n_bytes_full
+    buffer = np.empty(n_bytes, np.uint8)
+    buffer[: len(message)] = message
+    return Transaction(buffer, n_embd)

@@ -1,0 +1,137 @@
+"""How a run travels: one flat buffer per hop. Knows bytes; knows no MPI and no model.
+
+A transaction is int32 words: a header, the operations, the rows, further (row, sequence) pairs, the sampling of newly
+opened requests; then the activations as float32, (n_rows, n_embd), absent from the head and from cancelled runs. What a
+stage passes on differs from what it received in the flags and the activations only, so it writes both in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from enum import IntEnum, IntFlag
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.interfaces import FloatArray, IntArray
+from pipeinfer.runs import KvOp, OpKind, Run, Verdict
+from pipeinfer.sampling import SamplingParams
+
+Buffer = npt.NDArray[np.uint8]
+
+
+class Kind(IntEnum):
+    RUN = 1
+    SHUTDOWN = 2
+
+
+class RowFlag(IntFlag):
+    WANTED = 1
+    DROPPED = 2  # a stage had no cells for the guesses before it: it is dead, and its activations are void
+
+
+_MAGIC = 0x50495046  # refuses a stray message early
+N_HEADER = 8  # magic, kind, run id, cancelled, n_ops, n_rows, n_extra, n_opens
+N_OP = 5  # kind, src, dst, first, last
+N_ROW = 5  # request, token, position, sequence, flags
+N_OPEN = 12  # request, then the sampling parameters as five float64 and one spare word
+
+
+def words_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int) -> int:
+    return N_HEADER + N_OP * n_ops + N_ROW * n_rows + 2 * n_extra + N_OPEN * n_opens
+
+
+class Transaction:
+    """A view on a transaction's buffer; nothing is copied. `buffer` may be longer than the message."""
+
+    __slots__ = ("_end", "_words", "buffer", "cancelled", "kind", "n_embd", "n_rows", "opens_at", "rows", "run_id")
+
+    def __init__(self, buffer: Buffer, n_embd: int) -> None:
+        self.buffer, self.n_embd = buffer, n_embd
+        self._words = words = buffer[: len(buffer) & ~3].view(np.int32)
+        magic, kind, self.run_id, cancelled, n_ops, self.n_rows, n_extra, n_opens = words[:N_HEADER].tolist()
+        assert magic == _MAGIC, f"not a transaction: starts with {magic:#x}"
+        self.kind, self.cancelled = Kind(kind), bool(cancelled)
+        rows_at = N_HEADER + N_OP * n_ops
+        self.opens_at = rows_at + N_ROW * self.n_rows + 2 * n_extra
+        self._end = self.opens_at + N_OPEN * n_opens
+        self.rows: IntArray = words[rows_at : rows_at + N_ROW * self.n_rows].reshape(-1, N_ROW)
+
+    @property
+    def ops(self) -> list[KvOp]:
+        words = self._words[N_HEADER : N_HEADER + N_OP * int(self._words[4])].reshape(-1, N_OP)
+        return [KvOp(OpKind(kind), src, dst, first, last) for kind, src, dst, first, last in words.tolist()]
+
+    @property
+    def seqs(self) -> list[tuple[int, ...]]:
+        """Each row's sequences, the one it sees first."""
+        owners = [(seq,) for seq in self.rows[:, 3].tolist()]
+        extra = self._words[self.opens_at - 2 * int(self._words[6]) : self.opens_at]
+        for row, seq in extra.reshape(-1, 2).tolist():
+            owners[row] += (seq,)
+        return owners
+
+    @property
+    def opens(self) -> dict[int, SamplingParams]:
+        found = {}
+        for start in range(self.opens_at, self._end, N_OPEN):
+            temp, top_p, min_p, top_k, seed = self._words[start + 2 : start + N_OPEN].copy().view(np.float64)
+            found[int(self._words[start])] = SamplingParams(int(seed), float(temp), int(top_k), float(top_p), float(min_p))
+        return found
+
+    @property
+    def n_bytes_full(self) -> int:
+        return 4 * (self._end + self.n_rows * self.n_embd)
+
+    @property
+    def message(self) -> Buffer:
+        """What travels on: with the activations, unless the run is cancelled or this is no run."""
+        has_activations = self.kind is Kind.RUN and not self.cancelled
+        return self.buffer[: self.n_bytes_full if has_activations else 4 * self._end]
+
+    @property
+    def activations(self) -> FloatArray:
+        """(n_rows, n_embd), writable; the buffer must be long enough."""
+        return self._words[self._end : self._end + self.n_rows * self.n_embd].view(np.float32).reshape(-1, self.n_embd)
+
+    def cancel(self) -> None:
+        """From here on the transaction carries its operations only."""
+        self.cancelled = True
+        self._words[3] = 1
+
+
+def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
+    """The transaction of a run as the head sends it: without activations."""
+    extra = [(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
+    words: list[int] = [_MAGIC, kind, run.id, 0, len(run.ops), len(run.rows), len(extra), len(run.opens)]
+    for op in run.ops:
+        words += astuple(op)
+    for row in run.rows:
+        words += (row.request, row.token, row.position, row.seqs[0], RowFlag.WANTED if row.wanted else 0)
+    for pair in extra:
+        words += pair
+    packed = np.array(words, np.int32)
+    if run.opens:
+        packed = np.concatenate([packed, *(_encode_open(request, params) for request, params in run.opens.items())])
+    return packed.view(np.uint8)
+
+
+def _encode_open(request: int, params: SamplingParams) -> IntArray:
+    # float64 holds every 32-bit seed exactly
+    values = np.array([params.temp, params.top_p, params.min_p, params.top_k, params.seed], np.float64)
+    return np.concatenate([np.array([request, 0], np.int32), values.view(np.int32)])
+
+
+def encode_shutdown() -> Buffer:
+    return encode(Run(0, []), Kind.SHUTDOWN)
+
+
+def encode_verdict(run_id: int, tokens: list[int], cancelled: bool) -> Buffer:
+    return np.array([run_id, cancelled, len(tokens), *tokens], np.int32).view(np.uint8)
+
+
+def decode_verdict(message: Buffer) -> Verdict:
+    """Inverse of `encode_verdict`; the buffer may be longer than the message."""
+    words = message.view(np.int32)
+    run_id, cancelled, n_tokens = words[:3].tolist()
+    return Verdict(run_id, tuple(words[3 : 3 + n_tokens].tolist()), bool(cancelled))

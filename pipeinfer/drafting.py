@@ -1,0 +1,101 @@
+"""Expand tree nodes with a draft model. Knows the tree and a StageModel; knows no policy and no pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.interfaces import Batch, FloatArray, Guess, StageModel
+from pipeinfer.requests import Request
+from pipeinfer.sequences import Placement, SequencePool
+from pipeinfer.tree import Node
+
+
+def likeliest(logits: FloatArray, width: int) -> list[Guess]:
+    """The `width` most likely tokens of one row of logits (n_vocab,), most likely first."""
+    ids = np.argpartition(logits, -width)[-width:] if width < len(logits) else np.arange(len(logits))
+    ids = ids[np.argsort(-logits[ids], kind="stable")]
+    weights = np.exp(logits - logits[ids[0]])
+    total = float(weights.sum())
+    return [Guess(int(token), float(weights[token]) / total) for token in ids]
+
+
+class ModelDrafter:
+    """A Drafter on a whole draft model with a KV cache of its own.
+
+    The draft's cache lags behind the output: before a root is expanded, the certain tokens it has not seen (the prompt,
+    or tokens it had not guessed) are evaluated as context.
+    """
+
+    def __init__(self, model: StageModel, pool: SequencePool, n_batch: int, n_vocab: int) -> None:
+        self.model, self.pool, self.n_batch, self.n_vocab = model, pool, n_batch, n_vocab
+        self._open: set[int] = set()
+
+    def expand(
+        self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
+    ) -> list[list[Guess]] | None:
+        if request.id not in self._open:
+            self.pool.open(request.id)
+            self._open.add(request.id)
+        if not self._catch_up(request, interrupted):
+            return None
+        fitting = self._fitting(nodes)
+        placement = self.pool.place(request.id, 0, fitting)
+        logits = self._evaluate(placement, fitting and [node.token for node in fitting], interrupted)
+        if logits is None:
+            return None
+        guesses = [likeliest(row, width) for row in logits]
+        return guesses + [[] for _ in nodes[len(fitting) :]]
+
+    def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
+        """Evaluate the certain tokens below the root that the draft has not seen; False when interrupted."""
+        root = request.tree.root
+        while not self.pool.is_placed(root) and (end := self.pool.placed_end(request.id)) < root.position:
+            tokens = request.tokens[end : min(root.position, end + self.n_batch, end + self.pool.n_free_cells)]
+            assert tokens, "the draft's context is smaller than the target's"
+            placement = self.pool.place(request.id, len(tokens), [])
+            if self._evaluate(placement, tokens, interrupted) is None:
+                return False
+        return True
+
+    def _fitting(self, nodes: Sequence[Node]) -> list[Node]:
+        """As many of the nodes as sequences, cells and the batch allow; the others stay without guesses."""
+        fitting = list(nodes[: min(self.n_batch, self.pool.n_free_cells)])
+        while fitting and self.pool.cost(fitting) > self.pool.n_free:
+            fitting.pop()
+        return fitting
+
+    def _evaluate(
+        self, placement: Placement, tokens: Sequence[int], interrupted: Callable[[], bool]
+    ) -> npt.NDArray[np.float32] | None:
+        """Logits of the placement's nodes (n_nodes, n_vocab); None, and the placement undone, when interrupted."""
+        start = placement.nodes[0].position if placement.nodes else 0
+        if placement.n_context:
+            start = self.pool.placed_end(placement.request_id) - placement.n_context
+        positions = [node.position for node in placement.nodes] or range(start, start + len(tokens))
+        seqs = placement.node_seqs or [(placement.context_seq,)] * len(tokens)
+        self.model.apply(placement.ops)
+        if not tokens:
+            return np.empty((0, self.n_vocab), np.float32)
+        batch = Batch(
+            tokens=np.minimum(np.array(tokens, np.int32), self.n_vocab - 1),
+            positions=np.array(positions, np.int32),
+            seqs=seqs,
+            hidden=None,
+            wanted=np.full(len(tokens), bool(placement.nodes)),
+        )
+        logits = self.model.evaluate(batch, interrupted)
+        if logits is None:
+            self.pool.undo(placement)
+        return logits
+
+    def settle(self, request: Request, path: Sequence[Node]) -> None:
+        if request.id in self._open:
+            self.pool.settle(request.id, path)
+
+    def close(self, request: Request) -> None:
+        if request.id in self._open:
+            self._open.discard(request.id)
+            self.pool.close(request.id)

@@ -1,0 +1,273 @@
+"""The event loop that joins policy, tree, drafter and pipeline. No I/O of its own: tests drive it by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeinfer.interfaces import Clock, Drafter, Guess, Pipeline
+from pipeinfer.metrics import RequestMetrics
+from pipeinfer.policies import Policy, View
+from pipeinfer.requests import Finish, Request
+from pipeinfer.runs import Row, Run, Verdict
+from pipeinfer.sequences import SequencePool
+from pipeinfer.trace import NO_TRACE, Tracer
+from pipeinfer.tree import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens of a request that the target has just settled."""
+
+    request: Request
+    tokens: list[int]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A run between submission and verdict."""
+
+    request: Request
+    nodes: list[Node]
+    n_context: int
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Job:
+    """An open request and how far its prompt has been sent."""
+
+    request: Request
+    policy: Policy
+    metrics: RequestMetrics
+    n_sent: int = 0
+
+    @property
+    def n_prompt_left(self) -> int:
+        return len(self.request.prompt) - 1 - self.n_sent
+
+
+class Engine:
+    """Asks, in this order: has a verdict come? can a run go? can the draft step? and else waits.
+
+    `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `yielding`: a verdict that arrives during a draft
+    step ends the step, whose work is lost; worth it where a draft step is long. `pool` is the target's.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        pool: SequencePool,
+        drafter: Drafter | None,
+        clock: Clock,
+        *,
+        n_chunk: int = 128,
+        n_rows_max: int = 64,
+        yielding: bool = False,
+        tracer: Tracer = NO_TRACE,
+    ) -> None:
+        self.pipeline, self.pool, self.drafter, self.clock = pipeline, pool, drafter, clock
+        self.n_chunk, self.n_rows_max, self.yielding, self.tracer = n_chunk, n_rows_max, yielding, tracer
+        self._jobs: dict[int, _Job] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._next_run_id = 1
+        self._arrived: Verdict | None = None
+
+    # -- requests
+
+    def add(self, request: Request, policy: Policy) -> RequestMetrics:
+        """Take a request in; its tokens come out of `step`."""
+        metrics = RequestMetrics(submitted_s=self.clock(), n_prompt=len(request.prompt))
+        self.pool.open(request.id)
+        self._jobs[request.id] = _Job(request, policy, metrics)
+        return metrics
+
+    def stop(self, request: Request, reason: Finish = Finish.STOPPED) -> None:
+        """End a request now; what it emitted stays."""
+        if request.id in self._jobs:
+            request.finish = reason
+            self._close(self._jobs[request.id])
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is open or a run in flight."""
+        return bool(self._jobs or self._flights)
+
+    def generate(self) -> Iterator[Emission]:
+        """Run until all requests are finished and nothing is in flight."""
+        while self.busy:
+            emission = self.step()
+            if emission:
+                yield emission
+
+    # -- the loop
+
+    def step(self) -> Emission | None:
+        """Answer the first of the three questions that has one; wait if none has."""
+        if self._poll():
+            return self._settle_arrived()
+        if self._send() or self._draft():
+            return None
+        self.pipeline.wait()
+        return None
+
+    def _interrupted(self) -> bool:
+        return self.yielding and self._poll()
+
+    def _poll(self) -> bool:
+        if self._arrived is None:
+            self._arrived = self.pipeline.poll()
+        return self._arrived is not None
+
+    # -- verdicts
+
+    def _settle_arrived(self) -> Emission | None:
+        verdict, self._arrived = self._arrived, None
+        assert verdict is not None
+        flight = self._flights.pop(verdict.run_id)
+        job = self._jobs.get(flight.request.id)
+        if job is None:
+            return None
+        if verdict.cancelled:
+            assert flight.cancelled, f"run {verdict.run_id} was cancelled by nobody"
+            job.metrics.n_saved += 1
+            return None
+        tree = flight.request.tree
+        tree.answer(flight.nodes, verdict.tokens[flight.n_context :])
+        settled = tree.settle()
+        if len(settled.path) == 1:
+            return None
+        tokens = flight.request.take(settled.tokens)
+        job.metrics.count_settled(self.clock(), len(tokens), settled)
+        self.tracer.settled(len(tokens))
+        self.pool.settle(flight.request.id, settled.path)
+        if self.drafter:
+            self.drafter.settle(flight.request, settled.path)
+        job.policy.settled(settled)
+        if flight.request.finish:
+            self._close(job)
+        else:
+            self._cancel_dead(job)
+        return Emission(flight.request, tokens)
+
+    def _cancel_dead(self, job: _Job) -> None:
+        """Cancel the request's runs of which no row can count any more."""
+        doomed = [
+            run_id
+            for run_id, flight in self._flights.items()
+            if flight.request is job.request and not flight.cancelled
+            if flight.request.finish or not any(node.live for node in flight.nodes)
+        ]
+        if doomed:
+            for run_id in doomed:
+                self._flights[run_id].cancelled = True
+            job.metrics.n_cancelled += len(doomed)
+            self.pipeline.cancel(doomed)
+
+    def _close(self, job: _Job) -> None:
+        del self._jobs[job.request.id]
+        job.metrics.finished_s = self.clock()
+        self._cancel_dead(job)
+        self.pool.close(job.request.id)
+        if self.drafter:
+            self.drafter.close(job.request)
+
+    # -- sending
+
+    def _send(self) -> bool:
+        return any(self._send_prompt(job) if job.n_prompt_left else self._send_nodes(job) for job in self._jobs.values())
+
+    def _send_prompt(self, job: _Job) -> bool:
+        """The next chunk of the prompt; the root, its last token, travels with the last chunk."""
+        n_rows = min(self.n_chunk, job.n_prompt_left)
+        if self._n_live_flights(job.request) > 2 * self.pipeline.n_stages or not self._has_cells(n_rows + 1):
+            return False
+        start, job.n_sent = job.n_sent, job.n_sent + n_rows
+        self._submit(job, start, n_rows, [] if job.n_prompt_left else [job.request.tree.root])
+        return True
+
+    def _send_nodes(self, job: _Job) -> bool:
+        nodes = self._fitting(job.policy.send(self._view(job)))
+        if nodes:
+            self._submit(job, job.n_sent, 0, nodes)
+        return bool(nodes)
+
+    def _fitting(self, nodes: list[Node]) -> list[Node]:
+        """As many of the nodes as cells, sequences and the batch allow: under pressure the tree gets narrower."""
+        nodes = nodes[: self.n_rows_max]
+        if nodes and not self._has_cells(len(nodes)):
+            nodes = nodes[: max(0, self.pool.n_free_cells)]
+        while nodes and self.pool.cost(nodes) > self.pool.n_free:
+            nodes.pop()
+        return nodes
+
+    def _has_cells(self, n_rows: int) -> bool:
+        """Whether `n_rows` cells are free, after compaction if it is possible and needed."""
+        if n_rows > self.pool.n_free_cells and self.pool.can_compact:
+            self.pool.compact()
+        return n_rows <= self.pool.n_free_cells
+
+    def _submit(self, job: _Job, start: int, n_context: int, nodes: list[Node]) -> None:
+        request = job.request
+        run_id, self._next_run_id = self._next_run_id, self._next_run_id + 1
+        placement = self.pool.place(request.id, n_context, nodes)
+        context_seqs = (placement.context_seq,)
+        rows = [
+            Row(request.id, request.prompt[position], position, context_seqs, wanted=False)
+            for position in range(start, start + n_context)
+        ]
+        for node, seqs in zip(nodes, placement.node_seqs, strict=True):
+            node.run_id = run_id
+            rows.append(Row(request.id, node.token, node.position, seqs))
+        opens = {request.id: request.sampling} if not job.metrics.n_runs else {}
+        self._flights[run_id] = _Flight(request, nodes, n_context)
+        job.metrics.count_run(len(rows), request.tree.root in nodes)
+        self.pipeline.submit(Run(run_id, rows, placement.ops, opens))
+
+    # -- drafting
+
+    def _draft(self) -> bool:
+        return self.drafter is not None and any(self._draft_for(self.drafter, job) for job in self._jobs.values())
+
+    def _draft_for(self, drafter: Drafter, job: _Job) -> bool:
+        nodes = job.policy.draft(self._view(job))
+        if not nodes:
+            return False
+        start_s = self.clock()
+        guesses = drafter.expand(job.request, nodes, job.policy.width, self._interrupted)
+        job.metrics.draft_s += self.clock() - start_s
+        self.tracer.drafted(start_s, len(nodes), guesses is not None)
+        if guesses is not None:
+            for node, found in zip(nodes, guesses, strict=True):
+                self._grow(job, node, found)
+        return True
+
+    def _grow(self, job: _Job, node: Node, guesses: list[Guess]) -> None:
+        kept = job.policy.keep(node, guesses)
+        grown = job.request.tree.grow(node, kept, [math.log(max(guess.probability, 1e-30)) for guess in kept])
+        job.metrics.n_drafted += len(grown)
+
+    # -- what policies see
+
+    def _n_live_flights(self, request: Request) -> int:
+        return sum(flight.request is request and not flight.cancelled for flight in self._flights.values())
+
+    def _view(self, job: _Job) -> View:
+        return View(
+            tree=job.request.tree,
+            n_inflight=self._n_live_flights(job.request),
+            n_stages=self.pipeline.n_stages,
+            depth_left=job.request.depth_left,
+            n_free_seqs=self.pool.n_free,
+        )
+
+    def audit(self) -> None:
+        """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""
+        for job in self._jobs.values():
+            job.request.tree.audit()
+            flying = {id(node) for flight in self._flights.values() for node in flight.nodes}
+            for node in job.request.tree.nodes:
+                waiting = node.run_id is not None and node.verdict is None
+                assert not waiting or id(node) in flying, f"run {node.run_id} is forgotten, its node waits for ever"
+        self.pool.audit({job.request.id: job.request.tree.nodes for job in self._jobs.values()})

@@ -1,0 +1,9 @@
+"""The exceptions users meet. Everything else that escapes is a fault of ours."""
+
+
+class UserError(Exception):
+    """Bad input: the message names the value, the limit and the way out. The command ends with exit code 2."""
+
+
+class StopRequested(Exception):
+    """The user (Ctrl-C, SIGTERM) or a rank that was told to end asks for an orderly stop."""

@@ -1,0 +1,102 @@
+"""Timestamps and counts of one request -> speeds, latencies, acceptance. Wall clock, seconds; knows no clock itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.tree import Settled
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Filled by the engine while the request runs."""
+
+    submitted_s: float
+    n_prompt: int
+    finished_s: float | None = None
+    token_s: list[float] = field(default_factory=list)  # when each token was emitted
+    accepted_lengths: Counter[int] = field(default_factory=Counter)  # tokens emitted at once -> how often
+    n_runs: int = 0
+    n_rows: int = 0
+    n_root_runs: int = 0
+    n_cancelled: int = 0
+    n_saved: int = 0  # cancelled runs that at least one stage did not evaluate
+    n_drafted: int = 0
+    n_judged: int = 0
+    n_matched: int = 0
+    draft_s: float = 0.0
+
+    def count_run(self, n_rows: int, has_root: bool) -> None:
+        self.n_runs += 1
+        self.n_rows += n_rows
+        self.n_root_runs += has_root
+
+    def count_settled(self, now_s: float, n_tokens: int, settled: Settled) -> None:
+        self.token_s += [now_s] * n_tokens
+        self.accepted_lengths[n_tokens] += 1
+        self.n_judged += settled.n_judged
+        self.n_matched += settled.n_matched
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Inter-token latencies: every gap between emitted tokens; 0 between tokens that came at once."""
+        return [after - before for before, after in zip(self.token_s, self.token_s[1:], strict=False)]
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token, from submission."""
+        return self.token_s[0] - self.submitted_s if self.token_s else float("nan")
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted guesses / guesses that got their verdict."""
+        return self.n_matched / self.n_judged if self.n_judged else float("nan")
+
+
+def percentiles(values: Sequence[float], ranks: Sequence[float] = (50, 95, 99)) -> list[float]:
+    return [float(value) for value in np.percentile(values, ranks)] if values else [float("nan")] * len(ranks)
+
+
+def timings(metrics: RequestMetrics) -> dict[str, Any]:
+    """llama.cpp's server names, in milliseconds, then TTFT, TPOT (time per output token) and ITL in seconds."""
+    n = len(metrics.token_s)
+    generation_s = metrics.token_s[-1] - metrics.token_s[0] if n else float("nan")
+    p50, p95, p99 = percentiles(metrics.itl_s)
+    return {
+        "prompt_n": metrics.n_prompt,
+        "prompt_ms": 1e3 * metrics.ttft_s,
+        "prompt_per_second": metrics.n_prompt / metrics.ttft_s,
+        "predicted_n": n,
+        "predicted_ms": 1e3 * generation_s,
+        "predicted_per_second": (n - 1) / generation_s if n > 1 and generation_s > 0 else float("nan"),
+        "ttft_s": metrics.ttft_s,
+        "tpot_s": generation_s / (n - 1) if n > 1 else float("nan"),
+        "itl_mean_s": float(np.mean(metrics.itl_s)) if n > 1 else float("nan"),
+        "itl_p50_s": p50,
+        "itl_p95_s": p95,
+        "itl_p99_s": p99,
+        "total_s": (metrics.finished_s or float("nan")) - metrics.submitted_s,
+    }
+
+
+def speculation(metrics: RequestMetrics) -> dict[str, Any]:
+    """What the draft was worth. `accepted_length`: tokens emitted per settled verdict, mean and histogram."""
+    n_settled = sum(metrics.accepted_lengths.values())
+    return {
+        "draft_n": metrics.n_drafted,
+        "draft_n_judged": metrics.n_judged,
+        "draft_n_accepted": metrics.n_matched,
+        "acceptance_rate": metrics.acceptance_rate,
+        "accepted_length": len(metrics.token_s) / n_settled if n_settled else float("nan"),
+        "accepted_length_histogram": {str(length): n for length, n in sorted(metrics.accepted_lengths.items())},
+        "runs": metrics.n_runs,
+        "rows": metrics.n_rows,
+        "runs_cancelled": metrics.n_cancelled,
+        "runs_cancelled_in_time": metrics.n_saved,
+        "draft_s": metrics.draft_s,
+    }

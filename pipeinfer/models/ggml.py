@@ -1,0 +1,138 @@
+"""Load libllama quietly, and reach the few functions of libggml that llama_cpp's Python does not export.
+
+llama_cpp is imported by `load_library`, not by importing this module: exact numerics need an environment variable that
+libggml reads when it loads. Knows no stage and no cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections import deque
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.interfaces import FloatArray, IntArray
+from pipeinfer.models.gguf_header import Tensor
+
+TILED_MM = "GGML_CPU_TILED_MM"
+LOG_ERROR = 4
+F32, F16 = 0, 1
+
+_errors: deque[str] = deque(maxlen=4)
+_keep_alive: list[Any] = []
+
+
+def require_exact_kernels() -> None:
+    """Switch off the K-quant kernels whose rows depend on the batch size. Must come before libggml loads.
+
+    Raises RuntimeError when llama_cpp has been imported without it: then exact numerics cannot be had any more.
+    """
+    if "llama_cpp" in sys.modules and not _exact_at_load():
+        raise RuntimeError(f"llama_cpp was loaded before exact numerics were asked for; set {TILED_MM}=0 before")
+    if os.environ.setdefault(TILED_MM, "0") != "0":
+        raise RuntimeError(f"exact numerics need {TILED_MM}=0, but it is {os.environ[TILED_MM]!r}; unset it")
+
+
+@cache
+def _exact_at_load() -> bool:
+    """Whether the exact kernels were chosen when libggml loaded: asked then, and remembered."""
+    return os.environ.get(TILED_MM) == "0"
+
+
+@cache
+def load_library() -> ModuleType:
+    """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`)."""
+    _exact_at_load()
+    import llama_cpp.llama_cpp as library
+
+    @library.llama_log_callback  # type: ignore[untyped-decorator]
+    def on_log(level: int, text: bytes, _: object) -> None:
+        if level == LOG_ERROR:
+            _errors.append(text.decode("utf-8", "replace").strip())
+
+    _keep_alive.append(on_log)  # ctypes does not hold it, libllama calls it until the process ends
+    library.llama_log_set(on_log, None)
+    library.llama_backend_init()
+    return library
+
+
+def last_errors() -> str:
+    """What libllama last complained about, on one line; forgotten once asked for."""
+    text = "; ".join(_errors)
+    _errors.clear()
+    return text
+
+
+@cache
+def ggml() -> ctypes.CDLL:
+    """libggml-base, next to the libllama in use."""
+    library = load_library()
+    name = "libggml-base.dylib" if sys.platform == "darwin" else "libggml-base.so"
+    base = ctypes.CDLL(str(Path(str(library.__file__)).parent / "lib" / name))
+    base.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    base.ggml_backend_tensor_get.restype = None
+    base.ggml_get_name.argtypes = [ctypes.c_void_p]
+    base.ggml_get_name.restype = ctypes.c_void_p
+    base.ggml_get_type_traits.argtypes = [ctypes.c_int]
+    base.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
+    return base
+
+
+_ToFloat = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+
+
+class _TypeTraits(ctypes.Structure):
+    _fields_ = [
+        ("type_name", ctypes.c_char_p),
+        ("block_size", ctypes.c_int64),
+        ("block_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", _ToFloat),
+        ("from_float_ref", ctypes.c_void_p),
+    ]
+
+
+class TokenTable:
+    """The rows of a token embedding, read from the model file as tokens need them.
+
+    What libllama's own lookup computes, bit for bit (the same conversion of each row), but only the pages of rows in
+    use ever come into memory, and the slice that starts the pipeline needs no vocabulary.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.n_embd, self.n_vocab = tensor.shape
+        self._row_bytes = tensor.n_bytes // self.n_vocab
+        self._type = tensor.type
+        skip = tensor.offset % mmap.ALLOCATIONGRANULARITY
+        with open(tensor.path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), skip + tensor.n_bytes, access=mmap.ACCESS_READ,
+                                  offset=tensor.offset - skip)  # fmt: skip
+        if hasattr(mmap, "MADV_RANDOM"):
+            self._map.madvise(mmap.MADV_RANDOM)
+        self._rows = np.frombuffer(self._map, np.uint8, tensor.n_bytes, skip).reshape(self.n_vocab, self._row_bytes)
+        self._base = self._rows.ctypes.data
+        self._to_float = ggml().ggml_get_type_traits(tensor.type).contents.to_float
+
+    def lookup(self, tokens: IntArray) -> FloatArray:
+        """(n_rows,) token ids -> (n_rows, n_embd) embeddings. ValueError for an id outside the vocabulary."""
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.n_vocab:
+            raise ValueError(f"token ids {tokens.min()}..{tokens.max()} for a vocabulary of {self.n_vocab}")
+        if self._type == F32:
+            return self._rows[tokens].view(np.float32)
+        out = np.empty((len(tokens), self.n_embd), np.float32)
+        address, stride = out.ctypes.data, 4 * self.n_embd
+        for i, token in enumerate(tokens.tolist()):
+            self._to_float(self._base + token * self._row_bytes, address + i * stride, self.n_embd)
+        return out
+
+    def close(self) -> None:
+        del self._rows
+        self._map.close()

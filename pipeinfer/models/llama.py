@@ -1,0 +1,268 @@
+"""A StageModel on libllama: evaluate a slice of layers, on CPU and GPU builds alike. Knows no MPI and no tokenizer.
+
+The residual stream leaves through libllama's evaluation callback. It is offered every node of the graph; for the last
+node of a layer (`l_out-<i>`) it asks to see the result, copies the last layer's out, and may end the evaluation there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeinfer.errors import UserError
+from pipeinfer.interfaces import Batch, FloatArray
+from pipeinfer.models import ggml
+from pipeinfer.models.batch import LlamaBatch
+from pipeinfer.models.gguf_slice import SliceFile
+from pipeinfer.runs import POSITION_END, KvOp, OpKind
+
+MAX_SEQUENCES = 256
+COMPACT_CELLS = 256
+"""Cells moved at a time when packing: bounds the memory the copy needs."""
+
+F16, BF16 = 1, 30
+FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
+LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
+
+
+class KvCacheFull(RuntimeError):
+    """A batch found no free cells. The cache is as it was before."""
+
+
+@dataclass(frozen=True)
+class LlamaParams:
+    """n_cells        KV cells, rounded up to a multiple of 256
+    n_seq_max      sequence ids, the highest of which the stage keeps for itself; users have 0 .. n_seq_max - 2
+    n_batch        rows of the largest batch
+    n_outputs_max  rows of a batch that may want logits, on the last stage
+    n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
+    exact          the same row gives the same bits in every batch and tree
+    """
+
+    n_cells: int
+    n_seq_max: int = 32
+    n_batch: int = 512
+    n_outputs_max: int = 32
+    n_threads: int = 1
+    n_gpu_layers: int = 0
+    exact: bool = True
+
+
+class LlamaStage:
+    """Layers [first, last) with their KV cache. A whole model is the stage that is both first and last."""
+
+    def __init__(self, slice_file: SliceFile, params: LlamaParams,
+                 on_progress: Callable[[float], bool] | None = None) -> None:  # fmt: skip
+        """Load the slice and close its file. `on_progress` gets 0..1 and may answer False to abort the loading.
+
+        Raises UserError when the build or the memory does not do, InterruptedError when on_progress aborted.
+        """
+        info = slice_file.info
+        if not 2 <= params.n_seq_max <= MAX_SEQUENCES:
+            raise ValueError(f"n_seq_max {params.n_seq_max}, 2 to {MAX_SEQUENCES} are possible")
+        self.params = params
+        self.is_first, self.is_last = slice_file.is_first, slice_file.is_last
+        self.n_embd, self.n_vocab = info.n_embd, info.n_vocab
+        self.slice_bytes = slice_file.n_bytes
+        self._where = f"layers {slice_file.first}-{slice_file.last - 1} of {info.path}"
+        self._n_layer = slice_file.last - slice_file.first
+        self._spare = params.n_seq_max - 1
+        self._model = self._context = None
+        if params.exact:
+            ggml.require_exact_kernels()
+        self._lib = ggml.load_library()
+        self._callback = self._make_callback()
+        try:
+            self._model = self._load(slice_file, on_progress)
+        finally:
+            slice_file.close()
+        try:
+            self._context = self._create_context()
+        except BaseException:
+            self.close()
+            raise
+        self._memory = self._lib.llama_get_memory(self._context)
+        self.n_cells = int(self._lib.llama_n_ctx(self._context))
+        self.kv_bytes = self.n_cells * sum(info.kv_bytes_per_cell[slice_file.first : slice_file.last])
+        self._table = ggml.TokenTable(_token_table(slice_file)) if self.is_first and not self.is_last else None
+        self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
+        # untouched pages of this array cost no memory: a stage that only sees small batches stays small
+        self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        """See StageModel. On the first stage batch.hidden is ignored. Raises KvCacheFull, and what `stop` raises."""
+        n_rows = len(batch.positions)
+        wanted = batch.wanted if self.is_last else None
+        self._check(n_rows, wanted)
+        if self.is_first:
+            hidden = self._table.lookup(batch.tokens) if self._table is not None else None
+        else:
+            hidden = batch.hidden
+        call = self._batch.fill(batch, hidden, wanted)
+        self._stop, self._stopped, self._fault, self._n_rows = stop, False, None, n_rows
+        code = self._lib.llama_decode(self._context, call)
+        if code == 0 and not self._stopped:
+            return self._logits(wanted) if wanted is not None else self._out[:n_rows]
+        if code != 1:
+            self._forget(batch)
+        if self._fault is not None:
+            raise self._fault
+        if self._stopped:
+            return None
+        if code == 1:
+            raise KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells} cells")
+        raise RuntimeError(f"llama_decode of {n_rows} rows in {self._where} failed with {code}: {ggml.last_errors()}")
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        """See StageModel. Exact numerics park removed cells instead of freeing them, until the next COMPACT."""
+        for op in ops:
+            last = -1 if op.last == POSITION_END else op.last
+            if op.kind == OpKind.COPY:
+                self._lib.llama_memory_seq_cp(self._memory, op.src, op.dst, op.first, last)
+            elif op.kind == OpKind.COMPACT:
+                self._compact(op.src)
+            else:
+                if self.params.exact:
+                    # a freed hole would be refilled out of order, and attention adds up in the order of the cells
+                    self._lib.llama_memory_seq_cp(self._memory, op.src, self._spare, op.first, last)
+                self._lib.llama_memory_seq_rm(self._memory, op.src, op.first, last)
+
+    def next_position(self, seq: int) -> int:
+        return int(self._lib.llama_memory_seq_pos_max(self._memory, seq)) + 1
+
+    def close(self) -> None:
+        """Free model and cache. May be called twice."""
+        if self._context is not None:
+            self._lib.llama_free(self._context)
+        if self._model is not None:
+            self._lib.llama_model_free(self._model)
+        self._context = self._model = None
+
+    def _check(self, n_rows: int, wanted: np.ndarray | None) -> None:
+        # libllama ends the whole process on these
+        if not 0 < n_rows <= self.params.n_batch:
+            raise ValueError(f"a batch of {n_rows} rows, 1 to {self.params.n_batch} are possible")
+        if wanted is not None and np.count_nonzero(wanted) > self.params.n_outputs_max:
+            raise ValueError(f"{np.count_nonzero(wanted)} rows want logits, at most {self.params.n_outputs_max} can")
+
+    def _logits(self, wanted: np.ndarray) -> FloatArray:
+        """A view of libllama's buffer, rows in the order of the batch."""
+        n_wanted = int(np.count_nonzero(wanted))
+        if n_wanted == 0:
+            return np.empty((0, self.n_vocab), np.float32)
+        address = ctypes.cast(self._lib.llama_get_logits(self._context), ctypes.c_void_p).value
+        buffer = (ctypes.c_float * (n_wanted * self.n_vocab)).from_address(address or 0)
+        return np.frombuffer(buffer, np.float32).reshape(n_wanted, self.n_vocab)
+
+    def _forget(self, batch: Batch) -> None:
+        """Free the batch's cells, the newest of their sequences: the cache is as it was before."""
+        first: dict[int, int] = {}
+        for position, seqs in zip(batch.positions.tolist(), batch.seqs, strict=True):
+            for seq in seqs:
+                first[seq] = min(position, first.get(seq, position))
+        for seq, position in first.items():
+            self._lib.llama_memory_seq_rm(self._memory, seq, position, -1)
+
+    def _compact(self, seq: int) -> None:
+        """Keep only `seq`, and move its cells to the front, some at a time, in the order they have.
+
+        With exact numerics that is the order of positions: cells are only ever handed out in ascending order.
+        """
+        lib, memory, spare = self._lib, self._memory, self._spare
+        lib.llama_memory_seq_keep(memory, seq)
+        start = int(lib.llama_memory_seq_pos_min(memory, seq))
+        for position in range(max(start, 0), self.next_position(seq), COMPACT_CELLS):
+            end = position + COMPACT_CELLS
+            lib.llama_memory_seq_cp(memory, seq, spare, position, end)
+            size = lib.llama_state_seq_get_size(self._context, spare)
+            state = (ctypes.c_uint8 * size)()
+            n_saved = lib.llama_state_seq_get_data(self._context, state, size, spare)
+            lib.llama_memory_seq_rm(memory, spare, -1, -1)
+            lib.llama_memory_seq_rm(memory, seq, position, end)
+            n_restored = lib.llama_state_seq_set_data(self._context, state, size, spare)
+            if not n_saved or not n_restored:
+                raise RuntimeError(f"packing the KV cache failed at position {position}: {ggml.last_errors()}")
+            lib.llama_memory_seq_cp(memory, spare, seq, position, end)
+            lib.llama_memory_seq_rm(memory, spare, -1, -1)
+
+    def _make_callback(self) -> object:
+        """The evaluation callback. It runs for every node of every batch, so it does next to nothing for most."""
+        base = ggml.ggml()
+        get, name_of = base.ggml_backend_tensor_get, base.ggml_get_name
+        read, last_name = ctypes.string_at, b"l_out-%d" % (self._n_layer - 1)
+        name_offset = 0
+        row_bytes = 4 * self.n_embd
+
+        def on_node(tensor: int, ask: bool, _: object) -> bool:
+            nonlocal name_offset
+            if ask:
+                # True makes libllama compute up to this node and call again
+                if name_offset == 0:
+                    name_offset = name_of(tensor) - tensor
+                return read(tensor + name_offset, 6) == b"l_out-"
+            try:
+                if not self.is_last and read(tensor + name_offset) == last_name:
+                    get(tensor, self._out.ctypes.data, 0, self._n_rows * row_bytes)
+                    return False
+                # on a build with several backends False only ends the current part of the graph: say it again
+                self._stopped = self._stopped or self._stop()
+            except BaseException as fault:
+                self._fault, self._stopped = fault, True
+            return not self._stopped
+
+        return self._lib.ggml_backend_sched_eval_callback(on_node)
+
+    def _load(self, slice_file: SliceFile, on_progress: Callable[[float], bool] | None) -> object:
+        lib, params = self._lib, self.params
+        if params.n_gpu_layers and not lib.llama_supports_gpu_offload():
+            raise UserError(f"this llama-cpp-python has no GPU support: -ngl {params.n_gpu_layers} needs 0, or a build "
+                            "with CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
+        options = lib.llama_model_default_params()
+        options.n_gpu_layers = self._n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
+        options.use_extra_bufts = not params.exact
+        # repacking copies the weights: read them then, or they would be in memory twice
+        options.load_mode = LOAD_BY_MAPPING if params.exact else LOAD_BY_READING
+        go_on = True
+
+        def progress(done: float, _: object) -> bool:
+            nonlocal go_on
+            go_on = on_progress is None or on_progress(done)
+            return go_on
+
+        options.progress_callback = lib.llama_progress_callback(progress)
+        model = lib.llama_model_load_from_file(str(slice_file.path).encode(), options)
+        if not go_on:
+            raise InterruptedError(f"loading {self._where} was aborted")
+        if not model:
+            raise UserError(f"{self._where} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")
+        return model
+
+    def _create_context(self) -> object:
+        lib, params = self._lib, self.params
+        options = lib.llama_context_default_params()
+        options.n_ctx = params.n_cells
+        options.n_batch = options.n_ubatch = params.n_batch
+        # In a unified cache this bounds no sequence id, but libllama holds logits for so many rows at least
+        options.n_seq_max = 1
+        options.n_outputs_max = min(params.n_outputs_max, params.n_batch) if self.is_last else params.n_batch
+        options.n_threads = options.n_threads_batch = params.n_threads
+        options.kv_unified = options.swa_full = options.no_perf = True
+        options.op_offload = False
+        options.flash_attn_type = FLASH_ATTENTION_ON if params.exact else FLASH_ATTENTION_AUTO
+        # different types keep attention off the kernels whose sums depend on batch size and thread count
+        options.type_k, options.type_v = F16, BF16 if params.exact else F16
+        options.cb_eval = self._callback
+        context = lib.llama_init_from_model(self._model, options)
+        if not context:
+            raise UserError(f"no KV cache of {params.n_cells} cells for {self._where}: {ggml.last_errors()}; "
+                            "use a smaller context (-c) or more ranks")  # fmt: skip
+        return context
+
+
+def _token_table(slice_file: SliceFile) -> ggml.Tensor:
+    table = slice_file.info.tensor("token_embd.weight")
+    assert table is not None, slice_file.info.path
+    return table

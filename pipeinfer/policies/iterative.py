@@ -1,0 +1,26 @@
+"""Plain pipelined decoding: one token at a time. The baseline that every other policy must beat."""
+
+from __future__ import annotations
+
+from pipeinfer.interfaces import Guess
+from pipeinfer.policies.base import View
+from pipeinfer.tree import Node, Settled
+
+
+class Iterative:
+    """Sends the root; never drafts."""
+
+    width = 0
+
+    def send(self, view: View) -> list[Node]:
+        root = view.tree.root
+        return [root] if root.run_id is None else []
+
+    def draft(self, view: View) -> list[Node]:
+        return []
+
+    def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
+        return []
+
+    def settled(self, settled: Settled) -> None:
+        pass

@@ -1,0 +1,53 @@
+"""Draft a tree, verify it, repeat: speculative inference over the same pipeline (SpecInfer, Miao et al. 2024).
+
+The baseline of PipeInfer's evaluation: the pipeline idles while the draft works, and the draft while the pipeline does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeinfer.interfaces import Guess
+from pipeinfer.policies.base import View
+from pipeinfer.tree import Node, Settled
+
+
+@dataclass
+class Speculative:
+    """`n_draft`: guesses a tree. `width`: guesses after each node. `min_probability`: a guess below it is not kept."""
+
+    n_draft: int = 4
+    width: int = 2
+    min_probability: float = 0.05
+
+    def send(self, view: View) -> list[Node]:
+        if view.n_inflight or self.draft(view):
+            return []
+        return [view.tree.root, *self._best(view)]
+
+    def draft(self, view: View) -> list[Node]:
+        """Best first: while one of the best `n_draft` guesses is not expanded, expanding it may find a better one."""
+        root = view.tree.root
+        if view.n_inflight or not view.may_branch(root):
+            return []
+        if not root.expanded:
+            return [root]
+        best = self._best(view)
+        if len(best) == self.n_draft:
+            # children score no higher than their parent: only nodes above the last of the best can improve the tree
+            best = best[:-1]
+        open_nodes = [node for node in best if not node.expanded and view.may_branch(node)]
+        return [max(open_nodes, key=lambda node: node.score)] if open_nodes else []
+
+    def _best(self, view: View) -> list[Node]:
+        """The `n_draft` guesses of the highest score, parents before children."""
+        guesses = [node for node in view.tree.nodes[1:] if view.in_reach(node)]
+        # a stable sort: a child scores at most as much as its parent and comes after it
+        chosen = set(sorted(guesses, key=lambda node: -node.score)[: self.n_draft])
+        return [node for node in guesses if node in chosen]
+
+    def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
+        return [guess for guess in guesses if guess.probability >= self.min_probability]
+
+    def settled(self, settled: Settled) -> None:
+        pass

@@ -1,0 +1,69 @@
+"""What travels through the pipeline, as plain dataclasses. Knows no tree, no model and no MPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from pipeinfer.sampling import SamplingParams
+
+NO_TOKEN = -1
+"""In a verdict: this row was not asked for a token, or was not evaluated because its guess was dead."""
+
+POSITION_END = 2**31 - 1
+"""As the end of a position range: to the end of the sequence."""
+
+
+class OpKind(IntEnum):
+    COPY = 1
+    REMOVE = 2
+    COMPACT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class KvOp:
+    """One change of the KV cache, applied by every stage before the rows of the run that carries it.
+
+    COPY    the cells of `src` at positions [first, last) also belong to `dst`
+    REMOVE  the cells of `src` at positions [first, last) no longer belong to `src`
+    COMPACT only `src` stays, its cells packed in the order of their positions
+    """
+
+    kind: OpKind
+    src: int
+    dst: int = 0
+    first: int = 0
+    last: int = POSITION_END
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One token to evaluate. It sees the cells of its first sequence; all its sequences receive its cell."""
+
+    request: int
+    token: int
+    position: int
+    seqs: tuple[int, ...]
+    wanted: bool = True
+    """Whether a verdict is asked for; prompt rows before the last are not."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One micro-batch through all stages, the unit of cancellation. Rows are in topological order."""
+
+    id: int
+    rows: list[Row]
+    ops: list[KvOp] = field(default_factory=list)
+    opens: dict[int, SamplingParams] = field(default_factory=dict)
+    """Requests whose first run this is: how the last stage shall sample for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """For each row of a run, the token the target chooses after that row, or NO_TOKEN."""
+
+    run_id: int
+    tokens: tuple[int, ...]
+    cancelled: bool = False
+    """No stage beyond the one that noticed the cancellation evaluated the run; `tokens` is empty."""

@@ -1,0 +1,64 @@
+"""The timeline of a run as Chrome trace events, one track a rank. Knows no rank's work, only its spans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that one rank did from `start_s` on; a moment if `duration_s` is 0."""
+
+    kind: str  # draft, evaluate, cancelled, settle
+    start_s: float
+    duration_s: float = 0.0
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Tracer:
+    """Collects spans on `clock`, or nothing when it is off."""
+
+    clock: Callable[[], float]
+    on: bool = True
+    spans: list[Span] = field(default_factory=list)
+
+    def drafted(self, start_s: float, n_nodes: int, finished: bool) -> None:
+        if self.on:
+            self.spans.append(Span("draft", start_s, self.clock() - start_s, {"nodes": n_nodes, "finished": finished}))
+
+    def settled(self, n_tokens: int) -> None:
+        if self.on:
+            self.spans.append(Span("settle", self.clock(), 0.0, {"tokens": n_tokens}))
+
+    def evaluated(self, start_s: float, run_id: int, n_rows: int, cancelled: bool) -> None:
+        if self.on:
+            kind = "cancelled" if cancelled else "evaluate"
+            self.spans.append(Span(kind, start_s, self.clock() - start_s, {"run": run_id, "rows": n_rows}))
+
+
+NO_TRACE = Tracer(lambda: 0.0, on=False)
+
+
+def write_chrome_trace(path: Path, tracks: Sequence[tuple[str, Sequence[Span]]]) -> None:
+    """Write one track for each (label, spans); all times on one clock. Opens in Perfetto and chrome://tracing.
+
+    Raises OSError when the file cannot be written.
+    """
+    zero = min((span.start_s for _, spans in tracks for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for track, (label, spans) in enumerate(tracks):
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": label}})
+        for span in spans:
+            shared = {"name": span.kind, "pid": 0, "tid": track, "ts": (span.start_s - zero) * 1e6, "args": span.args}
+            events.append(shared | ({"ph": "X", "dur": span.duration_s * 1e6} if span.duration_s else {"ph": "i", "s": "t"}))
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def pack_spans(spans: Sequence[Span], offset_s: float) -> list[dict[str, Any]]:
+    """Spans as plain data, moved to another clock."""
+    return [asdict(span) | {"start_s": span.start_s + offset_s} for span in spans]

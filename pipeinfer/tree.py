@@ -1,0 +1,127 @@
+"""The live speculation of one request: grow it, settle verdicts into it. Knows no model, no MPI, no sequence ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pipeinfer.interfaces import Guess
+from pipeinfer.runs import NO_TOKEN
+
+
+class State(Enum):
+    LIVE = "live"
+    RETIRED = "retired"  # accepted, above the root
+    DEAD = "dead"  # not on the path the target took
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One guessed (or, at the root, certain) token. `log_prob` is the draft's for the edge, `score` their sum."""
+
+    token: int
+    position: int
+    parent: Node | None = None
+    log_prob: float = 0.0
+    score: float = 0.0
+    children: list[Node] = field(default_factory=list)
+    run_id: int | None = None  # the run that carries it to the target
+    verdict: int | None = None
+    expanded: bool = False  # the draft has guessed what follows it
+    state: State = State.LIVE
+
+    @property
+    def live(self) -> bool:
+        return self.state is State.LIVE
+
+    def child(self, token: int) -> Node | None:
+        return next((child for child in self.children if child.token == token), None)
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and all below it, parents before children."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What verdicts did to the tree: the root moved along `path`, from the old root to the new one, both included."""
+
+    path: list[Node]
+    n_judged: int  # guesses whose parent's verdict is in: each now right or wrong
+    n_matched: int  # the right ones
+    dead: list[Node]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens the target emitted."""
+        return [node.token for node in self.path[1:]]
+
+
+class TokenTree:
+    """The root is the newest certain token; every path below it is one guess at what follows.
+
+    `nodes` holds the live nodes in insertion order: the root first, parents before children.
+    """
+
+    def __init__(self, token: int, position: int) -> None:
+        self.root = Node(token, position)
+        self.nodes = [self.root]
+
+    def grow(self, parent: Node, guesses: Sequence[Guess], log_probs: Sequence[float]) -> list[Node]:
+        """Add one child of `parent` for each guess it does not have yet; `log_probs` are those of the edges."""
+        assert parent.live, f"growing a {parent.state.value} node at position {parent.position}"
+        parent.expanded = True
+        grown = []
+        for guess, log_prob in zip(guesses, log_probs, strict=True):
+            if parent.child(guess.token) is None:
+                node = Node(guess.token, parent.position + 1, parent, log_prob, parent.score + log_prob)
+                parent.children.append(node)
+                grown.append(node)
+        self.nodes += grown
+        return grown
+
+    def answer(self, nodes: Sequence[Node], tokens: Sequence[int]) -> None:
+        """Note the target's choice after each node; dead nodes may come without one."""
+        for node, token in zip(nodes, tokens, strict=True):
+            if node.live:
+                assert token != NO_TOKEN, f"a live node at position {node.position} came back without a verdict"
+                node.verdict = token
+
+    def settle(self) -> Settled:
+        """Advance the root along the verdicts it has: a matching child becomes the root, else a fresh unsent node."""
+        path, dead, n_judged, n_matched = [self.root], [], 0, 0
+        while (token := self.root.verdict) is not None:
+            old = self.root
+            follower = old.child(token)
+            n_judged += len(old.children)
+            n_matched += follower is not None
+            dead += [node for child in old.children if child is not follower for node in child.subtree()]
+            self.root = follower or Node(token, old.position + 1)
+            # history is the caller's to keep: cut the links so that it can be freed
+            old.state, old.children, self.root.parent = State.RETIRED, [], None
+            path.append(self.root)
+        for node in dead:
+            node.state = State.DEAD
+        if len(path) > 1:
+            self.nodes = [node for node in self.nodes if node.live] or [self.root]
+        return Settled(path, n_judged, n_matched, dead)
+
+    def unsent(self) -> Iterator[Node]:
+        """Live nodes that no run has carried yet, parents before children."""
+        return (node for node in self.nodes if node.run_id is None)
+
+    def audit(self) -> None:
+        """Raise AssertionError unless `nodes` is exactly the root's subtree, parents first."""
+        assert self.nodes[0] is self.root, "the root is not the first node"
+        assert {id(node) for node in self.nodes} == {id(node) for node in self.root.subtree()}, "stray nodes"
+        seen: set[int] = set()
+        for node in self.nodes:
+            assert node.live, f"a {node.state.value} node among the live"
+            assert node is self.root or id(node.parent) in seen, "a child before its parent"
+            assert node.run_id is None or node.parent is None or node.parent.run_id is not None, "sent before its parent"
+            seen.add(id(node))

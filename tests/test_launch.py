@@ -1,0 +1,46 @@
+"""What launchers put into the environment, as recorded from hydra 5.0.2 and Open MPI 5.0.11 and from Slurm's manual."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
+
+PRINT_BOTH = (
+    "from pipeinfer.cluster.launch import *; print(rank_from_environment(), size_from_environment(), flush=True)"
+)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "9"}, (2, 3)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}, (1, 4)),
+        ({"PMIX_RANK": "5", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}, (5, 8)),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4)),
+        # the batch script itself: no step of many tasks, though the allocation has 8
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),
+        ({"PMI_RANK": "nonsense", "PMI_SIZE": "3"}, (0, 1)),
+        ({"PMI_RANK": "0"}, (0, 1)),
+    ],
+)
+def test_rank_and_size(environ: dict[str, str], expected: tuple[int, int]) -> None:
+    assert (rank_from_environment(environ), size_from_environment(environ)) == expected
+
+
+def test_under_the_installed_launcher() -> None:
+    mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", ""))
+    if mpirun is None:
+        pytest.skip("no mpirun")
+    environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, env=environ).stdout
+    flags = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
+    command = [mpirun, *flags, "-np", "3", sys.executable, "-c", PRINT_BOTH]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=True)
+    assert sorted(done.stdout.split("\n")[:-1]) == ["0 3", "1 3", "2 3"]

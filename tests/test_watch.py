@@ -1,0 +1,239 @@
+"""The watch over real sockets and real deaths: first with plain processes, then under the installed mpirun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.cluster.watch import Meeting, start_watch
+
+PROGRAM = """
+import json, os, sys, time
+from pathlib import Path
+from pipeinfer.cluster.watch import Meeting, start_watch
+
+rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+meeting_file = place / "meeting"
+
+def broadcast(meeting):  # through a file
+    if meeting:
+        (place / "part").write_text(json.dumps([meeting.host, meeting.addresses, meeting.port, meeting.token]))
+        (place / "part").rename(meeting_file)
+        return meeting
+    while not meeting_file.exists():
+        time.sleep(0.01)
+    host, addresses, port, token = json.loads(meeting_file.read_text())
+    return Meeting(host, tuple(addresses), port, token)
+
+def on_stop(reason):
+    os.write(2, f"asked to stop: {reason}\\n".encode())
+    (place / "stopping").touch()
+
+with start_watch(rank, size, broadcast, os._exit, on_stop) as watch:
+    assert watch.connected
+    watch.describe(f"stage {rank}, layers {8 * rank}-{8 * rank + 7}")
+    (place / f"ready{rank}").touch()
+    if what == "fault" and rank == 1:
+        watch.fault("the slice does\\nnot fit")
+    if what == "raise" and rank == 1:
+        raise RuntimeError("no such tensor")
+    if what == "stop" and rank == 1:
+        watch.ask_stop("SIGTERM")
+    while not (place / "stopping").exists():
+        time.sleep(0.02)
+    if rank == 0:
+        time.sleep(0.3)
+"""
+
+
+class Job:
+    """Ranks as plain child processes, without a launcher: the watch alone must end them."""
+
+    def __init__(self, place: Path, what: str, size: int = 3) -> None:
+        self.place = place
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(rank), str(size), str(place), what],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: all((self.place / f"ready{rank}").exists() for rank in range(len(self.ranks))))
+        time.sleep(0.1)  # for the descriptions to arrive
+
+    def errors(self, within_s: float) -> list[str]:
+        """All lines on stderr, once every rank and the sentinel (the pipe's last holder) have ended."""
+        started = time.monotonic()
+        lines = [line for rank in self.ranks for line in rank.communicate(timeout=20)[1].splitlines()]
+        assert time.monotonic() - started < within_s
+        return [line for line in lines if line]
+
+
+def wait_until(done: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Job]]:
+    jobs: list[Job] = []
+
+    def start_one(what: str) -> Job:
+        jobs.append(Job(tmp_path, what))
+        return jobs[-1]
+
+    yield start_one
+    for job in jobs:
+        for rank in job.ranks:
+            rank.kill()
+
+
+HOST = socket.gethostname()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_and_the_others_end(start: Callable[[str], Job], victim: int) -> None:
+    job = start("wait")
+    job.wait_ready()
+    job.ranks[victim].kill()
+    about = f"host {HOST}, stage {victim}, layers {8 * victim}-{8 * victim + 7}"
+    assert job.errors(within_s=5) == [f"pipeinfer: rank {victim} ({about}) died; ending the job"]
+    assert all(rank.returncode for rank in job.ranks)
+
+
+def test_a_stopped_head_is_ended_by_the_sentinel(start: Callable[[str], Job]) -> None:
+    """Rank 0 may hold the GIL for long, so that its thread cannot end the job; SIGSTOP is the extreme of it."""
+    job = start("wait")
+    job.wait_ready()
+    job.ranks[0].send_signal(signal.SIGSTOP)
+    job.ranks[2].kill()
+    assert [line.split(" (")[0] for line in job.errors(within_s=6)] == ["pipeinfer: rank 2"]
+    assert job.ranks[0].returncode == -signal.SIGKILL
+
+
+def test_a_fault_is_reported_once_on_one_line(start: Callable[[str], Job]) -> None:
+    line = f"pipeinfer: rank 1 (host {HOST}, stage 1, layers 8-15): the slice does not fit"
+    assert start("fault").errors(within_s=6) == [line]
+
+
+def test_an_exception_that_leaves_the_block_is_a_fault(start: Callable[[str], Job]) -> None:
+    assert start("raise").errors(within_s=6)[0].endswith("layers 8-15): RuntimeError: no such tensor")
+
+
+def test_a_request_to_stop_reaches_rank_0_and_goodbyes_are_no_deaths(start: Callable[[str], Job]) -> None:
+    job = start("stop")
+    assert job.errors(within_s=10) == ["asked to stop: SIGTERM"]
+    assert [rank.returncode for rank in job.ranks] == [0, 0, 0]
+
+
+def test_the_sentinel_ignores_signals_and_leaves_with_rank_0(tmp_path: Path) -> None:
+    watch = start_watch(0, 1, lambda meeting: meeting or pytest.fail("no meeting"), os._exit, print)
+    sentinel = watch._sentinel
+    assert sentinel is not None
+    time.sleep(0.5)
+    sentinel.send_signal(signal.SIGTERM)
+    sentinel.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert sentinel.poll() is None
+    watch.close()
+    assert sentinel.poll() == 0
+
+
+def test_strangers_are_turned_away() -> None:
+    meetings: list[Meeting] = []
+
+    def broadcast(meeting: Meeting | None) -> Meeting:
+        assert meeting is not None
+        meetings.append(meeting)
+        return meeting
+
+    with start_watch(0, 2, broadcast, os._exit, print) as watch:
+        assert watch._sentinel is not None
+        address = ("127.0.0.1", meetings[0].port)
+        hellos = [b'{"token": "wrong", "rank": 1, "host": "x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"7\n", b"\xff\xff", b""]
+        hellos.append(f'{{"token": "{meetings[0].token}", "rank": 2, "host": "x"}}\n'.encode())  # no such rank
+        for hello in hellos:
+            with socket.create_connection(address, timeout=10) as stranger:
+                stranger.sendall(hello)
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(100) == b""
+        assert watch._sentinel.poll() is None
+
+
+# Under mpirun ---------------------------------------------------------------------------------------------------------
+
+MPI_PROGRAM = """
+import ctypes, os, sys, time
+from pathlib import Path
+from mpi4py import MPI
+from pipeinfer.cluster.watch import start_watch
+
+comm, place, kind = MPI.COMM_WORLD, Path(sys.argv[1]), sys.argv[2]
+watch = start_watch(comm.rank, comm.size, comm.bcast, comm.Abort, print)
+watch.describe(f"stage {comm.rank}")
+comm.Barrier()
+(place / f"pid{comm.rank}").write_text(str(os.getpid()))
+if kind == "fault" and comm.rank == 1:
+    watch.fault("out of memory")
+end = time.monotonic() + 30
+while time.monotonic() < end:
+    if kind == "python":
+        sum(range(1_000_000))
+    elif kind == "holding the GIL":
+        ctypes.PyDLL(None).usleep(5_000_000)
+    else:
+        ctypes.CDLL(None).usleep(5_000_000)
+"""
+
+
+def mpirun_command() -> list[str]:
+    mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", ""))
+    if mpirun is None:
+        pytest.skip("no mpirun")
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    return [mpirun, "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else [mpirun]
+
+
+def start_mpi(place: Path, kind: str) -> subprocess.Popen[str]:
+    pytest.importorskip("mpi4py")
+    environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [*mpirun_command(), "-np", "3", sys.executable, "-c", MPI_PROGRAM, str(place), kind]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+
+
+@pytest.mark.parametrize("kind", ["python", "sleeping in C", "holding the GIL"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_under_mpirun_a_killed_rank_is_named(tmp_path: Path, kind: str, victim: int) -> None:
+    job = start_mpi(tmp_path, kind)
+    pids = [tmp_path / f"pid{rank}" for rank in range(3)]
+    wait_until(lambda: all(path.exists() and path.read_text() for path in pids))
+    time.sleep(0.3)
+    os.kill(int(pids[victim].read_text()), signal.SIGKILL)
+    killed = time.monotonic()
+    errors = job.communicate(timeout=20)[1]
+    assert time.monotonic() - killed < 3
+    assert errors.count(f"pipeinfer: rank {victim} (host {HOST}, stage {victim}) died; ending the job\n") == 1
+    assert errors.count("pipeinfer:") == 1
+    assert job.returncode
+
+
+def test_under_mpirun_a_fault_is_reported(tmp_path: Path) -> None:
+    job = start_mpi(tmp_path, "fault")
+    errors = job.communicate(timeout=20)[1]
+    assert errors.count(f"pipeinfer: rank 1 (host {HOST}, stage 1): out of memory\n") == 1
+    assert errors.count("pipeinfer:") == 1
+    assert job.returncode == 1

@@ -1,0 +1,292 @@
+"""A deterministic toy target with a strict model of llama.cpp's KV rules, toy drafts, and a pipeline of random timing.
+
+A row's result depends on the whole path it sees, layer by layer, so any wrong cell, order or copy changes the text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pipeinfer.cluster.stage import StageWorker, room_for
+from pipeinfer.cluster.wire import Transaction, decode_verdict, encode, encode_verdict
+from pipeinfer.interfaces import Batch, FloatArray, Guess
+from pipeinfer.policies import View
+from pipeinfer.requests import Request
+from pipeinfer.runs import KvOp, OpKind, Run, Verdict
+from pipeinfer.sampling import SamplingParams, choose
+from pipeinfer.tree import Node, Settled
+
+N_VOCAB = 24
+N_EMBD = 4
+MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """A 64-bit hash of a few integers, order included (splitmix64's finisher)."""
+    h = 0x9E3779B97F4A7C15
+    for value in values:
+        h = (h ^ value) * 0xBF58476D1CE4E5B9 & MASK
+        h = (h ^ h >> 27) * 0x94D049BB133111EB & MASK
+        h ^= h >> 31
+    return h
+
+
+def toy_logits(h: int) -> FloatArray:
+    values = [(mix(h, token) & 0xFFFF) / 8192.0 for token in range(N_VOCAB)]
+    return np.array(values, np.float32)
+
+
+def pack(h: int) -> list[float]:
+    return [float(h >> shift & 0xFFFF) for shift in (0, 16, 32, 48)]
+
+
+def unpack(row: FloatArray) -> int:
+    return sum(int(value) << shift for value, shift in zip(row, (0, 16, 32, 48), strict=True))
+
+
+class ToyStage:
+    """StageModel of layers [first, last) of the toy. `n_cells` and the sequence rules are enforced as libllama does."""
+
+    def __init__(self, first: int, last: int, is_last: bool, n_cells: int = 10_000, parked: bool = False) -> None:
+        self.first, self.last, self.is_last = first, last, is_last
+        self.n_embd, self.n_cells, self.parked = N_EMBD, n_cells, parked
+        self.seqs: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # seq -> position -> (cell id, layer values)
+        self.next_cell, self.n_parked = 0, 0
+
+    def cells(self) -> set[int]:
+        return {cell for path in self.seqs.values() for cell, _ in path.values()}
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        for op in ops:
+            before = len(self.cells())
+            path = self.seqs.setdefault(op.src, {})
+            span = {position: cell for position, cell in path.items() if op.first <= position < op.last}
+            if op.kind is OpKind.COPY:
+                target = self.seqs.setdefault(op.dst, {})
+                assert not target, f"copy into sequence {op.dst}, which is not empty"
+                target.update(span)
+            elif op.kind is OpKind.REMOVE:
+                for position in span:
+                    del path[position]
+                self.n_parked += before - len(self.cells()) if self.parked else 0
+            else:
+                assert op.kind is OpKind.COMPACT
+                self.seqs = {op.src: path}
+                self.n_parked = 0
+
+    def next_position(self, seq: int) -> int:
+        return max(self.seqs.get(seq, {}), default=-1) + 1
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        n_rows = len(batch.tokens)
+        assert len(self.cells()) + self.n_parked + n_rows <= self.n_cells, "no KV slot"
+        added: list[tuple[int, int]] = []
+        hidden = []
+        for index in range(n_rows):
+            position, owners = int(batch.positions[index]), batch.seqs[index]
+            assert len(set(owners)) == len(owners)
+            seen = self.seqs.setdefault(owners[0], {})
+            assert sorted(seen) == list(range(position)), f"row at {position} sees {sorted(seen)}"
+            for owner in owners[1:]:
+                assert self.seqs.setdefault(owner, {}) == seen, "coupled sequences differ"
+            h = int(batch.tokens[index]) if batch.hidden is None else unpack(batch.hidden[index])
+            values = []
+            for layer in range(self.first, self.last):
+                before = seen[position - 1][1][layer - self.first] if position else 0
+                values.append(mix(h, before, layer))
+                h = mix(h, values[-1])
+            cell = (self.next_cell, tuple(values))
+            self.next_cell += 1
+            for owner in owners:
+                self.seqs[owner][position] = cell
+                added.append((owner, position))
+            hidden.append(h)
+        for _ in range(self.first, self.last):
+            if stop():
+                for owner, position in added:
+                    del self.seqs[owner][position]
+                return None
+        if self.is_last:
+            return np.array([toy_logits(h) for h, wanted in zip(hidden, batch.wanted, strict=True) if wanted]).reshape(-1, N_VOCAB)
+        return np.array([pack(h) for h in hidden], np.float32)
+
+
+class Reference:
+    """The toy target by itself, without sequences, slices or runs."""
+
+    def __init__(self, n_layers: int) -> None:
+        self.n_layers = n_layers
+        self.known: dict[tuple[int, ...], tuple[int, list[int]]] = {(): (0, [0] * n_layers)}
+
+    def hash_after(self, path: tuple[int, ...]) -> int:
+        todo = []
+        while path not in self.known:
+            todo.append(path)
+            path = path[:-1]
+        for path in reversed(todo):
+            below = self.known[path[:-1]][1]
+            h, values = path[-1], []
+            for layer in range(self.n_layers):
+                values.append(mix(h, below[layer], layer))
+                h = mix(h, values[-1])
+            self.known[path] = (h, values)
+        return self.known[path][0] if path in self.known else 0
+
+    def next_token(self, path: Sequence[int], params: SamplingParams) -> int:
+        return choose(toy_logits(self.hash_after(tuple(path))), params, len(path))
+
+    def generate(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(n):
+            tokens.append(self.next_token(tokens, params))
+        return tokens[len(prompt) :]
+
+
+def path_to(request: Request, node: Node) -> list[int]:
+    """All tokens from the prompt's first to the node's."""
+    below = []
+    step: Node | None = node
+    while step is not None and step is not request.tree.root:
+        below.append(step.token)
+        step = step.parent
+    return request.tokens + below[::-1]
+
+
+class OracleDrafter:
+    """Knows the target, and is right with the given probability, by a hash of the path."""
+
+    def __init__(self, reference: Reference, acceptance: float, seed: int = 0) -> None:
+        self.reference, self.acceptance, self.seed = reference, acceptance, seed
+
+    def expand(
+        self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
+    ) -> list[list[Guess]] | None:
+        return None if interrupted() else [self._guess(request, node, width) for node in nodes]
+
+    def _guess(self, request: Request, node: Node, width: int) -> list[Guess]:
+        path = path_to(request, node)
+        h = mix(self.seed, self.reference.hash_after(tuple(path)))
+        right = self.reference.next_token(path, request.sampling)
+        others = [token for token in sorted(range(N_VOCAB), key=lambda token: mix(h, token)) if token != right]
+        tokens = others[:width]
+        if h % 1000 < 1000 * self.acceptance:
+            tokens = [right, *others[: width - 1]]
+        elif h % 7 == 0:
+            tokens = [*others[: width - 1], right]
+        return [Guess(token, 0.6 * 0.5**rank) for rank, token in enumerate(tokens[:width])]
+
+    def settle(self, request: Request, path: Sequence[Node]) -> None:
+        pass
+
+    def close(self, request: Request) -> None:
+        pass
+
+
+class NoisyStage(ToyStage):
+    """A whole toy model whose logits are the target's but for some positions: a draft of middling acceptance."""
+
+    def __init__(self, n_layers: int, right: float, **limits: int) -> None:
+        super().__init__(0, n_layers, True, **limits)
+        self.right = right
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        logits = super().evaluate(batch, stop)
+        if logits is not None:
+            for row in logits:
+                if mix(*row.astype(np.int64).tolist()) % 1000 >= 1000 * self.right:
+                    row[:] = row[::-1].copy()
+        return logits
+
+
+class ToyPipeline:
+    """Stages joined by queues; at every look a random number of them take a step. Cancellations arrive late."""
+
+    def __init__(self, models: Sequence[ToyStage], rng: random.Random, late: float = 0.5) -> None:
+        self.n_stages, self.rng, self.late = len(models), rng, late
+        self.workers = [
+            StageWorker(model, self._cancellations(index), lambda: 0.0, is_first=index == 0)
+            for index, model in enumerate(models)
+        ]
+        self.queues: list[deque[np.ndarray]] = [deque() for _ in range(self.n_stages + 1)]
+        self.cancelled: list[set[int]] = [set() for _ in models]
+        self.undelivered: list[set[int]] = [set() for _ in models]
+        self.n_messages = 0
+
+    def _cancellations(self, index: int) -> Callable[[int], bool]:
+        def is_cancelled(run_id: int) -> bool:
+            if self.rng.random() >= self.late:
+                self.cancelled[index] |= self.undelivered[index]
+                self.undelivered[index] = set()
+            return run_id in self.cancelled[index]
+
+        return is_cancelled
+
+    def submit(self, run: Run) -> None:
+        self.queues[0].append(encode(run))
+
+    def poll(self) -> Verdict | None:
+        for _ in range(self.rng.randrange(3)):
+            self._advance()
+        return decode_verdict(self.queues[-1].popleft()) if self.queues[-1] else None
+
+    def wait(self) -> None:
+        assert any(self.queues), "the engine waits, but nothing is in flight"
+        while not self.queues[-1]:
+            self._advance()
+
+    def _advance(self) -> None:
+        ready = [index for index in range(self.n_stages) if self.queues[index]]
+        if not ready:
+            return
+        index = self.rng.choice(ready)
+        message = self.queues[index].popleft()
+        transaction = room_for(message, N_EMBD) if index == 0 else Transaction(message, N_EMBD)
+        tokens = self.workers[index].process(transaction)
+        self.n_messages += 1
+        if index + 1 == self.n_stages:
+            self.queues[-1].append(encode_verdict(transaction.run_id, tokens, transaction.cancelled))
+        else:
+            self.queues[index + 1].append(transaction.message.copy())
+
+    def cancel(self, run_ids: Sequence[int]) -> None:
+        for undelivered in self.undelivered:
+            undelivered.update(run_ids)
+
+
+class RandomPolicy:
+    """Sends and expands whatever a coin says: any tree shape, any order that keeps parents first."""
+
+    def __init__(self, rng: random.Random, width: int, n_nodes: int, inflight: int) -> None:
+        self.rng, self.width, self.n_nodes, self.inflight = rng, width, n_nodes, inflight
+
+    def send(self, view: View) -> list[Node]:
+        if view.tree.root.run_id is None and (self.rng.random() < 0.7 or not view.n_inflight):
+            return [view.tree.root, *self._some(view, {view.tree.root})]
+        return self._some(view, set()) if view.n_inflight < self.inflight else []
+
+    def _some(self, view: View, taken: set[Node]) -> list[Node]:
+        chosen: list[Node] = []
+        for node in view.tree.unsent():
+            parent = node.parent
+            if parent is None or not view.in_reach(node) or self.rng.random() < 0.4:
+                continue
+            if parent.run_id is not None or parent in taken:
+                chosen.append(node)
+                taken.add(node)
+        return chosen
+
+    def draft(self, view: View) -> list[Node]:
+        open_nodes = [node for node in view.tree.nodes if not node.expanded and view.may_branch(node)]
+        if not open_nodes or len(view.tree.nodes) >= self.n_nodes or self.rng.random() < 0.2:
+            return []
+        return self.rng.sample(open_nodes, self.rng.randint(1, min(3, len(open_nodes))))
+
+    def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
+        return [guess for guess in guesses if self.rng.random() < 0.9]
+
+    def settled(self, settled: Settled) -> None:
+        pass
