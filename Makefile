@@ -17,7 +17,7 @@ BIN := .venv/bin
 METADATA := setup.cfg pyproject.toml pipeinfer/__init__.py
 PROMPT := def fibonacci(n):
 
-.PHONY: demo test lint format install clean
+.PHONY: demo test lint format install clean compiler
 .DEFAULT_GOAL := demo
 
 demo: install
@@ -51,7 +51,6 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv || { echo "no venv: on Debian and Ubuntu, apt-get install python3-venv" >&2; rm -rf .venv; exit 1; }
 
 # llama-cpp-python compiles llama.cpp (some 7 minutes on 2 cores) unless it is installed or pip has built it before.
-.PHONY: compiler
 compiler: | $(BIN)/python
 	@$(BIN)/python -c 'import importlib.metadata as m; m.version("llama-cpp-python")' 2>/dev/null \
 	  || { command -v $${CC:-cc} && command -v $${CXX:-c++}; } >/dev/null \

@@ -34,13 +34,27 @@ def test_rank_and_size(environ: dict[str, str], expected: tuple[int, int]) -> No
     assert (rank_from_environment(environ), size_from_environment(environ)) == expected
 
 
-def test_under_the_installed_launcher() -> None:
+def run_three(program: str) -> subprocess.CompletedProcess[str]:
     mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", ""))
     if mpirun is None:
         pytest.skip("no mpirun")
     environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, env=environ).stdout
     flags = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
-    command = [mpirun, *flags, "-np", "3", sys.executable, "-c", PRINT_BOTH]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=True)
+    command = [mpirun, *flags, "-np", "3", sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
+
+
+def test_under_the_installed_launcher() -> None:
+    done = run_three(PRINT_BOTH)
+    assert done.returncode == 0
     assert sorted(done.stdout.split("\n")[:-1]) == ["0 3", "1 3", "2 3"]
+
+
+@pytest.mark.parametrize("start", ["", "from mpi4py import MPI; MPI.Finalize();"])
+def test_a_failing_job_says_only_what_rank_0_says(start: str) -> None:
+    if start:
+        pytest.importorskip("mpi4py")
+    say = "rank_from_environment() or os.write(2, b'one line\\n')"
+    done = run_three(f"import os; from pipeinfer.cluster.launch import *; {start} {say}; exit_together(2)")
+    assert (done.returncode, done.stderr.strip("\0\n ")) == (2, "one line")

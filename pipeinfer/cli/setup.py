@@ -15,8 +15,8 @@ from pipeinfer.models.gguf_slice import ModelInfo, read_model_info
 from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
 from pipeinfer.sampling import SamplingParams
 
-N_SEQ = 64  # leasable sequences; trees stay far below
-N_GUESS_ROWS = 64  # guesses a run carries at most
+N_SEQ = 31  # leasable sequences; trees stay far below
+N_GUESS_ROWS = 32  # guesses a run carries at most
 DEFAULT_CTX = 4096
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Mapping
+from typing import NoReturn
+
+LAST_TO_LEAVE_S = 0.5
+"""Open MPI adds a banner to a failing rank unless it is the last to end."""
 
 RANK_AND_SIZE = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH2
-    ("PMI_RANK", "PMI_SIZE"),  # hydra (MPICH, Intel MPI), srun --mpi=pmi2 and cray_shasta
+    ("PMI_RANK", "PMI_SIZE"),  # hydra (MPICH, Intel MPI), srun --mpi=pmi2
     ("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),  # srun --mpi=pmix
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # any srun
 )
@@ -23,6 +29,18 @@ def rank_from_environment(environ: Mapping[str, str] | None = None) -> int:
 def size_from_environment(environ: Mapping[str, str] | None = None) -> int:
     """The number of ranks as the launcher gives it; 1 when there is no launcher."""
     return _rank_and_size(environ)[1]
+
+
+def exit_together(code: int) -> NoReturn:
+    """End a job that all ranks leave here, with this exit code and without a word from the launcher.
+
+    Either no rank has initialised MPI, or every rank has finalised it.
+    """
+    if rank_from_environment() > 0:
+        sys.exit(0)
+    if code and size_from_environment() > 1:
+        time.sleep(LAST_TO_LEAVE_S)
+    sys.exit(code)
 
 
 def _rank_and_size(environ: Mapping[str, str] | None) -> tuple[int, int]:

@@ -48,23 +48,27 @@ N_CANCEL_WORDS = 64  # a count and as many run ids as one cancellation message c
 
 @dataclass(slots=True)
 class Idle:
-    """How a rank waits: it polls for a moment, then sleeps for a share of what it has waited, so that it never costs
-    the computing ranks their cores nor adds more than that share to a wait."""
+    """How a rank waits without costing the computing ranks their cores: poll for a moment, then sleep for a share of
+    what it has waited, so that sleeping never adds more than that share. After a short wait it polls for longer."""
 
-    spin_s: float = 150e-6
+    spin_s: float = 50e-6
+    spin_when_busy_s: float = 500e-6
     share: float = 0.04
     shortest_s: float = 20e-6
     longest_s: float = 1e-3
+    _last_s: float = 0.0
 
     def until(self, ready: Callable[[], T | None]) -> T:
         """Poll `ready` until it returns something; what it raises ends the wait."""
-        start_s = time.perf_counter()
+        start_s, waited_s = time.perf_counter(), 0.0
+        spin_s = self.spin_when_busy_s if self._last_s < self.spin_when_busy_s else self.spin_s
         while (result := ready()) is None:
-            waited_s = time.perf_counter() - start_s
-            if waited_s < self.spin_s:
+            if waited_s < spin_s:
                 os.sched_yield()
             else:
                 time.sleep(min(max(self.share * waited_s, self.shortest_s), self.longest_s))
+            waited_s = time.perf_counter() - start_s
+        self._last_s = waited_s
         return result
 
 

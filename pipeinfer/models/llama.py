@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Batch, FloatArray
 from pipeinfer.models import ggml
 from pipeinfer.models.batch import LlamaBatch
+from pipeinfer.models.gguf_header import Tensor
 from pipeinfer.models.gguf_slice import SliceFile
 from pipeinfer.runs import POSITION_END, KvOp, OpKind
 
@@ -25,6 +27,7 @@ COMPACT_CELLS = 256
 
 F16, BF16 = 1, 30
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
+NO_SLOT, INVALID_BATCH = 1, -1
 LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
 
 
@@ -102,17 +105,18 @@ class LlamaStage:
         else:
             hidden = batch.hidden
         call = self._batch.fill(batch, hidden, wanted)
-        self._stop, self._stopped, self._fault, self._n_rows = stop, False, None, n_rows
+        self._stop, self._stopped, self._n_rows = stop, False, n_rows
+        self._fault: BaseException | None = None
         code = self._lib.llama_decode(self._context, call)
         if code == 0 and not self._stopped:
             return self._logits(wanted) if wanted is not None else self._out[:n_rows]
-        if code != 1:
+        if code not in (NO_SLOT, INVALID_BATCH):
             self._forget(batch)
         if self._fault is not None:
             raise self._fault
         if self._stopped:
             return None
-        if code == 1:
+        if code == NO_SLOT:
             raise KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells} cells")
         raise RuntimeError(f"llama_decode of {n_rows} rows in {self._where} failed with {code}: {ggml.last_errors()}")
 
@@ -141,21 +145,21 @@ class LlamaStage:
             self._lib.llama_model_free(self._model)
         self._context = self._model = None
 
-    def _check(self, n_rows: int, wanted: np.ndarray | None) -> None:
+    def _check(self, n_rows: int, wanted: npt.NDArray[np.bool_] | None) -> None:
         # libllama ends the whole process on these
         if not 0 < n_rows <= self.params.n_batch:
             raise ValueError(f"a batch of {n_rows} rows, 1 to {self.params.n_batch} are possible")
         if wanted is not None and np.count_nonzero(wanted) > self.params.n_outputs_max:
             raise ValueError(f"{np.count_nonzero(wanted)} rows want logits, at most {self.params.n_outputs_max} can")
 
-    def _logits(self, wanted: np.ndarray) -> FloatArray:
+    def _logits(self, wanted: npt.NDArray[np.bool_]) -> FloatArray:
         """A view of libllama's buffer, rows in the order of the batch."""
         n_wanted = int(np.count_nonzero(wanted))
         if n_wanted == 0:
             return np.empty((0, self.n_vocab), np.float32)
         address = ctypes.cast(self._lib.llama_get_logits(self._context), ctypes.c_void_p).value
         buffer = (ctypes.c_float * (n_wanted * self.n_vocab)).from_address(address or 0)
-        return np.frombuffer(buffer, np.float32).reshape(n_wanted, self.n_vocab)
+        return np.ctypeslib.as_array(buffer).reshape(n_wanted, self.n_vocab)
 
     def _forget(self, batch: Batch) -> None:
         """Free the batch's cells, the newest of their sequences: the cache is as it was before."""
@@ -245,8 +249,7 @@ class LlamaStage:
         options = lib.llama_context_default_params()
         options.n_ctx = params.n_cells
         options.n_batch = options.n_ubatch = params.n_batch
-        # In a unified cache this bounds no sequence id, but libllama holds logits for so many rows at least
-        options.n_seq_max = 1
+        options.n_seq_max = params.n_seq_max
         options.n_outputs_max = min(params.n_outputs_max, params.n_batch) if self.is_last else params.n_batch
         options.n_threads = options.n_threads_batch = params.n_threads
         options.kv_unified = options.swa_full = options.no_perf = True
@@ -262,7 +265,7 @@ class LlamaStage:
         return context
 
 
-def _token_table(slice_file: SliceFile) -> ggml.Tensor:
+def _token_table(slice_file: SliceFile) -> Tensor:
     table = slice_file.info.tensor("token_embd.weight")
     assert table is not None, slice_file.info.path
     return table

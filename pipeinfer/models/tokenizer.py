@@ -129,4 +129,5 @@ def _show(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _mismatch(target: Tokenizer, draft: Tokenizer, difference: str) -> UserError:
-    return UserError(f"{draft.path} cannot draft for {target.path}: {difference}; take a draft of the same model family")
+    return UserError(f"{draft.path} cannot draft for {target.path}: {difference}; "
+                     "take a draft of the same model family")  # fmt: skip

@@ -1,0 +1,89 @@
+"""What a hop costs: `mpirun -np 3 python benchmarks/hop.py`.
+
+Sends one-row runs through real stage code with an instant model, and the same bytes round a bare mpi4py ring, in turns,
+and prints the median time of a hop of both and their ratio.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from pipeinfer.cluster.mpi import HeadPipeline, Link, serve
+from pipeinfer.cluster.stage import StageWorker
+from pipeinfer.interfaces import Batch, FloatArray
+from pipeinfer.runs import KvOp, Row, Run
+from pipeinfer.sampling import SamplingParams
+
+N_EMBD = 4096  # 16 KB of activations a row
+N_ROUNDS, N_BLOCK = 40, 50
+
+
+class InstantModel:
+    """A StageModel that has its result ready."""
+
+    n_embd = N_EMBD
+
+    def __init__(self, is_last: bool) -> None:
+        self.is_last = is_last
+        self._result = np.zeros((1, 8 if is_last else N_EMBD), np.float32)
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        pass
+
+    def next_position(self, seq: int) -> int:
+        return 0
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
+        stop()
+        return self._result
+
+
+def ring(comm: MPI.Comm, buffer: np.ndarray) -> None:
+    """One lap of blocking sends and receives."""
+    rank, size = comm.rank, comm.size
+    if rank == 0:
+        comm.Send(buffer, 1)
+        comm.Recv(buffer, size - 1)
+    else:
+        comm.Recv(buffer, rank - 1)
+        comm.Send(buffer, (rank + 1) % size)
+
+
+def main() -> None:
+    link = Link()
+    size, rank = link.size, link.rank
+    ring_comm, buffer = link.comm.Dup(), np.zeros(4 * N_EMBD, np.uint8)
+    following = rank + 1 if rank + 1 < size else None
+    ring_s: list[float] = []
+    stage_s: list[float] = []
+    for round_ in range(N_ROUNDS):
+        for _ in range(N_BLOCK):
+            start_s = time.perf_counter()
+            ring(ring_comm, buffer)
+            ring_s.append((time.perf_counter() - start_s) / size)
+        if rank:
+            worker = StageWorker(InstantModel(following is None), lambda run_id: False, time.perf_counter, rank == 1)
+            serve(link.comm, worker, rank - 1, following, 64, N_EMBD)
+            continue
+        pipeline = HeadPipeline(link.comm, range(1, size), None, 64, lambda: None)
+        for index in range(N_BLOCK):
+            opens = {} if index else {0: SamplingParams(temp=0.0)}
+            start_s = time.perf_counter()
+            pipeline.submit(Run(round_ * N_BLOCK + index + 1, [Row(0, 1, 0, (0,))], [], opens))
+            while pipeline.poll() is None:
+                pipeline.wait()
+            stage_s.append((time.perf_counter() - start_s) / size)
+        pipeline.shutdown()
+    if rank == 0:
+        bare, ours = statistics.median(ring_s), statistics.median(stage_s)
+        print(f"{size} ranks, {4 * N_EMBD} bytes: bare ring {1e6 * bare:.1f} us a hop, stage code {1e6 * ours:.1f} us, ratio {ours / bare:.2f}")
+    link.finalize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Small GGUF models with random weights, for tests and benchmarks. Deterministic by seed; no network, no training."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from pipeinfer.models import ggml
+
+ggml.require_exact_kernels()
+
+UNKNOWN, CONTROL, NORMAL, BYTE, UNUSED = 2, 3, 1, 6, 5
+PLAIN_TYPES = {
+    "F32": gguf.GGMLQuantizationType.F32,
+    "F16": gguf.GGMLQuantizationType.F16,
+    "Q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "Q4_0": gguf.GGMLQuantizationType.Q4_0,
+}
+WORDS = "▁the ▁a ▁of ▁and ▁to ▁in ▁is ▁model ▁token ▁layer ▁rank th he in er an ing ▁th".split()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's dimensions. `peaky` scales the output head: the larger, the surer is the model of its choice."""
+
+    arch: str = "llama"
+    n_layer: int = 4
+    n_embd: int = 256
+    n_head: int = 4
+    n_head_kv: int = 2
+    n_ff: int = 512
+    n_vocab: int = 320
+    n_expert: int = 0
+    tied: bool = False
+    rope_factors: bool = False
+    peaky: float = 6.0
+    seed: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+def write_model(
+    path: Path, shape: Shape | None = None, type_name: str = "Q8_0", with_vocab: bool = True, part_tensors: int = 0
+) -> Path:
+    """A model file in one of PLAIN_TYPES, or, through libllama's quantiser, in Q4_K_M, Q6_K or Q3_K_M.
+
+    part_tensors > 0 splits the file: the first part is `path` with `-00001-of-0000N` in its name.
+    """
+    shape = shape or Shape()
+    if type_name in PLAIN_TYPES:
+        writer = gguf.GGUFWriter(path, shape.arch, split_max_tensors=part_tensors)
+        _write(writer, shape, PLAIN_TYPES[type_name], type_name, with_vocab)
+        return path
+    plain = path.with_suffix(".f32")
+    _write(gguf.GGUFWriter(plain, shape.arch), shape, PLAIN_TYPES["F32"], "F32", with_vocab)
+    quantise(plain, path, type_name)
+    plain.unlink()
+    return path
+
+
+def quantise(source: Path, path: Path, type_name: str) -> None:
+    lib = ggml.load_library()
+    options = lib.llama_model_quantize_default_params()
+    options.ftype = gguf.LlamaFileType[f"MOSTLY_{type_name}"].value
+    options.nthread = 2
+    code = lib.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
+    assert code == 0, ggml.last_errors()
+
+
+def vocabulary(n_vocab: int) -> tuple[list[bytes], list[float], list[int]]:
+    """A SentencePiece vocabulary: unk, bos, eos, all bytes, letters, a few words, then unused fillers."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, NORMAL]
+    normal = [*"abcdefghijklmnopqrstuvwxyz", *WORDS]
+    normal = normal[: n_vocab - len(tokens)]
+    tokens += normal
+    types += [NORMAL] * len(normal)
+    fillers = [f"[PAD{i}]" for i in range(len(tokens), n_vocab)]
+    tokens += fillers
+    types += [UNUSED] * len(fillers)
+    scores = [-1000.0 if kind != NORMAL else -1.0 * i / 100 for i, kind in enumerate(types)]
+    return [token.encode() for token in tokens], scores, types
+
+
+def _write(
+    writer: gguf.GGUFWriter, shape: Shape, kind: gguf.GGMLQuantizationType, type_name: str, with_vocab: bool
+) -> None:
+    rng = np.random.default_rng(shape.seed)
+    _add_metadata(writer, shape, type_name, with_vocab)
+
+    def matrix(name: str, *dims: int, scale: float = 1.0) -> None:
+        data = rng.standard_normal(dims, np.float32) * np.float32(scale / np.sqrt(dims[-1]))
+        if kind == gguf.GGMLQuantizationType.F32 or name.endswith("gate_inp.weight"):
+            writer.add_tensor(name, data)
+        elif kind == gguf.GGMLQuantizationType.F16:
+            writer.add_tensor(name, data.astype(np.float16))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
+
+    def vector(name: str, n: int, around: float = 1.0) -> None:
+        writer.add_tensor(name, (around + 0.1 * rng.standard_normal(n)).astype(np.float32))
+
+    matrix("token_embd.weight", shape.n_vocab, shape.n_embd, scale=shape.peaky if shape.tied else 8.0)
+    vector("output_norm.weight", shape.n_embd)
+    if shape.arch == "falcon":
+        vector("output_norm.bias", shape.n_embd, 0.0)
+    if shape.rope_factors:
+        for name in ("rope_factors_long", "rope_factors_short") if shape.arch == "phi3" else ("rope_freqs",):
+            vector(f"{name}.weight", shape.head_dim // 2)
+    if shape.arch == "qwen2":
+        vector("output.bias", shape.n_vocab, 0.0)
+    if not shape.tied:
+        matrix("output.weight", shape.n_vocab, shape.n_embd, scale=shape.peaky)
+    for layer in range(shape.n_layer):
+        _add_layer(f"blk.{layer}.", shape, matrix, vector)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_layer(at: str, shape: Shape, matrix: Callable[..., None], vector: Callable[..., None]) -> None:
+    embd, kv, ff = shape.n_embd, shape.n_head_kv * shape.head_dim, shape.n_ff
+    vector(at + "attn_norm.weight", embd)
+    if shape.arch in ("falcon", "phi3"):
+        matrix(at + "attn_qkv.weight", embd + 2 * kv, embd)
+    else:
+        for name, n in (("q", embd), ("k", kv), ("v", kv)):
+            matrix(f"{at}attn_{name}.weight", n, embd)
+            if shape.arch == "qwen2":
+                vector(f"{at}attn_{name}.bias", n, 0.0)
+    matrix(at + "attn_output.weight", embd, embd)
+    if shape.arch.startswith("qwen3"):
+        vector(at + "attn_q_norm.weight", shape.head_dim)
+        vector(at + "attn_k_norm.weight", shape.head_dim)
+    if shape.arch == "falcon":
+        vector(at + "attn_norm.bias", embd, 0.0)
+    else:
+        vector(at + "ffn_norm.weight", embd)
+    if shape.n_expert:
+        matrix(at + "ffn_gate_inp.weight", shape.n_expert, embd)
+        for name, dims in (("gate", (ff, embd)), ("up", (ff, embd)), ("down", (embd, ff))):
+            matrix(f"{at}ffn_{name}_exps.weight", shape.n_expert, *dims)
+        return
+    if shape.arch not in ("falcon", "phi3"):
+        matrix(at + "ffn_gate.weight", ff, embd)
+    matrix(at + "ffn_up.weight", 2 * ff if shape.arch == "phi3" else ff, embd)
+    matrix(at + "ffn_down.weight", embd, ff)
+
+
+def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, type_name: str, with_vocab: bool) -> None:
+    writer.add_name("random weights")  # libllama changes some vocabularies by the name of the model
+    names = {"F32": "ALL_F32"}
+    writer.add_file_type(gguf.LlamaFileType[names.get(type_name, f"MOSTLY_{type_name}")])
+    writer.add_block_count(shape.n_layer)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_head)
+    writer.add_head_count_kv(shape.n_head_kv)
+    writer.add_rope_dimension_count(shape.head_dim)
+    if shape.arch == "falcon":
+        writer.add_layer_norm_eps(1e-5)
+    else:
+        writer.add_layer_norm_rms_eps(1e-5)
+    if shape.arch == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(8192)
+    if shape.n_expert:
+        writer.add_expert_count(shape.n_expert)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(shape.n_ff)
+    if not with_vocab:
+        writer.add_tokenizer_model("none")
+        writer.add_vocab_size(shape.n_vocab)
+        return
+    tokens, scores, types = vocabulary(shape.n_vocab)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
