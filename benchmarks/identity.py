@@ -23,7 +23,11 @@ from tests.jobs import plain_tokens, run_json
 
 def text_of(n_tokens: int) -> str:
     """About as many tokens in any vocabulary; the run reports how many it was."""
-    return "def add(first, second):\n    return first + second\n"[: 4 * n_tokens] if n_tokens < 20 else "x = [1, 2]\n" * (n_tokens // 8)
+    return (
+        "def add(first, second):\n    return first + second\n"[: 4 * n_tokens]
+        if n_tokens < 20
+        else "x = [1, 2]\n" * (n_tokens // 8)
+    )
 
 
 @click.command(help=__doc__)

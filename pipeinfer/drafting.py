@@ -43,7 +43,7 @@ class ModelDrafter:
             return None
         fitting = self._fitting(nodes)
         placement = self.pool.place(request.id, 0, fitting)
-        logits = self._evaluate(placement, fitting and [node.token for node in fitting], interrupted)
+        logits = self._evaluate(placement, [node.token for node in fitting], interrupted)
         if logits is None:
             return None
         guesses = [likeliest(row, width) for row in logits]

@@ -176,7 +176,9 @@ class Engine:
     # -- sending
 
     def _send(self) -> bool:
-        return any(self._send_prompt(job) if job.n_prompt_left else self._send_nodes(job) for job in self._jobs.values())
+        return any(
+            self._send_prompt(job) if job.n_prompt_left else self._send_nodes(job) for job in self._jobs.values()
+        )
 
     def _send_prompt(self, job: _Job) -> bool:
         """The next chunk of the prompt; the root, its last token, travels with the last chunk."""

@@ -91,7 +91,9 @@ class Guess:
 class Drafter(Protocol):
     """Guesses what follows a node, for any number of requests."""
 
-    def expand(self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]) -> list[list[Guess]] | None:
+    def expand(
+        self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
+    ) -> list[list[Guess]] | None:
         """For each node up to `width` guesses, most likely first; None when `interrupted` answered True meanwhile."""
         ...
 

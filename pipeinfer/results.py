@@ -56,11 +56,17 @@ def result_row(result: dict[str, Any], model: Path, model_draft: Path | None) ->
     }
 
 
-def append_result(path: Path, result: dict[str, Any], model: Path, model_draft: Path | None) -> None:
-    """Append a row, with a header to an empty file; safe when two jobs write at once.
+def check_results(path: Path) -> None:
+    """Raises UserError when a row could not be appended: the file cannot be written or has other columns."""
+    _append(path, None)
 
-    Raises UserError when the file cannot be written or has other columns.
-    """
+
+def append_result(path: Path, result: dict[str, Any], model: Path, model_draft: Path | None) -> None:
+    """Append a row, after a header in an empty file; safe when two jobs write at once. Raises as `check_results`."""
+    _append(path, result_row(result, model, model_draft))
+
+
+def _append(path: Path, row: dict[str, Any] | None) -> None:
     try:
         with path.open("a+", newline="") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -70,8 +76,9 @@ def append_result(path: Path, result: dict[str, Any], model: Path, model_draft: 
                 raise UserError(f"--results {path} has other columns; name a new file, nothing was written")
             file.seek(0, os.SEEK_END)
             writer = csv.DictWriter(file, COLUMNS)
-            if header is None:
+            if row is not None and header is None:
                 writer.writeheader()
-            writer.writerow(result_row(result, model, model_draft))
+            if row is not None:
+                writer.writerow(row)
     except OSError as error:
         raise UserError(f"--results {path}: {error.strerror}") from None

@@ -164,7 +164,8 @@ class SequencePool:
         seq = self._lease(self._paths[source].request_id)
         leased.append(seq)
         # ancestors in this batch have no cells to copy yet: their rows join the new sequence instead
-        end, ancestor = parent.position + 1, parent
+        end = parent.position + 1
+        ancestor: Node | None = parent
         while ancestor is not None and ancestor in batch:
             batch[ancestor].append(seq)
             end, ancestor = ancestor.position, ancestor.parent

@@ -55,7 +55,9 @@ def write_chrome_trace(path: Path, tracks: Sequence[tuple[str, Sequence[Span]]])
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": label}})
         for span in spans:
             shared = {"name": span.kind, "pid": 0, "tid": track, "ts": (span.start_s - zero) * 1e6, "args": span.args}
-            events.append(shared | ({"ph": "X", "dur": span.duration_s * 1e6} if span.duration_s else {"ph": "i", "s": "t"}))
+            events.append(
+                shared | ({"ph": "X", "dur": span.duration_s * 1e6} if span.duration_s else {"ph": "i", "s": "t"})
+            )
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

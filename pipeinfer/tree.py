@@ -123,5 +123,7 @@ class TokenTree:
         for node in self.nodes:
             assert node.live, f"a {node.state.value} node among the live"
             assert node is self.root or id(node.parent) in seen, "a child before its parent"
-            assert node.run_id is None or node.parent is None or node.parent.run_id is not None, "sent before its parent"
+            assert node.run_id is None or node.parent is None or node.parent.run_id is not None, (
+                "sent before its parent"
+            )
             seen.add(id(node))

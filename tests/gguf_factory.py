@@ -21,12 +21,16 @@ PLAIN_TYPES = {
     "Q8_0": gguf.GGMLQuantizationType.Q8_0,
     "Q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
-WORDS = "▁the ▁a ▁of ▁and ▁to ▁in ▁is ▁model ▁token ▁layer ▁rank th he in er an ing ▁th".split()
+WORDS = ["▁the", "▁a", "▁of", "▁and", "▁to", "▁in", "▁is", "▁model", "▁token", "▁layer", "▁rank", "th", "he", "in", "er", "an", "ing", "▁th"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's dimensions. `peaky` scales the output head: the larger, the surer is the model of its choice."""
+    """A model's dimensions. `peaky` scales the output head: the larger, the surer is the model of its choice.
+
+    Layers from `n_strong` on add only `weak` times as much to the residual: a model of the first layers alone, of the
+    same seed, is then a draft whose acceptance falls with `weak`.
+    """
 
     arch: str = "llama"
     n_layer: int = 4
@@ -39,6 +43,8 @@ class Shape:
     tied: bool = False
     rope_factors: bool = False
     peaky: float = 6.0
+    n_strong: int = 1000
+    weak: float = 0.0
     seed: int = 0
 
     @property
@@ -119,7 +125,13 @@ def _write(
     if not shape.tied:
         matrix("output.weight", shape.n_vocab, shape.n_embd, scale=shape.peaky)
     for layer in range(shape.n_layer):
-        _add_layer(f"blk.{layer}.", shape, matrix, vector)
+        strength = 1.0 if layer < shape.n_strong else shape.weak
+
+        def scaled(name: str, *dims: int, strength: float = strength) -> None:
+            adds = "attn_output" in name or "ffn_down" in name
+            matrix(name, *dims, scale=strength if adds else 1.0)
+
+        _add_layer(f"blk.{layer}.", shape, scaled, vector)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import gguf
 import pytest
-from tests.gguf_factory import Shape, write_model
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf_header import read_header
 from pipeinfer.models.gguf_slice import open_slice, read_model_info, slice_bytes
+from tests.gguf_factory import Shape, write_model
 
 BIG_VOCAB = Shape(n_layer=3, n_vocab=40000)
 

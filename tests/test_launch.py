@@ -11,9 +11,12 @@ import pytest
 
 from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
 
-PRINT_BOTH = (
-    "from pipeinfer.cluster.launch import *; print(rank_from_environment(), size_from_environment(), flush=True)"
-)
+# one write: the launcher may mix the ranks' output at any byte
+PRINT_BOTH = """
+import os
+from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
+os.write(1, f"{rank_from_environment()} {size_from_environment()}\\n".encode())
+"""
 
 
 @pytest.mark.parametrize(

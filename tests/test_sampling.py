@@ -56,5 +56,6 @@ def test_noise_depends_on_seed_and_position_only() -> None:
 
 def test_noise_is_the_same_for_ever() -> None:
     """A seed's text must not change with a version: these values are part of the interface."""
-    assert gumbel_noise(7, 42, 3) == pytest.approx([1.6383498330874182, 2.6696577405925885, 0.4180793520062409], abs=1e-12)
-
+    assert gumbel_noise(7, 42, 3) == pytest.approx(
+        [1.6383498330874182, 2.6696577405925885, 0.4180793520062409], abs=1e-12
+    )

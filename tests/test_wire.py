@@ -29,7 +29,12 @@ def test_run_survives(run: Run, n_embd: int) -> None:
     assert transaction.ops == run.ops and transaction.opens == run.opens
     assert transaction.seqs == [row.seqs for row in run.rows]
     for row, (request, token, position, _, flags) in zip(run.rows, transaction.rows.tolist(), strict=True):
-        assert (row.request, row.token, row.position, row.wanted) == (request, token, position, bool(flags & RowFlag.WANTED))
+        assert (row.request, row.token, row.position, row.wanted) == (
+            request,
+            token,
+            position,
+            bool(flags & RowFlag.WANTED),
+        )
     transaction.activations[:] = np.arange(len(run.rows) * n_embd, dtype=np.float32).reshape(-1, n_embd)
     received = Transaction(np.concatenate([transaction.message, np.full(9, 7, np.uint8)]), n_embd)
     assert np.array_equal(received.activations, transaction.activations)

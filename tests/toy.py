@@ -111,7 +111,9 @@ class ToyStage:
                     del self.seqs[owner][position]
                 return None
         if self.is_last:
-            return np.array([toy_logits(h) for h, wanted in zip(hidden, batch.wanted, strict=True) if wanted]).reshape(-1, N_VOCAB)
+            return np.array([toy_logits(h) for h, wanted in zip(hidden, batch.wanted, strict=True) if wanted]).reshape(
+                -1, N_VOCAB
+            )
         return np.array([pack(h) for h in hidden], np.float32)
 
 
@@ -189,8 +191,8 @@ class OracleDrafter:
 class NoisyStage(ToyStage):
     """A whole toy model whose logits are the target's but for some positions: a draft of middling acceptance."""
 
-    def __init__(self, n_layers: int, right: float, **limits: int) -> None:
-        super().__init__(0, n_layers, True, **limits)
+    def __init__(self, n_layers: int, right: float, n_cells: int) -> None:
+        super().__init__(0, n_layers, True, n_cells)
         self.right = right
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:

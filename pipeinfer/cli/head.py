@@ -110,7 +110,7 @@ class Head:
         except StopRequested:
             self._drain(engine, request)
         except BrokenPipeError:
-            self.context.flag.set("nobody reads the output", 141)
+            self.context.flag.note("nobody reads the output", 141)
             self._drain(engine, request)
         with contextlib.suppress(BrokenPipeError):
             self._print(self.stream.flush() + ("\n" if sys.stdout.isatty() else ""))

@@ -10,7 +10,8 @@ import click
 
 from pipeinfer import __version__
 from pipeinfer.cli.run import run
-from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.cli.timeline import timeline
+from pipeinfer.cluster.launch import exit_together, rank_from_environment
 from pipeinfer.errors import UserError
 
 
@@ -21,6 +22,7 @@ def cli() -> None:
 
 
 cli.add_command(run)
+cli.add_command(timeline)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,4 +39,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 2
     except click.exceptions.Abort:
         code = 130
-    sys.exit(code if isinstance(code, int) else 0)
+    exit_together(code if isinstance(code, int) else 0)

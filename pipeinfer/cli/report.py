@@ -55,7 +55,9 @@ def show_plan(console: Console, job: Job, policy: str, draft_bytes: int | None) 
             ]
         )
     n_predict = f"up to {job.n_predict} tokens" if job.n_predict else "no tokens"
-    console.print(f"policy {policy}, {len(job.prompt)} prompt tokens, {n_predict}, context {job.n_ctx}, seed {job.sampling.seed}")
+    console.print(
+        f"policy {policy}, {len(job.prompt)} prompt tokens, {n_predict}, context {job.n_ctx}, seed {job.sampling.seed}"
+    )
     show_table(console, ["rank", "host", "role", "layers", "weights", "KV", "threads"], rows)
 
 
@@ -70,7 +72,9 @@ def milliseconds(value_s: float) -> str:
 def show_statistics(console: Console, result: dict[str, Any]) -> None:
     """The end of a run, from the same object that --json prints."""
     t, s = result["timings"], result["speculation"]
-    console.print(f"prompt      {t['prompt_n']} tokens, {number(t['prompt_per_second'])} tokens/s, TTFT {milliseconds(t['ttft_s'])}")
+    console.print(
+        f"prompt      {t['prompt_n']} tokens, {number(t['prompt_per_second'])} tokens/s, TTFT {milliseconds(t['ttft_s'])}"
+    )
     console.print(
         f"generation  {t['predicted_n']} tokens, {number(t['predicted_per_second'])} tokens/s, "
         f"ITL p50 {milliseconds(t['itl_p50_s'])}, p95 {milliseconds(t['itl_p95_s'])}, p99 {milliseconds(t['itl_p99_s'])}"
@@ -81,14 +85,24 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
             f"guesses), {number(s['accepted_length'])} tokens a verdict, draft time {number(s['draft_s'])} s"
         )
     console.print(f"runs        {s['runs']}, {s['rows']} rows, {s['runs_cancelled']} cancelled")
-    hops = [f"{hop['from']}->{hop['to']} {hop['messages']} messages, {size_text(hop['bytes'])}" for hop in result["wire"]["hops"]]
+    hops = [
+        f"{hop['from']}->{hop['to']} {hop['messages']} messages, {size_text(hop['bytes'])}"
+        for hop in result["wire"]["hops"]
+    ]
     if hops:
         console.print(f"wire        {'; '.join(hops)}")
 
 
 def show_ranks(console: Console, result: dict[str, Any]) -> None:
     rows = [
-        [str(r["rank"]), r["host"], r["role"], f"{r['busy_s']:.2f} s", str(r["runs_skipped"] + r["runs_stopped"]), size_text(r["peak_rss_bytes"])]
+        [
+            str(r["rank"]),
+            r["host"],
+            r["role"],
+            f"{r['busy_s']:.2f} s",
+            str(r["runs_skipped"] + r["runs_stopped"]),
+            size_text(r["peak_rss_bytes"]),
+        ]
         for r in result["ranks"]
     ]
     show_table(console, ["rank", "host", "role", "busy", "runs saved", "peak memory"], rows)

@@ -17,38 +17,93 @@ PATH = click.Path(path_type=Path)
 @click.option("-md", "--model-draft", type=PATH, help="Draft model, GGUF, with the target's vocabulary.")
 @click.option("-p", "--prompt", help="The text to continue.")
 @click.option("-f", "--file", help="Read the prompt from this file; - is standard input.")
-@click.option("-n", "--predict", type=click.IntRange(-1), default=-1, show_default=True,
-              help="Tokens to generate; -1: until the model ends or the context is full.")
-@click.option("-c", "--ctx-size", type=click.IntRange(0), default=0, show_default=True,
-              help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.")
-@click.option("-b", "--batch-size", type=click.IntRange(1, 2048), default=128, show_default=True,
-              help="Prompt tokens a run; a prompt is cut into such chunks so that they fill the pipeline.")
-@click.option("-t", "--threads", help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]")
-@click.option("-ngl", "--n-gpu-layers", type=click.IntRange(0), default=0, show_default=True,
-              help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python).")
+@click.option(
+    "-n",
+    "--predict",
+    type=click.IntRange(-1),
+    default=-1,
+    show_default=True,
+    help="Tokens to generate; -1: until the model ends or the context is full.",
+)
+@click.option(
+    "-c",
+    "--ctx-size",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.",
+)
+@click.option(
+    "-b",
+    "--batch-size",
+    type=click.IntRange(1, 2048),
+    default=128,
+    show_default=True,
+    help="Prompt tokens a run; a prompt is cut into such chunks so that they fill the pipeline.",
+)
+@click.option(
+    "-t", "--threads", help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]"
+)
+@click.option(
+    "-ngl",
+    "--n-gpu-layers",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python).",
+)
 @click.option("--policy", type=click.Choice(POLICIES), help="[default: pipeinfer with a draft, iterative without]")
 @click.option("--layer-split", help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size]")
 @click.option("--temp", "--temperature", type=click.FloatRange(0), default=0.8, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=40, show_default=True, help="0 switches it off.")
 @click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="1 switches it off.")
 @click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="0 switches it off.")
-@click.option("-s", "--seed", type=click.IntRange(-1, 2**32 - 1), default=-1, show_default=True, help="-1: a random one.")
+@click.option(
+    "-s", "--seed", type=click.IntRange(-1, 2**32 - 1), default=-1, show_default=True, help="-1: a random one."
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
-@click.option("--numerics", type=click.Choice(["exact", "fast"]), default="exact", show_default=True,
-              help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.")
-@click.option("--slice-cache", type=PATH, help="Keep each rank's slice in this directory of its host, for the next start.")
-@click.option("--draft", "--draft-max", "--spec-draft-n-max", "draft_max", type=click.IntRange(1, 64), default=4,
-              show_default=True, help="Guesses a tree (policy speculative).")
-@click.option("--width", type=click.IntRange(1, 16), default=3, show_default=True, help="Guesses after each token at most.")
-@click.option("--microbatch", type=click.IntRange(1, 64), default=1, show_default=True,
-              help="Guesses a run at most (policy pipeinfer).")
+@click.option(
+    "--numerics",
+    type=click.Choice(["exact", "fast"]),
+    default="exact",
+    show_default=True,
+    help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
+)
+@click.option(
+    "--slice-cache", type=PATH, help="Keep each rank's slice in this directory of its host, for the next start."
+)
+@click.option(
+    "--draft",
+    "--draft-max",
+    "--spec-draft-n-max",
+    "draft_max",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Guesses a tree (policy speculative).",
+)
+@click.option(
+    "--width", type=click.IntRange(1, 16), default=3, show_default=True, help="Guesses after each token at most."
+)
+@click.option(
+    "--microbatch",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Guesses a run at most (policy pipeinfer).",
+)
 @click.option("--inflight", type=click.IntRange(0), default=0, help="Runs in flight at most. [default: stages + 1]")
 @click.option("--results", type=PATH, help="Append a row of figures to this CSV file.")
 @click.option("--trace", type=PATH, help="Write the timeline of all ranks, as Chrome trace events.")
 @click.option("--json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("-v", "--verbose", is_flag=True, help="More about loading and about each rank.")
 def run(
-    model: Path | None, model_draft: Path | None, policy: str | None, threads: str | None, inflight: int, **others: object
+    model: Path | None,
+    model_draft: Path | None,
+    policy: str | None,
+    threads: str | None,
+    inflight: int,
+    **others: object,
 ) -> int:
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
 

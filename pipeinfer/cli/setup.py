@@ -13,6 +13,7 @@ from pipeinfer.cluster.plan import Plan, Sizes, make_plan, parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf_slice import ModelInfo, read_model_info
 from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
+from pipeinfer.results import check_results
 from pipeinfer.sampling import SamplingParams
 
 N_SEQ = 31  # leasable sequences; trees stay far below
@@ -53,6 +54,7 @@ class Job:
 
 def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Job, Tokenizer]:
     """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
+    check_outputs(options)
     info = read_model_info(options.model)
     tokenizer = Tokenizer(options.model)
     if options.draft_in_use:
@@ -82,6 +84,17 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Job, Tokenizer]
         end_tokens=frozenset() if options.ignore_eos else frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab))),
     )
     return job, tokenizer
+
+
+def check_outputs(options: RunOptions) -> None:
+    """What is written at the end must not fail then."""
+    if options.results:
+        check_results(options.results)
+    if options.trace:
+        try:
+            options.trace.open("w").close()
+        except OSError as error:
+            raise UserError(f"--trace {options.trace}: {error.strerror}") from None
 
 
 def sizes_of(info: ModelInfo) -> Sizes:

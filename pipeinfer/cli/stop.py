@@ -20,6 +20,11 @@ class StopFlag:
         if not self.reason:
             self.reason, self.exit_code = reason, exit_code
 
+    def note(self, reason: str, exit_code: int) -> None:
+        """Set by the caller itself, who needs no exception to learn of it."""
+        self.set(reason, exit_code)
+        self._raised = True
+
     def check(self) -> None:
         if self.reason and not self._raised:
             self._raised = True

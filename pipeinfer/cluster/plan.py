@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from pipeinfer.errors import UserError
 
@@ -91,7 +91,7 @@ def balance(sizes: Sizes, n_stages: int) -> list[int]:
     for layer in cost:
         sums.append(sums[-1] + layer)
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(first: int, n_left: int) -> tuple[int, int]:
         """(load of the most loaded stage, layers of the first stage) for layers [first, ...) on n_left stages."""
         if n_left == 1:

@@ -67,7 +67,9 @@ class StageWorker:
         alive = self._alive(transaction, seqs)
         if len(alive) < transaction.n_rows:
             transaction.rows[sorted(set(range(transaction.n_rows)) - set(alive)), 4] |= RowFlag.DROPPED
-        result = self._evaluate_rows(transaction, alive, seqs) if alive else np.empty((0, self.model.n_embd), np.float32)
+        result = (
+            self._evaluate_rows(transaction, alive, seqs) if alive else np.empty((0, self.model.n_embd), np.float32)
+        )
         if result is None:
             transaction.cancel()
             return []

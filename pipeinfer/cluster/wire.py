@@ -65,7 +65,7 @@ class Transaction:
     @property
     def seqs(self) -> list[tuple[int, ...]]:
         """Each row's sequences, the one it sees first."""
-        owners = [(seq,) for seq in self.rows[:, 3].tolist()]
+        owners: list[tuple[int, ...]] = [(seq,) for seq in self.rows[:, 3].tolist()]
         extra = self._words[self.opens_at - 2 * int(self._words[6]) : self.opens_at]
         for row, seq in extra.reshape(-1, 2).tolist():
             owners[row] += (seq,)
@@ -76,7 +76,9 @@ class Transaction:
         found = {}
         for start in range(self.opens_at, self._end, N_OPEN):
             temp, top_p, min_p, top_k, seed = self._words[start + 2 : start + N_OPEN].copy().view(np.float64)
-            found[int(self._words[start])] = SamplingParams(int(seed), float(temp), int(top_k), float(top_p), float(min_p))
+            found[int(self._words[start])] = SamplingParams(
+                int(seed), float(temp), int(top_k), float(top_p), float(min_p)
+            )
         return found
 
     @property

@@ -95,7 +95,9 @@ class Net(nn.Module):
         self.output_norm = nn.RMSNorm(config.n_embd, eps=NORM_EPS)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
-                depth_scale = (2 * config.n_layer) ** -0.5 if name.endswith(("attn_output.weight", "ffn_down.weight")) else 1
+                depth_scale = (
+                    (2 * config.n_layer) ** -0.5 if name.endswith(("attn_output.weight", "ffn_down.weight")) else 1
+                )
                 nn.init.normal_(weight, std=depth_scale * weight.shape[-1] ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:

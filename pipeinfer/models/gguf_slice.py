@@ -38,6 +38,10 @@ class SliceFile:
     fd: int = -1
 
     @property
+    def in_memory(self) -> bool:
+        return self.fd >= 0
+
+    @property
     def is_first(self) -> bool:
         return self.first == 0
 
@@ -60,7 +64,8 @@ def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
 def open_slice(info: ModelInfo, first: int, last: int, cache_dir: Path | None = None) -> SliceFile:
     """Layers [first, last) as a file for libllama: the model itself, else a file in cache_dir, else one in memory.
 
-    A file in cache_dir is named by fingerprint and range, and reused; several processes may ask for it at once.
+    A file in cache_dir is named by fingerprint and range, and reused; several processes may ask for it at once. One in
+    memory exists besides the loaded weights until it is closed: a node short of memory wants a cache_dir on local disk.
     """
     if not 0 <= first < last <= info.n_layer:
         raise ValueError(f"layers [{first}, {last}) of {info.n_layer}")

@@ -40,7 +40,8 @@ class LlamaParams:
     """n_cells        KV cells, rounded up to a multiple of 256
     n_seq_max      sequence ids, the highest of which the stage keeps for itself; users have 0 .. n_seq_max - 2
     n_batch        rows of the largest batch
-    n_outputs_max  rows of a batch that may want logits, on the last stage
+    n_outputs_max  rows of a batch that may want logits, on the last stage, which takes memory for the larger of this and
+                   n_seq_max: 8 bytes a row and token of the vocabulary
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
     exact          the same row gives the same bits in every batch and tree
     """
@@ -227,8 +228,10 @@ class LlamaStage:
         options = lib.llama_model_default_params()
         options.n_gpu_layers = self._n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
         options.use_extra_bufts = not params.exact
-        # repacking copies the weights: read them then, or they would be in memory twice
-        options.load_mode = LOAD_BY_MAPPING if params.exact else LOAD_BY_READING
+        # Repacking copies the weights: mapped, they would be in memory twice. A memfd's scattered pages make decoding a
+        # fifth slower when they are used in place (measured): it is read, and its memory freed when loading is done.
+        by_mapping = params.exact and not slice_file.in_memory
+        options.load_mode = LOAD_BY_MAPPING if by_mapping else LOAD_BY_READING
         go_on = True
 
         def progress(done: float, _: object) -> bool:
@@ -250,7 +253,9 @@ class LlamaStage:
         options.n_ctx = params.n_cells
         options.n_batch = options.n_ubatch = params.n_batch
         options.n_seq_max = params.n_seq_max
-        options.n_outputs_max = min(params.n_outputs_max, params.n_batch) if self.is_last else params.n_batch
+        # libllama holds logits for one row a sequence at least, and aborts when that is not allowed for here
+        n_outputs = params.n_outputs_max if self.is_last else params.n_batch
+        options.n_outputs_max = max(n_outputs, params.n_seq_max)
         options.n_threads = options.n_threads_batch = params.n_threads
         options.kv_unified = options.swa_full = options.no_perf = True
         options.op_offload = False
