@@ -1,7 +1,7 @@
 """Every policy at every rank count against plain llama-cpp-python: `python benchmarks/identity.py`.
 
-Token for token, greedy, and the same sampled text everywhere, on the shipped pair and on random-weight models of several
-quantisations, with prompts of 1, 40 and 700 tokens. Prints a line a case; the exit code is 1 if any differs.
+Token for token, greedy, and the same sampled text everywhere, on the shipped pair and on random-weight models of
+several quantisations, with prompts of 1, 40 and 700 tokens. Prints a line a case; the exit code is 1 if any differs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Speed of the policies on this machine: `python benchmarks/speed.py [--acceptance 0.8]`.
+"""Speed of the policies on this machine: `python benchmarks/speed.py [--weak 0.02]`.
 
-Makes a random-weight target and, of its first layers, a draft whose guesses it accepts about as often as asked; runs the
-policies in turns and prints the wall-clock time of whole generations and their ratios to `iterative`.
+Makes a random-weight target and, of its first layers, a draft whose guesses it often accepts; runs the policies in
+turns and prints the wall-clock time of whole generations and their ratios to `iterative`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tests.jobs import run_json
 
 
 @click.command(help=__doc__)
-@click.option("--weak", default=0.04, help="Strength of the layers that the draft lacks; the larger, the less it is right.")
+@click.option(
+    "--weak", default=0.04, help="Strength of the layers that the draft lacks; the larger, the less it is right."
+)
 @click.option("--ranks", default=3)
 @click.option("--tokens", default=160)
 @click.option("--rounds", default=3)
 @click.option("--policies", default="iterative,speculative,pipeinfer")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep the models here and use them again.")
 @click.option("--extra", default="", help="Further options of the run, as in '--microbatch 2'.")
-def main(
-    weak: float, ranks: int, tokens: int, rounds: int, policies: str, folder: Path | None, extra: str
-) -> None:
+def main(weak: float, ranks: int, tokens: int, rounds: int, policies: str, folder: Path | None, extra: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         target, draft = models(folder or Path(scratch), weak)
         common = ["-m", str(target), "-md", str(draft), "-n", str(tokens), "--temp", "0", "--ignore-eos", "-t", "1"]
@@ -44,7 +44,7 @@ def main(
 
 
 def models(folder: Path, weak: float) -> tuple[Path, Path]:
-    """A target of 96 layers (75 MB, which two cores can read at once) and a draft of its first 7, a 13th of its cost."""
+    """A target of 96 layers (75 MB, which two cores can read at once) and a draft of its first 7: cost 1/13."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = Shape(n_layer=96, n_embd=256, n_head=4, n_head_kv=2, n_ff=704, n_vocab=1024, peaky=12.0)
     shape = replace(shape, n_strong=7, weak=weak)

@@ -51,8 +51,8 @@ class _Job:
 class Engine:
     """Asks, in this order: has a verdict come? can a run go? can the draft step? and else waits.
 
-    `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `yielding`: a verdict that arrives during a draft
-    step ends the step, whose work is lost; worth it where a draft step is long. `pool` is the target's.
+    `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `yielding`: a verdict that arrives during a
+    draft step ends the step, whose work is lost; worth it where a draft step is long. `pool` is the target's.
     """
 
     def __init__(

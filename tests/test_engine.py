@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from pipeinfer.drafting import ModelDrafter
 from pipeinfer.engine import Engine
+from pipeinfer.interfaces import Drafter
 from pipeinfer.policies import Iterative, PipeInfer, Policy, Speculative
 from pipeinfer.requests import Finish, Request
 from pipeinfer.sampling import SamplingParams
@@ -19,22 +21,26 @@ N_LAYERS = 4
 
 def toy_pipeline(rng: random.Random, n_stages: int, n_cells: int, parked: bool) -> ToyPipeline:
     cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), n_stages - 1)), N_LAYERS]
-    models = [
-        ToyStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in zip(cuts, cuts[1:], strict=False)
-    ]
+    models = [ToyStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
     return ToyPipeline(models, rng, late=rng.choice([0.0, 0.5, 0.95]))
 
 
 def random_policy(rng: random.Random) -> Policy:
-    return rng.choice(
-        [
-            Iterative(),
-            Speculative(n_draft=rng.randint(1, 8), width=rng.randint(1, 4)),
-            PipeInfer(rng.randint(1, 4), rng.randint(0, 9), rng.randint(1, 4), split_cutoff=rng.random() / 2),
-            RandomPolicy(rng, rng.randint(1, 4), rng.randint(4, 40), rng.randint(1, 12)),
-            RandomPolicy(rng, rng.randint(1, 4), rng.randint(4, 40), rng.randint(1, 12)),
-        ]
-    )
+    choices: list[Policy] = [
+        Iterative(),
+        Speculative(n_draft=rng.randint(1, 8), width=rng.randint(1, 4)),
+        PipeInfer(rng.randint(1, 4), rng.randint(0, 9), rng.randint(1, 4), split_cutoff=rng.random() / 2),
+        RandomPolicy(rng, rng.randint(1, 4), rng.randint(4, 40), rng.randint(1, 12)),
+        RandomPolicy(rng, rng.randint(1, 4), rng.randint(4, 40), rng.randint(1, 12)),
+    ]
+    return rng.choice(choices)
+
+
+def random_drafter(rng: random.Random, reference: Reference, n_ctx: int, seed: int) -> Drafter:
+    if rng.random() < 0.5:
+        return OracleDrafter(reference, rng.random(), seed)
+    model = NoisyStage(N_LAYERS, rng.random(), n_cells=n_ctx + 64)
+    return ModelDrafter(model, SequencePool(rng.choice([3, 16]), n_ctx + 64), rng.choice([4, 16]), N_VOCAB)
 
 
 def run_case(seed: int, n_predict: int = 40) -> int:
@@ -47,15 +53,7 @@ def run_case(seed: int, n_predict: int = 40) -> int:
     n_seq = rng.choice([2, 3, 8, 64])
     pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked)
     pool = SequencePool(n_seq, n_cells, parked)
-    drafter = rng.choice(
-        [
-            OracleDrafter(reference, rng.random(), seed),
-            ModelDrafter(
-                NoisyStage(N_LAYERS, rng.random(), n_cells=n_ctx + 64), SequencePool(rng.choice([3, 16]), n_ctx + 64),
-                n_batch=rng.choice([4, 16]), n_vocab=N_VOCAB,
-            ),
-        ]
-    )  # fmt: skip
+    drafter = random_drafter(rng, reference, n_ctx, seed)
     engine = Engine(
         pipeline, pool, drafter, lambda: 0.0, n_chunk=rng.choice([3, 64]), yielding=rng.random() < 0.5,
         n_rows_max=rng.choice([3, 32]),

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+from itertools import pairwise
 from typing import Any
 
 from pipeinfer.cli.context import CLOCK, Context, complain
@@ -113,7 +114,7 @@ class Head:
             self.context.flag.note("nobody reads the output", 141)
             self._drain(engine, request)
         with contextlib.suppress(BrokenPipeError):
-            self._print(self.stream.flush() + ("\n" if sys.stdout.isatty() else ""))
+            self._print(self.stream.flush())
         return self._outcome(request, metrics)
 
     def _drain(self, engine: Engine, request: Request) -> None:
@@ -141,7 +142,7 @@ class Head:
 
     def _outcome(self, request: Request, metrics: RequestMetrics) -> dict[str, Any]:
         return {
-            "text": self.text.removesuffix("\n") if sys.stdout.isatty() else self.text,
+            "text": self.text,
             "tokens": request.tokens[len(request.prompt) :],
             "prompt_tokens": list(request.prompt),
             "finish": request.finish.value if request.finish else None,
@@ -156,7 +157,7 @@ class Head:
         ranks = [0, *self._remote_ranks()]
         hops = [
             {"from": rank, "to": following, "messages": figures[rank]["n_messages"], "bytes": figures[rank]["n_bytes"]}
-            for rank, following in zip(ranks, ranks[1:], strict=False)
+            for rank, following in pairwise(ranks)
         ]
         return {
             "wire": {"hops": hops, "cancel_messages": pipeline.n_cancel_messages},
@@ -181,6 +182,8 @@ class Head:
         if self.options.json and not self._reader_left:
             with contextlib.suppress(BrokenPipeError):
                 print(json.dumps(result), flush=True)
+        if not self.text.endswith("\n"):
+            self.console.print()  # on a terminal the statistics begin on a line of their own
         show_statistics(self.console, result)
         if self.options.verbose:
             show_ranks(self.console, result)

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script. Exit codes: 0, 2 for bad input, 130 after Ctrl-C, 1 for a fault."""
     speaks = rank_from_environment() == 0
     if not speaks:  # every rank parses the same command line; one prints help, version and usage errors
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (kept for the process)
     try:
         code = cli.main(args=arguments, prog_name="pipeinfer", standalone_mode=False)
     except (click.ClickException, UserError) as error:

@@ -72,12 +72,14 @@ def milliseconds(value_s: float) -> str:
 def show_statistics(console: Console, result: dict[str, Any]) -> None:
     """The end of a run, from the same object that --json prints."""
     t, s = result["timings"], result["speculation"]
+    p50, p95, p99 = (milliseconds(t[f"itl_p{rank}_s"]) for rank in (50, 95, 99))
     console.print(
-        f"prompt      {t['prompt_n']} tokens, {number(t['prompt_per_second'])} tokens/s, TTFT {milliseconds(t['ttft_s'])}"
+        f"prompt      {t['prompt_n']} tokens, {number(t['prompt_per_second'])} tokens/s, "
+        f"TTFT {milliseconds(t['ttft_s'])}"
     )
     console.print(
         f"generation  {t['predicted_n']} tokens, {number(t['predicted_per_second'])} tokens/s, "
-        f"ITL p50 {milliseconds(t['itl_p50_s'])}, p95 {milliseconds(t['itl_p95_s'])}, p99 {milliseconds(t['itl_p99_s'])}"
+        f"ITL p50 {p50}, p95 {p95}, p99 {p99}"
     )
     if s["draft_n"]:
         console.print(

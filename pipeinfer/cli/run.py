@@ -107,8 +107,8 @@ def run(
 ) -> int:
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
 
-    Under mpirun every rank runs this command: rank 0 drafts, the others hold the target's layers. Without a draft rank 0
-    holds the first of them.
+    Under mpirun every rank runs this command: rank 0 drafts, the others hold the target's layers. Without a draft rank
+    0 holds the first of them.
     """
     if model is None:
         model, model_draft = TARGET, model_draft or DRAFT

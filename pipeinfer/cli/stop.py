@@ -9,7 +9,7 @@ from pipeinfer.errors import StopRequested
 
 
 class StopFlag:
-    """Set by a signal or by another rank; `check` turns it into `StopRequested`, once, so that the rest can be tidied up."""
+    """Set by a signal or by another rank; `check` turns it into `StopRequested`, once."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -32,8 +32,7 @@ class StopFlag:
 
 
 def handle_signals(flag: StopFlag, rank: int, ask_head: Callable[[str], object]) -> None:
-    """Rank 0: a first Ctrl-C or SIGTERM asks for an orderly stop. Others: SIGINT is rank 0's to handle, SIGTERM is passed
-    on to it."""
+    """Rank 0: a first Ctrl-C or SIGTERM asks for an orderly stop. Others leave SIGINT to rank 0 and pass SIGTERM on."""
 
     def stop_head(number: int, frame: object) -> None:
         flag.set("interrupted" if number == signal.SIGINT else "terminated", 128 + number)

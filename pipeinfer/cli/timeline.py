@@ -65,12 +65,20 @@ def draw(labels: dict[int, str], events: list[dict[str, Any]], start_ms: float, 
         else:
             seen[kind] = axes.barh(track, long, left=at, height=0.6, color=COLOURS[kind], edgecolor="white", lw=0.4)
             if long > (end_ms - start_ms) / 40 and "run" in event["args"]:
-                axes.text(at + long / 2, track, event["args"]["run"], ha="center", va="center", fontsize=7, color="white")
+                axes.text(
+                    at + long / 2, track, event["args"]["run"], ha="center", va="center", fontsize=7, color="white"
+                )
     axes.set_yticks(list(labels), [labels[track] for track in labels])
     axes.set_ylim(len(labels) - 0.5, -0.8)
     axes.set_xlim(0, end_ms - start_ms)
     axes.set_xlabel("time (ms); numbers on the bars are runs, those on the triangles tokens accepted at once")
     axes.spines[["top", "right"]].set_visible(False)
     kinds = [kind for kind in COLOURS if kind in seen]
-    figure.legend([seen[kind] for kind in kinds], [LABELS[kind] for kind in kinds], loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(
+        [seen[kind] for kind in kinds],
+        [LABELS[kind] for kind in kinds],
+        loc="outside upper center",
+        ncols=4,
+        frameon=False,
+    )
     figure.savefig(output, dpi=150)

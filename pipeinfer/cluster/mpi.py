@@ -291,7 +291,7 @@ class Link:
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
-        return self.comm.bcast(value, 0)  # type: ignore[no-any-return]
+        return self.comm.bcast(value, 0)
 
     def report(self, value: object) -> None:
         """Send a value to rank 0 without waiting for it to be taken."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from pipeinfer.errors import UserError
 
@@ -110,7 +111,7 @@ def balance(sizes: Sizes, n_stages: int) -> list[int]:
 
 
 def parse_split(text: str) -> list[float]:
-    """`4,4,8` (layers) or `0.25,0.25,0.5` (proportions) a stage; PipeInfer's form `…/1.0` with the draft's part is taken.
+    """`4,4,8` (layers) or `0.25,0.25,0.5` (proportions) a stage; also PipeInfer's form, with `/1.0` for the draft.
 
     Raises UserError when it is not such a list.
     """
@@ -147,4 +148,4 @@ def split_layers(split: Sequence[float], n_layers: int, n_stages: int) -> list[i
         wanted = round(sum(split[:index]) * n_layers)
         # every stage keeps at least one layer
         bounds.append(min(max(wanted, bounds[-1] + 1), n_layers - (n_stages - index)))
-    return [after - before for before, after in zip(bounds, bounds[1:], strict=False)]
+    return [after - before for before, after in pairwise(bounds)]

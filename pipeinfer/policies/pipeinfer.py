@@ -19,7 +19,8 @@ class PipeInfer:
 
     Cutoffs are probabilities under the draft: the likeliest guess after a node enters the tree from `accept_cutoff` on,
     a further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each guess sent
-    ahead raises the accept cutoff by `recovery`, each refused expansion lowers it by `decay`; a settled guess resets it.
+    ahead raises the accept cutoff by `recovery`, each refused expansion lowers it by `decay`; an accepted guess
+    resets it.
     """
 
     microbatch: int = 1
