@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -44,7 +45,7 @@ def time_token(stages: Sequence[LlamaStage], position: int, n_rows: int) -> floa
 @click.option("--threads", default=1, show_default=True)
 @click.option("--passes", default=150, show_default=True)
 @click.option("--type", "type_name", default="Q8_0", show_default=True)
-@click.option("--cached/--in-memory", default=True, show_default=True, help="Where the slices lie.")
+@click.option("--cached/--in-memory", default=False, show_default=True, help="Where the slices lie.")
 @click.option("--exact/--fast", default=True, show_default=True)
 def main(
     layers: int, embd: int, slices: int, rows: int, threads: int, passes: int, type_name: str, cached: bool, exact: bool
@@ -57,7 +58,7 @@ def main(
         edges = [layers * i // slices for i in range(slices + 1)]
         whole = [LlamaStage(open_slice(info, 0, layers), params)]
         cache = Path(directory) if cached else None
-        chain = [LlamaStage(open_slice(info, a, b, cache), params) for a, b in zip(edges, edges[1:], strict=False)]
+        chain = [LlamaStage(open_slice(info, a, b, cache), params) for a, b in pairwise(edges)]
         times = np.array([
             (time_token(whole, i * rows, rows), time_token(chain, i * rows, rows)) for i in range(passes)
         ])[passes // 10 :]  # fmt: skip

@@ -64,7 +64,7 @@ def report(results: dict[str, list[dict[str, Any]]]) -> None:
         speculation = found[-1]["speculation"]
         print(
             f"{policy:12} {statistics.median(times):6.2f} s  speed-up {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f}-{max(ratios):.2f})  acceptance {speculation['acceptance_rate']:.2f}, "
+            f"({min(ratios):.2f}-{max(ratios):.2f})  hit rate {speculation['hit_rate']:.2f}, "
             f"{speculation['accepted_length']:.2f} tokens a verdict, draft {speculation['draft_s']:.2f} s, "
             f"runs {speculation['runs']}, cancelled {speculation['runs_cancelled']}"
         )

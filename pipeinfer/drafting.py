@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pipeinfer.interfaces import Batch, FloatArray, Guess, StageModel
 from pipeinfer.requests import Request
+from pipeinfer.sampling import SamplingParams, penalise, perturbed
 from pipeinfer.sequences import Placement, SequencePool
 from pipeinfer.tree import Node
 
@@ -22,15 +23,39 @@ def likeliest(logits: FloatArray, width: int) -> list[Guess]:
     return [Guess(int(token), float(weights[token]) / total) for token in ids]
 
 
+def coupled(logits: FloatArray, width: int, params: SamplingParams, position: int) -> list[Guess]:
+    """The `width` tokens that the target would sample first if its logits were these, with its own noise (n_vocab,).
+
+    The target keys its noise by (seed, position), so draft and target share it (Gumbel-max coupling): they agree far
+    more often than two independent samples. The gap between the perturbed scores says how surely.
+    """
+    ids, scores = perturbed(logits, params, position)
+    weights = np.exp(scores - scores.max())
+    order = np.argsort(-scores, kind="stable")[:width]
+    return [Guess(int(ids[index]), float(weights[index] / weights.sum())) for index in order]
+
+
+def newest_tokens(request: Request, node: Node, n: int) -> list[int]:
+    """The last `n` tokens of the path that ends with `node`."""
+    below: list[int] = []
+    step: Node | None = node
+    while step is not None and step.parent is not None and len(below) < n:
+        below.append(step.token)
+        step = step.parent
+    return [*request.tokens[max(0, len(request.tokens) - n + len(below)) :], *below[::-1]] if n else []
+
+
 class ModelDrafter:
     """A Drafter on a whole draft model with a KV cache of its own.
 
     The draft's cache lags behind the output: before a root is expanded, the certain tokens it has not seen (the prompt,
-    or tokens it had not guessed) are evaluated as context.
+    or tokens it had not guessed) are evaluated as context. `couple`: sampled guesses share the target's noise.
     """
 
-    def __init__(self, model: StageModel, pool: SequencePool, n_batch: int, n_vocab: int) -> None:
-        self.model, self.pool, self.n_batch, self.n_vocab = model, pool, n_batch, n_vocab
+    def __init__(
+        self, model: StageModel, pool: SequencePool, n_batch: int, n_vocab: int, couple: bool = True
+    ) -> None:
+        self.model, self.pool, self.n_batch, self.n_vocab, self.couple = model, pool, n_batch, n_vocab, couple
         self._open: set[int] = set()
 
     def expand(
@@ -46,8 +71,15 @@ class ModelDrafter:
         logits = self._evaluate(placement, [node.token for node in fitting], interrupted)
         if logits is None:
             return None
-        guesses = [likeliest(row, width) for row in logits]
+        guesses = [self._guess(request, node, row, width) for node, row in zip(fitting, logits, strict=True)]
         return guesses + [[] for _ in nodes[len(fitting) :]]
+
+    def _guess(self, request: Request, node: Node, logits: FloatArray, width: int) -> list[Guess]:
+        params = request.sampling
+        logits = penalise(logits, params, newest_tokens(request, node, params.looks_back))
+        if params.temp > 0 and self.couple:
+            return coupled(logits, width, params, node.position + 1)
+        return likeliest(logits, width)
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the certain tokens below the root that the draft has not seen; False when interrupted."""

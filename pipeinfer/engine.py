@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,10 +11,10 @@ from pipeinfer.interfaces import Clock, Drafter, Guess, Pipeline
 from pipeinfer.metrics import RequestMetrics
 from pipeinfer.policies import Policy, View
 from pipeinfer.requests import Finish, Request
-from pipeinfer.runs import Row, Run, Verdict
+from pipeinfer.runs import Row, Run
 from pipeinfer.sequences import SequencePool
 from pipeinfer.trace import NO_TRACE, Tracer
-from pipeinfer.tree import Node
+from pipeinfer.tree import Node, Settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class _Flight:
     request: Request
     nodes: list[Node]
     n_context: int
-    cancelled: bool = False
+    dead: bool = False  # no row can count any more
+    cancelled: bool = False  # and the stages were told
 
 
 @dataclass(slots=True)
@@ -51,8 +53,8 @@ class _Job:
 class Engine:
     """Asks, in this order: has a verdict come? can a run go? can the draft step? and else waits.
 
-    `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `yielding`: a verdict that arrives during a
-    draft step ends the step, whose work is lost; worth it where a draft step is long. `pool` is the target's.
+    `pool` is the target's. `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `cancel`: tell the stages
+    of runs that cannot count any more (off only for ablation studies).
     """
 
     def __init__(
@@ -64,15 +66,17 @@ class Engine:
         *,
         n_chunk: int = 128,
         n_rows_max: int = 64,
-        yielding: bool = False,
+        cancel: bool = True,
         tracer: Tracer = NO_TRACE,
     ) -> None:
         self.pipeline, self.pool, self.drafter, self.clock = pipeline, pool, drafter, clock
-        self.n_chunk, self.n_rows_max, self.yielding, self.tracer = n_chunk, n_rows_max, yielding, tracer
+        self.n_chunk, self.n_rows_max, self.cancel, self.tracer = n_chunk, n_rows_max, cancel, tracer
         self._jobs: dict[int, _Job] = {}
         self._flights: dict[int, _Flight] = {}
         self._next_run_id = 1
-        self._arrived: Verdict | None = None
+        self._emissions: deque[Emission] = deque()
+        self._drafting: list[Node] | None = None
+        self._unsettled: dict[int, tuple[Request, list[Node]]] = {}  # what the drafter has yet to hear
 
     # -- requests
 
@@ -91,8 +95,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is open or a run in flight."""
-        return bool(self._jobs or self._flights)
+        """Whether a request is open, a run in flight or an emission to be taken."""
+        return bool(self._jobs or self._flights or self._emissions)
 
     def generate(self) -> Iterator[Emission]:
         """Run until all requests are finished and nothing is in flight."""
@@ -105,73 +109,90 @@ class Engine:
 
     def step(self) -> Emission | None:
         """Answer the first of the three questions that has one; wait if none has."""
-        if self._poll():
-            return self._settle_arrived()
-        if self._send() or self._draft():
-            return None
-        self.pipeline.wait()
-        return None
-
-    def _interrupted(self) -> bool:
-        return self.yielding and self._poll()
-
-    def _poll(self) -> bool:
-        if self._arrived is None:
-            self._arrived = self.pipeline.poll()
-        return self._arrived is not None
+        if not self._emissions and not self._settle_next() and not self._send() and not self._draft():
+            self.pipeline.wait()
+        return self._emissions.popleft() if self._emissions else None
 
     # -- verdicts
 
-    def _settle_arrived(self) -> Emission | None:
-        verdict, self._arrived = self._arrived, None
-        assert verdict is not None
+    def _settle_next(self) -> bool:
+        """Take the next verdict in, if one has come."""
+        verdict = self.pipeline.poll()
+        if verdict is None:
+            return False
         flight = self._flights.pop(verdict.run_id)
         job = self._jobs.get(flight.request.id)
         if job is None:
-            return None
+            return True
         if verdict.cancelled:
             assert flight.cancelled, f"run {verdict.run_id} was cancelled by nobody"
             job.metrics.n_saved += 1
-            return None
-        tree = flight.request.tree
-        tree.answer(flight.nodes, verdict.tokens[flight.n_context :])
-        settled = tree.settle()
-        if len(settled.path) == 1:
-            return None
-        tokens = flight.request.take(settled.tokens)
+            return True
+        flight.request.tree.answer(flight.nodes, verdict.tokens[flight.n_context :])
+        settled = flight.request.tree.settle()
+        if len(settled.path) > 1:
+            self._take(job, settled)
+        return True
+
+    def _take(self, job: _Job, settled: Settled) -> None:
+        """Emit what the target settled, and free and cancel what it refuted."""
+        request = job.request
+        tokens = request.take(settled.tokens)
+        self._emissions.append(Emission(request, tokens))
         job.metrics.count_settled(self.clock(), len(tokens), settled)
         self.tracer.settled(len(tokens))
-        self.pool.settle(flight.request.id, settled.path)
-        if self.drafter:
-            self.drafter.settle(flight.request, settled.path)
-        job.policy.settled(settled)
-        if flight.request.finish:
+        self.pool.settle(request.id, settled.path)
+        self._tell_drafter(request, settled.path)
+        notice = job.policy.settled(settled)
+        if notice:
+            job.metrics.notices.append(notice)
+        if request.finish:
             self._close(job)
         else:
             self._cancel_dead(job)
-        return Emission(flight.request, tokens)
+
+    def _tell_drafter(self, request: Request, path: list[Node]) -> None:
+        """The drafter hears of settled paths between its steps, never in the middle of one."""
+        if self.drafter is None:
+            return
+        if request.id in self._unsettled:
+            self._unsettled[request.id][1].extend(path[1:])
+        else:
+            self._unsettled[request.id] = (request, list(path))
+        self._flush_drafter()
+
+    def _flush_drafter(self) -> None:
+        if self.drafter is None or self._drafting is not None:
+            return
+        for request, path in self._unsettled.values():
+            self.drafter.settle(request, path)
+            if request.finish:
+                self.drafter.close(request)
+        self._unsettled.clear()
 
     def _cancel_dead(self, job: _Job) -> None:
         """Cancel the request's runs of which no row can count any more."""
         doomed = [
             run_id
             for run_id, flight in self._flights.items()
-            if flight.request is job.request and not flight.cancelled
+            if flight.request is job.request and not flight.dead
             if flight.request.finish or not any(node.live for node in flight.nodes)
         ]
-        if doomed:
+        for run_id in doomed:
+            self._flights[run_id].dead = True
+        if doomed and self.cancel:
             for run_id in doomed:
                 self._flights[run_id].cancelled = True
             job.metrics.n_cancelled += len(doomed)
             self.pipeline.cancel(doomed)
 
     def _close(self, job: _Job) -> None:
-        del self._jobs[job.request.id]
+        request = job.request
+        del self._jobs[request.id]
         job.metrics.finished_s = self.clock()
         self._cancel_dead(job)
-        self.pool.close(job.request.id)
-        if self.drafter:
-            self.drafter.close(job.request)
+        self.pool.close(request.id)
+        self._tell_drafter(request, [request.tree.root])
 
     # -- sending
 
@@ -237,13 +258,28 @@ class Engine:
         if not nodes:
             return False
         start_s = self.clock()
-        guesses = drafter.expand(job.request, nodes, job.policy.width, self._interrupted)
+        self._drafting = nodes
+        try:
+            guesses = drafter.expand(job.request, nodes, job.policy.width, self._meanwhile)
+        finally:
+            self._drafting = None
         job.metrics.draft_s += self.clock() - start_s
         self.tracer.drafted(start_s, len(nodes), guesses is not None)
-        if guesses is not None:
-            for node, found in zip(nodes, guesses, strict=True):
+        for node, found in zip(nodes, guesses or [], strict=False):
+            if node.live:
                 self._grow(job, node, found)
+        self._flush_drafter()
         return True
+
+    def _meanwhile(self) -> bool:
+        """What the draft asks between its layers: verdicts that came are settled and what they free is sent at once.
+
+        True, so that the draft gives up, only if nothing it works on can count any more; else its work is kept.
+        """
+        while self._settle_next():
+            while self._send():
+                pass
+        return self._drafting is not None and not any(node.live for node in self._drafting)
 
     def _grow(self, job: _Job, node: Node, guesses: list[Guess]) -> None:
         kept = job.policy.keep(node, guesses)
@@ -253,7 +289,7 @@ class Engine:
     # -- what policies see
 
     def _n_live_flights(self, request: Request) -> int:
-        return sum(flight.request is request and not flight.cancelled for flight in self._flights.values())
+        return sum(flight.request is request and not flight.dead for flight in self._flights.values())
 
     def _view(self, job: _Job) -> View:
         return View(

@@ -29,7 +29,9 @@ class RequestMetrics:
     n_drafted: int = 0
     n_judged: int = 0
     n_matched: int = 0
+    n_contested: int = 0  # tokens in whose place at least one guess stood
     draft_s: float = 0.0
+    notices: list[str] = field(default_factory=list)  # what the policy wants the user to know
 
     def count_run(self, n_rows: int, has_root: bool) -> None:
         self.n_runs += 1
@@ -41,6 +43,7 @@ class RequestMetrics:
         self.accepted_lengths[n_tokens] += 1
         self.n_judged += settled.n_judged
         self.n_matched += settled.n_matched
+        self.n_contested += settled.n_contested
 
     @property
     def itl_s(self) -> list[float]:
@@ -56,6 +59,11 @@ class RequestMetrics:
     def acceptance_rate(self) -> float:
         """Accepted guesses / guesses that got their verdict."""
         return self.n_matched / self.n_judged if self.n_judged else float("nan")
+
+    @property
+    def hit_rate(self) -> float:
+        """Tokens that had been guessed / tokens in whose place a guess stood, however many."""
+        return self.n_matched / self.n_contested if self.n_contested else float("nan")
 
 
 def percentiles(values: Sequence[float], ranks: Sequence[float] = (50, 95, 99)) -> list[float]:
@@ -80,6 +88,7 @@ def timings(metrics: RequestMetrics) -> dict[str, Any]:
         "itl_p50_s": p50,
         "itl_p95_s": p95,
         "itl_p99_s": p99,
+        "itl_percentiles_s": percentiles(metrics.itl_s, range(101)) if n > 1 else [],
         "total_s": (metrics.finished_s or float("nan")) - metrics.submitted_s,
     }
 
@@ -92,6 +101,7 @@ def speculation(metrics: RequestMetrics) -> dict[str, Any]:
         "draft_n_judged": metrics.n_judged,
         "draft_n_accepted": metrics.n_matched,
         "acceptance_rate": metrics.acceptance_rate,
+        "hit_rate": metrics.hit_rate,
         "accepted_length": len(metrics.token_s) / n_settled if n_settled else float("nan"),
         "accepted_length_histogram": {str(length): n for length, n in sorted(metrics.accepted_lengths.items())},
         "runs": metrics.n_runs,

@@ -6,6 +6,7 @@ does not depend on how many were drawn before it, nor on the rank that draws.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +15,26 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off."""
+    """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
+
+    The penalties look at the last `repeat_last_n` tokens, the prompt's included.
+    """
 
     seed: int = 0
     temp: float = 0.8
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
+    repeat_last_n: int = 64
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @property
+    def looks_back(self) -> int:
+        """How many of the newest tokens a choice depends on."""
+        off = self.repeat_penalty == 1.0 and self.frequency_penalty == 0.0 and self.presence_penalty == 0.0
+        return 0 if off else self.repeat_last_n
 
 
 def gumbel_noise(seed: int, position: int, n_vocab: int) -> npt.NDArray[np.float64]:
@@ -50,10 +64,38 @@ def candidates(logits: npt.NDArray[np.float32], params: SamplingParams) -> npt.N
     return ids
 
 
-def choose(logits: npt.NDArray[np.float32], params: SamplingParams, position: int) -> int:
-    """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates."""
+def penalise(
+    logits: npt.NDArray[np.float32], params: SamplingParams, history: Sequence[int]
+) -> npt.NDArray[np.float32]:
+    """Logits (n_vocab,) after the penalties for the tokens of `history`, which has `params.looks_back` at most."""
+    if not history or not params.looks_back:
+        return logits
+    ids, counts = np.unique(np.asarray(history), return_counts=True)
+    logits = logits.copy()
+    seen = logits[ids]
+    seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
+    logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty
+    return logits
+
+
+def choose(
+    logits: npt.NDArray[np.float32], params: SamplingParams, position: int, history: Sequence[int] = ()
+) -> int:
+    """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates.
+
+    `history` is what `penalise` wants.
+    """
+    logits = penalise(logits, params, history)
     if params.temp <= 0.0:
         return int(np.argmax(logits))
+    ids, scores = perturbed(logits, params, position)
+    return int(ids[np.argmax(scores)])
+
+
+def perturbed(
+    logits: npt.NDArray[np.float32], params: SamplingParams, position: int
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    """The candidates and their scores, the highest of which is the sample (Gumbel-max), for `params.temp` above 0."""
     ids = candidates(logits, params)
     noise = gumbel_noise(params.seed, position, len(logits))
-    return int(ids[np.argmax(logits[ids].astype(np.float64) / params.temp + noise[ids])])
+    return ids, logits[ids].astype(np.float64) / params.temp + noise[ids]

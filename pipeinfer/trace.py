@@ -13,7 +13,7 @@ from typing import Any
 class Span:
     """Something that one rank did from `start_s` on; a moment if `duration_s` is 0."""
 
-    kind: str  # draft, evaluate, cancelled, settle
+    kind: str  # draft, send, settle, verdict, cancel; evaluate, cancelled, waiting, idle
     start_s: float
     duration_s: float = 0.0
     args: dict[str, Any] = field(default_factory=dict)
@@ -44,13 +44,26 @@ class Tracer:
 NO_TRACE = Tracer(lambda: 0.0, on=False)
 
 
-def write_chrome_trace(path: Path, tracks: Sequence[tuple[str, Sequence[Span]]]) -> None:
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A run on its way from one track to another: an arrow between the spans at these two moments."""
+
+    run_id: int
+    source: int
+    sent_s: float
+    dest: int
+    received_s: float
+
+
+def write_chrome_trace(
+    path: Path, tracks: Sequence[tuple[str, Sequence[Span]]], messages: Sequence[Message] = ()
+) -> None:
     """Write one track for each (label, spans); all times on one clock. Opens in Perfetto and chrome://tracing.
 
     Raises OSError when the file cannot be written.
     """
     zero = min((span.start_s for _, spans in tracks for span in spans), default=0.0)
-    events: list[dict[str, Any]] = []
+    events = [event for index, message in enumerate(messages) for event in _arrow(index, message, zero)]
     for track, (label, spans) in enumerate(tracks):
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": label}})
         for span in spans:
@@ -59,6 +72,15 @@ def write_chrome_trace(path: Path, tracks: Sequence[tuple[str, Sequence[Span]]])
                 shared | ({"ph": "X", "dur": span.duration_s * 1e6} if span.duration_s else {"ph": "i", "s": "t"})
             )
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _arrow(index: int, message: Message, zero: float) -> list[dict[str, Any]]:
+    shared = {"name": "message", "cat": "message", "id": index, "pid": 0, "args": {"run": message.run_id}}
+    sent, received = (message.sent_s - zero) * 1e6, (message.received_s - zero) * 1e6
+    return [
+        shared | {"ph": "s", "tid": message.source, "ts": sent},
+        shared | {"ph": "f", "bp": "e", "tid": message.dest, "ts": received},
+    ]
 
 
 def pack_spans(spans: Sequence[Span], offset_s: float) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ class Settled:
     path: list[Node]
     n_judged: int  # guesses whose parent's verdict is in: each now right or wrong
     n_matched: int  # the right ones
+    n_contested: int  # tokens in whose place at least one guess stood
     dead: list[Node]
 
     @property
@@ -94,11 +95,12 @@ class TokenTree:
 
     def settle(self) -> Settled:
         """Advance the root along the verdicts it has: a matching child becomes the root, else a fresh unsent node."""
-        path, dead, n_judged, n_matched = [self.root], [], 0, 0
+        path, dead, n_judged, n_matched, n_contested = [self.root], [], 0, 0, 0
         while (token := self.root.verdict) is not None:
             old = self.root
             follower = old.child(token)
             n_judged += len(old.children)
+            n_contested += bool(old.children)
             n_matched += follower is not None
             dead += [node for child in old.children if child is not follower for node in child.subtree()]
             self.root = follower or Node(token, old.position + 1)
@@ -109,7 +111,7 @@ class TokenTree:
             node.state = State.DEAD
         if len(path) > 1:
             self.nodes = [node for node in self.nodes if node.live] or [self.root]
-        return Settled(path, n_judged, n_matched, dead)
+        return Settled(path, n_judged, n_matched, n_contested, dead)
 
     def unsent(self) -> Iterator[Node]:
         """Live nodes that no run has carried yet, parents before children."""

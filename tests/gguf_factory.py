@@ -21,26 +21,8 @@ PLAIN_TYPES = {
     "Q8_0": gguf.GGMLQuantizationType.Q8_0,
     "Q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
-WORDS = [
-    "▁the",
-    "▁a",
-    "▁of",
-    "▁and",
-    "▁to",
-    "▁in",
-    "▁is",
-    "▁model",
-    "▁token",
-    "▁layer",
-    "▁rank",
-    "th",
-    "he",
-    "in",
-    "er",
-    "an",
-    "ing",
-    "▁th",
-]
+WORDS = ["▁the", "▁a", "▁of", "▁and", "▁to", "▁in", "▁is", "▁model", "▁token", "▁layer", "▁rank", "▁th"]
+WORDS += ["th", "he", "in", "er", "an", "ing"]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -46,17 +47,18 @@ def make_batch(
 
 
 def run(stages: Sequence[LlamaStage], batch: Batch) -> FloatArray:
+    result: FloatArray | None = None
     for stage in stages:
         result = stage.evaluate(batch, never)
-        assert result is not None
         batch.hidden = result
+    assert result is not None
     return result.copy()
 
 
 def load(path: Path, cuts: Sequence[int] = (), params: LlamaParams = PARAMS) -> list[LlamaStage]:
     info = read_model_info(path)
     edges = [0, *cuts, info.n_layer]
-    return [LlamaStage(open_slice(info, a, b), params) for a, b in zip(edges, edges[1:], strict=False)]
+    return [LlamaStage(open_slice(info, a, b), params) for a, b in pairwise(edges)]
 
 
 @pytest.fixture
@@ -120,7 +122,8 @@ def check_chains(
     """Prefill in two chunks, then greedy decoding, on the whole model and on chains of slices."""
     chains = [loaded(path, cuts, params=params) for cuts in all_cuts]
     (whole,) = loaded(path, (), params=params)
-    tokens, at, seen = random_tokens(33), 0, set()
+    tokens, at, best = random_tokens(33), 0, 0
+    seen: set[int] = set()
     for chunk in (tokens[:20], tokens[20:], *[None] * 12):
         inputs = [best] if chunk is None else chunk
         wanted = [chunk is None or i % 3 == 0 for i in range(len(inputs))]
@@ -349,7 +352,9 @@ def test_stopping_leaves_the_cache_as_before(
             assert (state(stage, 0), state(stage, 1), stage.next_position(0)) == before
         # asked after every layer but the last of a slice, whose result is then already there
         assert n_layers_done == stage._n_layer - (not stage.is_last)
+        assert hidden is not None
         hidden = hidden.copy()
+    assert hidden is not None
     tree.hidden = None
     assert np.array_equal(hidden, run(undisturbed, tree))
     follow = random_tokens(3, seed=2)
@@ -411,9 +416,14 @@ def test_gpu_layers_need_a_gpu_build(model: Path) -> None:
 def test_progress_is_told_and_may_abort(model: Path) -> None:
     info = read_model_info(model)
     told: list[float] = []
-    LlamaStage(open_slice(info, 0, 2), PARAMS, lambda done: not told.append(done)).close()
+
+    def note(done: float) -> bool:
+        told.append(done)
+        return True
+
+    LlamaStage(open_slice(info, 0, 2), PARAMS, note).close()
     assert told[-1] == 1.0
-    with pytest.raises(InterruptedError, match="layers 0-1 of .* was aborted"):
+    with pytest.raises(InterruptedError, match=r"layers 0-1 of .* was aborted"):
         LlamaStage(open_slice(info, 0, 2), PARAMS, lambda done: False)
 
 

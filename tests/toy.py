@@ -139,7 +139,8 @@ class Reference:
         return self.known[path][0] if path in self.known else 0
 
     def next_token(self, path: Sequence[int], params: SamplingParams) -> int:
-        return choose(toy_logits(self.hash_after(tuple(path))), params, len(path))
+        history = path[max(0, len(path) - params.looks_back) :] if params.looks_back else ()
+        return choose(toy_logits(self.hash_after(tuple(path))), params, len(path), history)
 
     def generate(self, prompt: Sequence[int], n: int, params: SamplingParams) -> list[int]:
         tokens = list(prompt)
@@ -167,10 +168,10 @@ class OracleDrafter:
     def expand(
         self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
     ) -> list[list[Guess]] | None:
-        return None if interrupted() else [self._guess(request, node, width) for node in nodes]
+        paths = [path_to(request, node) for node in nodes]
+        return None if interrupted() else [self._guess(request, path, width) for path in paths]
 
-    def _guess(self, request: Request, node: Node, width: int) -> list[Guess]:
-        path = path_to(request, node)
+    def _guess(self, request: Request, path: list[int], width: int) -> list[Guess]:
         h = mix(self.seed, self.reference.hash_after(tuple(path)))
         right = self.reference.next_token(path, request.sampling)
         others = [token for token in sorted(range(N_VOCAB), key=lambda token: mix(h, token)) if token != right]
@@ -290,5 +291,5 @@ class RandomPolicy:
     def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
         return [guess for guess in guesses if self.rng.random() < 0.9]
 
-    def settled(self, settled: Settled) -> None:
-        pass
+    def settled(self, settled: Settled) -> str:
+        return ""

@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.stop import StopFlag
 from pipeinfer.cluster.mpi import Link, Outbox
 from pipeinfer.cluster.stage import StageStats, StageWorker
+from pipeinfer.ledger import StageLedger
 from pipeinfer.trace import Tracer, pack_spans
 
 CLOCK: Callable[[], float] = time.monotonic
@@ -32,18 +34,50 @@ class Context:
     def rank(self) -> int:
         return self.link.rank
 
-    def figures(self, worker: StageWorker | None, outbox: Outbox) -> dict[str, Any]:
-        """What this rank did, as plain data for rank 0."""
+    def figures(self, worker: StageWorker | None, outbox: Outbox, ledger: StageLedger | None) -> dict[str, Any]:
+        """What this rank did since the models were last empty, as plain data for rank 0, times on rank 0's clock."""
         stats = worker.stats if worker else StageStats()
         return {
-            "busy_s": stats.busy_s,
             "runs_skipped": stats.n_skipped,
             "runs_stopped": stats.n_stopped,
-            "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "rss_bytes": resident_bytes(),
+            "peak_rss_bytes": peak_resident_bytes(),
             "n_messages": outbox.n_runs,
             "n_bytes": outbox.n_run_bytes,
+            "runs": ledger.moved(self.clock_offset_s) if ledger else [],
             "spans": pack_spans(self.tracer.spans, self.clock_offset_s),
         }
+
+
+def resident_bytes() -> int:
+    """Memory this process holds now, mapped pages of model files counted once they were touched (as pmap does).
+
+    0 where the system does not tell.
+    """
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """The most memory this process held, since its start or the last `forget_peak`."""
+    # macOS counts in bytes; Linux, in kilobytes, is asked through /proc, whose peak can be reset
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _status_bytes("VmHWM") or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def forget_peak() -> None:
+    """Begin the peak anew, where the system can: what was loaded before is not the next models' memory."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _status_bytes(name: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def complain(message: str) -> None:

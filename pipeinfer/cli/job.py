@@ -37,7 +37,7 @@ def run_job(options: RunOptions) -> int:
         else:
             watch.describe(job.plan.describe(link.rank))
             tracer = Tracer(CLOCK, on=options.trace is not None)
-            offset_s = link.clock_offset_s(CLOCK) if tracer.on else 0.0
+            offset_s = link.clock_offset_s(CLOCK)
             context = Context(options, link, flag, tracer, offset_s)
             try:
                 code = Head(context, job, tokenizer).run() if tokenizer else run_stage(context, job)

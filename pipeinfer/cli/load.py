@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 N_SEQ_MAX = N_SEQ + 1  # one more, in which exact numerics park rejected cells
 
 
-def load_stage(context: Context, job: Job, on_progress: Progress) -> StageWorker | None:
+def load_stage(context: Context, job: Job, on_progress: Progress) -> LlamaStage | None:
     """This rank's slice of the target, if it has one. Raises UserError when this host's file is not rank 0's."""
     index = job.plan.stage_of(context.rank)
     if index is None:
@@ -38,11 +38,15 @@ def load_stage(context: Context, job: Job, on_progress: Progress) -> StageWorker
         n_gpu_layers=options.n_gpu_layers,
         exact=options.numerics == "exact",
     )
-    model = LlamaStage(open_slice(info, stage.first, stage.last, options.slice_cache), params, on_progress)
-    return StageWorker(model, lambda run_id: False, CLOCK, index == 0, context.tracer)
+    return LlamaStage(open_slice(info, stage.first, stage.last, options.slice_cache), params, on_progress)
 
 
-def load_draft(context: Context, job: Job, on_progress: Progress) -> ModelDrafter | None:
+def make_worker(context: Context, job: Job, model: LlamaStage) -> StageWorker:
+    """What drives a loaded stage through one pipeline's runs."""
+    return StageWorker(model, lambda run_id: False, CLOCK, job.plan.stage_of(context.rank) == 0, context.tracer)
+
+
+def load_draft(context: Context, job: Job, on_progress: Progress) -> LlamaStage | None:
     """The draft, whole, with a KV cache as large as the target's; None when the policy needs none."""
     path = context.options.draft_in_use
     if path is None:
@@ -57,5 +61,9 @@ def load_draft(context: Context, job: Job, on_progress: Progress) -> ModelDrafte
         n_gpu_layers=context.options.n_gpu_layers,
         exact=False,  # guesses need not be reproducible to the bit: the target decides
     )
-    model = LlamaStage(open_slice(info, 0, info.n_layer, None), params, on_progress)
-    return ModelDrafter(model, SequencePool(N_SEQ, job.n_cells), N_GUESS_ROWS, info.n_vocab)
+    return LlamaStage(open_slice(info, 0, info.n_layer, None), params, on_progress)
+
+
+def make_drafter(job: Job, model: LlamaStage) -> ModelDrafter:
+    """A drafter for one pipeline's requests; the model's cache must be empty."""
+    return ModelDrafter(model, SequencePool(N_SEQ, job.n_cells), N_GUESS_ROWS, model.n_vocab)

@@ -12,6 +12,9 @@ from rich.table import Table
 from pipeinfer.cli.setup import Job
 
 
+USES = ("busy", "waiting", "idle", "cancelled")  # of a rank's time
+
+
 def stderr_console() -> Console:
     console = Console(stderr=True, highlight=False)
     # a pipe has no width: let lines be as long as they are
@@ -84,7 +87,8 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
     if s["draft_n"]:
         console.print(
             f"speculation acceptance {number(s['acceptance_rate'])} ({s['draft_n_accepted']} of {s['draft_n_judged']} "
-            f"guesses), {number(s['accepted_length'])} tokens a verdict, draft time {number(s['draft_s'])} s"
+            f"guesses), hit rate {number(s['hit_rate'])}, {number(s['accepted_length'])} tokens a verdict, "
+            f"draft time {number(s['draft_s'])} s"
         )
     console.print(f"runs        {s['runs']}, {s['rows']} rows, {s['runs_cancelled']} cancelled")
     hops = [
@@ -101,10 +105,10 @@ def show_ranks(console: Console, result: dict[str, Any]) -> None:
             str(r["rank"]),
             r["host"],
             r["role"],
-            f"{r['busy_s']:.2f} s",
+            *(f"{100 * r[f'{use}_s'] / max(r['wall_s'], 1e-9):.0f}%" for use in USES),
             str(r["runs_skipped"] + r["runs_stopped"]),
             size_text(r["peak_rss_bytes"]),
         ]
         for r in result["ranks"]
     ]
-    show_table(console, ["rank", "host", "role", "busy", "runs saved", "peak memory"], rows)
+    show_table(console, ["rank", "host", "role", *USES, "runs saved", "peak memory"], rows)

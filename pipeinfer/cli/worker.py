@@ -5,17 +5,21 @@ from __future__ import annotations
 import socket
 
 from pipeinfer.cli.context import CLOCK, Context
-from pipeinfer.cli.load import load_stage
+from pipeinfer.cli.load import load_stage, make_worker
 from pipeinfer.cli.setup import Job
 from pipeinfer.cluster.mpi import serve
+from pipeinfer.cluster.wire import Kind
 from pipeinfer.errors import UserError
 
 
 def run_stage(context: Context, job: Job) -> int:
-    """Load, serve until rank 0 ends the job, send the figures home. Returns the exit code."""
-    start_s, worker = CLOCK(), None
+    """Load, serve one pipeline after another and send the figures of each home, until rank 0 ends the session.
+
+    Returns the exit code.
+    """
+    start_s, model = CLOCK(), None
     try:
-        worker = load_stage(context, job, lambda fraction: True)
+        model = load_stage(context, job, lambda fraction: True)
         context.link.report({"loaded_s": CLOCK() - start_s})
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
@@ -23,6 +27,14 @@ def run_stage(context: Context, job: Job) -> int:
     index = ranks.index(context.rank)
     previous = ranks[index - 1] if index else 0
     following = ranks[index + 1] if index + 1 < len(ranks) else None
-    outbox = serve(context.link.comm, worker, previous, following, job.n_rows_max, job.n_embd)
-    context.link.report(context.figures(worker, outbox))
-    return 0 if worker else 2
+    while True:
+        worker = make_worker(context, job, model) if model else None
+        served = serve(context.link.comm, worker, previous, following, job.n_rows_max, job.n_embd)
+        if served.end is Kind.SHUTDOWN:
+            break
+        context.link.report(context.figures(worker, served.outbox, served.ledger))
+        if model:
+            model.clear()
+    if model:
+        model.close()
+    return 0 if model else 2

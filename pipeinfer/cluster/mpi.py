@@ -29,6 +29,7 @@ from pipeinfer.cluster.wire import (
     words_before_activations,
 )
 from pipeinfer.interfaces import IntArray
+from pipeinfer.ledger import HeadLedger, StageLedger
 from pipeinfer.runs import Run, Verdict
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ class Tag(IntEnum):
 
 
 N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 64  # room in a transaction, far above what 256 sequences need
+NO_MORE_CANCELS = -1  # in place of the count: the last message of a pipeline
 N_CANCEL_WORDS = 64  # a count and as many run ids as one cancellation message carries
 
 
@@ -143,14 +145,20 @@ class Cancellations:
     def __init__(self, comm: MPI.Comm) -> None:
         self._inbox = Inbox(comm, 0, Tag.CANCEL, 4 * N_CANCEL_WORDS)
         self._ids: set[int] = set()
-        self.close = self._inbox.close
+        self._ended = False
 
     def __call__(self, run_id: int) -> bool:
         while (message := self._inbox.poll()) is not None:
             n, *ids = message.view(np.int32).tolist()
-            self._ids = {known for known in self._ids if known >= run_id} | set(ids[:n])
+            self._ended = n == NO_MORE_CANCELS
+            self._ids = {known for known in self._ids if known >= run_id} | set(ids[: max(n, 0)])
             self._inbox.give_back(message, MPI.REQUEST_NULL)
         return run_id in self._ids
+
+    def close(self, idle: Idle) -> None:
+        """Take every message meant for this pipeline: a late one must not cancel a run of the next."""
+        idle.until(lambda: self(0) or self._ended or None)
+        self._inbox.close()
 
 
 def cancel_messages(run_ids: Sequence[int]) -> list[IntArray]:
@@ -175,6 +183,7 @@ class HeadPipeline:
         self.n_stages = len(stage_ranks)
         self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
         self.outbox, self.idle = Outbox(comm), Idle()
+        self.ledger = HeadLedger()
         self.n_cancel_messages = 0
         self._cancelled: set[int] = set()
         self._queue: deque[Run] = deque()
@@ -185,6 +194,7 @@ class HeadPipeline:
             self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, 4 * (3 + n_rows_max), n_ahead=4)
 
     def submit(self, run: Run) -> None:
+        self.ledger.submitted_s[run.id] = time.monotonic()
         if self.worker:
             self._queue.append(run)
         else:
@@ -197,6 +207,7 @@ class HeadPipeline:
             return None
         verdict = decode_verdict(message)
         self._inbox.give_back(message, MPI.REQUEST_NULL)
+        self.ledger.verdicts.append((time.monotonic(), verdict.run_id))
         return verdict
 
     def wait(self) -> None:
@@ -204,7 +215,11 @@ class HeadPipeline:
         if self._queue:
             self._work(self._queue.popleft())
             return
-        self._verdicts.append(self.idle.until(self._poll_checked))
+        start_s = time.monotonic()
+        try:
+            self._verdicts.append(self.idle.until(self._poll_checked))
+        finally:
+            self.ledger.waits.append((start_s, time.monotonic()))
 
     def _poll_checked(self) -> Verdict | None:
         self.check()
@@ -213,6 +228,7 @@ class HeadPipeline:
     def _work(self, run: Run) -> None:
         """The head's own stage: evaluate a run and pass it on, or keep its verdict."""
         assert self.worker
+        start_s = time.monotonic()
         transaction = room_for(encode(run), self.worker.model.n_embd)
         tokens = self.worker.process(transaction)
         self._cancelled.discard(run.id)
@@ -220,21 +236,35 @@ class HeadPipeline:
             self.outbox.send_run(transaction.message, self.remote_ranks[0])
         else:
             self._verdicts.append(Verdict(run.id, tuple(tokens), transaction.cancelled))
+        if transaction.cancelled:
+            self.ledger.cancelled.append((start_s, time.monotonic()))
 
     def cancel(self, run_ids: Sequence[int]) -> None:
         if self.worker:
             self._cancelled.update(run_ids)
+        self.ledger.cancels.append((time.monotonic(), len(run_ids)))
         for message in cancel_messages(run_ids):
             for rank in self.remote_ranks:
                 self.outbox.send(message, rank, Tag.CANCEL)
                 self.n_cancel_messages += 1
 
-    def shutdown(self) -> None:
-        """Send every remote stage home."""
+    def shutdown(self, kind: Kind = Kind.SHUTDOWN) -> None:
+        """Send every remote stage home, or (PAUSE) let it report and wait for another pipeline of this head."""
+        for rank in self.remote_ranks:
+            self.outbox.send(np.full(N_CANCEL_WORDS, NO_MORE_CANCELS, np.int32), rank, Tag.CANCEL)
         if self.remote_ranks:
-            self.outbox.send(encode_shutdown(), self.remote_ranks[0], Tag.PIPELINE)
+            self.outbox.send(encode_shutdown(kind), self.remote_ranks[0], Tag.PIPELINE)
             self.outbox.flush(self.idle)
             self._inbox.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How a stage's loop ended (PAUSE or SHUTDOWN), what it sent and how it spent its time."""
+
+    end: Kind
+    outbox: Outbox
+    ledger: StageLedger
 
 
 def serve(
@@ -244,23 +274,26 @@ def serve(
     following: int | None,
     n_rows_max: int,
     n_embd: int,
-) -> Outbox:
-    """A stage's loop: receive a run, evaluate, pass on; until the shutdown, which it passes on too.
+) -> Served:
+    """A stage's loop: receive a run, evaluate, pass on; until the shutdown or pause, which it passes on too.
 
     `following` is None on the last stage, which answers the head instead. Without a worker (its model did not load) the
-    rank only waits for the shutdown. Returns the outbox, for the statistics.
+    rank only waits for the shutdown.
     """
     n_words = words_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX)
     inbox = Inbox(comm, previous, Tag.PIPELINE, 4 * (n_words + n_rows_max * n_embd))
     cancellations = Cancellations(comm)
-    outbox, idle = Outbox(comm), Idle()
+    outbox, idle, ledger = Outbox(comm), Idle(), StageLedger()
     if worker:
         worker.is_cancelled = cancellations
 
     while True:
+        wait_s = time.monotonic()
         buffer = idle.until(inbox.poll)
+        start_s = time.monotonic()
         transaction = Transaction(buffer, n_embd)
-        if transaction.kind is Kind.SHUTDOWN:
+        if transaction.kind is not Kind.RUN:
+            ledger.note(0, wait_s, start_s, start_s, False)
             if following is not None:
                 outbox.send(transaction.message, following, Tag.PIPELINE)
             break
@@ -272,10 +305,11 @@ def serve(
             outbox.send(encode_verdict(transaction.run_id, tokens, transaction.cancelled), 0, Tag.VERDICT)
             sent = MPI.REQUEST_NULL
         inbox.give_back(buffer, sent)
+        ledger.note(transaction.run_id, wait_s, start_s, time.monotonic(), transaction.cancelled)
     outbox.flush(idle)
     inbox.close()
-    cancellations.close()
-    return outbox
+    cancellations.close(idle)
+    return Served(transaction.kind, outbox, ledger)
 
 
 class Link:

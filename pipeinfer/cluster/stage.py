@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeinfer.cluster.history import TokenHistory
 from pipeinfer.cluster.wire import Buffer, RowFlag, Transaction
 from pipeinfer.interfaces import Batch, FloatArray, StageModel
 from pipeinfer.runs import NO_TOKEN
@@ -39,6 +40,7 @@ class StageWorker:
         self.is_cancelled = is_cancelled
         self.stats = StageStats()
         self._sampling: dict[int, SamplingParams] = {}
+        self._history: TokenHistory | None = None  # kept only once a request looks back
 
     def process(self, transaction: Transaction) -> list[int]:
         """Bring the transaction to the state in which the next stage wants it; on the last stage return the verdict.
@@ -47,8 +49,10 @@ class StageWorker:
         `transaction.cancelled` tells. Other stages return an empty list and leave the residual in `activations`.
         """
         start_s = self.clock()
-        self._sampling.update(transaction.opens)
+        self._open(transaction.opens)
         self.model.apply(transaction.ops)
+        if self._history:
+            self._history.apply(transaction.ops)
         verdict: list[int] = []
         if not transaction.cancelled and self.is_cancelled(transaction.run_id):
             transaction.cancel()
@@ -62,6 +66,11 @@ class StageWorker:
         self.tracer.evaluated(start_s, transaction.run_id, transaction.n_rows, transaction.cancelled)
         return verdict
 
+    def _open(self, requests: dict[int, SamplingParams]) -> None:
+        self._sampling.update(requests)
+        if self.model.is_last and self._history is None and any(params.looks_back for params in requests.values()):
+            self._history = TokenHistory()
+
     def _evaluate(self, transaction: Transaction) -> list[int]:
         seqs = transaction.seqs
         alive = self._alive(transaction, seqs)
@@ -74,7 +83,7 @@ class StageWorker:
             transaction.cancel()
             return []
         if self.model.is_last:
-            return self._verdict(transaction, result)
+            return self._verdict(transaction, result, seqs)
         activations = transaction.activations
         if len(alive) == transaction.n_rows:
             activations[:] = result
@@ -109,11 +118,19 @@ class StageWorker:
         run_id = transaction.run_id
         return self.model.evaluate(batch, lambda: self.is_cancelled(run_id))
 
-    def _verdict(self, transaction: Transaction, logits: FloatArray) -> list[int]:
+    def _verdict(
+        self, transaction: Transaction, logits: FloatArray, seqs: Sequence[tuple[int, ...]]
+    ) -> list[int]:
         tokens, next_logits = [], iter(logits)
-        for request, _, position, _, flags in transaction.rows.tolist():
-            asked = flags & RowFlag.WANTED and not flags & RowFlag.DROPPED
-            tokens.append(choose(next(next_logits), self._sampling[request], position + 1) if asked else NO_TOKEN)
+        for (request, token, position, seq, flags), owners in zip(transaction.rows.tolist(), seqs, strict=True):
+            if self._history and not flags & RowFlag.DROPPED:
+                self._history.add(owners, token)
+            if flags & RowFlag.WANTED and not flags & RowFlag.DROPPED:
+                params = self._sampling[request]
+                history = self._history.last(seq, position + 1, params.looks_back) if self._history else ()
+                tokens.append(choose(next(next_logits), params, position + 1, history))
+            else:
+                tokens.append(NO_TOKEN)
         return tokens
 
 

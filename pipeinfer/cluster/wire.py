@@ -23,6 +23,7 @@ Buffer = npt.NDArray[np.uint8]
 class Kind(IntEnum):
     RUN = 1
     SHUTDOWN = 2
+    PAUSE = 3  # the runs of one measurement are over: report, and get ready for the next
 
 
 class RowFlag(IntFlag):
@@ -34,7 +35,7 @@ _MAGIC = 0x50495046  # refuses a stray message early
 N_HEADER = 8  # magic, kind, run id, cancelled, n_ops, n_rows, n_extra, n_opens
 N_OP = 5  # kind, src, dst, first, last
 N_ROW = 5  # request, token, position, sequence, flags
-N_OPEN = 12  # request, then the sampling parameters as five float64 and one spare word
+N_OPEN = 20  # request, one spare word, then the sampling parameters as nine float64
 
 
 def words_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int) -> int:
@@ -75,10 +76,11 @@ class Transaction:
     def opens(self) -> dict[int, SamplingParams]:
         found = {}
         for start in range(self.opens_at, self._end, N_OPEN):
-            temp, top_p, min_p, top_k, seed = self._words[start + 2 : start + N_OPEN].copy().view(np.float64)
-            found[int(self._words[start])] = SamplingParams(
-                int(seed), float(temp), int(top_k), float(top_p), float(min_p)
+            seed, temp, top_k, top_p, min_p, last_n, *penalties = (
+                self._words[start + 2 : start + N_OPEN].copy().view(np.float64).tolist()
             )
+            params = SamplingParams(int(seed), temp, int(top_k), top_p, min_p, int(last_n), *penalties)
+            found[int(self._words[start])] = params
         return found
 
     @property
@@ -120,12 +122,12 @@ def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
 
 def _encode_open(request: int, params: SamplingParams) -> IntArray:
     # float64 holds every 32-bit seed exactly
-    values = np.array([params.temp, params.top_p, params.min_p, params.top_k, params.seed], np.float64)
+    values = np.array(astuple(params), np.float64)
     return np.concatenate([np.array([request, 0], np.int32), values.view(np.int32)])
 
 
-def encode_shutdown() -> Buffer:
-    return encode(Run(0, []), Kind.SHUTDOWN)
+def encode_shutdown(kind: Kind = Kind.SHUTDOWN) -> Buffer:
+    return encode(Run(0, []), kind)
 
 
 def encode_verdict(run_id: int, tokens: list[int], cancelled: bool) -> Buffer:

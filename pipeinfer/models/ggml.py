@@ -52,7 +52,7 @@ def load_library() -> ModuleType:
     _exact_at_load()
     import llama_cpp.llama_cpp as library
 
-    @library.llama_log_callback  # type: ignore[untyped-decorator]
+    @library.llama_log_callback
     def on_log(level: int, text: bytes, _: object) -> None:
         if level == LOG_ERROR:
             _errors.append(text.decode("utf-8", "replace").strip())

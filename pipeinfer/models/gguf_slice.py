@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf_header import ARRAY, SCALARS, STRING, Tensor
 from pipeinfer.models.model_info import ModelInfo, layer_of, read_model_info
+from pipeinfer.models.pages import collapse
 
 __all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes"]
 
@@ -39,10 +40,6 @@ class SliceFile:
     fd: int = -1
 
     @property
-    def in_memory(self) -> bool:
-        return self.fd >= 0
-
-    @property
     def is_first(self) -> bool:
         return self.first == 0
 
@@ -65,8 +62,7 @@ def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
 def open_slice(info: ModelInfo, first: int, last: int, cache_dir: Path | None = None) -> SliceFile:
     """Layers [first, last) as a file for libllama: the model itself, else a file in cache_dir, else one in memory.
 
-    A file in cache_dir is named by fingerprint and range, and reused; several processes may ask for it at once. One in
-    memory exists besides the loaded weights until it is closed: a node short of memory wants a cache_dir on local disk.
+    A file in cache_dir is named by fingerprint and range, and reused; several processes may ask for it at once.
     """
     if not 0 <= first < last <= info.n_layer:
         raise ValueError(f"layers [{first}, {last}) of {info.n_layer}")
@@ -83,6 +79,7 @@ def open_slice(info: ModelInfo, first: int, last: int, cache_dir: Path | None = 
         except BaseException:
             slice_file.close()
             raise
+        collapse(fd)
         return slice_file
     path = cache_dir / f"{info.fingerprint}-{first}-{last}.gguf"
     if not path.exists() or path.stat().st_size != n_bytes:

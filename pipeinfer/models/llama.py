@@ -40,8 +40,8 @@ class LlamaParams:
     """n_cells        KV cells, rounded up to a multiple of 256
     n_seq_max      sequence ids, the highest of which the stage keeps for itself; users have 0 .. n_seq_max - 2
     n_batch        rows of the largest batch
-    n_outputs_max  rows of a batch that may want logits, on the last stage, which takes memory for the larger of this and
-                   n_seq_max: 8 bytes a row and token of the vocabulary
+    n_outputs_max  rows of a batch that may want logits, on the last stage; for the larger of this and n_seq_max it
+                   takes 8 bytes a row and token of the vocabulary
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
     exact          the same row gives the same bits in every batch and tree
     """
@@ -138,6 +138,10 @@ class LlamaStage:
     def next_position(self, seq: int) -> int:
         return int(self._lib.llama_memory_seq_pos_max(self._memory, seq)) + 1
 
+    def clear(self) -> None:
+        """Forget every sequence: the cache is as after loading."""
+        self._lib.llama_memory_clear(self._memory, False)
+
     def close(self) -> None:
         """Free model and cache. May be called twice."""
         if self._context is not None:
@@ -228,10 +232,8 @@ class LlamaStage:
         options = lib.llama_model_default_params()
         options.n_gpu_layers = self._n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
         options.use_extra_bufts = not params.exact
-        # Repacking copies the weights: mapped, they would be in memory twice. A memfd's scattered pages make decoding a
-        # fifth slower when they are used in place (measured): it is read, and its memory freed when loading is done.
-        by_mapping = params.exact and not slice_file.in_memory
-        options.load_mode = LOAD_BY_MAPPING if by_mapping else LOAD_BY_READING
+        # repacking copies the weights: mapped, they would be in memory twice
+        options.load_mode = LOAD_BY_MAPPING if params.exact else LOAD_BY_READING
         go_on = True
 
         def progress(done: float, _: object) -> bool:

@@ -46,6 +46,6 @@ class Policy(Protocol):
         """Which of the draft's guesses after `node` enter the tree."""
         ...
 
-    def settled(self, settled: Settled) -> None:
-        """The root moved."""
+    def settled(self, settled: Settled) -> str:
+        """The root moved. Returns what the user should know about it, usually nothing."""
         ...

@@ -22,5 +22,5 @@ class Iterative:
     def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
         return []
 
-    def settled(self, settled: Settled) -> None:
-        pass
+    def settled(self, settled: Settled) -> str:
+        return ""

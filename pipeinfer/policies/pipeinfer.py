@@ -1,7 +1,7 @@
 """Asynchronous pipelined speculation (PipeInfer, sections IV-A and IV-B).
 
-The newest token goes out at once; guesses follow in micro-batches while it is in flight. Guesses that survive a verdict
-stay in the tree and in the pipeline: they are never drafted or sent twice.
+The newest token goes out at once; guesses follow in micro-batches while it is in flight. Guesses that survive a
+verdict stay in the tree and in the pipeline: they are never drafted or sent twice.
 """
 
 from __future__ import annotations
@@ -12,45 +12,75 @@ from pipeinfer.interfaces import Guess
 from pipeinfer.policies.base import View
 from pipeinfer.tree import Node, Settled
 
+HIT_MEMORY = 16
+"""Verdicts over which the share of right guesses is averaged."""
+
+PAUSE_BELOW, RESUME_ABOVE = 0.06, 0.15
+LONGEST_PAUSE = 64
+
 
 @dataclass
 class PipeInfer:
     """`microbatch`: guesses a run at most. `inflight`: runs in flight at most (0: one more than there are stages).
 
     Cutoffs are probabilities under the draft: the likeliest guess after a node enters the tree from `accept_cutoff` on,
-    a further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each guess sent
-    ahead raises the accept cutoff by `recovery`, each refused expansion lowers it by `decay`; an accepted guess
-    resets it.
+    a further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each expansion
+    that finds a guess raises the accept cutoff by `recovery`, each that finds none lowers it by `decay`; an accepted
+    guess resets it.
+
+    When hardly any guess is right, only the root is sent, and guesses are tried again at growing intervals.
+
+    For ablation studies (the paper's figure 8): without `continuous`, one run of guesses is in flight at a time; without
+    `asynchronous`, the draft works only while the pipeline is empty.
     """
 
     microbatch: int = 1
     inflight: int = 0
-    width: int = 3
+    width: int = 4
     accept_cutoff: float = 0.02
-    split_cutoff: float = 0.3
+    split_cutoff: float = 0.05
     recovery: float = 0.0
     decay: float = 0.01
+    continuous: bool = True
+    asynchronous: bool = True
     _shift: float = field(default=0.0, init=False)
+    _hit_rate: float = field(default=0.5, init=False)
+    _pause: int = field(default=0, init=False)  # roots between two tries; 0 while guesses pay
+    _n_roots: int = field(default=0, init=False)
+
+    # -- sending
 
     def send(self, view: View) -> list[Node]:
         root = view.tree.root
         if root.run_id is None:
-            return [root]
-        if view.n_inflight >= (self.inflight or view.n_stages + 1):
+            waits_for_draft = not self.asynchronous and not view.n_inflight and self.draft(view)
+            return [] if waits_for_draft else [root]
+        if view.n_inflight >= self._n_inflight_max(view):
             return []
         return self._ready(view)[: self.microbatch]
 
-    def draft(self, view: View) -> list[Node]:
-        """The open node of the highest score, while fewer guesses wait than the next two runs can carry."""
-        if len(self._ready(view)) >= 2 * self.microbatch:
-            return []
-        open_nodes = [node for node in view.tree.nodes if not node.expanded and view.may_branch(node)]
-        return [max(open_nodes, key=lambda node: node.score)] if open_nodes else []
+    def _n_inflight_max(self, view: View) -> int:
+        # the root's run and one of guesses
+        return (self.inflight or view.n_stages + 1) if self.continuous else 2
 
     def _ready(self, view: View) -> list[Node]:
         """Unsent guesses, likeliest first; a child never comes before its parent."""
         guesses = [node for node in view.tree.unsent() if node.parent is not None and view.in_reach(node)]
         return sorted(guesses, key=lambda node: -node.score)
+
+    # -- drafting
+
+    def draft(self, view: View) -> list[Node]:
+        """The likeliest open nodes, if their children could belong into the next run."""
+        if self._resting or (view.n_inflight and not self.asynchronous):
+            return []
+        ready = self._ready(view)
+        worst = ready[self.microbatch - 1].score if len(ready) >= self.microbatch else float("-inf")
+        # children score no higher than their parent
+        open_nodes = [
+            node for node in view.tree.nodes if not node.expanded and node.score > worst and view.may_branch(node)
+        ]
+        return sorted(open_nodes, key=lambda node: -node.score)[: self.microbatch]
 
     def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
         cutoff = max(0.0, self.accept_cutoff + self._shift)
@@ -60,6 +90,27 @@ class PipeInfer:
         self._shift += self.recovery if kept else -self.decay
         return kept
 
-    def settled(self, settled: Settled) -> None:
+    # -- learning
+
+    @property
+    def _resting(self) -> bool:
+        return self._pause > 0 and self._n_roots % self._pause > 0
+
+    def settled(self, settled: Settled) -> str:
         if settled.n_matched:
             self._shift = 0.0
+        self._n_roots += len(settled.path) - 1
+        for index in range(settled.n_contested):
+            self._hit_rate += (float(index < settled.n_matched) - self._hit_rate) / HIT_MEMORY
+        return self._pause_or_resume(settled.n_contested > 0, settled.n_matched > 0)
+
+    def _pause_or_resume(self, contested: bool, matched: bool) -> str:
+        if not self._pause and self._hit_rate < PAUSE_BELOW:
+            self._pause = 4
+            return "hardly any guess of the draft is right: only single tokens are sent, guesses are tried now and then"
+        if self._pause and self._hit_rate > RESUME_ABOVE:
+            self._pause = 0
+            return "the draft's guesses are right again: speculation goes on"
+        if self._pause and contested:
+            self._pause = 4 if matched else min(2 * self._pause, LONGEST_PAUSE)
+        return ""

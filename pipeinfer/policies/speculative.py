@@ -49,5 +49,5 @@ class Speculative:
     def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
         return [guess for guess in guesses if guess.probability >= self.min_probability]
 
-    def settled(self, settled: Settled) -> None:
-        pass
+    def settled(self, settled: Settled) -> str:
+        return ""

@@ -1,0 +1,62 @@
+"""What --trace writes: a track a rank, from what it noted and from its ledger, and the messages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipeinfer.cli.session import Generation
+from pipeinfer.cli.setup import Job
+from pipeinfer.ledger import HeadLedger
+from pipeinfer.trace import Message, Span, write_chrome_trace
+
+MOMENT_S = 1e-6  # a span as short as that, where an arrow needs one to end at
+StageRun = tuple[int, float, float, float, bool]
+
+
+def write_trace(path: Path, generation: Generation, job: Job) -> None:
+    """Raises OSError when the file cannot be written."""
+    tracks = []
+    for rank, figures in sorted(generation.figures.items()):
+        spans = [Span(**span) for span in figures["spans"]]
+        if rank == 0:
+            spans += head_spans(generation.ledger)
+        else:
+            spans += gaps(figures["runs"], generation.ledger)
+        tracks.append((f"rank {rank}: {job.plan.describe(rank)}", sorted(spans, key=lambda span: span.start_s)))
+    stages = [(rank, figures["runs"]) for rank, figures in sorted(generation.figures.items()) if rank]
+    write_chrome_trace(path, tracks, list(messages(stages, generation.ledger)))
+
+
+def head_spans(ledger: HeadLedger) -> list[Span]:
+    return [
+        *(Span("send", at_s, MOMENT_S, {"run": run_id}) for run_id, at_s in ledger.submitted_s.items()),
+        *(Span("verdict", at_s, MOMENT_S, {"run": run_id}) for at_s, run_id in ledger.verdicts),
+        *(Span("cancel", at_s, 0.0, {"runs": n_runs}) for at_s, n_runs in ledger.cancels),
+        *(Span("waiting", start_s, end_s - start_s) for start_s, end_s in ledger.waits),
+    ]
+
+
+def gaps(runs: Sequence[StageRun], ledger: HeadLedger) -> Iterator[Span]:
+    """The time between a stage's runs: idle until the next one leaves the head, then waiting for it."""
+    for run_id, wait_s, start_s, _, _ in runs:
+        if run_id not in ledger.submitted_s:
+            continue  # the end of the pipeline, for which nobody waited
+        left_s = min(max(ledger.submitted_s[run_id], wait_s), start_s)
+        if left_s > wait_s and run_id > 1:  # before the first run there was nothing to be idle in
+            yield Span("idle", wait_s, left_s - wait_s)
+        if start_s > left_s:
+            yield Span("waiting", left_s, start_s - left_s, {"run": run_id})
+
+
+def messages(stages: Sequence[tuple[int, Sequence[StageRun]]], ledger: HeadLedger) -> Iterator[Message]:
+    """Every run from the head through the remote stages and back, one message a hop."""
+    source, sent_s = 0, dict(ledger.submitted_s)
+    for rank, runs in stages:
+        for run_id, _, start_s, _, _ in runs:
+            if run_id in sent_s:
+                yield Message(run_id, source, sent_s[run_id], rank, start_s)
+        source, sent_s = rank, {run_id: end_s for run_id, _, _, end_s, _ in runs}
+    for received_s, run_id in ledger.verdicts:
+        if source and run_id in sent_s:
+            yield Message(run_id, source, sent_s[run_id], 0, received_s)

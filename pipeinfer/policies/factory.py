@@ -1,0 +1,48 @@
+"""Policies by name, from one set of options, for every command that runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeinfer.policies.base import Policy
+from pipeinfer.policies.iterative import Iterative
+from pipeinfer.policies.pipeinfer import PipeInfer
+from pipeinfer.policies.speculative import Speculative
+
+POLICIES = ("iterative", "speculative", "pipeinfer")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What the policies can be told; see their classes for the meanings. `microbatch` and `inflight` 0: by the costs."""
+
+    n_draft: int = 4
+    width: int = 4
+    microbatch: int = 0
+    inflight: int = 0
+    accept_cutoff: float = 0.02
+    split_cutoff: float = 0.05
+    recovery: float = 0.0
+    decay: float = 0.01
+    continuous: bool = True
+    asynchronous: bool = True
+
+
+def make_policy(name: str, options: PolicyOptions) -> Policy:
+    """One policy instance, for one request."""
+    if name == "iterative":
+        return Iterative()
+    if name == "speculative":
+        return Speculative(options.n_draft, options.width)
+    assert name == "pipeinfer", f"no policy {name!r}; there are {', '.join(POLICIES)}"
+    return PipeInfer(
+        microbatch=options.microbatch or 1,
+        inflight=options.inflight,
+        width=options.width,
+        accept_cutoff=options.accept_cutoff,
+        split_cutoff=options.split_cutoff,
+        recovery=options.recovery,
+        decay=options.decay,
+        continuous=options.continuous,
+        asynchronous=options.asynchronous,
+    )
