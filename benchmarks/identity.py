@@ -15,8 +15,8 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pipeinfer.cli.options import POLICIES
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.policies.factory import POLICIES
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import plain_tokens, run_json
 

@@ -52,9 +52,7 @@ class ModelDrafter:
     or tokens it had not guessed) are evaluated as context. `couple`: sampled guesses share the target's noise.
     """
 
-    def __init__(
-        self, model: StageModel, pool: SequencePool, n_batch: int, n_vocab: int, couple: bool = True
-    ) -> None:
+    def __init__(self, model: StageModel, pool: SequencePool, n_batch: int, n_vocab: int, couple: bool = True) -> None:
         self.model, self.pool, self.n_batch, self.n_vocab, self.couple = model, pool, n_batch, n_vocab, couple
         self._open: set[int] = set()
 

@@ -53,8 +53,8 @@ class _Job:
 class Engine:
     """Asks, in this order: has a verdict come? can a run go? can the draft step? and else waits.
 
-    `pool` is the target's. `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `cancel`: tell the stages
-    of runs that cannot count any more (off only for ablation studies).
+    `pool` is the target's. `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `cancel`: tell the
+    stages of runs that cannot count any more (off only for ablation studies).
     """
 
     def __init__(

@@ -109,4 +109,5 @@ def speculation(metrics: RequestMetrics) -> dict[str, Any]:
         "runs_cancelled": metrics.n_cancelled,
         "runs_cancelled_in_time": metrics.n_saved,
         "draft_s": metrics.draft_s,
+        "notices": list(metrics.notices),
     }

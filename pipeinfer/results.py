@@ -46,17 +46,13 @@ MAX_CELL = 1 << 16
 Row = dict[str, Any]
 
 
-def result_row(result: dict[str, Any], prompt: str = "", variant: str = "", repetition: int = 0) -> Row:
-    """The columns of one generation's result object (what `--json` prints).
-
-    `prompt` names it; `variant` says what was switched off for an ablation study.
-    """
+def result_row(result: dict[str, Any], prompt: str = "", repetition: int = 0) -> Row:
+    """The columns of one generation's result object (what `--json` prints). `prompt` is a name for its prompt."""
     ranks, model, draft = result["ranks"], result["model"], result["model_draft"] or {}
     hops = result["wire"]["hops"]
     known = result["timings"] | result["speculation"] | result
     per_rank = {name: _joined(rank.get(name, "") for rank in ranks) for name in LISTS if name in ranks[0]}
     return {name: known[name] for name in COLUMNS if name in known} | per_rank | {
-        "variant": variant,
         "model": model["name"],
         "model_bytes": model["bytes"],
         "quantisation": model["quantisation"],
@@ -84,6 +80,11 @@ def check_results(path: Path) -> None:
 def append_result(path: Path, row: Row) -> None:
     """Append a row, after a header in an empty file; safe when two jobs write at once. Raises as `check_results`."""
     _append(path, row)
+
+
+def as_read(row: Row) -> Row:
+    """A row as `read_results` would give it after it was appended."""
+    return _row(Path("row"), 1, [str(_cell(row.get(name, ""))) for name in COLUMNS])
 
 
 def _append(path: Path, row: Row | None) -> None:
@@ -193,7 +194,9 @@ def _original_rows(path: Path, lines: Sequence[tuple[int, list[str]]]) -> list[R
         rows.append(dict(zip(FIGURES, figures, strict=True)) | {"policy": ORIGINAL_POLICIES[index % 3]})
     if len(rows) % 3:
         policies = ", ".join(ORIGINAL_POLICIES)
-        raise UserError(f"{path}, line {lines[-1][0]}: rows without a header come in threes ({policies}), not {len(rows)}")
+        raise UserError(
+            f"{path}, line {lines[-1][0]}: rows without a header come in threes ({policies}), not {len(rows)}"
+        )
     return rows
 
 

@@ -78,9 +78,7 @@ def penalise(
     return logits
 
 
-def choose(
-    logits: npt.NDArray[np.float32], params: SamplingParams, position: int, history: Sequence[int] = ()
-) -> int:
+def choose(logits: npt.NDArray[np.float32], params: SamplingParams, position: int, history: Sequence[int] = ()) -> int:
     """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates.
 
     `history` is what `penalise` wants.

@@ -63,6 +63,33 @@ def test_other_quantisations_and_a_long_prompt(tmp_path: Path, type_name: str) -
     assert again["tokens"] == result["tokens"]
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [["--no-cancel"], ["--no-continuous", "--microbatch", "4"], ["--no-async"], ["--no-partitions"],
+     ["--microbatch", "3", "--inflight", "12", "--width", "8", "-ps", "0"], ["-pa", "0.3", "-pr", "0.2", "-pd", "0.05"]],
+)  # fmt: skip
+def test_no_switch_changes_the_text(flags: list[str], plain: list[int]) -> None:
+    result = run_json(3, ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", *flags])
+    assert result["tokens"] == plain
+
+
+def test_penalised_and_sampled_text_is_the_same_everywhere() -> None:
+    common = ["-p", PROMPT, "-n", "64", "--seed", "3", "--temp", "1", "--ignore-eos"]
+    common += ["--repeat-penalty", "1.2", "--frequency-penalty", "0.1", "--presence-penalty", "0.1"]
+    first = run_json(1, [*common, "--policy", "iterative"])["tokens"]
+    assert run_json(3, common)["tokens"] == first
+    assert run_json(4, [*common, "--policy", "speculative", "--no-couple-draft"])["tokens"] == first
+    assert run_json(1, [*common, "--policy", "iterative", "--repeat-penalty", "1.0"])["tokens"] != first
+
+
+def test_a_draft_that_is_never_right_is_said_and_given_a_rest(tmp_path: Path) -> None:
+    shape = Shape(n_layer=4, n_vocab=2048, peaky=12.0)
+    target, draft = write_model(tmp_path / "t.gguf", shape), write_model(tmp_path / "d.gguf", replace(shape, seed=9))
+    done = finish(3, ["run", "-m", str(target), "-md", str(draft), "-p", "the rank", "-n", "128", "--ignore-eos"])
+    assert done.returncode == 0
+    assert "hardly any guess of the draft is right" in done.stderr
+
+
 def test_stdout_is_the_text_and_nothing_else(tmp_path: Path) -> None:
     common = ["-p", PROMPT, "-n", "48", "--temp", "0"]
     done = finish(3, ["run", *common, "--results", str(tmp_path / "results.csv")])
@@ -173,7 +200,8 @@ def test_more_stages_than_layers(tmp_path: Path) -> None:
 
 def wait_for_text(job: subprocess.Popen[str]) -> str:
     assert job.stdout
-    return job.stdout.read(1)
+    # unbuffered: what a buffer took, communicate() would not see
+    return os.read(job.stdout.fileno(), 1).decode()
 
 
 def pid_of_rank(job: subprocess.Popen[str], rank: int) -> int:

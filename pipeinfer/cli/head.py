@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.cli.context import Context, complain
-from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.outcome import make_result
 from pipeinfer.cli.report import show_plan, show_ranks, show_statistics, stderr_console
 from pipeinfer.cli.session import Generation, Session
@@ -18,16 +17,8 @@ from pipeinfer.cli.setup import Job
 from pipeinfer.cli.tracks import write_trace
 from pipeinfer.errors import UserError
 from pipeinfer.models.tokenizer import TextStream, Tokenizer
-from pipeinfer.policies import Iterative, PipeInfer, Policy, Speculative
+from pipeinfer.policies.factory import make_policy
 from pipeinfer.results import append_result, result_row
-
-
-def make_policy(options: RunOptions) -> Policy:
-    if options.policy == "iterative":
-        return Iterative()
-    if options.policy == "speculative":
-        return Speculative(options.draft_max, options.width)
-    return PipeInfer(options.microbatch, options.inflight, options.width)
 
 
 class Head:
@@ -49,7 +40,13 @@ class Head:
         except UserError as error:
             complain(str(error))
             return 2
-        generation = session.generate(self.job, self.options, make_policy(self.options), self._push)
+        generation = session.generate(
+            self.job,
+            self.options,
+            make_policy(self.options.policy, session.tuned(self.options.speculation)),
+            self._push,
+            cancel=self.options.cancel,
+        )
         with contextlib.suppress(BrokenPipeError):
             self._print(self.stream.flush())
         session.close()

@@ -64,6 +64,6 @@ def load_draft(context: Context, job: Job, on_progress: Progress) -> LlamaStage 
     return LlamaStage(open_slice(info, 0, info.n_layer, None), params, on_progress)
 
 
-def make_drafter(job: Job, model: LlamaStage) -> ModelDrafter:
-    """A drafter for one pipeline's requests; the model's cache must be empty."""
-    return ModelDrafter(model, SequencePool(N_SEQ, job.n_cells), N_GUESS_ROWS, model.n_vocab)
+def make_drafter(job: Job, model: LlamaStage, couple: bool) -> ModelDrafter:
+    """A drafter for one pipeline's requests; the model's cache must be empty. `couple`: see ModelDrafter."""
+    return ModelDrafter(model, SequencePool(N_SEQ, job.n_cells), N_GUESS_ROWS, model.n_vocab, couple)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import click
 
 from pipeinfer import __version__
+from pipeinfer.cli.bench import bench
 from pipeinfer.cli.run import run
 from pipeinfer.cli.timeline import timeline
 from pipeinfer.cluster.launch import exit_together, rank_from_environment
@@ -22,6 +23,7 @@ def cli() -> None:
 
 
 cli.add_command(run)
+cli.add_command(bench)
 cli.add_command(timeline)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-
-POLICIES = ("iterative", "speculative", "pipeinfer")
+from pipeinfer.policies.factory import PolicyOptions
+from pipeinfer.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,31 @@ class RunOptions:
     ignore_eos: bool
     numerics: str
     slice_cache: Path | None
-    draft_max: int
-    width: int
-    microbatch: int
-    inflight: int
+    repeat_last_n: int
+    repeat_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    couple: bool
+    speculation: PolicyOptions
+    cancel: bool
+    partitions: bool
     results: Path | None
     trace: Path | None
     json: bool
     verbose: bool
+
+    def sampling(self, seed: int) -> SamplingParams:
+        return SamplingParams(
+            seed,
+            self.temp,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repeat_last_n,
+            self.repeat_penalty,
+            self.frequency_penalty,
+            self.presence_penalty,
+        )
 
     @property
     def draft_in_use(self) -> Path | None:

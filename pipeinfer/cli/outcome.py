@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from pipeinfer.cli.setup import Job
 from pipeinfer.ledger import TimeUse, Window, head_time, stage_time
 from pipeinfer.metrics import speculation, timings
 from pipeinfer.models.model_info import read_model_info
+from pipeinfer.policies.factory import PolicyOptions
 
 OWN_FIGURES = ("spans", "n_messages", "n_bytes", "runs")  # of a rank's figures, those that go elsewhere than its row
 
@@ -30,6 +32,7 @@ def make_result(text: str, generation: Generation, job: Job, options: RunOptions
         "temp": job.sampling.temp,
         "numerics": options.numerics,
         "settings": settings_text(options),
+        "variant": variant_text(options),
         "version": __version__,
         "model": describe_model(options.model),
         "model_draft": describe_model(options.draft_in_use) if options.draft_in_use else None,
@@ -41,11 +44,25 @@ def make_result(text: str, generation: Generation, job: Job, options: RunOptions
 
 
 def settings_text(options: RunOptions) -> str:
-    """What steers the policy, for the tables: `draft 4, width 3`."""
-    names = {"iterative": (), "speculative": ("draft_max", "width")}.get(
-        options.policy, ("width", "microbatch", "inflight")
+    """What steers the policy, for the tables: `draft 4, width 3`, and what else is not as by default."""
+    names = ("n_draft", "width") if options.policy == "speculative" else ("width", "microbatch", "inflight")
+    if options.policy == "iterative":
+        return ""
+    given, default = asdict(options.speculation), asdict(PolicyOptions())
+    changed = [name for name in given if given[name] != default[name] and not isinstance(given[name], bool)]
+    shown = [f"{name.removeprefix('n_')} {given[name]:g}" for name in dict.fromkeys([*names, *changed])]
+    return ", ".join(shown + ([] if options.couple else ["no-couple-draft"]))
+
+
+def variant_text(options: RunOptions) -> str:
+    """What an ablation study switched off, by the flags that did it; empty for the whole policy."""
+    ablations = (
+        ("no-cancel", options.cancel),
+        ("no-continuous", options.speculation.continuous),
+        ("no-async", options.speculation.asynchronous),
+        ("no-partitions", options.partitions),
     )
-    return ", ".join(f"{name.removesuffix('_max')} {getattr(options, name)}" for name in names)
+    return ", ".join(flag for flag, on in ablations if not on)
 
 
 @cache

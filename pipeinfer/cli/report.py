@@ -11,7 +11,6 @@ from rich.table import Table
 
 from pipeinfer.cli.setup import Job
 
-
 USES = ("busy", "waiting", "idle", "cancelled")  # of a rank's time
 
 
@@ -90,6 +89,8 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
             f"guesses), hit rate {number(s['hit_rate'])}, {number(s['accepted_length'])} tokens a verdict, "
             f"draft time {number(s['draft_s'])} s"
         )
+    for notice in s["notices"]:
+        console.print(f"note        {notice}")
     console.print(f"runs        {s['runs']}, {s['rows']} rows, {s['runs_cancelled']} cancelled")
     hops = [
         f"{hop['from']}->{hop['to']} {hop['messages']} messages, {size_text(hop['bytes'])}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from pipeinfer.cli.options import POLICIES, RunOptions, choose_policy, parse_threads
+from pipeinfer.cli.options import RunOptions, choose_policy, parse_threads
+from pipeinfer.cli.policy_options import policy_options, take_policy_options
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.policies.factory import POLICIES
 
 PATH = click.Path(path_type=Path)
 
@@ -72,27 +75,29 @@ PATH = click.Path(path_type=Path)
 @click.option(
     "--slice-cache", type=PATH, help="Keep each rank's slice in this directory of its host, for the next start."
 )
+@click.option("--repeat-last-n", type=click.IntRange(0, 4096), default=64, show_default=True, help="Tokens penalised.")
 @click.option(
-    "--draft",
-    "--draft-max",
-    "--spec-draft-n-max",
-    "draft_max",
-    type=click.IntRange(1, 64),
-    default=4,
+    "--repeat-penalty", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True, help="1: off."
+)
+@click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0: off.")
+@click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="0: off.")
+@click.option(
+    "--couple-draft/--no-couple-draft",
+    "couple",
+    default=True,
     show_default=True,
-    help="Guesses a tree (policy speculative).",
+    help="Sampling: guesses share the target's random numbers, so that more are right.",
 )
+@policy_options
+@click.option("--no-cancel", "cancel", flag_value=False, type=bool, default=True, help="Ablation: dead runs go on.")
 @click.option(
-    "--width", type=click.IntRange(1, 16), default=3, show_default=True, help="Guesses after each token at most."
+    "--no-partitions",
+    "partitions",
+    flag_value=False,
+    type=bool,
+    default=True,
+    help="Ablation: one sequence only.",
 )
-@click.option(
-    "--microbatch",
-    type=click.IntRange(1, 64),
-    default=1,
-    show_default=True,
-    help="Guesses a run at most (policy pipeinfer).",
-)
-@click.option("--inflight", type=click.IntRange(0), default=0, help="Runs in flight at most. [default: stages + 1]")
 @click.option("--results", type=PATH, help="Append a row of figures to this CSV file.")
 @click.option("--trace", type=PATH, help="Write the timeline of all ranks, as Chrome trace events.")
 @click.option("--json", is_flag=True, help="Print one JSON object instead of the text.")
@@ -102,8 +107,7 @@ def run(
     model_draft: Path | None,
     policy: str | None,
     threads: str | None,
-    inflight: int,
-    **others: object,
+    **others: Any,
 ) -> int:
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
 
@@ -117,8 +121,8 @@ def run(
         model_draft=model_draft,
         policy=choose_policy(policy, model_draft is not None),
         threads=parse_threads(threads) if threads else (),
-        inflight=inflight,
-        **others,  # type: ignore[arg-type]
+        speculation=take_policy_options(others),
+        **others,
     )
     from pipeinfer.cli.job import run_job  # initialises MPI
 

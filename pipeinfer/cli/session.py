@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeinfer.cli.context import CLOCK, Context
 from pipeinfer.cli.load import load_draft, load_stage, make_drafter, make_worker
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, N_SEQ, Job
+from pipeinfer.cluster.calibrate import cheapest_microbatch, time_rows
 from pipeinfer.cluster.mpi import HeadPipeline, Idle
 from pipeinfer.cluster.wire import Kind
 from pipeinfer.engine import Engine
@@ -18,6 +19,7 @@ from pipeinfer.ledger import HeadLedger
 from pipeinfer.metrics import RequestMetrics
 from pipeinfer.models.llama import LlamaStage
 from pipeinfer.policies import Policy
+from pipeinfer.policies.factory import PolicyOptions
 from pipeinfer.requests import Request
 from pipeinfer.sequences import SequencePool
 
@@ -43,6 +45,7 @@ class Session:
         self.remote_ranks = [rank for rank in self._ranks if rank != 0]
         self._stage: LlamaStage | None = None
         self._draft: LlamaStage | None = None
+        self._costs: list[dict[int, float]] = []  # of each stage: rows of a run -> seconds
 
     def open(self) -> None:
         """Load. Raises UserError, all ranks sent home, when one of them could not: the error of the lowest rank."""
@@ -50,9 +53,12 @@ class Session:
         try:
             self._stage = load_stage(self.context, self.job, self._go_on)
             self._draft = load_draft(self.context, self.job, self._go_on)
+            if self._stage:
+                self._costs.append(time_rows(self._stage, CLOCK))
         except UserError as caught:
             error = str(caught)
         reports = self._reports()
+        self._costs += [report["cost_s"] for report in reports.values() if "cost_s" in report]
         error = next((report["error"] for _, report in sorted(reports.items()) if "error" in report), error)
         if error:
             self.close()
@@ -76,9 +82,9 @@ class Session:
             worker = make_worker(context, job, self._stage)
         if self._draft and options.draft_in_use:
             self._draft.clear()
-            drafter = make_drafter(job, self._draft)
+            drafter = make_drafter(job, self._draft, options.couple)
         pipeline = HeadPipeline(context.link.comm, self._ranks, worker, job.n_rows_max, context.flag.check)
-        pool = SequencePool(N_SEQ, job.n_cells, parked=options.numerics == "exact")
+        pool = SequencePool(N_SEQ if options.partitions else 1, job.n_cells, parked=options.numerics == "exact")
         engine = Engine(
             pipeline, pool, drafter, CLOCK, n_chunk=job.n_batch, n_rows_max=N_GUESS_ROWS, cancel=cancel,
             tracer=context.tracer,
@@ -89,6 +95,10 @@ class Session:
         pipeline.shutdown(Kind.PAUSE)
         figures = {0: context.figures(worker, pipeline.outbox, None)} | self._reports()
         return Generation(request, metrics, pipeline.ledger, pipeline.n_cancel_messages, figures)
+
+    def tuned(self, options: PolicyOptions) -> PolicyOptions:
+        """The options with what they leave to the costs filled in."""
+        return replace(options, microbatch=options.microbatch or cheapest_microbatch(self._costs))
 
     def close(self) -> None:
         """Send the stages home and free what this rank holds."""

@@ -55,20 +55,33 @@ class Job:
 def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Job, Tokenizer]:
     """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
     check_outputs(options)
+    info, tokenizer = open_models(options)
+    prompt = tokenizer.encode(read_prompt(options))
+    if not prompt:
+        raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
+    return make_job(options, hosts, info, tokenizer, prompt), tokenizer
+
+
+def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
+    """The target's header and vocabulary. Raises UserError when a model is unusable or the draft's does not fit."""
     info = read_model_info(options.model)
     tokenizer = Tokenizer(options.model)
     if options.draft_in_use:
         read_model_info(options.draft_in_use)
         check_same_vocabulary(tokenizer, Tokenizer(options.draft_in_use))
-    prompt = tokenizer.encode(read_prompt(options))
-    if not prompt:
-        raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
+    return info, tokenizer
+
+
+def make_job(
+    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, tokenizer: Tokenizer, prompt: Sequence[int]
+) -> Job:
+    """The plan for one prompt. Raises UserError when prompt, split or threads do not fit."""
     n_ctx, n_predict = fit_context(options, info, len(prompt))
     n_cells = -(-(n_ctx + N_CELLS_SPARE) // 256) * 256
     split = parse_split(options.layer_split) if options.layer_split else None
     plan = make_plan(len(hosts), options.draft_in_use is not None, sizes_of(info), n_cells, split)
     seed = secrets.randbits(32) if options.seed < 0 else options.seed
-    job = Job(
+    return Job(
         plan=plan,
         fingerprint=info.fingerprint,
         n_embd=info.n_embd,
@@ -80,10 +93,9 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Job, Tokenizer]
         n_batch=options.batch_size,
         threads=spread_threads(options.threads, plan, hosts),
         hosts=tuple(hosts),
-        sampling=SamplingParams(seed, options.temp, options.top_k, options.top_p, options.min_p),
+        sampling=options.sampling(seed),
         end_tokens=frozenset() if options.ignore_eos else frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab))),
     )
-    return job, tokenizer
 
 
 def check_outputs(options: RunOptions) -> None:

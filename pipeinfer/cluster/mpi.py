@@ -274,21 +274,22 @@ def serve(
     following: int | None,
     n_rows_max: int,
     n_embd: int,
+    since_s: float | None = None,
 ) -> Served:
     """A stage's loop: receive a run, evaluate, pass on; until the shutdown or pause, which it passes on too.
 
     `following` is None on the last stage, which answers the head instead. Without a worker (its model did not load) the
-    rank only waits for the shutdown.
+    rank only waits for the shutdown. The ledger's first wait begins at `since_s`, or now.
     """
     n_words = words_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX)
     inbox = Inbox(comm, previous, Tag.PIPELINE, 4 * (n_words + n_rows_max * n_embd))
     cancellations = Cancellations(comm)
     outbox, idle, ledger = Outbox(comm), Idle(), StageLedger()
+    wait_s = time.monotonic() if since_s is None else since_s
     if worker:
         worker.is_cancelled = cancellations
 
     while True:
-        wait_s = time.monotonic()
         buffer = idle.until(inbox.poll)
         start_s = time.monotonic()
         transaction = Transaction(buffer, n_embd)
@@ -305,7 +306,9 @@ def serve(
             outbox.send(encode_verdict(transaction.run_id, tokens, transaction.cancelled), 0, Tag.VERDICT)
             sent = MPI.REQUEST_NULL
         inbox.give_back(buffer, sent)
-        ledger.note(transaction.run_id, wait_s, start_s, time.monotonic(), transaction.cancelled)
+        end_s = time.monotonic()
+        ledger.note(transaction.run_id, wait_s, start_s, end_s, transaction.cancelled)
+        wait_s = end_s
     outbox.flush(idle)
     inbox.close()
     cancellations.close(idle)

@@ -118,9 +118,7 @@ class StageWorker:
         run_id = transaction.run_id
         return self.model.evaluate(batch, lambda: self.is_cancelled(run_id))
 
-    def _verdict(
-        self, transaction: Transaction, logits: FloatArray, seqs: Sequence[tuple[int, ...]]
-    ) -> list[int]:
+    def _verdict(self, transaction: Transaction, logits: FloatArray, seqs: Sequence[tuple[int, ...]]) -> list[int]:
         tokens, next_logits = [], iter(logits)
         for (request, token, position, seq, flags), owners in zip(transaction.rows.tolist(), seqs, strict=True):
             if self._history and not flags & RowFlag.DROPPED:

@@ -14,7 +14,7 @@ POLICIES = ("iterative", "speculative", "pipeinfer")
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What the policies can be told; see their classes for the meanings. `microbatch` and `inflight` 0: by the costs."""
+    """What the policies can be told; see their classes for the meanings. `microbatch` 0: by the costs."""
 
     n_draft: int = 4
     width: int = 4

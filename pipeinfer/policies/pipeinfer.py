@@ -30,8 +30,8 @@ class PipeInfer:
 
     When hardly any guess is right, only the root is sent, and guesses are tried again at growing intervals.
 
-    For ablation studies (the paper's figure 8): without `continuous`, one run of guesses is in flight at a time; without
-    `asynchronous`, the draft works only while the pipeline is empty.
+    For ablation studies (the paper's figure 8): without `continuous`, one run of guesses is in flight at a time;
+    without `asynchronous`, the draft works only while the pipeline is empty.
     """
 
     microbatch: int = 1

@@ -1,0 +1,143 @@
+"""`pipeinfer bench`: its options. What is measured is in `sweep`, the measuring in `measure`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.cli.options import RunOptions, choose_policy, parse_threads
+from pipeinfer.cli.policy_options import take_policy_options
+from pipeinfer.cli.run import run
+from pipeinfer.cli.sweep import ABLATIONS, Sweep, read_prompts
+from pipeinfer.errors import UserError
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.policies.factory import POLICIES
+
+PATH = click.Path(path_type=Path)
+NOT_SHARED = (
+    "model", "model_draft", "prompt", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel", "partitions",
+    "continuous", "asynchronous", "results", "trace", "json", "verbose",
+)  # fmt: skip
+DEFAULTS = {"temp": 0.0, "seed": 0}
+"""Other than those of `run`: a benchmark can be repeated."""
+
+
+@click.command()
+@click.option("-m", "--model", "models", type=PATH, multiple=True, help="Target; repeatable. [default: shipped]")
+@click.option("-md", "--model-draft", "drafts", type=PATH, multiple=True, help="Draft; repeatable.")
+@click.option("--policy", "policies", help="One or more, as in iterative,pipeinfer. [default: all the models allow]")
+@click.option(
+    "-p",
+    "--prompt",
+    "sources",
+    multiple=True,
+    help="A number of tokens, a text file, or a .jsonl whose objects have `turns`; may be given again. [default: 128]",
+)
+@click.option("-n", "--predict", "predicts", default="128", show_default=True, help="Tokens to generate: 64,128.")
+@click.option("--layer-split", "splits", multiple=True, help="As for run; used where it has one part a stage.")
+@click.option("--ablate", default="", help=f"Measure pipeinfer also without these: {','.join(ABLATIONS)}.")
+@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Of everything.")
+@click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True, help="Generations not counted.")
+@click.option("--questions", type=click.IntRange(0), default=0, help="Of each .jsonl at most. [default: all]")
+@click.option("--cut", type=click.IntRange(0), default=0, help="Tokens of a prompt at most. [default: all]")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["md", "csv", "json", "jsonl"]),
+    default="md",
+    show_default=True,
+    help="What to print: means, deviations and percentiles of each combination.",
+)
+@click.option("--results", type=PATH, help="Append a row for every generation to this CSV file.")
+@click.option("--resume", is_flag=True, help="Leave out what --results has already.")
+@click.option("-v", "--verbose", is_flag=True, help="A traceback when something fails.")
+def bench(
+    models: tuple[Path, ...],
+    drafts: tuple[Path, ...],
+    policies: str | None,
+    sources: tuple[str, ...],
+    predicts: str,
+    splits: tuple[str, ...],
+    ablate: str,
+    repetitions: int,
+    warm_up: int,
+    questions: int,
+    cut: int,
+    output: str,
+    results: Path | None,
+    resume: bool,
+    verbose: bool,
+    threads: str | None,
+    **others: Any,
+) -> int:
+    """Measure speed and latency of every combination of models, policies, prompts and lengths, in one job.
+
+    Models are loaded once for all that share them. Generation goes on after an end token, so that all texts have the
+    same length. The summary goes to standard output, the progress to standard error.
+    """
+    if resume and not results:
+        raise UserError("--resume needs --results: the file that has what was measured before")
+    if not models:
+        models, drafts = (TARGET,), drafts or (DRAFT,)
+    others |= dict.fromkeys(("continuous", "asynchronous"), True)  # --ablate is this command's way to say it
+    chosen = tuple((policies or ",".join(POLICIES if drafts else ("iterative",))).split(","))
+    base = RunOptions(
+        model=models[0],
+        model_draft=None,
+        prompt=None,
+        file=None,
+        predict=0,
+        policy=chosen[0],
+        layer_split=None,
+        threads=parse_threads(threads) if threads else (),
+        ignore_eos=True,
+        speculation=take_policy_options(others),
+        cancel=True,
+        partitions=True,
+        results=results,
+        trace=None,
+        json=False,
+        verbose=verbose,
+        **others,
+    )
+    sweep = Sweep(
+        base=base,
+        pairs=tuple((model, draft) for model in models for draft in drafts or (None,)),
+        policies=tuple(_known(name, POLICIES, "--policy", bool(drafts)) for name in chosen),
+        splits=splits,
+        prompts=tuple(prompt for source in sources or ("128",) for prompt in read_prompts(source, questions)),
+        predicts=_lengths(predicts),
+        ablations=tuple(_known(name, ABLATIONS, "--ablate") for name in ablate.split(",") if name),
+        repetitions=repetitions,
+        cut=cut,
+    )
+    from pipeinfer.cli.measure import run_sweep  # initialises MPI
+
+    return run_sweep(sweep, warm_up, output, resume)
+
+
+def _shared_options() -> list[click.Parameter]:
+    """The options of `run` that mean the same here."""
+    shared = [copy.copy(option) for option in run.params if option.name not in NOT_SHARED]
+    for option in shared:
+        option.default = DEFAULTS.get(str(option.name), option.default)
+    return shared
+
+
+bench.params += _shared_options()
+
+
+def _known(name: str, names: tuple[str, ...], flag: str, has_draft: bool = True) -> str:
+    if name not in names:
+        raise UserError(f"{flag} {name!r} is unknown; choose from {', '.join(names)}")
+    return choose_policy(name, has_draft) if flag == "--policy" else name
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"-n {text!r} must be numbers from 1 on, as in 64,128")
+    return tuple(map(int, parts))

@@ -1,0 +1,145 @@
+"""Run a sweep in one MPI job: load each group's models once, measure its cases one after another."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pipeinfer.cli.context import complain, forget_peak
+from pipeinfer.cli.job import Crew, start_job
+from pipeinfer.cli.options import RunOptions
+from pipeinfer.cli.outcome import make_result
+from pipeinfer.cli.report import number, stderr_console
+from pipeinfer.cli.session import Generation, Session
+from pipeinfer.cli.setup import Job, check_outputs
+from pipeinfer.cli.summary import print_summary
+from pipeinfer.cli.sweep import Case, Group, Sweep, plan_groups, row_key
+from pipeinfer.cli.worker import run_stage
+from pipeinfer.errors import UserError
+from pipeinfer.policies.factory import make_policy
+from pipeinfer.results import Row, append_result, as_read, read_results, result_row
+
+WARM_UP_TOKENS = 16
+Plan = tuple[RunOptions, Job]
+
+
+def run_sweep(sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
+    """`pipeinfer bench`, on every rank; returns the exit code."""
+    exact = sweep.base.numerics == "exact"
+    return start_job(lambda crew: _run(crew, sweep, warm_up, output, resume), exact, sweep.base.verbose)
+
+
+def _run(crew: Crew, sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
+    link, groups, error = crew.link, list[Group](), ""
+    if link.rank == 0:
+        try:
+            groups = _plan(sweep, crew, resume)
+        except UserError as caught:
+            error = str(caught)
+    plans, error = link.broadcast(([(group.options, group.job) for group in groups], error) if not link.rank else None)
+    if error:
+        if link.rank == 0:
+            complain(error)
+        return 2
+    if link.rank:
+        return _serve(crew, plans)
+    return Bench(crew, groups, warm_up).run(output)
+
+
+def _plan(sweep: Sweep, crew: Crew, resume: bool) -> list[Group]:
+    check_outputs(sweep.base)
+    groups = plan_groups(sweep, crew.hosts)
+    path = sweep.base.results
+    if not resume or not path or not path.exists() or not path.stat().st_size:
+        return groups
+    known = {row_key(row) for row in read_results(path)}
+    left = [replace(group, cases=tuple(case for case in group.cases if case.key not in known)) for group in groups]
+    return [group for group in left if group.cases]
+
+
+def _serve(crew: Crew, plans: list[Plan]) -> int:
+    """A stage's part: one group after another, as long as rank 0 says so."""
+    code = 0
+    for options, job in plans:
+        if code or not crew.link.broadcast(None):
+            break
+        forget_peak()
+        code = run_stage(crew.context(options, job), job)
+    return code
+
+
+class Bench:
+    """Rank 0's part of a sweep."""
+
+    def __init__(self, crew: Crew, groups: list[Group], warm_up: int) -> None:
+        self.crew, self.groups, self.warm_up = crew, groups, warm_up
+        self.rows: list[Row] = []
+        self.console = stderr_console()
+        # plain lines where there is no terminal to draw on
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left:"), TimeRemainingColumn(elapsed_when_finished=False),
+            console=self.console, disable=not self.console.is_terminal,
+        )  # fmt: skip
+
+    def run(self, output: str) -> int:
+        """Measure and print the summary; also of what there is after an interruption. Returns the exit code."""
+        n_cases = sum(len(group.cases) for group in self.groups)
+        self.console.print(f"{n_cases} generations to measure, {self.crew.link.size} ranks")
+        flag, code = self.crew.flag, 0
+        with self.progress:
+            self.task = self.progress.add_task("loading", total=n_cases)
+            for group in self.groups:
+                go_on = not (flag.reason or code)
+                self.crew.link.broadcast(go_on)
+                if not go_on:
+                    break
+                code = self._measure_group(group)
+        with contextlib.suppress(BrokenPipeError):
+            print_summary(self.rows, output)
+        if flag.reason:
+            complain(f"{flag.reason}; what was measured up to here is kept, --resume goes on from it")
+        return code or flag.exit_code
+
+    def _measure_group(self, group: Group) -> int:
+        forget_peak()
+        session = Session(self.crew.context(group.options, group.job), group.job, lambda rank, loaded_s: None)
+        try:
+            session.open()
+        except UserError as error:
+            complain(str(error))
+            return 2
+        first = group.cases[0]
+        short = replace(first.job, n_predict=min(WARM_UP_TOKENS, first.job.n_predict))
+        for case in [*[replace(first, job=short, repetition=0)] * self.warm_up, *group.cases]:
+            if self.crew.flag.reason:
+                break
+            generation = self._generate(session, case)
+            if case.repetition and not self.crew.flag.reason:
+                self._keep(case, generation)
+        session.close()
+        return 0
+
+    def _generate(self, session: Session, case: Case) -> Generation:
+        self.progress.update(self.task, description=_describe(case))
+        options = case.options
+        policy = make_policy(options.policy, session.tuned(options.speculation))
+        return session.generate(case.job, options, policy, lambda tokens: None, cancel=options.cancel)
+
+    def _keep(self, case: Case, generation: Generation) -> None:
+        result = make_result("", generation, case.job, case.options)
+        row = as_read(result_row(result, case.prompt, case.repetition))
+        if case.options.results:
+            append_result(case.options.results, result_row(result, case.prompt, case.repetition))
+        self.rows.append(row)
+        self.progress.advance(self.task)
+        if self.progress.disable:
+            speed = number(row["predicted_per_second"])
+            self.console.print(f"[{len(self.rows)}] {_describe(case)}: {speed} tokens/s", markup=False)
+
+
+def _describe(case: Case) -> str:
+    variant = [flag for flag in (f"repetition {case.repetition}" if case.repetition else "warm-up",) if flag]
+    return ", ".join([case.options.policy, case.prompt, f"n {case.job.n_predict}", *variant])

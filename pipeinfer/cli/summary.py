@@ -1,0 +1,109 @@
+"""What a benchmark prints: one line a combination, means and deviations over its generations. Measures nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from pipeinfer.cli.report import number, size_text
+from pipeinfer.metrics import percentiles
+from pipeinfer.results import Row
+
+SAME = ("model", "model_bytes", "quantisation", "model_draft", "ranks", "layers", "policy", "variant", "settings",
+        "prompt", "predicted_n")  # fmt: skip
+"""Rows that agree in these are samples of one combination; all questions of a set are one prompt."""
+
+AVERAGED = ("prompt_n", "prompt_per_second", "predicted_per_second", "ttft_s", "tpot_s", "itl_mean_s",
+            "acceptance_rate", "accepted_length", "total_s")  # fmt: skip
+
+
+def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One dict a combination, in the order of first appearance. `_std` is the sample deviation, NaN for one sample."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(_shared(row).values()), []).append(row)
+    return [_combination(samples) for samples in found.values()]
+
+
+def _shared(row: Row) -> dict[str, Any]:
+    return {name: row[name].split("/")[0] if name == "prompt" else row[name] for name in SAME}
+
+
+def _combination(rows: Sequence[Row]) -> dict[str, Any]:
+    summary = _shared(rows[0]) | {"samples": len(rows)}
+    for name in AVERAGED:
+        values = [row[name] for row in rows if not math.isnan(row[name])]
+        summary[f"{name}"] = statistics.fmean(values) if values else math.nan
+        summary[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else math.nan
+    # each row's 101 percentiles stand for its latencies: pooled, they are those of all rows
+    p50, p95, p99 = percentiles(list(chain.from_iterable(row["itl_percentiles_s"] for row in rows)))
+    return summary | {"itl_p50_s": p50, "itl_p95_s": p95, "itl_p99_s": p99}
+
+
+def print_summary(rows: Sequence[Row], output: str) -> None:
+    """`output`: md, csv, json or jsonl. Raises BrokenPipeError when nobody reads."""
+    summaries = summarise(rows)
+    if output == "md":
+        for line in markdown(summaries):
+            print(line)
+    elif output == "csv" and summaries:
+        writer = csv.DictWriter(sys.stdout, list(summaries[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(_plain(summary) for summary in summaries)
+    elif output == "json":
+        print(json.dumps([_plain(summary) for summary in summaries], indent=1))
+    elif output == "jsonl":
+        for summary in summaries:
+            print(json.dumps(_plain(summary)))
+    sys.stdout.flush()
+
+
+def _plain(summary: dict[str, Any]) -> dict[str, Any]:
+    """No NaN, which JSON does not know; lists as text."""
+    return {name: _plain_value(value) for name, value in summary.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return ",".join(f"{item:g}" for item in value)
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def markdown(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """A table in llama-bench's manner: `pp` is the prompt, `tg` the generated text."""
+    columns = ("model", "size", "draft", "ranks", "layers", "policy", "test", "pp t/s", "tg t/s", "TTFT ms",
+               "ITL p50 / p95 / p99 ms", "TPOT ms", "accepted")  # fmt: skip
+    lines = [_line(columns), _line(["---" if column in COLUMNS_OF_TEXT else "---:" for column in columns])]
+    return lines + [_line(_cells(summary)) for summary in summaries]
+
+
+COLUMNS_OF_TEXT = ("model", "draft", "layers", "policy", "test")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _cells(summary: dict[str, Any]) -> list[str]:
+    def mean(name: str, scale: float = 1.0) -> str:
+        deviation = summary[f"{name}_std"]
+        return number(scale * summary[name]) + ("" if math.isnan(deviation) else f" ± {number(scale * deviation)}")
+
+    itl = " / ".join(number(1e3 * summary[f"itl_p{rank}_s"]) for rank in (50, 95, 99))
+    return [
+        f"{summary['model'].removesuffix('.gguf')} {summary['quantisation']}",
+        size_text(summary["model_bytes"]),
+        summary["model_draft"].removesuffix(".gguf") or "-",
+        f"{summary['ranks']:g}",
+        ",".join(f"{count:g}" for count in summary["layers"]),
+        " ".join(filter(None, (summary["policy"], summary["variant"]))),
+        f"{summary['prompt']} tg{summary['predicted_n']:g}",
+        mean("prompt_per_second"), mean("predicted_per_second"), mean("ttft_s", 1e3), itl, mean("tpot_s", 1e3),
+        number(summary["acceptance_rate"]),
+    ]  # fmt: skip

@@ -1,0 +1,56 @@
+"""Time a loaded stage for runs of a few sizes, and choose the micro-batch by it. Knows no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pipeinfer.interfaces import Batch, StageModel
+from pipeinfer.runs import KvOp, OpKind
+
+ROWS = (1, 2, 3, 4)
+CHEAP = 1.25
+"""A run may cost this many times a single row: beyond it, two smaller runs use a pipeline better."""
+
+
+def time_rows(
+    model: StageModel, clock: Callable[[], float], sizes: Sequence[int] = ROWS, budget_s: float = 1.0
+) -> dict[int, float]:
+    """Rows of a run -> seconds, best of two; at least for one row, for the others while the budget lasts.
+
+    The cache must be empty and is empty afterwards. The first evaluation, which maps the weights in, is not counted.
+    """
+    start_s = clock()
+    _evaluate(model, 1)
+    found: dict[int, float] = {}
+    for n_rows in sizes:
+        if found and clock() - start_s > budget_s:
+            break
+        times = []
+        for _ in range(2):
+            before_s = clock()
+            _evaluate(model, n_rows)
+            times.append(clock() - before_s)
+        found[n_rows] = min(times)
+    return found
+
+
+def _evaluate(model: StageModel, n_rows: int) -> None:
+    batch = Batch(
+        tokens=np.zeros(n_rows, np.int32),
+        positions=np.arange(n_rows, dtype=np.int32),
+        seqs=[(0,)] * n_rows,
+        hidden=np.full((n_rows, model.n_embd), 0.01, np.float32),
+        wanted=np.ones(n_rows, bool),
+    )
+    model.evaluate(batch, lambda: False)
+    model.apply([KvOp(OpKind.REMOVE, 0), KvOp(OpKind.COMPACT, 0)])
+
+
+def cheapest_microbatch(costs: Sequence[dict[int, float]]) -> int:
+    """The most guesses a run may carry without costing the slowest stage much more than one; 1 if nothing is known."""
+    sizes = set(ROWS).intersection(*costs) if costs else set()
+    slowest = {n_rows: max(cost[n_rows] for cost in costs) for n_rows in sizes}
+    cheap = [n_rows for n_rows in slowest if slowest[n_rows] <= CHEAP * slowest.get(1, 0.0)]
+    return max(cheap, default=1)

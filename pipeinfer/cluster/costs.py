@@ -1,0 +1,105 @@
+"""What things cost on a cluster: stages, links, draft, head. Seconds and bytes; knows no file and no model."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How long something takes: `seconds[i]` for `rows[i]` rows, straight lines between, the last one continued.
+
+    `context_s` comes on top for every row and token of its context: attention.
+    """
+
+    rows: tuple[float, ...]
+    seconds: tuple[float, ...]
+    context_s: float = 0.0
+
+    def at(self, n_rows: int, context: int = 0) -> float:
+        return _interpolate(self.rows, self.seconds, n_rows) + self.context_s * n_rows * context
+
+
+NOTHING = Work((1.0,), (0.0,))
+
+
+def roofline(n_bytes: float, flop_per_row: float, bytes_per_s: float, flop_per_s: float, fixed_s: float = 0.0) -> Work:
+    """Reading the weights once, or computing every row, whichever takes longer (Williams et al. 2009)."""
+    read_s, row_s = n_bytes / bytes_per_s, flop_per_row / flop_per_s
+    knee = max(1.0, read_s / row_s)
+    first_s = max(read_s, row_s) + fixed_s
+    return Work((1.0, knee, knee + 1.0), (first_s, first_s, first_s + row_s))
+
+
+@lru_cache(maxsize=1 << 14)
+def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    if len(xs) == 1 or x <= xs[0]:
+        return ys[0]
+    right = min(bisect_left(xs, x), len(xs) - 1)
+    left = right - 1
+    if xs[right] == xs[left]:
+        return ys[right]
+    return ys[left] + (ys[right] - ys[left]) * (x - xs[left]) / (xs[right] - xs[left])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """A slice of a model on one node: `layers` alike, each `layer`, then `output` (the vocabulary); `run_s` a run on top.
+
+    A whole draft model is such a slice too.
+    """
+
+    name: str
+    layers: int
+    layer: Work
+    output: Work = NOTHING
+    run_s: float = 0.0
+
+    def seconds(self, n_rows: int, context: int) -> float:
+        return self.run_s + self.layers * self.layer.at(n_rows, context) + self.output.at(n_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """A message: `latency_s` on its way, and the link is taken for its bytes / `bytes_per_s`."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def transfer_s(self, n_bytes: float) -> float:
+        return n_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCost:
+    """The engine's own work on the head: sending a run, settling a verdict, growing the tree after a draft step."""
+
+    run_s: float = 0.0
+    verdict_s: float = 0.0
+    draft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A cluster with its models laid out. `stages` in pipeline order; `head_is_first`: the head hosts the first."""
+
+    name: str
+    n_embd: int
+    stages: tuple[ModelCost, ...]
+    draft: ModelCost | None
+    link: LinkCost
+    head: HeadCost
+    head_is_first: bool = False
+    acceptance: float | None = None
+    """How often the draft's best guess is the target's token, as published for the pair."""
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def n_ranks(self) -> int:
+        return len(self.stages) + (not self.head_is_first)

@@ -1,0 +1,297 @@
+"""A pipeline in virtual time: the same runs, order and cancellations, with modelled durations. Deterministic.
+
+What follows `mpi.serve`: a stage takes runs in their order; it looks for a cancellation before a run and between layers;
+a cancelled run still travels, without activations. Nothing here sleeps, computes a model or imports MPI.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from pipeinfer.choices import Choices
+from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
+from pipeinfer.cluster.wire import words_before_activations
+from pipeinfer.interfaces import Guess
+from pipeinfer.ledger import HeadLedger, StageLedger
+from pipeinfer.requests import Request
+from pipeinfer.runs import NO_TOKEN, Run, Verdict
+from pipeinfer.tree import Node, State
+
+NEVER = math.inf
+
+
+class VirtualClock:
+    """Seconds since the start of the simulation; moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A run on its way through the stages."""
+
+    run_id: int
+    n_rows: int
+    context: int
+    bare_bytes: int
+    full_bytes: int
+    tokens: tuple[int, ...]
+    cancelled: bool = False  # a stage has noticed
+    cancel_s: float = NEVER  # when the stages have the head's word
+    answered_s: float = NEVER  # when its verdict is at the head
+
+
+@dataclass(slots=True)
+class _Hop:
+    """A link in one direction; messages leave one after the other."""
+
+    cost: LinkCost
+    free_s: float = 0.0
+    n_messages: int = 0
+    n_bytes: int = 0
+
+    def arrival(self, now_s: float, n_bytes: int) -> float:
+        self.n_messages += 1
+        self.n_bytes += n_bytes
+        self.free_s = max(now_s, self.free_s) + self.cost.transfer_s(n_bytes)
+        return self.free_s + self.cost.latency_s
+
+
+@dataclass(slots=True)
+class _Stage:
+    cost: ModelCost
+    out: _Hop
+    queue: deque[_Flight] = field(default_factory=deque)
+    current: _Flight | None = None
+    start_s: float = 0.0
+    idle_since_s: float = 0.0
+    version: int = 0  # of the end of the current run: a cancellation brings it forward
+    ledger: StageLedger = field(default_factory=StageLedger)
+    n_skipped: int = 0
+    n_stopped: int = 0
+
+
+class SimPipeline:
+    """The Pipeline of a `Profile` on a virtual clock. The target's choices come from `choices`."""
+
+    def __init__(self, profile: Profile, choices: Choices, clock: VirtualClock) -> None:
+        self.profile, self.choices, self.clock = profile, choices, clock
+        self.n_stages = profile.n_stages
+        near = LinkCost(0.0, math.inf)
+        self.first_hop = _Hop(near if profile.head_is_first else profile.link)
+        alone = profile.n_ranks == 1
+        self.stages = [_Stage(cost, _Hop(near if alone else profile.link)) for cost in profile.stages]
+        self.ledger = HeadLedger()
+        self.n_cancel_messages = 0
+        self._flying: dict[int, _Flight] = {}
+        # (when, tie breaker, stage, run, version): without version it arrives there, else its evaluation ends
+        self._events: list[tuple[float, int, int, _Flight, int | None]] = []
+        self._n_events = 0
+        self._verdicts: deque[_Flight] = deque()
+
+    # -- the Pipeline protocol
+
+    def submit(self, run: Run) -> None:
+        self.ledger.submitted_s[run.id] = self.clock.now
+        self.clock.advance(self.profile.head.run_s)
+        n_extra = sum(len(row.seqs) - 1 for row in run.rows)
+        bare_bytes = 4 * words_before_activations(len(run.ops), len(run.rows), n_extra, len(run.opens))
+        full_bytes = bare_bytes + 4 * len(run.rows) * self.profile.n_embd
+        tokens = tuple(self.choices.target(row.position + 1) if row.wanted else NO_TOKEN for row in run.rows)
+        flight = _Flight(run.id, len(run.rows), run.rows[-1].position, bare_bytes, full_bytes, tokens)
+        self._flying[run.id] = flight
+        self._schedule(self.first_hop.arrival(self.clock.now, bare_bytes), 0, flight, None)
+
+    def poll(self) -> Verdict | None:
+        flight = self._next_verdict(self.clock.now)
+        if flight is None:
+            return None
+        self._verdicts.popleft()
+        del self._flying[flight.run_id]
+        self.clock.advance(self.profile.head.verdict_s)
+        return Verdict(flight.run_id, () if flight.cancelled else flight.tokens, flight.cancelled)
+
+    def wait(self) -> None:
+        """Raises RuntimeError when nothing is in flight: the engine would wait for ever."""
+        flight = self._next_verdict(NEVER)
+        if flight is None:
+            raise RuntimeError("the engine waits, but nothing is in flight")
+        if flight.answered_s > self.clock.now:
+            self.ledger.waits.append((self.clock.now, flight.answered_s))
+            self.clock.now = flight.answered_s
+
+    def cancel(self, run_ids: Sequence[int]) -> None:
+        self.n_cancel_messages += self.profile.n_ranks - 1
+        self.ledger.cancels.append((self.clock.now, len(run_ids)))
+        # all that was to happen before now has happened; what is under way is cut short
+        self._run_until(self.clock.now)
+        known_s = self.clock.now + self.profile.link.latency_s
+        for run_id in run_ids:
+            flight = self._flying[run_id]
+            flight.cancel_s = min(flight.cancel_s, known_s)
+            for index, stage in enumerate(self.stages):
+                if stage.current is flight and not flight.cancelled:
+                    self._cut_short(index, stage, flight)
+
+    def until_verdict(self, end_s: float) -> float:
+        """When the next verdict is at the head, or `end_s` if that is earlier. The head must do nothing until then."""
+        flight = self._next_verdict(end_s)
+        return end_s if flight is None else max(flight.answered_s, self.clock.now)
+
+    def _next_verdict(self, end_s: float) -> _Flight | None:
+        """The oldest verdict that is at the head by `end_s`."""
+        if not self._verdicts:
+            self._run_until(end_s)
+        return self._verdicts[0] if self._verdicts and self._verdicts[0].answered_s <= end_s else None
+
+    # -- events
+
+    def _schedule(self, when_s: float, stage: int, flight: _Flight, version: int | None) -> None:
+        self._n_events += 1
+        heappush(self._events, (when_s, self._n_events, stage, flight, version))
+
+    def _run_until(self, end_s: float) -> None:
+        """Let everything happen up to `end_s`, or up to the next verdict if that comes first."""
+        events = self._events
+        while events and events[0][0] <= end_s and not self._verdicts:
+            when_s, _, index, flight, version = heappop(events)
+            if index == self.n_stages:
+                flight.answered_s = when_s
+                self.ledger.verdicts.append((when_s, flight.run_id))
+                self._verdicts.append(flight)
+                continue
+            stage = self.stages[index]
+            if version is None:
+                stage.queue.append(flight)
+                if stage.current is None:
+                    self._start(index, stage, when_s)
+            elif stage.current is flight and version == stage.version:
+                self._finish(index, stage, flight, when_s)
+
+    def _start(self, index: int, stage: _Stage, now_s: float) -> None:
+        flight = stage.current = stage.queue.popleft()
+        stage.start_s = now_s
+        stage.version += 1
+        if flight.cancelled or flight.cancel_s <= now_s:
+            flight.cancelled = True
+            stage.n_skipped += 1
+            end_s = now_s + stage.cost.run_s
+        else:
+            end_s = now_s + stage.cost.seconds(flight.n_rows, flight.context)
+        self._schedule(end_s, index, flight, stage.version)
+        if flight.cancel_s < end_s:
+            self._cut_short(index, stage, flight)
+
+    def _cut_short(self, index: int, stage: _Stage, flight: _Flight) -> None:
+        """The stage leaves after the layer in which the head's word arrives, unless nothing is left to do then."""
+        cost = stage.cost
+        layer_s = cost.layer.at(flight.n_rows, flight.context)
+        begun_s = stage.start_s + cost.run_s
+        n_layers = max(1, math.ceil((flight.cancel_s - begun_s) / layer_s)) if layer_s else cost.layers
+        if not flight.cancelled and (n_layers < cost.layers or n_layers == cost.layers and cost.output is not NOTHING):
+            flight.cancelled = True
+            stage.n_stopped += 1
+            stage.version += 1
+            self._schedule(begun_s + n_layers * layer_s, index, flight, stage.version)
+
+    def _finish(self, index: int, stage: _Stage, flight: _Flight, now_s: float) -> None:
+        stage.ledger.note(flight.run_id, stage.idle_since_s, stage.start_s, now_s, flight.cancelled)
+        if index + 1 == self.n_stages:
+            n_bytes = 12 + (0 if flight.cancelled else 4 * flight.n_rows)
+        else:
+            n_bytes = flight.bare_bytes if flight.cancelled else flight.full_bytes
+        self._schedule(stage.out.arrival(now_s, n_bytes), index + 1, flight, None)
+        stage.current, stage.idle_since_s = None, now_s
+        if stage.queue:
+            self._start(index, stage, now_s)
+
+
+class SimDrafter:
+    """A Drafter that takes its guesses from `choices` and the time a draft model would need from the profile."""
+
+    def __init__(self, profile: Profile, choices: Choices, pipeline: SimPipeline, n_batch: int = 32) -> None:
+        assert profile.draft, f"{profile.name} has no draft"
+        self.cost, self.choices, self.pipeline, self.n_batch = profile.draft, choices, pipeline, n_batch
+        self.clock, self.settle_s = pipeline.clock, profile.head.draft_s
+        self.n_rows = 0
+        self._end = 0  # certain tokens that the draft's cache holds
+        self._placed: set[Node] = set()
+
+    def expand(
+        self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
+    ) -> list[list[Guess]] | None:
+        if not self._catch_up(request, interrupted):
+            return None
+        fitting = nodes[: self.n_batch]
+        if not self._compute(len(fitting), fitting[0].position, interrupted):
+            return None
+        self._placed.update(fitting)
+        self.clock.advance(self.settle_s)
+        guesses = [self._guesses(node, width) for node in fitting]
+        return guesses + [[] for _ in nodes[len(fitting) :]]
+
+    def _guesses(self, node: Node, width: int) -> list[Guess]:
+        start, branch = fork(node, self.choices)
+        return self.choices.guesses(start, branch, width)
+
+    def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
+        """Evaluate the certain tokens below the root that the draft has not seen; False when interrupted."""
+        root = request.tree.root
+        while root not in self._placed and self._end < root.position:
+            n_rows = min(self.n_batch, root.position - self._end)
+            if not self._compute(n_rows, self._end, interrupted):
+                return False
+            self._end += n_rows
+        return True
+
+    def _compute(self, n_rows: int, context: int, interrupted: Callable[[], bool]) -> bool:
+        """Let the time of one evaluation pass; verdicts that come meanwhile are seen between layers."""
+        self.n_rows += n_rows
+        cost, clock = self.cost, self.clock
+        layer_s = cost.layer.at(n_rows, context)
+        begun_s = clock.now + cost.run_s
+        end_s = clock.now + cost.seconds(n_rows, context)
+        while (verdict_s := self.pipeline.until_verdict(end_s)) < end_s:
+            n_layers = max(1, math.ceil((verdict_s - begun_s) / layer_s)) if layer_s else cost.layers
+            clock.now = max(clock.now, min(begun_s + n_layers * layer_s, end_s))
+            asked_s = clock.now
+            if interrupted():
+                return False
+            # settling and sending took the head some time, in which the draft stood still
+            begun_s, end_s = begun_s + clock.now - asked_s, end_s + clock.now - asked_s
+        clock.now = end_s
+        return True
+
+    def settle(self, request: Request, path: Sequence[Node]) -> None:
+        for node in path:
+            if node in self._placed:
+                self._end = node.position + (node.state is State.RETIRED)
+        self._placed = {node for node in self._placed if node.live}
+
+    def close(self, request: Request) -> None:
+        self._end = 0
+        self._placed.clear()
+
+
+def fork(node: Node, choices: Choices) -> tuple[int, tuple[int, ...]]:
+    """(position of the last right token on the node's path, the wrong tokens after it)."""
+    path: list[Node] = []
+    step: Node | None = node
+    while step is not None and step.parent is not None:
+        path.append(step)
+        step = step.parent
+    for depth in range(len(path) - 1, -1, -1):
+        if path[depth].token != choices.target(path[depth].position):
+            return path[depth].position - 1, tuple(below.token for below in path[depth::-1])
+    return node.position, ()
