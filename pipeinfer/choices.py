@@ -69,7 +69,12 @@ class SyntheticChoices:
     N_WRONG = 1 << 12
 
     def __init__(
-        self, by_rank: Sequence[float], seed: int = 0, n_prompt: int = 128, n_tokens: int = 1 << 20, n_vocab: int = 32000
+        self,
+        by_rank: Sequence[float],
+        seed: int = 0,
+        n_prompt: int = 128,
+        n_tokens: int = 1 << 20,
+        n_vocab: int = 32000,
     ) -> None:
         """Raises UserError when `by_rank` are no probabilities that add up to 1 at most."""
         if not by_rank or min(by_rank) < 0 or sum(by_rank) > 1 + 1e-9:
@@ -93,16 +98,20 @@ class SyntheticChoices:
         return np.clip(rng.beta(SPREAD * mean, SPREAD * (1 - mean), n), 1e-4, 1 - 1e-4)
 
     def _extend(self) -> None:
+        """The next block of positions."""
         rng = np.random.default_rng([self.seed, 0, self._n_blocks])
         n, self._n_blocks = 1024, self._n_blocks + 1
         confidence = self._confidences(rng, n)
-        right = rng.random(n) < (confidence if 1e-3 < self.by_rank[0] < 1 - 1e-3 else self.by_rank[0])
         self._tokens += rng.integers(0, self.n_vocab, n).tolist()
         self._confidence += confidence.tolist()
-        self._rank += [
-            0 if first else min(1 + bisect_left(self._tail, draw), MAX_WIDTH) if draw <= self._tail[-1:][0] else MAX_WIDTH
-            for first, draw in zip(right.tolist(), rng.random(n).tolist(), strict=True)
-        ] if self._tail else [0 if first else MAX_WIDTH for first in right.tolist()]
+        # 0 and 1 are meant exactly
+        first = rng.random(n) < (confidence if 0 < self.by_rank[0] < 1 else self.by_rank[0])
+        later = rng.random(n).tolist()
+        self._rank += [0 if hit else self._later_rank(draw) for hit, draw in zip(first.tolist(), later, strict=True)]
+
+    def _later_rank(self, draw: float) -> int:
+        rank = 1 + bisect_left(self._tail, draw)
+        return rank if rank <= len(self._tail) else MAX_WIDTH
 
     def target(self, position: int) -> int:
         while position >= len(self._tokens):
@@ -199,7 +208,9 @@ class RecordedChoices:
         except OSError as error:
             raise UserError(f"choices {path}: {error.strerror}") from None
         except ValueError:
-            raise UserError(f"choices {path}: not JSON; record it anew with `pipeinfer simulate -m … --choices`") from None
+            raise UserError(
+                f"choices {path}: not JSON; record it anew with `pipeinfer simulate -m … --choices`"
+            ) from None
         try:
             if content["format"] != FORMAT:
                 raise ValueError

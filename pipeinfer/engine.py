@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipeinfer.interfaces import Clock, Drafter, Guess, Pipeline
@@ -15,6 +15,10 @@ from pipeinfer.runs import Row, Run
 from pipeinfer.sequences import SequencePool
 from pipeinfer.trace import NO_TRACE, Tracer
 from pipeinfer.tree import Node, Settled
+
+
+LOOKAHEAD = 0.5
+"""A run is sent when the slowest stage has this much of a one-row run left to do: it must be there in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,9 @@ class Engine:
     """Asks, in this order: has a verdict come? can a run go? can the draft step? and else waits.
 
     `pool` is the target's. `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `cancel`: tell the
-    stages of runs that cannot count any more (off only for ablation studies).
+    stages of runs that cannot count any more (off only for ablation studies). `run_cost`: seconds that a run of n rows
+    takes the slowest stage; with it guesses are held back until a stage is about to want them, so that what goes is the
+    best known then.
     """
 
     def __init__(
@@ -67,10 +73,14 @@ class Engine:
         n_chunk: int = 128,
         n_rows_max: int = 64,
         cancel: bool = True,
+        run_cost: Callable[[int], float] | None = None,
         tracer: Tracer = NO_TRACE,
     ) -> None:
         self.pipeline, self.pool, self.drafter, self.clock = pipeline, pool, drafter, clock
         self.n_chunk, self.n_rows_max, self.cancel, self.tracer = n_chunk, n_rows_max, cancel, tracer
+        self.run_cost = run_cost
+        self._free_s = -math.inf  # when the slowest stage will have done what was sent, by `run_cost`
+        self._held_s: float | None = None  # when guesses may go that were held back
         self._jobs: dict[int, _Job] = {}
         self._flights: dict[int, _Flight] = {}
         self._next_run_id = 1
@@ -110,7 +120,7 @@ class Engine:
     def step(self) -> Emission | None:
         """Answer the first of the three questions that has one; wait if none has."""
         if not self._emissions and not self._settle_next() and not self._send() and not self._draft():
-            self.pipeline.wait()
+            self.pipeline.wait(None if self._held_s is None else max(0.0, self._held_s - self.clock()))
         return self._emissions.popleft() if self._emissions else None
 
     # -- verdicts
@@ -180,6 +190,7 @@ class Engine:
         ]
         for run_id in doomed:
             self._flights[run_id].dead = True
+            self._free_s = -math.inf  # the stages are free as soon as they hear of it
         if doomed and self.cancel:
             for run_id in doomed:
                 self._flights[run_id].cancelled = True
@@ -197,6 +208,7 @@ class Engine:
     # -- sending
 
     def _send(self) -> bool:
+        self._held_s = None
         return any(
             self._send_prompt(job) if job.n_prompt_left else self._send_nodes(job) for job in self._jobs.values()
         )
@@ -211,10 +223,23 @@ class Engine:
         return True
 
     def _send_nodes(self, job: _Job) -> bool:
-        nodes = self._fitting(job.policy.send(self._view(job)))
+        view = self._view(job)
+        if view.n_inflight and job.request.tree.root.run_id is not None and self._is_early():
+            return False
+        nodes = self._fitting(job.policy.send(view))
         if nodes:
             self._submit(job, job.n_sent, 0, nodes)
         return bool(nodes)
+
+    def _is_early(self) -> bool:
+        """Whether a run sent now would only lie in a queue; then it is held."""
+        if self.run_cost is None:
+            return False
+        due_s = self._free_s - LOOKAHEAD * self.run_cost(1)
+        if self.clock() < due_s:
+            self._held_s = due_s
+            return True
+        return False
 
     def _fitting(self, nodes: list[Node]) -> list[Node]:
         """As many of the nodes as cells, sequences and the batch allow: under pressure the tree gets narrower."""
@@ -246,6 +271,8 @@ class Engine:
         opens = {request.id: request.sampling} if not job.metrics.n_runs else {}
         self._flights[run_id] = _Flight(request, nodes, n_context)
         job.metrics.count_run(len(rows), request.tree.root in nodes)
+        if self.run_cost:
+            self._free_s = max(self._free_s, self.clock()) + self.run_cost(len(rows))
         self.pipeline.submit(Run(run_id, rows, placement.ops, opens))
 
     # -- drafting

@@ -71,8 +71,8 @@ class Pipeline(Protocol):
         """The next verdict if one has come. Verdicts come in the order of submission."""
         ...
 
-    def wait(self) -> None:
-        """Return when a verdict may have come; raise `StopRequested` when the user asks to stop."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when a verdict may have come or the time is over; raise `StopRequested` when the user asks to stop."""
         ...
 
     def cancel(self, run_ids: Sequence[int]) -> None:

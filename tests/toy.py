@@ -236,7 +236,7 @@ class ToyPipeline:
             self._advance()
         return decode_verdict(self.queues[-1].popleft()) if self.queues[-1] else None
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         assert any(self.queues), "the engine waits, but nothing is in flight"
         while not self.queues[-1]:
             self._advance()

@@ -6,16 +6,18 @@ from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeinfer import __version__
 from pipeinfer.cli.options import RunOptions
-from pipeinfer.cli.session import Generation
-from pipeinfer.cli.setup import Job
 from pipeinfer.ledger import TimeUse, Window, head_time, stage_time
 from pipeinfer.metrics import speculation, timings
 from pipeinfer.models.model_info import read_model_info
 from pipeinfer.policies.factory import PolicyOptions
+
+if TYPE_CHECKING:  # these import MPI
+    from pipeinfer.cli.session import Generation
+    from pipeinfer.cli.setup import Job
 
 OWN_FIGURES = ("spans", "n_messages", "n_bytes", "runs")  # of a rank's figures, those that go elsewhere than its row
 

@@ -10,7 +10,7 @@ from pipeinfer.cli.context import CLOCK, Context
 from pipeinfer.cli.load import load_draft, load_stage, make_drafter, make_worker
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, N_SEQ, Job
-from pipeinfer.cluster.calibrate import cheapest_microbatch, time_rows
+from pipeinfer.cluster.calibrate import cheapest_microbatch, interpolate_cost, slowest_stage, time_rows
 from pipeinfer.cluster.mpi import HeadPipeline, Idle
 from pipeinfer.cluster.wire import Kind
 from pipeinfer.engine import Engine
@@ -87,7 +87,7 @@ class Session:
         pool = SequencePool(N_SEQ if options.partitions else 1, job.n_cells, parked=options.numerics == "exact")
         engine = Engine(
             pipeline, pool, drafter, CLOCK, n_chunk=job.n_batch, n_rows_max=N_GUESS_ROWS, cancel=cancel,
-            tracer=context.tracer,
+            run_cost=interpolate_cost(slowest_stage(self._costs)), tracer=context.tracer,
         )  # fmt: skip
         request = Request(0, job.prompt, job.n_predict, job.sampling, job.n_ctx, job.end_tokens)
         metrics = engine.add(request, policy)
@@ -98,7 +98,7 @@ class Session:
 
     def tuned(self, options: PolicyOptions) -> PolicyOptions:
         """The options with what they leave to the costs filled in."""
-        return replace(options, microbatch=options.microbatch or cheapest_microbatch(self._costs))
+        return replace(options, microbatch=options.microbatch or cheapest_microbatch(slowest_stage(self._costs)))
 
     def close(self) -> None:
         """Send the stages home and free what this rank holds."""

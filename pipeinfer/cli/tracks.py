@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipeinfer.cli.session import Generation
-from pipeinfer.cli.setup import Job
 from pipeinfer.ledger import HeadLedger
 from pipeinfer.trace import Message, Span, write_chrome_trace
+
+if TYPE_CHECKING:  # these import MPI
+    from pipeinfer.cli.session import Generation
+    from pipeinfer.cli.setup import Job
 
 MOMENT_S = 1e-6  # a span as short as that, where an arrow needs one to end at
 StageRun = tuple[int, float, float, float, bool]

@@ -48,9 +48,26 @@ def _evaluate(model: StageModel, n_rows: int) -> None:
     model.apply([KvOp(OpKind.REMOVE, 0), KvOp(OpKind.COMPACT, 0)])
 
 
-def cheapest_microbatch(costs: Sequence[dict[int, float]]) -> int:
-    """The most guesses a run may carry without costing the slowest stage much more than one; 1 if nothing is known."""
-    sizes = set(ROWS).intersection(*costs) if costs else set()
-    slowest = {n_rows: max(cost[n_rows] for cost in costs) for n_rows in sizes}
-    cheap = [n_rows for n_rows in slowest if slowest[n_rows] <= CHEAP * slowest.get(1, 0.0)]
-    return max(cheap, default=1)
+def slowest_stage(costs: Sequence[dict[int, float]]) -> dict[int, float]:
+    """Rows of a run -> seconds in the slowest stage, for the sizes that every stage has timed."""
+    sizes = set.intersection(*map(set, costs)) if costs else set()
+    return {n_rows: max(cost[n_rows] for cost in costs) for n_rows in sorted(sizes)}
+
+
+def cheapest_microbatch(cost: dict[int, float]) -> int:
+    """The most guesses a run may carry without costing much more than one; 1 if nothing is known."""
+    return max((n_rows for n_rows in cost if cost[n_rows] <= CHEAP * cost[1]), default=1)
+
+
+def interpolate_cost(cost: dict[int, float]) -> Callable[[int], float] | None:
+    """Seconds that a run of any number of rows takes, from those timed: straight lines, the last one continued."""
+    if not cost:
+        return None
+    rows, seconds = list(cost), list(cost.values())
+    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else seconds[0]
+
+    def at(n_rows: int) -> float:
+        beyond = max(0, n_rows - rows[-1])
+        return float(np.interp(n_rows, rows, seconds)) + max(0.0, slope) * beyond
+
+    return at

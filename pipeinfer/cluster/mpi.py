@@ -6,6 +6,7 @@ cancellations out of band, from the head straight to every stage.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -62,13 +63,20 @@ class Idle:
 
     def until(self, ready: Callable[[], T | None]) -> T:
         """Poll `ready` until it returns something; what it raises ends the wait."""
+        result = self.within(ready, math.inf)
+        assert result is not None
+        return result
+
+    def within(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
+        """The same, for so long at most."""
         start_s, waited_s = time.perf_counter(), 0.0
         spin_s = self.spin_when_busy_s if self._last_s < self.spin_when_busy_s else self.spin_s
-        while (result := ready()) is None:
+        while (result := ready()) is None and waited_s < timeout_s:
             if waited_s < spin_s:
                 os.sched_yield()
             else:
-                time.sleep(min(max(self.share * waited_s, self.shortest_s), self.longest_s))
+                pause_s = min(max(self.share * waited_s, self.shortest_s), self.longest_s)
+                time.sleep(min(pause_s, timeout_s - waited_s))
             waited_s = time.perf_counter() - start_s
         self._last_s = waited_s
         return result
@@ -210,14 +218,16 @@ class HeadPipeline:
         self.ledger.verdicts.append((time.monotonic(), verdict.run_id))
         return verdict
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         self.check()
         if self._queue:
             self._work(self._queue.popleft())
             return
         start_s = time.monotonic()
         try:
-            self._verdicts.append(self.idle.until(self._poll_checked))
+            verdict = self.idle.within(self._poll_checked, math.inf if timeout_s is None else timeout_s)
+            if verdict:
+                self._verdicts.append(verdict)
         finally:
             self.ledger.waits.append((start_s, time.monotonic()))
 

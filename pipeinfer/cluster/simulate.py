@@ -122,14 +122,16 @@ class SimPipeline:
         self.clock.advance(self.profile.head.verdict_s)
         return Verdict(flight.run_id, () if flight.cancelled else flight.tokens, flight.cancelled)
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Raises RuntimeError when nothing is in flight: the engine would wait for ever."""
-        flight = self._next_verdict(NEVER)
-        if flight is None:
+        end_s = NEVER if timeout_s is None else self.clock.now + timeout_s
+        flight = self._next_verdict(end_s)
+        if flight is None and end_s == NEVER:
             raise RuntimeError("the engine waits, but nothing is in flight")
-        if flight.answered_s > self.clock.now:
-            self.ledger.waits.append((self.clock.now, flight.answered_s))
-            self.clock.now = flight.answered_s
+        until_s = flight.answered_s if flight else end_s
+        if until_s > self.clock.now:
+            self.ledger.waits.append((self.clock.now, until_s))
+            self.clock.now = until_s
 
     def cancel(self, run_ids: Sequence[int]) -> None:
         self.n_cancel_messages += self.profile.n_ranks - 1

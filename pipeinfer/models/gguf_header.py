@@ -139,6 +139,24 @@ def read_header(path: Path) -> Header:
         raise UserError(f"model file {path} cannot be read: {error.strerror}") from None
 
 
+def metadata_spans(path: Path) -> dict[str, tuple[int, int]]:
+    """Where each metadata entry lies in a file, key and value: [start, end) in bytes. Raises as `read_header`.
+
+    For copying what `Value.raw` leaves out, such as the vocabulary.
+    """
+    read_header(path)
+    spans: dict[str, tuple[int, int]] = {}
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data, path)
+        cursor.take(16)  # magic, version, number of tensors
+        for _ in range(cursor.count(10, MAX_KEYS, "metadata keys")):
+            start = cursor.at
+            key = cursor.text(MAX_NAME_BYTES)
+            _read_value(cursor)
+            spans[key] = (start, cursor.at)
+    return spans
+
+
 def _parse(cursor: _Cursor, path: Path, size: int) -> Header:
     cursor.take(4)
     version = cursor.number(4)

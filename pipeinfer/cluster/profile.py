@@ -1,0 +1,300 @@
+"""Clusters described in TOML, by their hardware or by what was measured on them -> a `Profile` of costs.
+
+    [link]              latency_us, gbit_per_s
+    [head]              run_us, verdict_us, draft_us: the engine's own work (optional)
+
+By hardware, as published:
+
+    [nodes.NAME]        gb_per_s, gflop_per_s: what inference reaches; layer_us, run_us: overheads; memory_gb (optional)
+    [[cluster]]         node, count: in pipeline order; the first hosts the head and the draft
+    [models.NAME]       layers, embd, layer_mb, layer_mparam, output_mb, output_mparam; kv_kb: a token and layer
+    [pairs.NAME]        target, draft, acceptance
+
+By measurement:
+
+    embd
+    [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, context_ns, run_us
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.cluster.costs import NOTHING, HeadCost, LinkCost, ModelCost, Profile, Work, roofline
+from pipeinfer.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SHIPPED = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine: what inference reaches of its memory bandwidth and its arithmetic, and what a layer and a run cost on top."""
+
+    name: str
+    bytes_per_s: float
+    flop_per_s: float
+    layer_s: float
+    run_s: float
+    memory_bytes: float
+
+    def slice_of(self, model: Model, layers: int, is_last: bool) -> ModelCost:
+        layer = roofline(model.layer_bytes, 2 * model.layer_params, self.bytes_per_s, self.flop_per_s, self.layer_s)
+        layer = Work(layer.rows, layer.seconds, model.kv_bytes / self.bytes_per_s)
+        output = roofline(model.output_bytes, 2 * model.output_params, self.bytes_per_s, self.flop_per_s)
+        return ModelCost(f"{layers} layers on {self.name}", layers, layer, output if is_last else NOTHING, self.run_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a model reads and computes: a layer, and the vocabulary at its end; `kv_bytes` a token and layer."""
+
+    name: str
+    layers: int
+    n_embd: int
+    layer_bytes: float
+    layer_params: float
+    output_bytes: float
+    output_params: float
+    kv_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A TOML table that knows where it is, so that errors can say so."""
+
+    where: str
+    values: Mapping[str, Any]
+
+    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+        value = self.values.get(key, default)
+        if value is None:
+            raise UserError(f"{self.where} lacks {key}; give a number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
+            raise UserError(f"{self.where}: {key} = {value!r}; give a number from {least:g} on")
+        return float(value)
+
+    def positive(self, key: str) -> float:
+        value = self.number(key)
+        if value == 0:
+            raise UserError(f"{self.where}: {key} = 0; give a number above 0")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.number(key, default, least=1)
+        if value != int(value):
+            raise UserError(f"{self.where}: {key} = {value:g}; give a whole number")
+        return int(value)
+
+    def text(self, key: str, among: Sequence[str]) -> str:
+        value = self.values.get(key)
+        if value not in among:
+            raise UserError(f"{self.where}: {key} = {value!r}; there are {', '.join(among) or 'none'}")
+        return str(value)
+
+    def numbers(self, key: str, n: int | None = None) -> tuple[float, ...]:
+        values = self.values.get(key)
+        if not isinstance(values, list) or not values or (n is not None and len(values) != n):
+            wanted = "numbers" if n is None else f"{n} numbers, one for each of rows"
+            raise UserError(f"{self.where}: {key} = {values!r}; give a list of {wanted}")
+        return tuple(Table(f"{self.where}, {key}", {key: value}).number(key) for value in values)
+
+    def table(self, key: str, default: Mapping[str, Any] | None = None) -> Table:
+        value = self.values.get(key, default)
+        if not isinstance(value, Mapping):
+            raise UserError(f"{self.where} lacks the table [{key}]")
+        return Table(f"{self.where}, [{key}]", value)
+
+    def tables(self, key: str) -> dict[str, Table]:
+        return {name: self.table(key).table(name) for name in self.table(key, {}).values}
+
+    def list_of(self, key: str) -> list[Table]:
+        value = self.values.get(key)
+        if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
+            raise UserError(f"{self.where} lacks [[{key}]]")
+        return [Table(f"{self.where}, [[{key}]] {index}", item) for index, item in enumerate(value, start=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFile:
+    """A file, read and ready to be laid out."""
+
+    name: str
+    top: Table
+
+    @property
+    def by_hardware(self) -> bool:
+        return "cluster" in self.top.values
+
+    @property
+    def pairs(self) -> list[str]:
+        return list(self.top.tables("pairs"))
+
+    @property
+    def n_nodes_max(self) -> int:
+        if not self.by_hardware:
+            return len(self.top.list_of("stages")) + 1
+        return sum(group.count("count", 1) for group in self.top.list_of("cluster"))
+
+    def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
+        """The costs of a model pair on the first `n_nodes` nodes (0: all); with a draft the first node is the draft's.
+
+        Raises UserError for whatever is wrong with the file or does not fit.
+        """
+        if not self.by_hardware:
+            return self._measured(n_nodes, pair, has_draft)
+        most = self.n_nodes_max
+        if not 1 + has_draft <= (n_nodes or most) <= most:
+            raise UserError(f"{n_nodes} nodes of {self.name}, which has {most}; give {1 + has_draft} to {most}")
+        nodes = list(self._nodes())[: n_nodes or most]
+        target, draft, acceptance = self._pair(pair)
+        hosts = nodes[has_draft:]
+        counts = share_layers(hosts, target)
+        stages = [
+            node.slice_of(target, count, index + 1 == len(hosts))
+            for index, (node, count) in enumerate(zip(hosts, counts, strict=True))
+        ]
+        return Profile(
+            name=f"{self.name}, {pair or self.pairs[0]}, {len(nodes)} nodes",
+            n_embd=target.n_embd,
+            stages=tuple(stages),
+            draft=nodes[0].slice_of(draft, draft.layers, True) if has_draft else None,
+            link=self._link(),
+            head=self._head(),
+            head_is_first=not has_draft,
+            acceptance=acceptance,
+        )
+
+    def _measured(self, n_nodes: int, pair: str, has_draft: bool) -> Profile:
+        stages = tuple(map(_measured_slice, self.top.list_of("stages")))
+        if n_nodes not in (0, len(stages) + 1):
+            raise UserError(f"{self.name} was measured on {len(stages) + 1} ranks, not {n_nodes}; leave the number out")
+        if pair:
+            raise UserError(f"{self.name} was measured with one pair of models; leave --pair {pair} out")
+        draft = _measured_slice(self.top.table("draft")) if has_draft else None
+        acceptance = self.top.number("acceptance") if "acceptance" in self.top.values else None
+        n_embd = self.top.count("embd")
+        return Profile(self.name, n_embd, stages, draft, self._link(), self._head(), acceptance=acceptance)
+
+    def _nodes(self) -> Iterator[Node]:
+        kinds = self.top.tables("nodes")
+        for group in self.top.list_of("cluster"):
+            name = group.text("node", list(kinds))
+            for _ in range(group.count("count", 1)):
+                yield _node(name, kinds[name])
+
+    def _pair(self, name: str) -> tuple[Model, Model, float]:
+        pairs, models = self.top.tables("pairs"), self.top.tables("models")
+        if not pairs:
+            raise UserError(f"{self.name} lacks [pairs.NAME]")
+        name = name or next(iter(pairs))
+        if name not in pairs:
+            raise UserError(f"--pair {name}: {self.name} has {', '.join(pairs)}")
+        pair = pairs[name]
+        target, draft = (pair.text(role, list(models)) for role in ("target", "draft"))
+        return _model(target, models[target]), _model(draft, models[draft]), pair.number("acceptance")
+
+    def _link(self) -> LinkCost:
+        link = self.top.table("link")
+        return LinkCost(1e-6 * link.number("latency_us"), 1e9 / 8 * link.positive("gbit_per_s"))
+
+    def _head(self) -> HeadCost:
+        head = self.top.table("head", {})
+        return HeadCost(*(1e-6 * head.number(key, 0.0) for key in ("run_us", "verdict_us", "draft_us")))
+
+
+def _node(name: str, table: Table) -> Node:
+    return Node(
+        name,
+        1e9 * table.positive("gb_per_s"),
+        1e9 * table.positive("gflop_per_s"),
+        1e-6 * table.number("layer_us", 0.0),
+        1e-6 * table.number("run_us", 0.0),
+        1e9 * table.number("memory_gb", 1e6),
+    )
+
+
+def _model(name: str, table: Table) -> Model:
+    return Model(
+        name,
+        table.count("layers"),
+        table.count("embd"),
+        1e6 * table.positive("layer_mb"),
+        1e6 * table.positive("layer_mparam"),
+        1e6 * table.positive("output_mb"),
+        1e6 * table.positive("output_mparam"),
+        1e3 * table.number("kv_kb", 0.0),
+    )
+
+
+def _measured_slice(table: Table) -> ModelCost:
+    rows = table.numbers("rows")
+    if list(rows) != sorted(set(rows)) or rows[0] < 1:
+        raise UserError(f"{table.where}: rows = {list(rows)}; they must ascend from 1")
+    layer_s = tuple(1e-3 * value for value in table.numbers("layer_ms", len(rows)))
+    output = NOTHING
+    if "output_ms" in table.values:
+        output = Work(rows, tuple(1e-3 * value for value in table.numbers("output_ms", len(rows))))
+    layer = Work(rows, layer_s, 1e-9 * table.number("context_ns", 0.0))
+    layers = table.count("layers")
+    return ModelCost(f"{layers} layers", layers, layer, output, 1e-6 * table.number("run_us", 0.0))
+
+
+def share_layers(nodes: Sequence[Node], model: Model) -> list[int]:
+    """Layers for each node, so that the slowest stage is as fast as it can be for single rows. Raises UserError."""
+    layer_s = [node.slice_of(model, 1, False).layer.at(1) for node in nodes]
+    output_s = nodes[-1].slice_of(model, 1, True).output.at(1)
+    room = [int(node.memory_bytes // model.layer_bytes) for node in nodes]
+    if len(nodes) > model.layers or sum(room) < model.layers:
+        raise UserError(
+            f"{model.name} has {model.layers} layers: {len(nodes)} stages have room for {sum(room)}; "
+            f"give {'fewer' if len(nodes) > model.layers else 'more'} nodes"
+        )
+
+    def most(limit_s: float) -> list[int]:
+        limits = [limit_s] * (len(nodes) - 1) + [limit_s - output_s]
+        return [
+            max(1, min(n, int(limit / one_s + 1e-9))) for limit, one_s, n in zip(limits, layer_s, room, strict=True)
+        ]
+
+    # the best limit is one that some node just fills
+    limits = sorted(
+        {n * one_s + (output_s if i + 1 == len(nodes) else 0.0) for i, one_s in enumerate(layer_s)
+         for n in range(1, model.layers + 1)}
+    )  # fmt: skip
+    counts = next(counts for limit in limits if sum(counts := most(limit)) >= model.layers)
+    surplus = sum(counts) - model.layers
+    while surplus:
+        # take the layers that are too many from where they cost most, so that the stages stay even
+        index = max((i for i in range(len(nodes)) if counts[i] > 1), key=lambda i: counts[i] * layer_s[i])
+        counts[index] -= 1
+        surplus -= 1
+    return counts
+
+
+def load_profile(name: str) -> ProfileFile:
+    """A shipped profile by its name, or a file. Raises UserError, naming the shipped ones, when there is no such thing."""
+    path = Path(name)
+    if not path.suffix and not path.exists():
+        path = SHIPPED / f"{name}.toml"
+    try:
+        top = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no profile {name}; give a TOML file or one of {', '.join(shipped_profiles())}") from None
+    except OSError as error:
+        raise UserError(f"profile {name}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"profile {name}: {error}") from None
+    return ProfileFile(path.stem, Table(f"profile {path.name}", top))
+
+
+def shipped_profiles() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))

@@ -1,0 +1,178 @@
+"""A deeper model that computes (nearly) the same: real cost at any depth, and an acceptance rate that can be set.
+
+The added layers are copies of the model's own, in turn, but what they add to the residual stream is scaled down: their
+output projections are `noise` times the original ones, with random signs; at 0 they add nothing, and the model computes
+exactly what it did. Scaling touches the scale of each block only, so that any quantisation stays what it is, nothing is
+quantised again, and a model of any size goes through in a stream.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.errors import UserError
+from pipeinfer.models.gguf_header import ARRAY, BLOCKS, SCALARS, Tensor, metadata_spans
+from pipeinfer.models.model_info import FILE_TYPES, MAX_LAYERS, ModelInfo, layer_of
+
+ALIGNMENT = 32
+CHUNK_BYTES = 1 << 24
+OUTPUT_PROJECTIONS = ("attn_output", "ffn_down")
+"""The tensors that write to the residual stream, in every supported architecture; `ffn_down_exps` of experts too."""
+
+# ggml type: where in a block its half-precision scales (and minima) are, in bytes
+SCALES_AT = {
+    1: (0,), 2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,), 10: (80, 82), 11: (108,), 12: (0, 2), 13: (0, 2),
+    14: (208,), 16: (0,), 17: (0,), 18: (0,), 19: (0,), 20: (0,), 21: (0,), 22: (0,), 23: (0,),
+}  # fmt: skip
+F32, BF16 = 0, 30
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of the grown model and where its data come from; `scale` is None where they are copied as they are."""
+
+    name: str
+    source: Tensor
+    scale: float | None
+    seed: int
+
+
+def grow(info: ModelInfo, path: Path, n_layer: int, noise: float, seed: int = 0) -> None:
+    """Write `info`'s model with `n_layer` layers to `path`, whole or not at all.
+
+    Raises UserError when the depth, the noise or the model's quantisation does not do, or the file cannot be written.
+    """
+    _check(info, path, n_layer, noise)
+    parts = list(_parts(info, n_layer, noise, seed))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(_header(info, parts, n_layer))
+            for part in parts:
+                _write_tensor(file, part)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; name a file on a disk with room for it") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def scaled(blocks: Bytes, kind: int, factor: float, rng: np.random.Generator) -> Bytes:
+    """Blocks of ggml type `kind`, (n_blocks, bytes of a block), times `factor`, each with a random sign."""
+    signs = (factor * rng.choice(np.array([-1.0, 1.0], np.float32), len(blocks))).astype(np.float32)
+    out = blocks.copy()
+    if kind == F32:
+        return (out.view(np.float32) * signs[:, None]).view(np.uint8)
+    if kind == BF16:
+        # a bfloat16 is the upper half of a float32
+        wide = np.left_shift(out.view(np.uint16).astype(np.uint32), 16).view(np.float32) * signs[:, None]
+        return np.right_shift(wide.view(np.uint32), 16).astype(np.uint16).view(np.uint8)
+    for at in SCALES_AT[kind]:
+        values = out[:, at : at + 2].copy().view(np.float16).astype(np.float32) * signs[:, None]
+        out[:, at : at + 2] = values.astype(np.float16).view(np.uint8)
+    return out
+
+
+def _check(info: ModelInfo, path: Path, n_layer: int, noise: float) -> None:
+    if not info.n_layer < n_layer <= MAX_LAYERS:
+        raise UserError(
+            f"--layers {n_layer}: the model has {info.n_layer}, a grown one has more, and {MAX_LAYERS} at most"
+        )
+    if not 0 <= noise <= 10:
+        raise UserError(f"--noise {noise:g} must be from 0 (the same function) to 10")
+    if any(path.exists() and path.samefile(source) for source in info.paths):
+        raise UserError(f"{path} is the model that is read; name another file with -o")
+    for tensor in info.tensors:
+        if noise and _adds(tensor.name) and tensor.type not in (*SCALES_AT, F32, BF16):
+            raise UserError(f"noise cannot be put into {tensor.name}: its type {_type_name(tensor.type)} has no scale that "
+                            "could be changed; use --noise 0, or another quantisation")  # fmt: skip
+
+
+def _type_name(kind: int) -> str:
+    return FILE_TYPES.get(kind, str(kind))
+
+
+def _adds(name: str) -> bool:
+    return layer_of(name) is not None and name.split(".")[2].startswith(OUTPUT_PROJECTIONS)
+
+
+def _parts(info: ModelInfo, n_layer: int, noise: float, seed: int) -> Iterator[Part]:
+    """The model's tensors as they are, then those of the added layers."""
+    by_layer: dict[int, list[Tensor]] = {}
+    for tensor in info.tensors:
+        yield Part(tensor.name, tensor, None, 0)
+        layer = layer_of(tensor.name)
+        if layer is not None:
+            by_layer.setdefault(layer, []).append(tensor)
+    for layer in range(info.n_layer, n_layer):
+        for index, tensor in enumerate(by_layer[layer % info.n_layer]):
+            name = f"blk.{layer}.{tensor.name.split('.', 2)[2]}"
+            yield Part(name, tensor, noise if _adds(tensor.name) else None, hash((seed, layer, index)) & 0xFFFFFFFF)
+
+
+# -- writing
+
+
+def _write_tensor(file: BinaryIO, part: Part) -> None:
+    """The tensor's data and the padding after it, some at a time."""
+    tensor, rng = part.source, np.random.default_rng(part.seed)
+    block_bytes = BLOCKS[tensor.type][1]
+    step = CHUNK_BYTES // block_bytes * block_bytes
+    with open(tensor.path, "rb") as source:
+        source.seek(tensor.offset)
+        for start in range(0, tensor.n_bytes, step):
+            data = source.read(min(step, tensor.n_bytes - start))
+            if part.scale == 0:
+                # all-zero blocks are zeros in every type that ggml has
+                data = bytes(len(data))
+            elif part.scale is not None:
+                blocks = np.frombuffer(data, np.uint8).reshape(-1, block_bytes)
+                data = scaled(blocks, tensor.type, part.scale, rng).tobytes()
+            file.write(data)
+    file.write(bytes(-tensor.n_bytes % ALIGNMENT))
+
+
+def _header(info: ModelInfo, parts: list[Part], n_layer: int) -> bytes:
+    entries = list(_metadata(info, n_layer))
+    out = [b"GGUF", struct.pack("<IQQ", 3, len(parts), len(entries)), *entries]
+    at = 0
+    for part in parts:
+        shape = part.source.shape
+        out += [_text(part.name), struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, part.source.type, at)]
+        at += part.source.n_bytes + -part.source.n_bytes % ALIGNMENT
+    head = b"".join(out)
+    return head + bytes(-len(head) % ALIGNMENT)
+
+
+def _metadata(info: ModelInfo, n_layer: int) -> Iterator[bytes]:
+    """Encoded entries: the model's own, with what counts layers changed, and without the traces of a split."""
+    arch = info.architecture
+    with open(info.paths[0], "rb") as file:
+        for key, (start, end) in metadata_spans(info.paths[0]).items():
+            value = info.metadata[key]
+            if key.startswith(("split.", "general.tensor_extra")) or key == "general.alignment":
+                continue
+            if key == f"{arch}.block_count":
+                yield _text(key) + struct.pack("<II", 4, n_layer)
+            elif key.startswith(f"{arch}.") and value.type == ARRAY and value.n_items == info.n_layer:
+                assert isinstance(value.value, tuple), key
+                items = [value.value[layer % info.n_layer] for layer in range(n_layer)]
+                layout = f"<{n_layer}{SCALARS[value.item_type][1]}"
+                yield _text(key) + struct.pack("<IIQ", ARRAY, value.item_type, n_layer) + struct.pack(layout, *items)
+            else:
+                file.seek(start)
+                yield file.read(end - start)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
