@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Draw the figures of an evaluation from results.csv: `python plot.py [results.csv] [-o FOLDER]`.
 
-Generation speed, time to first token, inter-token latency, speed per memory, ablations, prompts, latency distributions
-and each rank's time, as far as the table has the data; PNG and SVG. Bars are means, whiskers sample standard deviations.
-A headerless file of the original PipeInfer works too: four columns, rows in threes (sequential, speculative, pipeinfer).
+Generation speed, time to first token, inter-token latency, speed per memory, ablations, prompts, distributions of the
+latencies and each rank's time, as far as the table has the data; PNG and SVG. Bars are means, whiskers sample standard
+deviations. A headerless file of the original PipeInfer works too: four columns, rows in threes (sequential,
+speculative, pipeinfer).
 """
 
 from __future__ import annotations

@@ -26,9 +26,13 @@ Branch = tuple[int, ...]
 
 
 class Choices(Protocol):
-    prompt: Sequence[int]
-    n_tokens: int
-    """How many tokens, the prompt's included, the target's path has."""
+    @property
+    def prompt(self) -> Sequence[int]: ...
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens, the prompt's included, the target's path has."""
+        ...
 
     def target(self, position: int) -> int:
         """The token at `position` on the target's path."""
@@ -79,7 +83,8 @@ class SyntheticChoices:
         """Raises UserError when `by_rank` are no probabilities that add up to 1 at most."""
         if not by_rank or min(by_rank) < 0 or sum(by_rank) > 1 + 1e-9:
             raise UserError(
-                f"probabilities by rank {','.join(f'{p:g}' for p in by_rank)}: numbers from 0 to 1 that add up to 1 at most"
+                f"probabilities by rank {','.join(f'{p:g}' for p in by_rank)}: "
+                "give numbers from 0 to 1 that add up to 1 at most"
             )
         self.by_rank, self.seed, self.n_vocab, self.n_tokens = tuple(by_rank), seed, n_vocab, n_tokens
         missed = max(1 - by_rank[0], 1e-12)

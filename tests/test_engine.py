@@ -87,6 +87,23 @@ def test_any_tree_split_order_and_cancellation_gives_the_targets_text(block: int
     assert n_trees > 1000
 
 
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_long_generation_leaks_nothing(parked: bool) -> None:
+    """2 000 tokens with few cells to spare: removed cells are won back again and again, and all ends in order."""
+    rng, reference, params = random.Random(3), Reference(N_LAYERS), SamplingParams(temp=0.0)
+    pipeline = toy_pipeline(rng, 3, 2_100, parked)
+    pool = SequencePool(8, 2_100, parked)
+    engine = Engine(pipeline, pool, OracleDrafter(reference, 0.6), lambda: 0.0)
+    request = Request(0, [5], 20_000, params, 2_001)
+    engine.add(request, PipeInfer(microbatch=2))
+    n_nodes = 0
+    for _ in engine.generate():
+        n_nodes = max(n_nodes, len(request.tree.nodes))
+    assert request.finish is Finish.CONTEXT and request.n_generated == 2_000
+    assert request.tokens[-50:] == reference.generate([5], 2_000, params)[-50:]
+    assert pool.n_free == 8 and n_nodes < 100 and not any(pipeline.queues)
+
+
 def test_concurrent_requests_do_not_mix() -> None:
     for seed in range(60):
         rng = random.Random(seed)

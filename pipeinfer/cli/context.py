@@ -40,6 +40,7 @@ class Context:
         return {
             "runs_skipped": stats.n_skipped,
             "runs_stopped": stats.n_stopped,
+            "layers_saved": stats.n_layers_saved,
             "rss_bytes": resident_bytes(),
             "peak_rss_bytes": peak_resident_bytes(),
             "n_messages": outbox.n_runs,

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeinfer.cli.context import CLOCK, Context
-from pipeinfer.cli.setup import N_GUESS_ROWS, N_SEQ, Job
+from pipeinfer.cli.setup import N_GUESS_ROWS, Job
+from pipeinfer.cluster.pace import Courier, LoadedModel, PacedStage
 from pipeinfer.cluster.stage import StageWorker
 from pipeinfer.drafting import ModelDrafter
 from pipeinfer.errors import UserError
@@ -17,10 +18,8 @@ from pipeinfer.sequences import SequencePool
 if TYPE_CHECKING:
     Progress = Callable[[float], bool]
 
-N_SEQ_MAX = N_SEQ + 1  # one more, in which exact numerics park rejected cells
 
-
-def load_stage(context: Context, job: Job, on_progress: Progress) -> LlamaStage | None:
+def load_stage(context: Context, job: Job, on_progress: Progress) -> LoadedModel | None:
     """This rank's slice of the target, if it has one. Raises UserError when this host's file is not rank 0's."""
     index = job.plan.stage_of(context.rank)
     if index is None:
@@ -31,22 +30,27 @@ def load_stage(context: Context, job: Job, on_progress: Progress) -> LlamaStage 
         raise UserError(f"{options.model} differs from rank 0's; copy the same file to every host")
     params = LlamaParams(
         n_cells=job.n_cells,
-        n_seq_max=N_SEQ_MAX,
+        n_seq_max=job.n_seq + 1,  # one more, in which exact numerics park rejected cells
         n_batch=job.n_rows_max,
         n_outputs_max=N_GUESS_ROWS + 1,
         n_threads=job.threads[context.rank],
         n_gpu_layers=options.n_gpu_layers,
         exact=options.numerics == "exact",
     )
-    return LlamaStage(open_slice(info, stage.first, stage.last, options.slice_cache), params, on_progress)
+    model = LlamaStage(open_slice(info, stage.first, stage.last, options.slice_cache), params, on_progress)
+    return PacedStage(model, job.pace.stages[index], CLOCK) if job.pace else model
 
 
-def make_worker(context: Context, job: Job, model: LlamaStage) -> StageWorker:
+def make_worker(context: Context, job: Job, model: LoadedModel) -> StageWorker:
     """What drives a loaded stage through one pipeline's runs."""
-    return StageWorker(model, lambda run_id: False, CLOCK, job.plan.stage_of(context.rank) == 0, context.tracer)
+    index = job.plan.stage_of(context.rank)
+    assert index is not None, f"rank {context.rank} has a model and no stage"
+    stage = job.plan.stages[index]
+    n_layers = job.pace.stages[index].layers if job.pace else stage.last - stage.first
+    return StageWorker(model, lambda run_id: False, CLOCK, index == 0, context.tracer, n_layers)
 
 
-def load_draft(context: Context, job: Job, on_progress: Progress) -> LlamaStage | None:
+def load_draft(context: Context, job: Job, on_progress: Progress) -> LoadedModel | None:
     """The draft, whole, with a KV cache as large as the target's; None when the policy needs none."""
     path = context.options.draft_in_use
     if path is None:
@@ -54,16 +58,24 @@ def load_draft(context: Context, job: Job, on_progress: Progress) -> LlamaStage 
     info = read_model_info(path)
     params = LlamaParams(
         n_cells=job.n_cells,
-        n_seq_max=N_SEQ_MAX,
+        n_seq_max=job.n_seq + 1,
         n_batch=N_GUESS_ROWS,
         n_outputs_max=N_GUESS_ROWS,
         n_threads=job.threads[0],
         n_gpu_layers=context.options.n_gpu_layers,
         exact=False,  # guesses need not be reproducible to the bit: the target decides
     )
-    return LlamaStage(open_slice(info, 0, info.n_layer, None), params, on_progress)
+    model = LlamaStage(open_slice(info, 0, info.n_layer, None), params, on_progress)
+    return PacedStage(model, job.pace.draft, CLOCK) if job.pace and job.pace.draft else model
 
 
-def make_drafter(job: Job, model: LlamaStage, couple: bool) -> ModelDrafter:
+def make_drafter(job: Job, model: LoadedModel, couple: bool) -> ModelDrafter:
     """A drafter for one pipeline's requests; the model's cache must be empty. `couple`: see ModelDrafter."""
-    return ModelDrafter(model, SequencePool(N_SEQ, job.n_cells), N_GUESS_ROWS, model.n_vocab, couple)
+    return ModelDrafter(model, SequencePool(job.n_seq, job.n_cells), N_GUESS_ROWS, model.n_vocab, couple)
+
+
+def make_courier(context: Context, job: Job) -> Courier | None:
+    """What makes messages take their modelled time, in a paced job; its clock is rank 0's."""
+    if job.pace is None:
+        return None
+    return Courier(job.pace.link, lambda: CLOCK() + context.clock_offset_s, job.n_embd, job.pace.n_embd)

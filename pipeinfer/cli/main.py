@@ -10,7 +10,10 @@ import click
 
 from pipeinfer import __version__
 from pipeinfer.cli.bench import bench
+from pipeinfer.cli.models import models
+from pipeinfer.cli.record import record_command
 from pipeinfer.cli.run import run
+from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cli.timeline import timeline
 from pipeinfer.cluster.launch import exit_together, rank_from_environment
 from pipeinfer.errors import UserError
@@ -24,6 +27,9 @@ def cli() -> None:
 
 cli.add_command(run)
 cli.add_command(bench)
+cli.add_command(models)
+cli.add_command(simulate_command)
+cli.add_command(record_command)
 cli.add_command(timeline)
 
 

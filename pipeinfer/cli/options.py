@@ -33,6 +33,7 @@ class RunOptions:
     ignore_eos: bool
     numerics: str
     slice_cache: Path | None
+    pace: str | None
     repeat_last_n: int
     repeat_penalty: float
     frequency_penalty: float
@@ -41,6 +42,7 @@ class RunOptions:
     speculation: PolicyOptions
     cancel: bool
     partitions: bool
+    sequences: int
     results: Path | None
     trace: Path | None
     json: bool

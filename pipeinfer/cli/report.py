@@ -92,6 +92,9 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
     for notice in s["notices"]:
         console.print(f"note        {notice}")
     console.print(f"runs        {s['runs']}, {s['rows']} rows, {s['runs_cancelled']} cancelled")
+    if s["runs_cancelled"]:
+        n_layers = sum(rank["layers_saved"] for rank in result["ranks"] if "layers_saved" in rank)
+        console.print(f"cancelled   {s['runs_cancelled']} runs, which spared {n_layers} layer evaluations")
     hops = [
         f"{hop['from']}->{hop['to']} {hop['messages']} messages, {size_text(hop['bytes'])}"
         for hop in result["wire"]["hops"]
@@ -108,8 +111,9 @@ def show_ranks(console: Console, result: dict[str, Any]) -> None:
             r["role"],
             *(f"{100 * r[f'{use}_s'] / max(r['wall_s'], 1e-9):.0f}%" for use in USES),
             str(r["runs_skipped"] + r["runs_stopped"]),
+            str(r["layers_saved"]),
             size_text(r["peak_rss_bytes"]),
         ]
         for r in result["ranks"]
     ]
-    show_table(console, ["rank", "host", "role", *USES, "runs saved", "peak memory"], rows)
+    show_table(console, ["rank", "host", "role", *USES, "runs saved", "layers saved", "peak memory"], rows)

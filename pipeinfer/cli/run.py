@@ -75,6 +75,9 @@ PATH = click.Path(path_type=Path)
 @click.option(
     "--slice-cache", type=PATH, help="Keep each rank's slice in this directory of its host, for the next start."
 )
+@click.option(
+    "--pace", help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models."
+)
 @click.option("--repeat-last-n", type=click.IntRange(0, 4096), default=64, show_default=True, help="Tokens penalised.")
 @click.option(
     "--repeat-penalty", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True, help="1: off."
@@ -97,6 +100,13 @@ PATH = click.Path(path_type=Path)
     type=bool,
     default=True,
     help="Ablation: one sequence only.",
+)
+@click.option(
+    "--sequences",
+    type=click.IntRange(1, 255),
+    default=31,
+    show_default=True,
+    help="Branches that trees may have at a time; when they run out, trees get narrower.",
 )
 @click.option("--results", type=PATH, help="Append a row of figures to this CSV file.")
 @click.option("--trace", type=PATH, help="Write the timeline of all ranks, as Chrome trace events.")

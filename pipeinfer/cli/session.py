@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeinfer.cli.context import CLOCK, Context
-from pipeinfer.cli.load import load_draft, load_stage, make_drafter, make_worker
+from pipeinfer.cli.load import load_draft, load_stage, make_courier, make_drafter, make_worker
 from pipeinfer.cli.options import RunOptions
-from pipeinfer.cli.setup import N_GUESS_ROWS, N_SEQ, Job
+from pipeinfer.cli.setup import N_GUESS_ROWS, Job
 from pipeinfer.cluster.calibrate import cheapest_microbatch, interpolate_cost, slowest_stage, time_rows
 from pipeinfer.cluster.mpi import HeadPipeline, Idle
+from pipeinfer.cluster.pace import LoadedModel
 from pipeinfer.cluster.wire import Kind
 from pipeinfer.engine import Engine
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.ledger import HeadLedger
 from pipeinfer.metrics import RequestMetrics
-from pipeinfer.models.llama import LlamaStage
 from pipeinfer.policies import Policy
 from pipeinfer.policies.factory import PolicyOptions
 from pipeinfer.requests import Request
@@ -43,8 +43,8 @@ class Session:
         self.context, self.job, self.on_loaded = context, job, on_loaded
         self._ranks = [stage.rank for stage in job.plan.stages]
         self.remote_ranks = [rank for rank in self._ranks if rank != 0]
-        self._stage: LlamaStage | None = None
-        self._draft: LlamaStage | None = None
+        self._stage: LoadedModel | None = None
+        self._draft: LoadedModel | None = None
         self._costs: list[dict[int, float]] = []  # of each stage: rows of a run -> seconds
 
     def open(self) -> None:
@@ -83,8 +83,9 @@ class Session:
         if self._draft and options.draft_in_use:
             self._draft.clear()
             drafter = make_drafter(job, self._draft, options.couple)
-        pipeline = HeadPipeline(context.link.comm, self._ranks, worker, job.n_rows_max, context.flag.check)
-        pool = SequencePool(N_SEQ if options.partitions else 1, job.n_cells, parked=options.numerics == "exact")
+        courier = make_courier(context, job)
+        pipeline = HeadPipeline(context.link.comm, self._ranks, worker, job.n_rows_max, context.flag.check, courier)
+        pool = SequencePool(job.n_seq, job.n_cells, parked=options.numerics == "exact")
         engine = Engine(
             pipeline, pool, drafter, CLOCK, n_chunk=job.n_batch, n_rows_max=N_GUESS_ROWS, cancel=cancel,
             run_cost=interpolate_cost(slowest_stage(self._costs)), tracer=context.tracer,
@@ -102,7 +103,8 @@ class Session:
 
     def close(self) -> None:
         """Send the stages home and free what this rank holds."""
-        pipeline = HeadPipeline(self.context.link.comm, self._ranks, None, 1, lambda: None)
+        courier = make_courier(self.context, self.job)
+        pipeline = HeadPipeline(self.context.link.comm, self._ranks, None, 1, lambda: None, courier)
         pipeline.shutdown()
         for model in (self._stage, self._draft):
             if model:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.cli.options import RunOptions, threads_of_rank
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.pace import pace_profile
 from pipeinfer.cluster.plan import Plan, Sizes, make_plan, parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf_slice import ModelInfo, read_model_info
@@ -16,7 +18,6 @@ from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
 from pipeinfer.results import check_results
 from pipeinfer.sampling import SamplingParams
 
-N_SEQ = 31  # leasable sequences; trees stay far below
 N_GUESS_ROWS = 32  # guesses a run carries at most
 DEFAULT_CTX = 4096
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
@@ -40,11 +41,14 @@ class Job:
     n_predict: int
     n_ctx: int
     n_cells: int
+    n_seq: int  # sequences that trees may lease
     n_batch: int
     threads: tuple[int, ...]
     hosts: tuple[Host, ...]
     sampling: SamplingParams
     end_tokens: frozenset[int]
+    pace: Profile | None = None
+    """What the ranks and links shall be slowed down to."""
 
     @property
     def n_rows_max(self) -> int:
@@ -90,11 +94,13 @@ def make_job(
         n_predict=n_predict,
         n_ctx=n_ctx,
         n_cells=n_cells,
+        n_seq=options.sequences if options.partitions else 1,
         n_batch=options.batch_size,
         threads=spread_threads(options.threads, plan, hosts),
         hosts=tuple(hosts),
         sampling=options.sampling(seed),
         end_tokens=frozenset() if options.ignore_eos else frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab))),
+        pace=pace_profile(options.pace, len(hosts), plan.has_draft) if options.pace else None,
     )
 
 

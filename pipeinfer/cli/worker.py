@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from pipeinfer.cli.context import CLOCK, Context
-from pipeinfer.cli.load import load_stage, make_worker
+from pipeinfer.cli.load import load_stage, make_courier, make_worker
 from pipeinfer.cli.setup import Job
 from pipeinfer.cluster.calibrate import time_rows
 from pipeinfer.cluster.mpi import serve
@@ -28,10 +28,11 @@ def run_stage(context: Context, job: Job) -> int:
     index = ranks.index(context.rank)
     previous = ranks[index - 1] if index else 0
     following = ranks[index + 1] if index + 1 < len(ranks) else None
+    courier = make_courier(context, job)
     ready_s = CLOCK()
     while True:
         worker = make_worker(context, job, model) if model else None
-        served = serve(context.link.comm, worker, previous, following, job.n_rows_max, job.n_embd, ready_s)
+        served = serve(context.link.comm, worker, previous, following, job.n_rows_max, job.n_embd, ready_s, courier)
         if served.end is Kind.SHUTDOWN:
             break
         if model:

@@ -47,7 +47,7 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """A slice of a model on one node: `layers` alike, each `layer`, then `output` (the vocabulary); `run_s` a run on top.
+    """A slice of a model on one node: `layers` alike, each `layer`, then `output` (the vocabulary), and `run_s` a run.
 
     A whole draft model is such a slice too.
     """

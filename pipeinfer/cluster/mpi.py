@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from pipeinfer.cluster.pace import N_STAMP, Courier
 from pipeinfer.cluster.stage import StageWorker, room_for
 from pipeinfer.cluster.wire import (
     Buffer,
@@ -83,10 +84,10 @@ class Idle:
 
 
 class Outbox:
-    """Sends that never block: each buffer is kept until its message is out."""
+    """Sends that never block: each buffer is kept until its message is out. `courier`: stamps them, in paced jobs."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        self.comm = comm
+    def __init__(self, comm: MPI.Comm, courier: Courier | None = None) -> None:
+        self.comm, self.courier = comm, courier
         self._pending: deque[tuple[MPI.Request, Any]] = deque()
         self.n_runs = 0  # messages that carried a run, and their bytes
         self.n_run_bytes = 0
@@ -99,6 +100,8 @@ class Outbox:
     def send(self, message: np.ndarray, dest: int, tag: Tag) -> MPI.Request:
         while self._pending and self._pending[0][0].Test():
             self._pending.popleft()
+        if self.courier:
+            message = self.courier.stamp(message, dest, tag is Tag.PIPELINE)
         request = self.comm.Isend([message, MPI.BYTE], dest, tag)
         self._pending.append((request, message))
         return request
@@ -111,14 +114,22 @@ class Outbox:
 
 
 class Inbox:
-    """Receives posted ahead, so that the next message arrives while this one is worked on."""
+    """Receives posted ahead, so that the next message arrives while this one is worked on.
 
-    def __init__(self, comm: MPI.Comm, source: int, tag: Tag, n_bytes: int, n_ahead: int = 2) -> None:
-        self.comm, self.source, self.tag, self.n_bytes = comm, source, tag, n_bytes
+    With a `courier`, in paced jobs, a message has not come before it is due.
+    """
+
+    def __init__(
+        self, comm: MPI.Comm, source: int, tag: Tag, n_bytes: int, n_ahead: int = 2, courier: Courier | None = None
+    ) -> None:
+        self.comm, self.source, self.tag = comm, source, tag
+        self.n_bytes = n_bytes + (N_STAMP if courier else 0)
+        self.courier = courier
+        self._due_s: float | None = None  # of the oldest message, which is here
         self._posted: deque[tuple[MPI.Request, Buffer]] = deque()
         self._resting: deque[tuple[MPI.Request, Buffer]] = deque()
         for _ in range(n_ahead):
-            self._post(np.empty(n_bytes, np.uint8))
+            self._post(np.empty(self.n_bytes, np.uint8))
 
     def _post(self, buffer: Buffer) -> None:
         self._posted.append((self.comm.Irecv([buffer, MPI.BYTE], self.source, self.tag), buffer))
@@ -126,7 +137,7 @@ class Inbox:
     def poll(self) -> Buffer | None:
         """The next message in a buffer that is the caller's until it is handed to `give_back`."""
         request, buffer = self._posted[0]
-        if not request.Test():
+        if not (request.Test() if self.courier is None else self._is_due(self.courier, request, buffer)):
             return None
         self._posted.popleft()
         if self._resting and self._resting[0][0].Test():
@@ -134,6 +145,17 @@ class Inbox:
         else:
             self._post(np.empty(self.n_bytes, np.uint8))
         return buffer
+
+    def _is_due(self, courier: Courier, request: MPI.Request, buffer: Buffer) -> bool:
+        if self._due_s is None:
+            status = MPI.Status()
+            if not request.Test(status):
+                return False
+            self._due_s = courier.due_s(buffer[: status.Get_count(MPI.BYTE)])
+        if courier.clock() < self._due_s:
+            return False
+        self._due_s = None
+        return True
 
     def give_back(self, buffer: Buffer, sent: MPI.Request) -> None:
         """Use the buffer again once the message that is being sent from it is out."""
@@ -150,14 +172,14 @@ class Inbox:
 class Cancellations:
     """The runs this stage need not evaluate. Runs come in the order of their ids, so older ids are forgotten."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._inbox = Inbox(comm, 0, Tag.CANCEL, 4 * N_CANCEL_WORDS)
+    def __init__(self, comm: MPI.Comm, courier: Courier | None = None) -> None:
+        self._inbox = Inbox(comm, 0, Tag.CANCEL, 4 * N_CANCEL_WORDS, courier=courier)
         self._ids: set[int] = set()
         self._ended = False
 
     def __call__(self, run_id: int) -> bool:
         while (message := self._inbox.poll()) is not None:
-            n, *ids = message.view(np.int32).tolist()
+            n, *ids = message[: 4 * N_CANCEL_WORDS].view(np.int32).tolist()
             self._ended = n == NO_MORE_CANCELS
             self._ids = {known for known in self._ids if known >= run_id} | set(ids[: max(n, 0)])
             self._inbox.give_back(message, MPI.REQUEST_NULL)
@@ -186,11 +208,12 @@ class HeadPipeline:
         worker: StageWorker | None,
         n_rows_max: int,
         check: Callable[[], None],
+        courier: Courier | None = None,
     ) -> None:
         self.comm, self.worker, self.check = comm, worker, check
         self.n_stages = len(stage_ranks)
         self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
-        self.outbox, self.idle = Outbox(comm), Idle()
+        self.outbox, self.idle = Outbox(comm, courier), Idle()
         self.ledger = HeadLedger()
         self.n_cancel_messages = 0
         self._cancelled: set[int] = set()
@@ -199,7 +222,8 @@ class HeadPipeline:
         if worker:
             worker.is_cancelled = self._cancelled.__contains__
         if self.remote_ranks:
-            self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, 4 * (3 + n_rows_max), n_ahead=4)
+            n_bytes = 4 * (3 + n_rows_max)
+            self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_ahead=4, courier=courier)
 
     def submit(self, run: Run) -> None:
         self.ledger.submitted_s[run.id] = time.monotonic()
@@ -285,6 +309,7 @@ def serve(
     n_rows_max: int,
     n_embd: int,
     since_s: float | None = None,
+    courier: Courier | None = None,
 ) -> Served:
     """A stage's loop: receive a run, evaluate, pass on; until the shutdown or pause, which it passes on too.
 
@@ -292,9 +317,9 @@ def serve(
     rank only waits for the shutdown. The ledger's first wait begins at `since_s`, or now.
     """
     n_words = words_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX)
-    inbox = Inbox(comm, previous, Tag.PIPELINE, 4 * (n_words + n_rows_max * n_embd))
-    cancellations = Cancellations(comm)
-    outbox, idle, ledger = Outbox(comm), Idle(), StageLedger()
+    inbox = Inbox(comm, previous, Tag.PIPELINE, 4 * (n_words + n_rows_max * n_embd), courier=courier)
+    cancellations = Cancellations(comm, courier)
+    outbox, idle, ledger = Outbox(comm, courier), Idle(), StageLedger()
     wait_s = time.monotonic() if since_s is None else since_s
     if worker:
         worker.is_cancelled = cancellations

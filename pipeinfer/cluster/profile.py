@@ -37,7 +37,7 @@ SHIPPED = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine: what inference reaches of its memory bandwidth and its arithmetic, and what a layer and a run cost on top."""
+    """A machine: what inference reaches of its memory bandwidth and arithmetic; what a layer and a run cost on top."""
 
     name: str
     bytes_per_s: float
@@ -281,7 +281,7 @@ def share_layers(nodes: Sequence[Node], model: Model) -> list[int]:
 
 
 def load_profile(name: str) -> ProfileFile:
-    """A shipped profile by its name, or a file. Raises UserError, naming the shipped ones, when there is no such thing."""
+    """A shipped profile by its name, or a file. Raises UserError when there is no such thing, naming those shipped."""
     path = Path(name)
     if not path.suffix and not path.exists():
         path = SHIPPED / f"{name}.toml"

@@ -1,7 +1,7 @@
 """A pipeline in virtual time: the same runs, order and cancellations, with modelled durations. Deterministic.
 
-What follows `mpi.serve`: a stage takes runs in their order; it looks for a cancellation before a run and between layers;
-a cancelled run still travels, without activations. Nothing here sleeps, computes a model or imports MPI.
+As in `mpi.serve`, a stage takes runs in their order and looks for a cancellation before a run and between layers; a
+cancelled run still travels, without activations. Nothing here sleeps, computes a model or imports MPI.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ class SimPipeline:
         layer_s = cost.layer.at(flight.n_rows, flight.context)
         begun_s = stage.start_s + cost.run_s
         n_layers = max(1, math.ceil((flight.cancel_s - begun_s) / layer_s)) if layer_s else cost.layers
-        if not flight.cancelled and (n_layers < cost.layers or n_layers == cost.layers and cost.output is not NOTHING):
+        n_useful = cost.layers if cost.output is NOTHING else cost.layers + 1
+        if not flight.cancelled and n_layers < n_useful:
             flight.cancelled = True
             stage.n_stopped += 1
             stage.version += 1

@@ -22,11 +22,15 @@ class StageStats:
     n_runs: int = 0
     n_skipped: int = 0  # cancelled runs that it never began
     n_stopped: int = 0  # cancelled runs that it left between layers
+    n_layers_saved: int = 0  # layers that cancellation spared it
     busy_s: float = 0.0
 
 
 class StageWorker:
-    """One stage, first or not, last or not. `is_cancelled(run_id)` is asked before a run and between layers."""
+    """One stage, first or not, last or not. `is_cancelled(run_id)` is asked before a run and between layers.
+
+    `n_layers` is the model's, for the statistics.
+    """
 
     def __init__(
         self,
@@ -35,8 +39,10 @@ class StageWorker:
         clock: Callable[[], float],
         is_first: bool,
         tracer: Tracer = NO_TRACE,
+        n_layers: int = 0,
     ) -> None:
         self.model, self.clock, self.is_first, self.tracer = model, clock, is_first, tracer
+        self.n_layers, self._n_asked = n_layers, 0
         self.is_cancelled = is_cancelled
         self.stats = StageStats()
         self._sampling: dict[int, SamplingParams] = {}
@@ -58,9 +64,13 @@ class StageWorker:
             transaction.cancel()
         if transaction.cancelled:
             self.stats.n_skipped += 1
+            self.stats.n_layers_saved += self.n_layers
         else:
+            self._n_asked = 0
             verdict = self._evaluate(transaction)
-            self.stats.n_stopped += transaction.cancelled
+            if transaction.cancelled:
+                self.stats.n_stopped += 1
+                self.stats.n_layers_saved += max(0, self.n_layers - self._n_asked)
         self.stats.n_runs += 1
         self.stats.busy_s += self.clock() - start_s
         self.tracer.evaluated(start_s, transaction.run_id, transaction.n_rows, transaction.cancelled)
@@ -115,8 +125,12 @@ class StageWorker:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
         batch = Batch(rows[:, 1], rows[:, 2], list(seqs), hidden, (rows[:, 4] & RowFlag.WANTED).astype(bool))
-        run_id = transaction.run_id
-        return self.model.evaluate(batch, lambda: self.is_cancelled(run_id))
+        return self.model.evaluate(batch, lambda: self._asked(transaction.run_id))
+
+    def _asked(self, run_id: int) -> bool:
+        """Between two layers: is the run cancelled?"""
+        self._n_asked += 1
+        return self.is_cancelled(run_id)
 
     def _verdict(self, transaction: Transaction, logits: FloatArray, seqs: Sequence[tuple[int, ...]]) -> list[int]:
         tokens, next_logits = [], iter(logits)

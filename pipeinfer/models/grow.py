@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf_header import ARRAY, BLOCKS, SCALARS, Tensor, metadata_spans
-from pipeinfer.models.model_info import FILE_TYPES, MAX_LAYERS, ModelInfo, layer_of
+from pipeinfer.models.gguf_slice import PER_LAYER_KEYS
+from pipeinfer.models.model_info import MAX_LAYERS, ModelInfo, layer_of
 
 ALIGNMENT = 32
 CHUNK_BYTES = 1 << 24
@@ -43,7 +44,7 @@ class Part:
     name: str
     source: Tensor
     scale: float | None
-    seed: int
+    seed: tuple[int, ...]
 
 
 def grow(info: ModelInfo, path: Path, n_layer: int, noise: float, seed: int = 0) -> None:
@@ -93,12 +94,10 @@ def _check(info: ModelInfo, path: Path, n_layer: int, noise: float) -> None:
         raise UserError(f"{path} is the model that is read; name another file with -o")
     for tensor in info.tensors:
         if noise and _adds(tensor.name) and tensor.type not in (*SCALES_AT, F32, BF16):
-            raise UserError(f"noise cannot be put into {tensor.name}: its type {_type_name(tensor.type)} has no scale that "
-                            "could be changed; use --noise 0, or another quantisation")  # fmt: skip
-
-
-def _type_name(kind: int) -> str:
-    return FILE_TYPES.get(kind, str(kind))
+            raise UserError(
+                f"noise cannot be put into {tensor.name}: its ggml type {tensor.type} has no scale that could be "
+                "changed; use --noise 0, or another quantisation"
+            )
 
 
 def _adds(name: str) -> bool:
@@ -109,14 +108,14 @@ def _parts(info: ModelInfo, n_layer: int, noise: float, seed: int) -> Iterator[P
     """The model's tensors as they are, then those of the added layers."""
     by_layer: dict[int, list[Tensor]] = {}
     for tensor in info.tensors:
-        yield Part(tensor.name, tensor, None, 0)
+        yield Part(tensor.name, tensor, None, ())
         layer = layer_of(tensor.name)
         if layer is not None:
             by_layer.setdefault(layer, []).append(tensor)
     for layer in range(info.n_layer, n_layer):
         for index, tensor in enumerate(by_layer[layer % info.n_layer]):
             name = f"blk.{layer}.{tensor.name.split('.', 2)[2]}"
-            yield Part(name, tensor, noise if _adds(tensor.name) else None, hash((seed, layer, index)) & 0xFFFFFFFF)
+            yield Part(name, tensor, noise if _adds(tensor.name) else None, (seed, layer, index))
 
 
 # -- writing
@@ -163,7 +162,7 @@ def _metadata(info: ModelInfo, n_layer: int) -> Iterator[bytes]:
                 continue
             if key == f"{arch}.block_count":
                 yield _text(key) + struct.pack("<II", 4, n_layer)
-            elif key.startswith(f"{arch}.") and value.type == ARRAY and value.n_items == info.n_layer:
+            elif key.removeprefix(f"{arch}.") in PER_LAYER_KEYS and value.type == ARRAY:
                 assert isinstance(value.value, tuple), key
                 items = [value.value[layer % info.n_layer] for layer in range(n_layer)]
                 layout = f"<{n_layer}{SCALARS[value.item_type][1]}"

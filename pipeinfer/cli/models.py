@@ -1,0 +1,125 @@
+"""`pipeinfer models`: make models for experiments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from pipeinfer.errors import UserError
+from pipeinfer.models.demo import TARGET
+
+PATH = click.Path(path_type=Path)
+TEXTS = (
+    "def fibonacci(n):\n",
+    "Once upon a time there was a warrior",
+    "import os\n\n\nclass Reader:\n    def __init__(self, path):\n",
+)
+TOLERANCE = 0.015
+HIGHEST_NOISE = 4.0
+
+
+@click.group()
+def models() -> None:
+    """Make models for experiments."""
+
+
+@models.command()
+@click.option("-m", "--model", type=PATH, default=TARGET, help="Model to grow, GGUF. [default: the shipped target]")
+@click.option("-o", "--output", type=PATH, required=True, help="The grown model's file.")
+@click.option("--layers", type=click.IntRange(1), required=True, help="Layers it shall have.")
+@click.option(
+    "--noise",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="What added layers add to the residual stream, as a share of what the originals add; 0: the same function.",
+)
+@click.option(
+    "--acceptance",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Search the noise with which the draft is right this often.",
+)
+@click.option("-md", "--model-draft", type=PATH, help="Draft to measure with. [with --acceptance: the original model]")
+@click.option("-n", "--predict", type=click.IntRange(1), default=96, show_default=True, help="Tokens a measured text.")
+@click.option("-s", "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the noise.")
+@click.option("-t", "--threads", type=click.IntRange(1), default=os.cpu_count() or 1, help="[default: all cores]")
+def grow(
+    model: Path,
+    output: Path,
+    layers: int,
+    noise: float,
+    acceptance: float | None,
+    model_draft: Path | None,
+    predict: int,
+    seed: int,
+    threads: int,
+) -> None:
+    """Make a deeper model that computes (nearly) the same: real cost, and an acceptance rate that can be set.
+
+    Every added layer costs what a layer costs. With the original model (or its draft) as the draft, the acceptance rate
+    is that of the original pair at --noise 0, and falls with the noise. Measured rates are those of greedy text.
+    """
+    from pipeinfer.models.ggml import require_exact_kernels
+    from pipeinfer.models.grow import grow as write_grown
+    from pipeinfer.models.model_info import read_model_info
+
+    if acceptance is not None and noise:
+        raise UserError(f"--noise {noise:g} and --acceptance {acceptance:g} both choose the noise; give one of them")
+    require_exact_kernels()  # the measured rate is that of the default numerics
+    info = read_model_info(model)
+    draft = model_draft or (model if acceptance is not None else None)
+    measure = _measuring(model, draft, predict, threads) if draft else None
+
+    def make(strength: float) -> float:
+        write_grown(info, output, layers, strength, seed)
+        return measure(output) if measure else float("nan")
+
+    if acceptance is None:
+        rate = make(noise)
+    else:
+        noise, rate = search_noise(make, acceptance)
+    size = f"{layers} layers, {output.stat().st_size / 1e6:.1f} MB, noise {noise:.4g}"
+    click.echo(f"{output}: {size}" + (f", acceptance rate of {draft} {rate:.3f}" if draft else ""))
+
+
+def search_noise(make: Callable[[float], float], wanted: float) -> tuple[float, float]:
+    """(noise, rate) of the model that `make(noise)` leaves behind: as near to `wanted` as bisection comes.
+
+    The rate falls with the noise, if not at every step. Raises UserError when no noise gives the rate.
+    """
+    rate = make(0.0)
+    if rate < wanted - TOLERANCE:
+        raise UserError(
+            f"--acceptance {wanted:g} cannot be reached: without noise the draft is right in {rate:.3f} of the cases; "
+            "ask for less, or leave out -md to draft with the original model"
+        )
+    tried = {0.0: rate}
+    low, high = 0.0, 0.05
+    while tried.setdefault(high, make(high)) > wanted and high < HIGHEST_NOISE:
+        low, high = high, 2 * high
+    while min(abs(found - wanted) for found in tried.values()) > TOLERANCE and high - low > 0.002 * high:
+        middle = (low + high) / 2
+        tried[middle] = make(middle)
+        low, high = (middle, high) if tried[middle] > wanted else (low, middle)
+    best = min(tried, key=lambda noise: abs(tried[noise] - wanted))
+    if best != list(tried)[-1]:
+        make(best)
+    return best, tried[best]
+
+
+def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Callable[[Path], float]:
+    """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is another."""
+    from pipeinfer.models.agreement import acceptance
+    from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
+
+    tokenizer = Tokenizer(model)
+    check_same_vocabulary(tokenizer, Tokenizer(draft))
+    prompts = [tokens for text in TEXTS if (tokens := tokenizer.encode(text))]
+    if not prompts:
+        raise UserError(
+            f"{model} has no tokenizer; the acceptance rate cannot be measured, leave -md and --acceptance out"
+        )
+    return lambda grown: acceptance(grown, draft, prompts, n_predict, n_threads)

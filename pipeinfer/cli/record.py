@@ -1,0 +1,77 @@
+"""`pipeinfer record`: what a real pair of models chooses, into a file for `simulate`. One process, no MPI."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.choices import RecordedChoices
+from pipeinfer.errors import UserError
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf_slice import open_slice, read_model_info
+from pipeinfer.models.llama import LlamaParams, LlamaStage
+from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
+from pipeinfer.recording import PathModel, draft_guesses, record
+from pipeinfer.sampling import SamplingParams
+
+PATH = click.Path(path_type=Path)
+N_BATCH = 128
+
+
+@click.command("record")
+@click.option("-m", "--model", type=PATH, default=TARGET, help="Target, GGUF. [default: the shipped pair]")
+@click.option("-md", "--model-draft", type=PATH, default=DRAFT, help="Draft, GGUF.")
+@click.option("-p", "--prompt", required=True, help="The text to continue.")
+@click.option("-n", "--predict", type=click.IntRange(1), default=512, show_default=True, help="Tokens to record.")
+@click.option("-t", "--threads", type=click.IntRange(1), help="[default: the cores]")
+@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("-s", "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+@click.option("-o", "--output", type=PATH, required=True, help="The file to write.")
+def record_command(
+    model: Path, model_draft: Path, prompt: str, predict: int, threads: int | None, temp: float, seed: int, output: Path
+) -> int:
+    """Record the text that the target writes and what the draft guesses after each of its tokens."""
+    tokenizer = Tokenizer(model)
+    check_same_vocabulary(tokenizer, Tokenizer(model_draft))
+    tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
+    about = {"model": str(model), "model_draft": str(model_draft), "temp": temp, "seed": seed}
+    n_cells = len(tokens) + predict + N_BATCH
+    target, params = open_whole(model, n_cells, threads), sampling_of(about)
+    draft = draft_guesses(open_whole(model_draft, n_cells, threads), params, couple=True)
+    choices = record(target, draft, tokens, predict, params, about)
+    choices.save(output)
+    right = sum(
+        choices.guesses(start, (), 1)[0].token == choices.target(start + 1)
+        for start in range(len(tokens) - 1, choices.n_tokens - 1)
+    )
+    click.echo(f"{output}: {predict} tokens, the draft's best guess is right for {right / predict:.1%}")
+    return 0
+
+
+def open_whole(path: Path, n_cells: int, threads: int | None) -> PathModel:
+    """A whole model in this process. Raises UserError when it cannot be loaded."""
+    info = read_model_info(path)
+    n_threads = threads or len(os.sched_getaffinity(0))
+    params = LlamaParams(
+        n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2, n_threads=n_threads, exact=False
+    )
+    return PathModel(LlamaStage(open_slice(info, 0, info.n_layer, None), params), N_BATCH)
+
+
+def sampling_of(about: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(seed=int(about["seed"]), temp=float(about["temp"]))
+
+
+def ask_draft(choices: RecordedChoices, model_draft: Path) -> None:
+    """Let a real draft answer for branches that were not recorded. Raises UserError."""
+    try:
+        params = sampling_of(choices.about)
+    except (KeyError, TypeError, ValueError):
+        raise UserError("these choices do not say how they were sampled; record them anew") from None
+    draft = open_whole(model_draft, choices.n_tokens + N_BATCH, None)
+    choices.draft = draft_guesses(draft, params, couple=True)

@@ -1,0 +1,230 @@
+"""`pipeinfer simulate`: what a cluster would do, in virtual time. Needs no MPI; a model only to record its choices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.choices import Choices, RecordedChoices, SyntheticChoices, ranks_for
+from pipeinfer.cli.policy_options import policy_options, take_policy_options
+from pipeinfer.cli.simulated import make_result, write_trace
+from pipeinfer.cli.summary import print_summary
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.profile import ProfileFile, load_profile, shipped_profiles
+from pipeinfer.cluster.simulation import Simulated, simulate, tuned
+from pipeinfer.errors import UserError
+from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
+from pipeinfer.results import Row, append_result, as_read, check_results, result_row
+
+PATH = click.Path(path_type=Path)
+DEFAULT_ACCEPTANCE = 0.7
+
+
+@click.command("simulate")
+@click.option("--profile", "profile_name", help="A TOML file, or the name of a shipped profile: --list names them.")
+@click.option("--list", "listing", is_flag=True, help="List the shipped profiles with their model pairs.")
+@click.option("--pair", default="", help="Models of the profile. [default: its first pair]")
+@click.option("--nodes", type=click.IntRange(0), default=0, help="Nodes of the profile to use. [default: all]")
+@click.option(
+    "--gbit", type=click.FloatRange(0, min_open=True), help="Bandwidth of the links, in place of the profile's."
+)
+@click.option("--policy", "policies", default=",".join(POLICIES), show_default=True, help="One or more.")
+@click.option("-n", "--predict", type=click.IntRange(1), default=512, show_default=True, help="Tokens to generate.")
+@click.option(
+    "-p", "--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="Synthetic choices."
+)
+@click.option("-s", "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of synthetic choices.")
+@click.option("-r", "--repetitions", type=click.IntRange(1), default=1, show_default=True, help="With the next seeds.")
+@click.option("--acceptance", type=float, help="How often the draft's best guess is right. [default: the pair's]")
+@click.option("--ranks", help="How often its first, second, … guess is right, as in 0.7,0.1,0.05.")
+@click.option("--choices", type=PATH, help="Recorded choices, instead of synthetic ones; see `pipeinfer record`.")
+@click.option(
+    "-md",
+    "--model-draft",
+    type=PATH,
+    help="Ask this draft for branches that --choices lacks, and add them to the file.",
+)
+@policy_options
+@click.option("--no-cancel", is_flag=True, help="Ablation: stages are not told of runs that cannot count any more.")
+@click.option("--no-partitions", is_flag=True, help="Ablation: one sequence, so no branches.")
+@click.option(
+    "-o", "--output", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
+    help="What to print, as for `bench`.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for every generation instead.")
+@click.option("--results", type=PATH, help="Append a row for every generation to this CSV file.")
+@click.option("--trace", type=PATH, help="Write the timeline of the last generation, as Chrome trace events.")
+def simulate_command(
+    profile_name: str | None, listing: bool, pair: str, nodes: int, gbit: float | None, policies: str, predict: int,
+    prompt_tokens: int, seed: int, repetitions: int, acceptance: float | None, ranks: str | None, choices: Path | None,
+    model_draft: Path | None, no_cancel: bool, no_partitions: bool, output: str, as_json: bool, results: Path | None,
+    trace: Path | None, **others: Any,
+) -> int:  # fmt: skip
+    """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
+
+    The summary goes to standard output. The same options always give the same figures.
+    """
+    if listing:
+        list_profiles()
+        return 0
+    if results:
+        check_results(results)
+    question = Question(
+        file=open_profile(profile_name),
+        nodes=nodes,
+        pair=pair,
+        gbit=gbit,
+        policies=chosen_policies(policies),
+        options=take_policy_options(others),
+        predict=predict,
+        prompt_tokens=prompt_tokens,
+        by_rank=ranks_asked(acceptance, ranks, choices is not None),
+        known=open_choices(choices, model_draft),
+        cancel=not no_cancel,
+        partitions=not no_partitions,
+    )
+    rows, last = ask(question, range(seed, seed + repetitions), results, as_json)
+    if trace:
+        _write_trace(trace, last)
+    if choices and question.known and model_draft:
+        question.known.save(choices)
+    if not as_json:
+        with contextlib.suppress(BrokenPipeError):
+            print_summary(rows, output)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to simulate, in every combination of policies and seeds. `known`: choices from a file."""
+
+    file: ProfileFile
+    nodes: int
+    pair: str
+    gbit: float | None
+    policies: list[str]
+    options: PolicyOptions
+    predict: int
+    prompt_tokens: int
+    by_rank: Sequence[float] | None
+    known: RecordedChoices | None
+    cancel: bool
+    partitions: bool
+
+    def answer(self, policy: str, seed: int) -> tuple[Simulated, dict[str, Any]]:
+        """One generation and its result object. Raises UserError when it cannot be simulated."""
+        profile = self._lay_out(policy != "iterative")
+        options = tuned(self.options, profile)
+        simulated = simulate(
+            profile, self._choices(profile, seed), make_policy(policy, options), self.predict,
+            cancel=self.cancel, partitions=self.partitions,
+        )  # fmt: skip
+        names = {"model": profile.name, "model_draft": "draft" if profile.draft else None, "seed": seed}
+        settings, variant = settings_text(policy, options), self._variant
+        return simulated, make_result(simulated, policy, settings, variant, names)
+
+    def _lay_out(self, has_draft: bool) -> Profile:
+        profile = self.file.lay_out(self.nodes, self.pair, has_draft)
+        if self.gbit is None:
+            return profile
+        return replace(profile, link=replace(profile.link, bytes_per_s=self.gbit * 1e9 / 8))
+
+    def _choices(self, profile: Profile, seed: int) -> Choices:
+        if self.known:
+            return self.known
+        published = DEFAULT_ACCEPTANCE if profile.acceptance is None else profile.acceptance
+        return SyntheticChoices(self.by_rank or ranks_for(published), seed, self.prompt_tokens)
+
+    @property
+    def _variant(self) -> str:
+        flags = {
+            "no-cancel": self.cancel,
+            "no-continuous": self.options.continuous,
+            "no-async": self.options.asynchronous,
+            "no-partitions": self.partitions,
+        }
+        return ", ".join(flag for flag, is_on in flags.items() if not is_on)
+
+
+def ask(question: Question, seeds: Sequence[int], results: Path | None, as_json: bool) -> tuple[list[Row], Simulated]:
+    """Simulate everything; the rows of results.csv, and the last generation."""
+    rows: list[Row] = []
+    for repetition, seed in enumerate(seeds, start=1):
+        for policy in question.policies:
+            simulated, result = question.answer(policy, seed)
+            row = result_row(result, f"pp{len(simulated.request.prompt)}", repetition)
+            rows.append(as_read(row))
+            if results:
+                append_result(results, row)
+            if as_json:
+                print(json.dumps(result))
+    return rows, simulated
+
+
+def list_profiles() -> None:
+    for name in shipped_profiles():
+        file = load_profile(name)
+        print(f"{name}: 2 to {file.n_nodes_max} nodes; pairs {', '.join(file.pairs)}")
+
+
+def open_profile(name: str | None) -> ProfileFile:
+    if name is None:
+        raise UserError(f"give --profile: a TOML file, or one of {', '.join(shipped_profiles())}")
+    return load_profile(name)
+
+
+def chosen_policies(text: str) -> list[str]:
+    """Raises UserError for an unknown one."""
+    names = text.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise UserError(f"--policy {name!r} is unknown; choose from {', '.join(POLICIES)}")
+    return names
+
+
+def open_choices(path: Path | None, model_draft: Path | None) -> RecordedChoices | None:
+    """Raises UserError when the file is none, or the draft cannot be loaded."""
+    if path is None:
+        if model_draft:
+            raise UserError("--model-draft answers for branches of recorded choices; give them with --choices")
+        return None
+    choices = RecordedChoices.load(path)
+    if model_draft:
+        from pipeinfer.cli.record import ask_draft  # needs llama-cpp-python
+
+        ask_draft(choices, model_draft)
+    return choices
+
+
+def ranks_asked(acceptance: float | None, ranks: str | None, has_choices: bool) -> Sequence[float] | None:
+    """Probabilities by rank, None if the pair's are to be taken. Raises UserError."""
+    if (acceptance is not None) + (ranks is not None) + has_choices > 1:
+        raise UserError("give one of --choices, --acceptance and --ranks")
+    if acceptance is not None:
+        return ranks_for(acceptance)
+    return parse_ranks(ranks) if ranks is not None else None
+
+
+def parse_ranks(text: str) -> Sequence[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--ranks {text!r} is no list of numbers; write 0.7,0.1,0.05") from None
+
+
+def settings_text(policy: str, options: PolicyOptions) -> str:
+    names = {"iterative": (), "speculative": ("n_draft", "width")}.get(policy, ("width", "microbatch", "inflight"))
+    return ", ".join(f"{name.removeprefix('n_')} {getattr(options, name)}" for name in names)
+
+
+def _write_trace(path: Path, simulated: Simulated) -> None:
+    try:
+        write_trace(path, simulated)
+    except OSError as error:
+        raise UserError(f"--trace {path}: {error.strerror}") from None

@@ -1,0 +1,145 @@
+"""Slow real ranks down to a profile's costs: stages by sleeping between layers, messages by a stamp when they are due.
+
+The models, messages and cancellations stay real; only their times are stretched. Knows no MPI and no particular model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
+from pipeinfer.cluster.profile import load_profile
+from pipeinfer.cluster.wire import Buffer, Transaction
+from pipeinfer.errors import UserError
+from pipeinfer.interfaces import Batch, Clock, FloatArray, StageModel
+from pipeinfer.runs import KvOp
+
+N_STAMP = 8  # bytes: when a message is due, a float64
+SHARE_OF_NEW = 0.3  # of the newest measurement in the running mean of the model's own time
+
+
+class LoadedModel(StageModel, Protocol):
+    """A StageModel as the cli holds it between requests."""
+
+    n_vocab: int
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PacedStage:
+    """A model whose evaluations take what `cost` says. It sleeps first, layer by layer, asking `stop` in between as a
+    model does; the model's own work comes last, so that a run stopped before has left no trace in it."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cost: ModelCost,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.model, self.cost, self.clock, self.sleep = model, cost, clock, sleep
+        self.n_embd, self.is_last, self.n_vocab = model.n_embd, model.is_last, model.n_vocab
+        self._own_s: dict[int, float] = {}  # rows -> the model's own time
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        start_s, n_rows = self.clock(), len(batch.positions)
+        context = int(batch.positions[-1])
+        end_s = start_s + self.cost.seconds(n_rows, context)
+        begin_s = end_s - self._own_s.get(n_rows, 0.0)
+        if not self._sleep_through_layers(start_s + self.cost.run_s, begin_s, n_rows, context, stop):
+            return None
+        result = self._evaluate(batch, stop)
+        if result is not None:
+            self._sleep_until(end_s)
+        return result
+
+    def _sleep_through_layers(
+        self, first_s: float, end_s: float, n_rows: int, context: int, stop: Callable[[], bool]
+    ) -> bool:
+        """Sleep until `end_s`, the layers beginning at `first_s`; False when told to stop after one of them."""
+        layer_s = self.cost.layer.at(n_rows, context)
+        n_asked = self.cost.layers - (self.cost.output is NOTHING)  # after the last one only if there is more to do
+        for index in range(1, n_asked + 1):
+            if first_s + index * layer_s > end_s:
+                break
+            self._sleep_until(first_s + index * layer_s)
+            if stop():
+                return False
+        self._sleep_until(end_s)
+        return True
+
+    def _evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        start_s, n_rows = self.clock(), len(batch.positions)
+        result = self.model.evaluate(batch, stop)
+        took_s = self.clock() - start_s
+        if result is not None:
+            known_s = self._own_s.get(n_rows, took_s)
+            self._own_s[n_rows] = known_s + SHARE_OF_NEW * (took_s - known_s)
+        return result
+
+    def _sleep_until(self, when_s: float) -> None:
+        while (left_s := when_s - self.clock()) > 0:
+            self.sleep(left_s)
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        self.model.apply(ops)
+
+    def next_position(self, seq: int) -> int:
+        return self.model.next_position(seq)
+
+    def clear(self) -> None:
+        self.model.clear()
+
+    def close(self) -> None:
+        self.model.close()
+
+
+class Courier:
+    """Stamps messages with the time at which a link of `cost` would have brought them; `clock` is common to all ranks.
+
+    `n_embd` is the model's, `modelled_embd` the profile's: activations count as if they had that width.
+    """
+
+    def __init__(self, cost: LinkCost, clock: Clock, n_embd: int, modelled_embd: int) -> None:
+        self.cost, self.clock = cost, clock
+        self.n_embd, self.modelled_embd = n_embd, modelled_embd
+        self._free_s: dict[tuple[int, bool], float] = {}
+
+    def stamp(self, message: np.ndarray, dest: int, is_transaction: bool) -> Buffer:
+        """A copy of the message with its stamp behind it."""
+        content = message.view(np.uint8)
+        n_bytes = self._modelled_bytes(content) if is_transaction else content.nbytes
+        key = (dest, is_transaction)
+        self._free_s[key] = max(self.clock(), self._free_s.get(key, -math.inf)) + self.cost.transfer_s(n_bytes)
+        due_s = self._free_s[key] + self.cost.latency_s
+        return np.concatenate([content, np.array([due_s], np.float64).view(np.uint8)])
+
+    def _modelled_bytes(self, content: Buffer) -> int:
+        transaction = Transaction(content, self.n_embd)
+        if transaction.n_rows and content.nbytes == transaction.n_bytes_full:
+            return content.nbytes + 4 * transaction.n_rows * (self.modelled_embd - self.n_embd)
+        return content.nbytes
+
+    @staticmethod
+    def due_s(received: Buffer) -> float:
+        """When a received message, stamp included, is due."""
+        return float(received[-N_STAMP:].copy().view(np.float64)[0])
+
+
+def pace_profile(spec: str, n_ranks: int, has_draft: bool) -> Profile:
+    """The profile that `--pace NAME` or `--pace NAME:PAIR` gives `n_ranks` ranks. Raises UserError when none fits."""
+    name, _, pair = spec.partition(":")
+    profile = load_profile(name).lay_out(n_ranks, pair, has_draft)
+    if profile.n_ranks != n_ranks:
+        needed = "with a draft" if not has_draft else "of that many ranks"
+        raise UserError(
+            f"--pace {spec} describes {profile.n_stages} stages, not those of {n_ranks} ranks; run {needed}"
+        )
+    return profile

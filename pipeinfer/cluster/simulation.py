@@ -1,0 +1,80 @@
+"""One generation in virtual time: the real engine on a `SimPipeline`. Knows no file and no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipeinfer.choices import Choices
+from pipeinfer.cluster.calibrate import ROWS, cheapest_microbatch, interpolate_cost, slowest_stage
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.simulate import SimDrafter, SimPipeline, VirtualClock
+from pipeinfer.engine import Engine
+from pipeinfer.errors import UserError
+from pipeinfer.metrics import RequestMetrics
+from pipeinfer.policies import Policy
+from pipeinfer.policies.factory import PolicyOptions
+from pipeinfer.requests import Request
+from pipeinfer.sampling import SamplingParams
+from pipeinfer.sequences import SequencePool
+from pipeinfer.trace import Tracer
+
+N_SEQ, N_GUESS_ROWS, N_CHUNK = 31, 32, 128  # as `pipeinfer run` has them
+N_CELLS_SPARE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What one generation gave, in virtual seconds."""
+
+    profile: Profile
+    request: Request
+    metrics: RequestMetrics
+    pipeline: SimPipeline
+    tracer: Tracer
+
+
+def simulate(
+    profile: Profile,
+    choices: Choices,
+    policy: Policy,
+    n_predict: int,
+    *,
+    cancel: bool = True,
+    partitions: bool = True,
+    n_chunk: int = N_CHUNK,
+) -> Simulated:
+    """Generate `n_predict` tokens after the choices' prompt. `cancel`, `partitions`: off for ablation studies.
+
+    Raises UserError when the choices end before.
+    """
+    n_prompt = len(choices.prompt)
+    if n_prompt + n_predict > choices.n_tokens:
+        raise UserError(
+            f"-n {n_predict} is more than the {choices.n_tokens - n_prompt} tokens that were recorded; "
+            "lower it or record more"
+        )
+    clock = VirtualClock()
+    tracer = Tracer(clock)
+    pipeline = SimPipeline(profile, choices, clock)
+    drafter = SimDrafter(profile, choices, pipeline) if profile.draft else None
+    n_ctx = n_prompt + n_predict
+    pool = SequencePool(N_SEQ if partitions else 1, n_ctx + N_CELLS_SPARE, parked=True)
+    engine = Engine(
+        pipeline, pool, drafter, clock, n_chunk=n_chunk, n_rows_max=N_GUESS_ROWS, cancel=cancel,
+        run_cost=interpolate_cost(row_costs(profile)), tracer=tracer,
+    )  # fmt: skip
+    request = Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)
+    metrics = engine.add(request, policy)
+    for _ in engine.generate():
+        pass
+    return Simulated(profile, request, metrics, pipeline, tracer)
+
+
+def row_costs(profile: Profile) -> dict[int, float]:
+    """Rows of a run -> seconds in the slowest stage, for the sizes that a session times."""
+    return slowest_stage([{n_rows: stage.seconds(n_rows, 0) for n_rows in ROWS} for stage in profile.stages])
+
+
+def tuned(options: PolicyOptions, profile: Profile) -> PolicyOptions:
+    """The options with what they leave to the costs filled in, as a session does from measured ones."""
+    return replace(options, microbatch=options.microbatch or cheapest_microbatch(row_costs(profile)))

@@ -1,0 +1,79 @@
+"""Record what a real target and a real draft choose, so that simulations can use it. Knows StageModels, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.choices import MAX_WIDTH, RecordedChoices
+from pipeinfer.drafting import coupled, likeliest
+from pipeinfer.interfaces import Batch, FloatArray, Guess, StageModel
+from pipeinfer.runs import KvOp, OpKind
+from pipeinfer.sampling import SamplingParams, choose, penalise
+
+
+class PathModel:
+    """A whole model that is asked what follows any tokens; it evaluates only what differs from the question before."""
+
+    def __init__(self, model: StageModel, n_batch: int) -> None:
+        self.model, self.n_batch = model, n_batch
+        self._tokens: list[int] = []  # those whose cells the model holds
+
+    def logits_after(self, tokens: Sequence[int]) -> FloatArray:
+        """(n_vocab,), valid until the next call."""
+        n_known = _common(self._tokens, tokens)
+        n_known = min(n_known, len(tokens) - 1)  # the last one is always evaluated: its logits are wanted
+        if n_known < len(self._tokens):
+            self.model.apply([KvOp(OpKind.REMOVE, 0, first=n_known)])
+        self._tokens = list(tokens)
+        logits = None
+        for start in range(n_known, len(tokens), self.n_batch):
+            logits = self._evaluate(start, tokens[start : start + self.n_batch], len(tokens))
+        assert logits is not None
+        return logits[0]
+
+    def _evaluate(self, start: int, tokens: Sequence[int], end: int) -> FloatArray | None:
+        positions = np.arange(start, start + len(tokens), dtype=np.int32)
+        batch = Batch(np.array(tokens, np.int32), positions, [(0,)] * len(tokens), None, positions == end - 1)
+        return self.model.evaluate(batch, lambda: False)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))
+
+
+def draft_guesses(model: PathModel, params: SamplingParams, couple: bool) -> Callable[[list[int]], list[Guess]]:
+    """What `ModelDrafter` would guess after some tokens, as many as choices hold."""
+
+    def guesses(tokens: list[int]) -> list[Guess]:
+        looks_back = params.looks_back
+        logits = penalise(model.logits_after(tokens), params, tokens[-looks_back:] if looks_back else ())
+        if params.temp > 0 and couple:
+            return coupled(logits, MAX_WIDTH, params, len(tokens))
+        return likeliest(logits, MAX_WIDTH)
+
+    return guesses
+
+
+def record(
+    target: PathModel,
+    draft: Callable[[list[int]], list[Guess]],
+    prompt: Sequence[int],
+    n_predict: int,
+    params: SamplingParams,
+    about: dict[str, Any],
+) -> RecordedChoices:
+    """The target's text and the draft's guesses after each of its tokens; wrong branches are asked of `draft` later."""
+    path, looks_back = list(prompt), params.looks_back
+    for _ in range(n_predict):
+        logits = target.logits_after(path)
+        path.append(choose(logits, params, len(path), path[-looks_back:] if looks_back else ()))
+    choices = RecordedChoices(list(prompt), path[len(prompt) :], {}, about, draft)
+    for start in range(len(prompt) - 1, len(path)):
+        choices.guesses(start, (), 1)
+    return choices

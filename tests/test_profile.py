@@ -1,0 +1,125 @@
+"""Profiles: the shipped ones, their arithmetic, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.cluster.costs import Work, roofline
+from pipeinfer.cluster.profile import load_profile, share_layers, shipped_profiles
+from pipeinfer.errors import UserError
+
+MEASURED = """
+embd = 288
+[link]
+latency_us = 20
+gbit_per_s = 10
+[head]
+run_us = 100
+[[stages]]
+layers = 4
+rows = [1, 2, 4]
+layer_ms = [1.0, 1.5, 2.0]
+[[stages]]
+layers = 5
+rows = [1, 4]
+layer_ms = [1.0, 2.0]
+output_ms = [3.0, 6.0]
+context_ns = 10
+run_us = 50
+[draft]
+layers = 2
+rows = [1]
+layer_ms = [0.5]
+"""
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "profile.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_work_is_straight_between_its_points_and_goes_on_after_them() -> None:
+    work = Work((1.0, 2.0, 4.0), (1.0, 1.5, 2.0), context_s=0.001)
+    assert [work.at(n) for n in (1, 2, 3, 4, 8)] == pytest.approx([1.0, 1.5, 1.75, 2.0, 3.0])
+    assert work.at(2, context=100) == pytest.approx(1.5 + 0.2)
+    assert Work((1.0,), (0.5,)).at(9) == 0.5
+
+
+def test_roofline_is_flat_until_arithmetic_takes_longer() -> None:
+    work = roofline(n_bytes=100, flop_per_row=10, bytes_per_s=10, flop_per_s=4, fixed_s=1)
+    assert [work.at(n) for n in (1, 2, 4, 5, 8)] == pytest.approx([11, 11, 11, 13.5, 21])
+    assert roofline(1, 10, 1, 1).at(3) == pytest.approx(30), "bound by arithmetic from the first row on"
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_shipped_profiles_can_be_laid_out(name: str) -> None:
+    file = load_profile(name)
+    for pair in file.pairs:
+        with_draft, without = file.lay_out(0, pair), file.lay_out(0, pair, has_draft=False)
+        assert with_draft.n_ranks == without.n_ranks == file.n_nodes_max
+        assert with_draft.n_stages == without.n_stages - 1
+        layers = sum(stage.layers for stage in with_draft.stages)
+        assert layers == sum(stage.layers for stage in without.stages) > 30
+        assert with_draft.draft and with_draft.acceptance and 0.5 < with_draft.acceptance < 0.9
+        total_s = sum(stage.seconds(1, 0) for stage in with_draft.stages)
+        assert 0.01 < total_s < 3, f"{total_s} s a token"
+        assert with_draft.draft.seconds(1, 0) < total_s
+
+
+def test_layers_go_where_they_are_fast() -> None:
+    file = load_profile("pipeinfer-b")
+    stages = file.lay_out(13, "dolphin-tinyllama").stages
+    assert stages[0].layers > 3 * stages[-1].layers
+    times = [stage.seconds(1, 0) for stage in stages]
+    assert max(times[:7]) < 1.3 * min(times[:7])
+
+
+def test_layers_need_room() -> None:
+    file = load_profile("pipedec-14")
+    nodes = list(file._nodes())
+    target, _, _ = file._pair("")
+    assert sum(share_layers(nodes[1:], target)) == 80
+    with pytest.raises(UserError, match="more nodes"):
+        share_layers(nodes[1:8], target)
+
+
+def test_a_measured_profile(tmp_path: Path) -> None:
+    profile = load_profile(write(tmp_path, MEASURED)).lay_out()
+    assert profile.n_embd == 288 and profile.n_ranks == 3 and profile.acceptance is None
+    assert profile.stages[0].seconds(3, 0) == pytest.approx(4 * 1.75e-3)
+    assert profile.stages[1].seconds(1, 1000) == pytest.approx(5 * (1e-3 + 1e-5) + 3e-3 + 50e-6)
+    assert profile.draft and profile.draft.seconds(1, 0) == pytest.approx(1e-3)
+    assert profile.link.latency_s == pytest.approx(20e-6) and profile.link.transfer_s(1.25e9) == pytest.approx(1)
+    assert profile.head.run_s == pytest.approx(100e-6) and profile.head.verdict_s == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("embd = 288", "", "lacks embd"),
+        ("latency_us = 20", "latency_us = -1", "latency_us = -1"),
+        ("gbit_per_s = 10", "gbit_per_s = 0", "above 0"),
+        ("gbit_per_s = 10", 'gbit_per_s = "fast"', "'fast'"),
+        ("layers = 4", "layers = 4.5", "whole number"),
+        ("layer_ms = [1.0, 1.5, 2.0]", "layer_ms = [1.0, 1.5]", "3 numbers"),
+        ("rows = [1, 2, 4]", "rows = [2, 1, 4]", "ascend"),
+        ("[link]", "[lin]", r"\[link\]"),
+        ("[[stages]]", "[[stage]]", "stages"),
+        ("embd = 288", "embd = ", "profile"),
+    ],
+)
+def test_wrong_profiles_are_refused_with_the_place_and_the_way_out(
+    tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        load_profile(write(tmp_path, MEASURED.replace(old, new))).lay_out()
+
+
+def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="pipeinfer-c"):
+        load_profile("nowhere")
+    with pytest.raises(UserError, match="no profile"):
+        load_profile(str(tmp_path / "x.toml"))

@@ -1,0 +1,278 @@
+"""The virtual pipeline: exact small cases, every policy's text, determinism, speed, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.choices import RecordedChoices, SyntheticChoices, ranks_for
+from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
+from pipeinfer.cluster.simulation import Simulated, simulate, tuned
+from pipeinfer.errors import UserError
+from pipeinfer.interfaces import Guess
+from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
+from pipeinfer.runs import Row, Run
+
+LAYER_S, N_LAYERS = 0.01, 4
+
+
+def even_profile(
+    n_stages: int, draft_s: float | None = 0.002, latency_s: float = 0.001, head: HeadCost | None = None
+) -> Profile:
+    """Stages of 4 layers of 10 ms whatever the rows; links without a bandwidth worth the name."""
+    stage = ModelCost("stage", N_LAYERS, Work((1.0,), (LAYER_S,)))
+    draft = None if draft_s is None else ModelCost("draft", 2, Work((1.0,), (draft_s / 2,)))
+    return Profile("even", 64, (stage,) * n_stages, draft, LinkCost(latency_s, math.inf), head or HeadCost())
+
+
+def generate(
+    policy: str, profile: Profile, acceptance: float = 0.7, seed: int = 0, n: int = 200, cancel: bool = True
+) -> Simulated:
+    choices = SyntheticChoices(ranks_for(acceptance), seed, n_prompt=4)
+    options = tuned(PolicyOptions(), profile)
+    return simulate(profile, choices, make_policy(policy, options), n, cancel=cancel)
+
+
+def a_run(run_id: int, position: int) -> Run:
+    return Run(run_id, [Row(0, 1, position, (0,))])
+
+
+def a_pipeline(n_stages: int) -> SimPipeline:
+    return SimPipeline(even_profile(n_stages), SyntheticChoices((1.0,), n_prompt=4), VirtualClock())
+
+
+def test_a_run_takes_its_stages_and_hops() -> None:
+    pipeline = a_pipeline(3)
+    pipeline.submit(a_run(1, 3))
+    pipeline.wait()
+    assert pipeline.clock() == pytest.approx(3 * N_LAYERS * LAYER_S + 4 * 0.001)
+    verdict = pipeline.poll()
+    assert verdict and verdict.run_id == 1 and not verdict.cancelled
+    assert verdict.tokens == (pipeline.choices.target(4),)
+
+
+def test_runs_follow_one_another_at_the_pace_of_a_stage() -> None:
+    pipeline = a_pipeline(3)
+    for run_id in range(1, 6):
+        pipeline.submit(a_run(run_id, run_id + 2))
+    times = []
+    for _ in range(5):
+        pipeline.wait()
+        assert pipeline.poll()
+        times.append(pipeline.clock())
+    gaps = [after - before for before, after in pairwise(times)]
+    assert gaps == pytest.approx([N_LAYERS * LAYER_S] * 4)
+
+
+def test_a_cancelled_run_is_left_between_layers_and_travels_on() -> None:
+    pipeline = a_pipeline(2)
+    pipeline.submit(a_run(1, 3))
+    pipeline.clock.advance(0.001 + 1.5 * LAYER_S)  # in the second layer of the first stage
+    pipeline.cancel([1])
+    pipeline.wait()
+    verdict = pipeline.poll()
+    assert verdict and verdict.cancelled and verdict.tokens == ()
+    # the word arrives 1 ms later, still in the second layer; the second stage does not begin at all
+    assert pipeline.clock() == pytest.approx(2 * LAYER_S + 3 * 0.001)
+    assert [stage.n_stopped for stage in pipeline.stages] == [1, 0]
+    assert [stage.n_skipped for stage in pipeline.stages] == [0, 1]
+
+
+def test_the_word_of_a_cancellation_needs_its_time() -> None:
+    pipeline = a_pipeline(1)
+    pipeline.submit(a_run(1, 3))
+    pipeline.clock.advance(0.001 + N_LAYERS * LAYER_S - 0.0005)
+    pipeline.cancel([1])  # it will be done before it hears of it
+    pipeline.wait()
+    verdict = pipeline.poll()
+    assert verdict and not verdict.cancelled
+
+
+def test_waiting_for_nothing_raises() -> None:
+    pipeline = a_pipeline(2)
+    with pytest.raises(RuntimeError, match="nothing is in flight"):
+        pipeline.wait()
+    pipeline.wait(0.5)
+    assert pipeline.clock() == 0.5
+
+
+def test_a_wait_ends_at_its_time() -> None:
+    pipeline = a_pipeline(2)
+    pipeline.submit(a_run(1, 3))
+    pipeline.wait(0.01)
+    assert pipeline.clock() == pytest.approx(0.01) and pipeline.poll() is None
+    pipeline.wait(1.0)
+    assert pipeline.clock() == pytest.approx(2 * N_LAYERS * LAYER_S + 3 * 0.001)
+
+
+def test_bandwidth_takes_its_time_and_head_overheads_theirs() -> None:
+    stage = ModelCost("stage", 1, Work((1.0,), (0.01,)))
+    profile = Profile("slow", 1000, (stage, stage), None, LinkCost(0.0, 1e6), HeadCost(run_s=0.1, verdict_s=0.2))
+    pipeline = SimPipeline(profile, SyntheticChoices((1.0,), n_prompt=4), VirtualClock())
+    pipeline.submit(a_run(1, 3))
+    pipeline.wait()
+    pipeline.poll()
+    bare_s = 4 * (8 + 5) / 1e6  # header and one row
+    assert pipeline.clock() == pytest.approx(0.1 + bare_s + 0.01 + (bare_s + 4e-3) + 0.01 + 16e-6 + 0.2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("acceptance", [0.0, 0.52, 0.8, 1.0])
+def test_every_policy_gives_the_targets_text(policy: str, acceptance: float) -> None:
+    for n_stages in (1, 2, 7):
+        profile = even_profile(n_stages, None if policy == "iterative" else 0.002)
+        done = generate(policy, profile, acceptance, seed=n_stages)
+        choices = SyntheticChoices(ranks_for(acceptance), n_stages, n_prompt=4)
+        assert done.request.tokens == [choices.target(position) for position in range(204)]
+
+
+def test_iterative_is_the_sum_of_stages_and_hops() -> None:
+    done = generate("iterative", even_profile(4, None), n=50)
+    token_s = 4 * N_LAYERS * LAYER_S + 5 * 0.001
+    assert done.metrics.itl_s == pytest.approx([token_s] * 49)
+
+
+def test_the_same_seed_gives_the_same_times_and_another_seed_others() -> None:
+    first, again, other = (generate("pipeinfer", even_profile(5), seed=seed) for seed in (3, 3, 4))
+    assert first.metrics.token_s == again.metrics.token_s
+    assert first.metrics.token_s != other.metrics.token_s
+
+
+def test_cancelling_never_costs_and_mostly_saves() -> None:
+    told, untold = (generate("pipeinfer", even_profile(7), 0.5, cancel=cancel) for cancel in (True, False))
+    assert told.metrics.token_s[-1] < untold.metrics.token_s[-1]
+    assert told.metrics.n_saved > 0 and untold.metrics.n_saved == 0
+
+
+def test_asynchronous_guesses_pay_in_a_deep_pipeline() -> None:
+    speeds = {
+        policy: 199 / generate(policy, even_profile(7, None if policy == "iterative" else 0.002)).metrics.token_s[-1]
+        for policy in POLICIES
+    }
+    assert speeds["pipeinfer"] > 1.3 * speeds["speculative"] > 1.3 * speeds["iterative"]
+
+
+def test_twenty_thousand_tokens_a_minute() -> None:
+    start_s = time.process_time()
+    generate("pipeinfer", even_profile(8), 0.6, n=1000)
+    assert 60 * 1000 / (time.process_time() - start_s) > 20_000
+
+
+# -- choices
+
+
+def test_synthetic_choices_have_the_right_token_as_often_as_said() -> None:
+    by_rank = (0.6, 0.2, 0.1)
+    choices, n = SyntheticChoices(by_rank, seed=5), 20_000
+    found = [0] * 4
+    surest = 0.0
+    for position in range(n):
+        guesses = choices.guesses(position, (), 4)
+        surest += guesses[0].probability
+        tokens = [guess.token for guess in guesses]
+        assert len(set(tokens)) == 4
+        assert [guess.probability for guess in guesses[1:]] == sorted(
+            (guess.probability for guess in guesses[1:]), reverse=True
+        )
+        right = choices.target(position + 1)
+        if right in tokens:
+            found[tokens.index(right)] += 1
+    assert [count / n for count in found[:3]] == pytest.approx(by_rank, abs=0.015)
+    assert found[3] < 0.001 * n
+    assert surest / n == pytest.approx(0.6, abs=0.015), "the draft is calibrated"
+
+
+def test_ranks_for_an_acceptance_reach_nearly_all() -> None:
+    assert sum(ranks_for(0.52)[:8]) > 0.99
+    with pytest.raises(UserError, match="no probability"):
+        ranks_for(1.5)
+    with pytest.raises(UserError, match="add up"):
+        SyntheticChoices((0.9, 0.2))
+
+
+def test_choices_after_a_wrong_token_are_a_function_of_the_branch() -> None:
+    first, second = SyntheticChoices((0.5,), seed=1), SyntheticChoices((0.5,), seed=1)
+    assert first.guesses(9, (3, 4), 3) == second.guesses(9, (3, 4), 3)
+    assert first.guesses(9, (3, 4), 3) != first.guesses(9, (3, 5), 3)
+
+
+def test_recorded_choices_survive_a_file(tmp_path: Path) -> None:
+    asked = []
+
+    def draft(tokens: list[int]) -> list[Guess]:
+        asked.append(tokens)
+        return [Guess(7, 0.5), Guess(8, 0.25)]
+
+    choices = RecordedChoices([1, 2], [3, 4, 5], {(1, ()): [(3, 0.9)]}, {"model": "toy"}, draft)
+    assert choices.guesses(1, (), 2) == [Guess(3, 0.9)]
+    assert choices.guesses(2, (9,), 1) == [Guess(7, 0.5)] == choices.guesses(2, (9,), 1)
+    assert asked == [[1, 2, 3, 9]]
+    choices.save(tmp_path / "c.json")
+    loaded = RecordedChoices.load(tmp_path / "c.json")
+    assert (loaded.prompt, loaded.tokens, loaded.known) == (choices.prompt, choices.tokens, choices.known)
+    assert loaded.guesses(2, (9,), 2) == [Guess(7, 0.5), Guess(8, 0.25)]
+    assert loaded.guesses(3, (9, 9), 2), "a branch that was not recorded gets some recorded guesses"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "other"}', '{"format": "pipeinfer choices 1"}'])
+def test_a_wrong_choices_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"c\.json"):
+        RecordedChoices.load(path)
+
+
+# -- the command
+
+BLOCKED = """
+import sys
+for name in ("mpi4py", "llama_cpp", "gguf"):
+    sys.modules[name] = None
+from pipeinfer.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`pipeinfer simulate` where neither mpi4py nor llama_cpp is installed."""
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKED, "simulate", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_command_prints_a_table_and_writes_results_and_trace(tmp_path: Path) -> None:
+    results, trace = tmp_path / "results.csv", tmp_path / "trace.json"
+    done = command(
+        "--profile", "pipeinfer-c", "--nodes", "8", "-n", "64", "--results", str(results), "--trace", str(trace)
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2 + len(POLICIES)
+    assert len(results.read_text().splitlines()) == 1 + len(POLICIES)
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"draft", "evaluate", "cancelled", "settle"} <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--profile", "nowhere"], "pipeinfer-c"),
+        (["--profile", "pipeinfer-c", "--nodes", "40"], "has 32"),
+        (["--profile", "pipeinfer-c", "--pair", "x"], "dolphin-tinyllama"),
+        (["--profile", "pipeinfer-c", "--policy", "x"], "iterative"),
+        (["--profile", "pipeinfer-c", "--acceptance", "2"], "0 to 1"),
+        (["--profile", "pipeinfer-c", "--ranks", "a,b"], "0.7,0.1"),
+        (["--profile", "pipeinfer-c", "--ranks", "0.5", "--acceptance", "0.5"], "one of"),
+        ([], "--profile"),
+    ],
+)
+def test_bad_options_give_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and words in done.stderr, done.stderr
