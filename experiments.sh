@@ -1,24 +1,61 @@
 #!/usr/bin/env bash
-# Runs iterative, speculative and pipeinfer, in that order, and draws results.csv.
-# RANKS, TOKENS, REPEATS, MODEL, MODEL_DRAFT and PROMPT in the environment choose what; the shipped pair is the default.
+# The experiments of PipeInfer's evaluation: iterative, speculative and pipeinfer, in that order, for every model pair,
+# number of ranks and prompt; then the ablations; then the figures. Run it again after an interruption: it goes on.
+#
+#   PAIRS      model pairs, TARGET:DRAFT, separated by spaces. [the shipped pair, and a target grown from it]
+#   RANKS      numbers of MPI ranks. [3 4; under Slurm those of the allocation]
+#   TOKENS     tokens to generate. [128]     REPEATS  of everything. [3]      SEED [0]
+#   QUESTIONS  folder with .jsonl question sets [../shared/prompts, if there], N_QUESTIONS of each [1]
+#   CUT        tokens of a prompt at most. [128]
+#   LAYERS     of the grown target. [48]     ABLATE   what to leave out in the study [cancel,continuous,asynchronous]
+#   RESULTS    the table. [results.csv]      FIGURES  folder for the pictures [figures]
 set -euo pipefail
 cd "$(dirname "$0")"
 PATH="$PWD/.venv/bin:$PATH"
 
-models=()
-[ -z "${MODEL:-}" ] || models+=(-m "$MODEL")
-[ -z "${MODEL_DRAFT:-}" ] || models+=(-md "$MODEL_DRAFT")
-launcher=(mpirun)
-if mpirun --version | grep -qi "open.mpi"; then
-    launcher+=(--oversubscribe --bind-to none)
+results=${RESULTS:-results.csv}
+questions=${QUESTIONS-../shared/prompts}
+
+launch() { # RANKS COMMAND...
+    local ranks=$1
+    shift
+    if [ -n "${SLURM_JOB_ID:-}" ] && command -v srun >/dev/null; then
+        srun --mpi="${SLURM_MPI_TYPE:-pmi2}" -n "$ranks" "$@"
+    elif mpirun --version | grep -qi "open.mpi"; then
+        mpirun --oversubscribe --bind-to none -np "$ranks" "$@"
+    else
+        mpirun -np "$ranks" "$@"
+    fi
+}
+
+shipped=pipeinfer/models/demo
+if [ -z "${PAIRS:-}" ]; then
+    grown=build/grown-${LAYERS:-48}.gguf
+    mkdir -p build
+    # made anew where the shipped target is newer
+    [ "$grown" -nt $shipped/target.gguf ] || pipeinfer models grow -m $shipped/target.gguf -o "$grown" --layers "${LAYERS:-48}"
+    PAIRS="$shipped/target.gguf:$shipped/draft.gguf $grown:$shipped/draft.gguf"
 fi
 
-for ranks in ${RANKS:-3 4}; do
-    for _ in $(seq "${REPEATS:-3}"); do
-        for policy in iterative speculative pipeinfer; do
-            "${launcher[@]}" -np "$ranks" pipeinfer run "${models[@]}" -p "${PROMPT:-def fibonacci(n):}" \
-                -n "${TOKENS:-128}" --temp 0 --ignore-eos --policy "$policy" --results results.csv >/dev/null
-        done
+prompts=(-p experiments/program.txt -p experiments/tale.txt -p experiments/excerpt.txt)
+sets=()
+for file in "$questions"/*.jsonl; do
+    [ ! -e "$file" ] || sets+=(-p "$file")
+done
+
+for pair in $PAIRS; do
+    for ranks in ${RANKS:-${SLURM_NTASKS:-3 4}}; do
+        common=(pipeinfer bench -m "${pair%%:*}" -md "${pair#*:}" -n "${TOKENS:-128}" -s "${SEED:-0}" --temp 0
+            --cut "${CUT:-128}" --results "$results" --resume)
+        echo "== ${pair%%:*}, $ranks ranks" >&2
+        launch "$ranks" "${common[@]}" "${prompts[@]}" -r "${REPEATS:-3}" --policy iterative,speculative,pipeinfer
+        if [ "${#sets[@]}" -gt 0 ]; then
+            launch "$ranks" "${common[@]}" "${sets[@]}" --questions "${N_QUESTIONS:-1}" -r 1 \
+                --policy iterative,speculative,pipeinfer
+        fi
+        if [ -n "${ABLATE=cancel,continuous,asynchronous}" ]; then
+            launch "$ranks" "${common[@]}" "${prompts[@]}" -r "${REPEATS:-3}" --policy pipeinfer --ablate "$ABLATE"
+        fi
     done
 done
-python plot.py results.csv
+python plot.py "$results" -o "${FIGURES:-figures}"

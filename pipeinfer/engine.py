@@ -16,7 +16,6 @@ from pipeinfer.sequences import SequencePool
 from pipeinfer.trace import NO_TRACE, Tracer
 from pipeinfer.tree import Node, Settled
 
-
 LOOKAHEAD = 0.5
 """A run is sent when the slowest stage has this much of a one-row run left to do: it must be there in time."""
 

@@ -15,7 +15,8 @@ ids = st.integers(0, 2**31 - 1)
 ops = st.builds(KvOp, st.sampled_from(OpKind), ids, ids, ids, ids | st.just(POSITION_END))
 rows = st.builds(Row, ids, ids, ids, st.lists(ids, min_size=1, max_size=5).map(tuple), st.booleans())
 params = st.builds(
-    SamplingParams, st.integers(0, 2**32 - 1), st.floats(0, 5), st.integers(-1, 10**6), st.floats(0, 1), st.floats(0, 1),
+    SamplingParams,
+    st.integers(0, 2**32 - 1), st.floats(0, 5), st.integers(-1, 10**6), st.floats(0, 1), st.floats(0, 1),
     st.integers(0, 4096), st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2),
 )  # fmt: skip
 runs = st.builds(

@@ -14,6 +14,7 @@ from pipeinfer.cli.models import models
 from pipeinfer.cli.record import record_command
 from pipeinfer.cli.run import run
 from pipeinfer.cli.simulate import simulate_command
+from pipeinfer.cli.survey import measure_command
 from pipeinfer.cli.timeline import timeline
 from pipeinfer.cluster.launch import exit_together, rank_from_environment
 from pipeinfer.errors import UserError
@@ -30,6 +31,7 @@ cli.add_command(bench)
 cli.add_command(models)
 cli.add_command(simulate_command)
 cli.add_command(record_command)
+cli.add_command(measure_command)
 cli.add_command(timeline)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,8 @@ TEXTS = (
     "Once upon a time there was a warrior",
     "import os\n\n\nclass Reader:\n    def __init__(self, path):\n",
 )
-TOLERANCE = 0.015
-HIGHEST_NOISE = 4.0
+TOLERANCE = 0.03
+N_TRIALS = 12
 
 
 @click.group()
@@ -43,9 +44,15 @@ def models() -> None:
     help="Search the noise with which the draft is right this often.",
 )
 @click.option("-md", "--model-draft", type=PATH, help="Draft to measure with. [with --acceptance: the original model]")
-@click.option("-n", "--predict", type=click.IntRange(1), default=96, show_default=True, help="Tokens a measured text.")
+@click.option("-n", "--predict", type=click.IntRange(1), default=64, show_default=True, help="Tokens a measured text.")
 @click.option("-s", "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the noise.")
-@click.option("-t", "--threads", type=click.IntRange(1), default=os.cpu_count() or 1, help="[default: all cores]")
+@click.option(
+    "-t",
+    "--threads",
+    type=click.IntRange(1),
+    default=max(1, (os.cpu_count() or 1) // 2),
+    help="[default: half the cores]",
+)
 def grow(
     model: Path,
     output: Path,
@@ -86,7 +93,7 @@ def grow(
 
 
 def search_noise(make: Callable[[float], float], wanted: float) -> tuple[float, float]:
-    """(noise, rate) of the model that `make(noise)` leaves behind: as near to `wanted` as bisection comes.
+    """(noise, rate) of the model that `make(noise)` leaves behind: the nearest to `wanted` of a dozen trials.
 
     The rate falls with the noise, if not at every step. Raises UserError when no noise gives the rate.
     """
@@ -97,13 +104,11 @@ def search_noise(make: Callable[[float], float], wanted: float) -> tuple[float, 
             "ask for less, or leave out -md to draft with the original model"
         )
     tried = {0.0: rate}
-    low, high = 0.0, 0.05
-    while tried.setdefault(high, make(high)) > wanted and high < HIGHEST_NOISE:
-        low, high = high, 2 * high
-    while min(abs(found - wanted) for found in tried.values()) > TOLERANCE and high - low > 0.002 * high:
-        middle = (low + high) / 2
-        tried[middle] = make(middle)
-        low, high = (middle, high) if tried[middle] > wanted else (low, middle)
+    low, high, noise = 0.0, math.inf, 0.25
+    while min(abs(found - wanted) for found in tried.values()) > TOLERANCE and len(tried) < N_TRIALS:
+        tried[noise] = make(noise)
+        low, high = (noise, high) if tried[noise] > wanted else (low, noise)
+        noise = 2 * low if high == math.inf else (low + high) / 2
     best = min(tried, key=lambda noise: abs(tried[noise] - wanted))
     if best != list(tried)[-1]:
         make(best)

@@ -11,7 +11,8 @@ from pipeinfer.cli.load import load_draft, load_stage, make_courier, make_drafte
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
 from pipeinfer.cluster.calibrate import cheapest_microbatch, interpolate_cost, slowest_stage, time_rows
-from pipeinfer.cluster.mpi import HeadPipeline, Idle
+from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.mpi import HeadPipeline
 from pipeinfer.cluster.pace import LoadedModel
 from pipeinfer.cluster.wire import Kind
 from pipeinfer.engine import Engine

@@ -7,7 +7,6 @@ cancellations out of band, from the head straight to every stage.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import N_STAMP, Courier
 from pipeinfer.cluster.stage import StageWorker, room_for
 from pipeinfer.cluster.wire import (
@@ -48,39 +48,6 @@ class Tag(IntEnum):
 N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 64  # room in a transaction, far above what 256 sequences need
 NO_MORE_CANCELS = -1  # in place of the count: the last message of a pipeline
 N_CANCEL_WORDS = 64  # a count and as many run ids as one cancellation message carries
-
-
-@dataclass(slots=True)
-class Idle:
-    """How a rank waits without costing the computing ranks their cores: poll for a moment, then sleep for a share of
-    what it has waited, so that sleeping never adds more than that share. After a short wait it polls for longer."""
-
-    spin_s: float = 50e-6
-    spin_when_busy_s: float = 500e-6
-    share: float = 0.04
-    shortest_s: float = 20e-6
-    longest_s: float = 1e-3
-    _last_s: float = 0.0
-
-    def until(self, ready: Callable[[], T | None]) -> T:
-        """Poll `ready` until it returns something; what it raises ends the wait."""
-        result = self.within(ready, math.inf)
-        assert result is not None
-        return result
-
-    def within(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
-        """The same, for so long at most."""
-        start_s, waited_s = time.perf_counter(), 0.0
-        spin_s = self.spin_when_busy_s if self._last_s < self.spin_when_busy_s else self.spin_s
-        while (result := ready()) is None and waited_s < timeout_s:
-            if waited_s < spin_s:
-                os.sched_yield()
-            else:
-                pause_s = min(max(self.share * waited_s, self.shortest_s), self.longest_s)
-                time.sleep(min(pause_s, timeout_s - waited_s))
-            waited_s = time.perf_counter() - start_s
-        self._last_s = waited_s
-        return result
 
 
 class Outbox:
@@ -386,6 +353,25 @@ class Link:
             elif self.rank == rank:
                 offset_s = min(self._ask_clock(clock) for _ in range(n_rounds))[1]
         return offset_s
+
+    def bandwidth_gbit(self, n_bytes: int = 1 << 22, n_rounds: int = 4) -> float:
+        """What the slowest link between neighbouring ranks carries, in Gbit/s. Collective; needs two ranks."""
+        buffer, slowest_s = np.zeros(n_bytes, np.uint8), 0.0
+        for rank in range(1, self.size):
+            if self.rank == rank - 1:
+                slowest_s = max(slowest_s, min(self._round_trip_s(buffer, rank) for _ in range(n_rounds)))
+            elif self.rank == rank:
+                for _ in range(n_rounds):
+                    self.comm.Recv(buffer, rank - 1, Tag.CLOCK)
+                    self.comm.Send(buffer, rank - 1, Tag.CLOCK)
+        slowest_s = max(self.comm.allgather(slowest_s))
+        return 8e-9 * 2 * n_bytes / slowest_s
+
+    def _round_trip_s(self, buffer: Buffer, rank: int) -> float:
+        start_s = time.perf_counter()
+        self.comm.Send(buffer, rank, Tag.CLOCK)
+        self.comm.Recv(buffer, rank, Tag.CLOCK)
+        return time.perf_counter() - start_s
 
     def _ask_clock(self, clock: Callable[[], float]) -> tuple[float, float]:
         """(delay, offset) of one question to rank 0."""

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
+from pipeinfer.cluster.plan import stage_ranks
 from pipeinfer.cluster.profile import load_profile
 from pipeinfer.cluster.wire import Buffer, Transaction
 from pipeinfer.errors import UserError
@@ -137,9 +138,10 @@ def pace_profile(spec: str, n_ranks: int, has_draft: bool) -> Profile:
     """The profile that `--pace NAME` or `--pace NAME:PAIR` gives `n_ranks` ranks. Raises UserError when none fits."""
     name, _, pair = spec.partition(":")
     profile = load_profile(name).lay_out(n_ranks, pair, has_draft)
-    if profile.n_ranks != n_ranks:
-        needed = "with a draft" if not has_draft else "of that many ranks"
+    n_stages = len(stage_ranks(n_ranks, has_draft))
+    if profile.n_stages != n_stages:
         raise UserError(
-            f"--pace {spec} describes {profile.n_stages} stages, not those of {n_ranks} ranks; run {needed}"
+            f"--pace {spec} was measured with a draft on {profile.n_stages} stages, here there are {n_stages}; "
+            "choose a policy with a draft"
         )
     return profile

@@ -88,8 +88,8 @@ def _check(info: ModelInfo, path: Path, n_layer: int, noise: float) -> None:
         raise UserError(
             f"--layers {n_layer}: the model has {info.n_layer}, a grown one has more, and {MAX_LAYERS} at most"
         )
-    if not 0 <= noise <= 10:
-        raise UserError(f"--noise {noise:g} must be from 0 (the same function) to 10")
+    if not 0 <= noise <= 1000:
+        raise UserError(f"--noise {noise:g} must be from 0 (the same function) to 1000")
     if any(path.exists() and path.samefile(source) for source in info.paths):
         raise UserError(f"{path} is the model that is read; name another file with -o")
     for tensor in info.tensors:

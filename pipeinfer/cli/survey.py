@@ -1,0 +1,172 @@
+"""`pipeinfer measure`: time this cluster with these models, and write a profile for `simulate`."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeinfer.cli.options import RunOptions, parse_threads
+from pipeinfer.cli.policy_options import take_policy_options
+from pipeinfer.cli.run import run
+from pipeinfer.errors import UserError
+from pipeinfer.models.demo import DRAFT, TARGET
+
+if TYPE_CHECKING:  # these import MPI
+    from pipeinfer.cli.context import Context
+    from pipeinfer.cli.job import Crew
+    from pipeinfer.cli.setup import Job
+    from pipeinfer.cluster.survey import ModelTimes, Overheads
+
+PATH = click.Path(path_type=Path)
+SHARED = ("model", "model_draft", "threads", "n_gpu_layers", "layer_split", "numerics", "slice_cache", "verbose")
+SLOT_S = 4.0
+"""Ranks of one host take turns, for so long each: nobody shall time a model while another one computes beside it."""
+
+N_TOKENS = 48
+PROMPT = "measure"
+
+
+@click.command("measure")
+@click.option("-o", "--output", type=PATH, required=True, help="The profile to write, TOML.")
+def measure_command(
+    output: Path, model: Path | None, model_draft: Path | None, threads: str | None, **others: Any
+) -> int:
+    """Measure stage, draft and link times of this cluster, under mpirun, and write a profile for `simulate`.
+
+    Rank 0 drafts, the others hold the target's layers.
+    """
+    if model is None:
+        model, model_draft = TARGET, model_draft or DRAFT
+    if model_draft is None:
+        raise UserError("measure needs the draft model too; give -md")
+    given = others | {"model": model, "model_draft": model_draft, "threads": parse_threads(threads) if threads else ()}
+    options = _options(given)
+    from pipeinfer.cli.job import start_job  # initialises MPI
+
+    return start_job(lambda crew: _survey(crew, options, output), options.numerics == "exact", options.verbose)
+
+
+def _options(given: dict[str, Any]) -> RunOptions:
+    """What `run` would do with these and otherwise its defaults, greedily and without end."""
+    defaults = run.make_context("run", [], resilient_parsing=True).params
+    fixed = {"prompt": PROMPT, "predict": N_TOKENS, "temp": 0.0, "seed": 0, "ignore_eos": True, "policy": "pipeinfer"}
+    values: dict[str, Any] = defaults | fixed | given
+    return RunOptions(speculation=take_policy_options(values), **values)
+
+
+measure_command.params += [copy.copy(option) for option in run.params if option.name in SHARED]
+
+
+def _survey(crew: Crew, options: RunOptions, output: Path) -> int:
+    """Every rank's part; returns the exit code."""
+    from pipeinfer.cli.context import complain
+    from pipeinfer.cli.setup import prepare
+
+    link, job, error = crew.link, None, ""
+    if link.rank == 0:
+        try:
+            if link.size < 2:
+                raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
+            _check_writable(output)
+            job, _ = prepare(options, crew.hosts)
+        except UserError as caught:
+            error = str(caught)
+    job, error = link.broadcast((job, error) if link.rank == 0 else None)
+    if job is None:
+        if link.rank == 0:
+            complain(error)
+        return 2
+    context = crew.context(replace(options, trace=Path()), job)
+    context.tracer.on = True
+    gbit_per_s = link.bandwidth_gbit()
+    times = link.all_gather(_time_own_models(crew, context, job))
+    extra = _run_plainly(context, job, times)
+    if link.rank == 0:
+        assert extra
+        _write(output, crew, options, job, times, extra, gbit_per_s)
+    return 0
+
+
+def _check_writable(output: Path) -> None:
+    try:
+        output.open("a").close()
+    except OSError as error:
+        raise UserError(f"--output {output}: {error.strerror}") from None
+
+
+def _time_own_models(crew: Crew, context: Context, job: Job) -> dict[str, ModelTimes]:
+    """Load, time and free this rank's models; ranks of one host in turns, the others asleep."""
+    from pipeinfer.cli.context import CLOCK
+    from pipeinfer.cli.load import load_draft, load_stage
+    from pipeinfer.cli.setup import N_GUESS_ROWS
+    from pipeinfer.cluster.survey import time_model
+    from pipeinfer.models.model_info import read_model_info
+
+    stage = load_stage(context, job, lambda fraction: True)
+    draft = load_draft(context, job, lambda fraction: True) if context.rank == 0 else None
+    begin_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
+    names = [host.name for host in crew.hosts]
+    turn = names[: context.rank].count(names[context.rank])
+    time.sleep(max(0.0, begin_s + turn * SLOT_S - CLOCK()))
+    found: dict[str, ModelTimes] = {}
+    for role, model in (("stage", stage), ("draft", draft)):
+        if model:
+            index = job.plan.stage_of(context.rank)
+            part = job.plan.stages[index] if index is not None else None
+            assert context.options.model_draft
+            layers = part.last - part.first if part else read_model_info(context.options.model_draft).n_layer
+            n_rows = job.n_rows_max if role == "stage" else N_GUESS_ROWS
+            found[role] = time_model(model, layers, n_rows, job.n_cells, CLOCK, SLOT_S / 2)
+            model.close()
+    time.sleep(max(0.0, begin_s + max(map(names.count, names)) * SLOT_S - CLOCK()))
+    return found
+
+
+def _run_plainly(context: Context, job: Job, times: list[dict[str, ModelTimes]]) -> Overheads | None:
+    """A real job without speculation, then one with it for the draft's steps; rank 0 gets what they cost on top."""
+    from pipeinfer.cli.session import Session
+    from pipeinfer.cli.worker import run_stage
+    from pipeinfer.cluster.survey import overheads
+    from pipeinfer.policies import Iterative, PipeInfer
+
+    if context.rank:
+        run_stage(context, job)
+        return None
+    session = Session(context, job, lambda rank, loaded_s: None)
+    session.open()
+    for _ in range(2):  # the first one warms up
+        plain = session.generate(job, context.options, Iterative(), lambda tokens: None)
+    context.tracer.spans.clear()
+    session.generate(job, context.options, PipeInfer(), lambda tokens: None)
+    session.close()
+    steps_s = [
+        span.duration_s
+        for span in context.tracer.spans
+        if span.kind == "draft" and span.args["nodes"] == 1 and span.args["finished"]
+    ]
+    ranks = [stage.rank for stage in job.plan.stages]
+    runs = [plain.figures[rank]["runs"] for rank in ranks]
+    own = [times[rank]["stage"] for rank in ranks]
+    return overheads(plain.ledger, runs, own, steps_s, times[0].get("draft"))
+
+
+def _write(
+    output: Path, crew: Crew, options: RunOptions, job: Job, times: list[dict[str, ModelTimes]], extra: Overheads,
+    gbit_per_s: float,
+) -> None:  # fmt: skip
+    from pipeinfer.cluster.survey import profile_toml
+
+    assert options.model_draft
+    stages = [times[stage.rank]["stage"] for stage in job.plan.stages]
+    hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
+    title = [
+        f"Measured by `pipeinfer measure` on {len(crew.hosts)} ranks: {hosts}.",
+        f"Target {options.model.name}, draft {options.model_draft.name}.",
+    ]
+    output.write_text(profile_toml(title, job.n_embd, stages, times[0].get("draft"), extra, gbit_per_s))
+    print(output)

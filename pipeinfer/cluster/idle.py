@@ -1,0 +1,45 @@
+"""How a rank waits. Knows no MPI."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Idle:
+    """How a rank waits without costing the computing ranks their cores: poll for a moment, then sleep for a share of
+    what it has waited, so that sleeping never adds more than that share. After a short wait it polls for longer."""
+
+    spin_s: float = 50e-6
+    spin_when_busy_s: float = 500e-6
+    share: float = 0.04
+    shortest_s: float = 20e-6
+    longest_s: float = 1e-3
+    _last_s: float = 0.0
+
+    def until(self, ready: Callable[[], T | None]) -> T:
+        """Poll `ready` until it returns something; what it raises ends the wait."""
+        result = self.within(ready, math.inf)
+        assert result is not None
+        return result
+
+    def within(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
+        """The same, for so long at most."""
+        start_s, waited_s = time.perf_counter(), 0.0
+        spin_s = self.spin_when_busy_s if self._last_s < self.spin_when_busy_s else self.spin_s
+        while (result := ready()) is None and waited_s < timeout_s:
+            if waited_s < spin_s:
+                os.sched_yield()
+            else:
+                pause_s = min(max(self.share * waited_s, self.shortest_s), self.longest_s)
+                time.sleep(min(pause_s, timeout_s - waited_s))
+            waited_s = time.perf_counter() - start_s
+        self._last_s = waited_s
+        return result

@@ -1,0 +1,171 @@
+"""Times of a real cluster -> a profile in TOML that `simulate` can use. Pure; knows no MPI and no model.
+
+Two sources: each rank times its own model for runs of many sizes, and a real job without speculation shows what a run
+costs on top: in a stage, between two stages, on the head.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from pipeinfer.interfaces import Batch, StageModel
+from pipeinfer.ledger import HeadLedger
+from pipeinfer.runs import KvOp, OpKind
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+GUESSES_MAX = 32  # rows of a run of guesses
+CONTEXT = 256  # tokens, for the cost of attention
+REPEATS = 5
+StageRun = tuple[int, float, float, float, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTimes:
+    """What one rank timed: rows of a run -> seconds at an empty cache; seconds of one row after `context` tokens."""
+
+    layers: int
+    by_rows: dict[int, float]
+    context: int = 0
+    after_context_s: float = 0.0
+
+    @property
+    def context_s(self) -> float:
+        """Seconds a layer, row and token of context."""
+        grown_s = self.after_context_s - self.by_rows[1]
+        return max(0.0, grown_s / self.context / self.layers) if self.context else 0.0
+
+
+def time_model(
+    model: StageModel, layers: int, n_rows_max: int, n_cells: int, clock: Callable[[], float], budget_s: float
+) -> ModelTimes:
+    """The cache must be empty and is empty afterwards."""
+    start_s = clock()
+    _evaluate(model, 0, 1)  # maps the weights in
+    _forget(model)
+    by_rows: dict[int, float] = {}
+    for size in SIZES:
+        if size > n_rows_max or (by_rows and clock() - start_s > budget_s):
+            break
+        by_rows[size] = _time_rows(model, size, clock)
+    context = min(CONTEXT, n_cells // 2)
+    return ModelTimes(layers, by_rows, context, _time_after(model, context, max(by_rows), clock))
+
+
+def _time_rows(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        start_s = clock()
+        _evaluate(model, 0, n_rows)
+        times.append(clock() - start_s)
+        _forget(model)
+    return statistics.median(times)
+
+
+def _forget(model: StageModel) -> None:
+    model.apply([KvOp(OpKind.REMOVE, 0), KvOp(OpKind.COMPACT, 0)])
+
+
+def _time_after(model: StageModel, context: int, n_batch: int, clock: Callable[[], float]) -> float:
+    for start in range(0, context, n_batch):
+        _evaluate(model, start, min(n_batch, context - start))
+    times = []
+    for position in range(context, context + REPEATS):
+        start_s = clock()
+        _evaluate(model, position, 1)
+        times.append(clock() - start_s)
+    _forget(model)
+    return statistics.median(times)
+
+
+def _evaluate(model: StageModel, position: int, n_rows: int) -> None:
+    batch = Batch(
+        tokens=np.zeros(n_rows, np.int32),
+        positions=np.arange(position, position + n_rows, dtype=np.int32),
+        seqs=[(0,)] * n_rows,
+        hidden=np.full((n_rows, model.n_embd), 0.01, np.float32),
+        # guesses all want their logits, prompts only their last row's
+        wanted=np.arange(n_rows) >= (0 if n_rows <= GUESSES_MAX else n_rows - 1),
+    )
+    model.evaluate(batch, lambda: False)
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Seconds beyond the models' own: of each stage a run, of a hop, of the head for a run, a verdict, a draft step."""
+
+    stage_s: tuple[float, ...]
+    hop_s: float
+    run_s: float
+    verdict_s: float
+    draft_s: float
+
+
+def overheads(
+    ledger: HeadLedger,
+    stages: Sequence[Sequence[StageRun]],
+    own: Sequence[ModelTimes],
+    draft_steps_s: Sequence[float],
+    draft: ModelTimes | None,
+) -> Overheads:
+    """From a job that sent single rows, one after the other; all on one clock. `draft_steps_s`: of one row each."""
+    by_run = [{run_id: (start_s, end_s) for run_id, _, start_s, end_s, _ in runs} for runs in stages]
+    answered_s = {run_id: at_s for at_s, run_id in ledger.verdicts}
+    # the first run carries the prompt
+    run_ids = [run_id for run_id in sorted(answered_s) if all(run_id in stage for stage in by_run)][1:]
+    stage_s = tuple(
+        max(0.0, _median(stage[run_id][1] - stage[run_id][0] for run_id in run_ids) - times.by_rows[1])
+        for stage, times in zip(by_run, own, strict=True)
+    )
+    hops = [_median(after[run_id][0] - before[run_id][1] for run_id in run_ids) for before, after in pairwise(by_run)]
+    hops.append(_median(answered_s[run_id] - by_run[-1][run_id][1] for run_id in run_ids))
+    first_s = _median(by_run[0][run_id][0] - ledger.submitted_s[run_id] for run_id in run_ids)
+    hop_s = max(0.0, statistics.fmean(hops))
+    follows = [(run_id, run_id + 1) for run_id in run_ids if run_id + 1 in ledger.submitted_s]
+    verdict_s = _median(ledger.submitted_s[after] - answered_s[before] for before, after in follows)
+    beyond_s = _median(draft_steps_s) - draft.by_rows[1] if draft and draft_steps_s else 0.0
+    return Overheads(stage_s, hop_s, max(0.0, first_s - hop_s), max(0.0, verdict_s), max(0.0, beyond_s))
+
+
+def _median(values: object) -> float:
+    found = list(values)  # type: ignore[call-overload]
+    return float(statistics.median(found)) if found else 0.0
+
+
+def profile_toml(
+    title: Sequence[str],
+    n_embd: int,
+    stages: Sequence[ModelTimes],
+    draft: ModelTimes | None,
+    extra: Overheads,
+    gbit_per_s: float,
+) -> str:
+    """The text of a profile by measurement. `title`: lines of a comment."""
+    lines = [*(f"# {line}" for line in title), f"embd = {n_embd}", ""]
+    lines += _table("[link]", {"latency_us": 1e6 * extra.hop_s, "gbit_per_s": gbit_per_s})
+    lines += _table("[head]", {"run_us": 1e6 * extra.run_s, "verdict_us": 1e6 * extra.verdict_s, "draft_us": 0.0})
+    for times, run_s in zip(stages, extra.stage_s, strict=True):
+        lines += _slice("[[stages]]", times, run_s)
+    if draft:
+        lines += _slice("[draft]", draft, extra.draft_s)
+    return "\n".join(lines)
+
+
+def _slice(header: str, times: ModelTimes, run_s: float) -> list[str]:
+    layer_ms = [1e3 * seconds / times.layers for seconds in times.by_rows.values()]
+    content: dict[str, object] = {"layers": times.layers, "rows": list(times.by_rows), "layer_ms": layer_ms}
+    return _table(header, content | {"context_ns": 1e9 * times.context_s, "run_us": 1e6 * run_s})
+
+
+def _table(header: str, content: Mapping[str, object]) -> list[str]:
+    return [header, *(f"{key} = {_value(value)}" for key, value in content.items()), ""]
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,59 @@
+"""Timestamps -> figures, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pipeinfer.ledger import HeadLedger, StageLedger, head_time, stage_time
+from pipeinfer.metrics import RequestMetrics, percentiles, timings
+
+
+def test_latencies_from_timestamps() -> None:
+    metrics = RequestMetrics(submitted_s=10.0, n_prompt=4)
+    metrics.token_s = [12.0, 12.5, 12.5, 14.0]
+    metrics.finished_s = 14.5
+    found = timings(metrics)
+    assert metrics.itl_s == [0.5, 0.0, 1.5]
+    assert (found["ttft_s"], found["tpot_s"], found["itl_mean_s"]) == (2.0, pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert (found["prompt_per_second"], found["predicted_per_second"]) == (2.0, 1.5)
+    assert (found["itl_p50_s"], found["total_s"]) == (0.5, 4.5)
+    assert (found["itl_percentiles_s"][0], found["itl_percentiles_s"][100]) == (0.0, 1.5)
+
+
+def test_no_tokens_and_one_token() -> None:
+    metrics = RequestMetrics(submitted_s=1.0, n_prompt=1)
+    assert math.isnan(timings(metrics)["ttft_s"])
+    metrics.token_s = [2.0]
+    found = timings(metrics)
+    assert found["ttft_s"] == 1.0
+    assert math.isnan(found["tpot_s"]) and math.isnan(found["predicted_per_second"])
+    assert found["itl_percentiles_s"] == [] and all(map(math.isnan, percentiles([])))
+
+
+def test_a_stage_waits_for_runs_under_way_and_idles_before() -> None:
+    ledger = StageLedger()
+    ledger.note(1, 0.0, 2.0, 5.0, False)  # sent at 1: idle 0-1, waiting 1-2
+    ledger.note(2, 5.0, 5.5, 6.0, True)  # sent at 3, before the stage was free: waiting 5-5.5
+    ledger.note(3, 6.0, 9.0, 10.0, False)  # sent at 8.5
+    ledger.note(0, 10.0, 30.0, 30.0, False)  # the end
+    use = stage_time(ledger.moved(100.0), {1: 101.0, 2: 103.0, 3: 108.5}, (100.0, 112.0))
+    assert (use.wall_s, use.busy_s, use.cancelled_s) == (12.0, 4.0, 0.5)
+    assert use.waiting_s == pytest.approx(1.0 + 0.5 + 0.5)
+    assert use.idle_s == pytest.approx(1.0 + 2.5 + 2.0)
+    assert use.accounted == pytest.approx(1.0)
+
+
+def test_only_the_window_counts() -> None:
+    ledger = StageLedger()
+    ledger.note(1, 0.0, 1.0, 4.0, False)
+    use = stage_time(ledger.moved(0.0), {1: 0.0}, (2.0, 5.0))
+    assert (use.busy_s, use.waiting_s, use.idle_s) == (2.0, 0.0, 0.0)
+    assert use.accounted == pytest.approx(2 / 3), "what no entry covers must show"
+
+
+def test_the_head_works_when_it_does_not_wait() -> None:
+    ledger = HeadLedger(waits=[(0.0, 2.0), (5.0, 6.0)], cancelled=[(3.0, 3.5)])
+    use = head_time(ledger, (1.0, 11.0))
+    assert (use.waiting_s, use.cancelled_s, use.busy_s, use.idle_s) == (2.0, 0.5, 7.5, 0.0)
