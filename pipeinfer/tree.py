@@ -54,8 +54,13 @@ class Settled:
     path: list[Node]
     n_judged: int  # guesses whose parent's verdict is in: each now right or wrong
     n_matched: int  # the right ones
-    n_contested: int  # tokens in whose place at least one guess stood
+    firsts: list[tuple[Node, bool]]  # for each token in whose place guesses stood: the first guess, was it right
     dead: list[Node]
+
+    @property
+    def n_contested(self) -> int:
+        """Tokens in whose place at least one guess stood."""
+        return len(self.firsts)
 
     @property
     def tokens(self) -> list[int]:
@@ -95,12 +100,12 @@ class TokenTree:
 
     def settle(self) -> Settled:
         """Advance the root along the verdicts it has: a matching child becomes the root, else a fresh unsent node."""
-        path, dead, n_judged, n_matched, n_contested = [self.root], [], 0, 0, 0
+        path, dead, firsts, n_judged, n_matched = [self.root], [], [], 0, 0
         while (token := self.root.verdict) is not None:
             old = self.root
             follower = old.child(token)
             n_judged += len(old.children)
-            n_contested += bool(old.children)
+            firsts += [(first, first is follower) for first in old.children[:1]]
             n_matched += follower is not None
             dead += [node for child in old.children if child is not follower for node in child.subtree()]
             self.root = follower or Node(token, old.position + 1)
@@ -111,7 +116,7 @@ class TokenTree:
             node.state = State.DEAD
         if len(path) > 1:
             self.nodes = [node for node in self.nodes if node.live] or [self.root]
-        return Settled(path, n_judged, n_matched, n_contested, dead)
+        return Settled(path, n_judged, n_matched, firsts, dead)
 
     def unsent(self) -> Iterator[Node]:
         """Live nodes that no run has carried yet, parents before children."""

@@ -347,8 +347,8 @@ def _stack_ranks(axes: Axes, series: Series) -> None:
             ticks.append(at)
             names.append(str(rank))
             at += 1
-        axes.text((first + at - 1) / 2, -0.19, label, ha="center", va="top", transform=axes.get_xaxis_transform())
+        axes.text((first + at - 1) / 2, -0.11, label, ha="center", va="top", transform=axes.get_xaxis_transform())
         at += 0.6
     axes.set_xticks(ticks, names)
-    axes.set_xlabel("rank\n ", labelpad=1)
+    axes.set_xlabel("rank", labelpad=16)  # below the names of the policies
     axes.set_ylim(0, 100)

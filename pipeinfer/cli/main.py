@@ -12,6 +12,7 @@ from pipeinfer import __version__
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.models import models
 from pipeinfer.cli.record import record_command
+from pipeinfer.cli.reproduce import reproduce_command
 from pipeinfer.cli.run import run
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cli.survey import measure_command
@@ -32,6 +33,7 @@ cli.add_command(models)
 cli.add_command(simulate_command)
 cli.add_command(record_command)
 cli.add_command(measure_command)
+cli.add_command(reproduce_command)
 cli.add_command(timeline)
 
 

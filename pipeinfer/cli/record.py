@@ -11,6 +11,7 @@ import click
 from pipeinfer.choices import RecordedChoices
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.ggml import require_exact_kernels
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
 from pipeinfer.models.llama import LlamaParams, LlamaStage
 from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
@@ -34,6 +35,7 @@ def record_command(
     model: Path, model_draft: Path, prompt: str, predict: int, threads: int | None, temp: float, seed: int, output: Path
 ) -> int:
     """Record the text that the target writes and what the draft guesses after each of its tokens."""
+    require_exact_kernels()  # before anything loads libllama
     tokenizer = Tokenizer(model)
     check_same_vocabulary(tokenizer, Tokenizer(model_draft))
     tokens = tokenizer.encode(prompt)
@@ -41,8 +43,8 @@ def record_command(
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
     about = {"model": str(model), "model_draft": str(model_draft), "temp": temp, "seed": seed}
     n_cells = len(tokens) + predict + N_BATCH
-    target, params = open_whole(model, n_cells, threads), sampling_of(about)
-    draft = draft_guesses(open_whole(model_draft, n_cells, threads), params, couple=True)
+    target, params = open_whole(model, n_cells, threads, exact=True), sampling_of(about)
+    draft = draft_guesses(open_whole(model_draft, n_cells, threads, exact=False), params, couple=True)
     choices = record(target, draft, tokens, predict, params, about)
     choices.save(output)
     right = sum(
@@ -53,7 +55,7 @@ def record_command(
     return 0
 
 
-def open_whole(path: Path, n_cells: int, threads: int | None) -> PathModel:
+def open_whole(path: Path, n_cells: int, threads: int | None, exact: bool) -> PathModel:
     """A whole model in this process. Raises UserError when it cannot be loaded."""
     info = read_model_info(path)
     n_threads = threads or len(os.sched_getaffinity(0))
@@ -73,5 +75,5 @@ def ask_draft(choices: RecordedChoices, model_draft: Path) -> None:
         params = sampling_of(choices.about)
     except (KeyError, TypeError, ValueError):
         raise UserError("these choices do not say how they were sampled; record them anew") from None
-    draft = open_whole(model_draft, choices.n_tokens + N_BATCH, None)
+    draft = open_whole(model_draft, choices.n_tokens + N_BATCH, None, exact=False)
     choices.draft = draft_guesses(draft, params, couple=True)

@@ -191,7 +191,8 @@ def read_prompts(source: str, n_questions: int) -> list[Prompt]:
 
 def _first_turn(path: Path, number: int, line: str) -> str:
     try:
-        turn = json.loads(line)["turns"][0]
+        turns = json.loads(line)["turns"]
+        turn = turns[0] if isinstance(turns, list) else None
     except (ValueError, KeyError, IndexError, TypeError):
         turn = None
     if not isinstance(turn, str):

@@ -11,21 +11,28 @@ import click
 from pipeinfer.errors import UserError
 
 # Okabe and Ito's palette: told apart with any colour vision
-COLOURS = {"draft": "#0072B2", "evaluate": "#009E73", "cancelled": "#D55E00", "settle": "#000000"}
-LABELS = {"draft": "draft step", "evaluate": "run evaluated", "cancelled": "run cancelled", "settle": "tokens accepted"}
+COLOURS = {"draft": "#0072B2", "evaluate": "#009E73", "cancelled": "#D55E00", "waiting": "#E8E8E8", "settle": "#000000",
+           "cancel": "#CC79A7"}  # fmt: skip
+LABELS = {"draft": "draft step", "evaluate": "run evaluated", "cancelled": "run cancelled",
+          "waiting": "waiting for a run", "settle": "tokens accepted", "cancel": "cancellation sent"}  # fmt: skip
+MARKS = {"settle": "v", "cancel": "x"}
+N_SETTLED = 12
+"""Verdicts that are drawn unless the user says from when to when."""
+
+Event = dict[str, Any]
 
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Picture; .png, .svg or .pdf.")
 @click.option("--from", "from_ms", type=float, help="Begin here (ms). [default: the first token]")
-@click.option("--for", "for_ms", type=float, help="Draw this long (ms). [default: twelve accepted verdicts]")
+@click.option("--for", "for_ms", type=float, help=f"Draw this long (ms). [default: {N_SETTLED} accepted verdicts]")
 def timeline(trace: Path, output: Path, from_ms: float | None, for_ms: float | None) -> None:
     """Draw what each rank did, from a file that `run --trace` wrote."""
     labels, events = read_trace(trace)
     settles = [event["ts"] / 1e3 for event in events if event["name"] == "settle"] or [0.0]
     start = settles[0] if from_ms is None else from_ms
-    end = start + for_ms if for_ms else settles[min(len(settles) - 1, 12)]
+    end = start + for_ms if for_ms else settles[min(len(settles) - 1, N_SETTLED)]
     try:
         draw(labels, events, start, max(end, start + 1e-3), output)
     except (OSError, ValueError) as error:
@@ -33,19 +40,26 @@ def timeline(trace: Path, output: Path, from_ms: float | None, for_ms: float | N
     click.echo(output)
 
 
-def read_trace(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
-    """Track labels and events. Raises UserError when the file is no trace."""
+def read_trace(path: Path) -> tuple[dict[int, str], list[Event]]:
+    """Track labels, and what can be drawn. Raises UserError when the file is no trace."""
     try:
         events = json.loads(path.read_text())["traceEvents"]
-        labels = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        labels = {int(event["tid"]): str(event["args"]["name"]) for event in events if event["ph"] == "M"}
+        drawn = [_checked(event, labels) for event in events if event["ph"] != "M" and event["name"] in COLOURS]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a trace that `pipeinfer run --trace` wrote: {error}") from None
-    return labels, [event for event in events if event["ph"] != "M"]
+        raise UserError(f"{path} is not a trace that `pipeinfer run --trace` wrote: {error!r}") from None
+    return labels, drawn
 
 
-def draw(labels: dict[int, str], events: list[dict[str, Any]], start_ms: float, end_ms: float, output: Path) -> None:
+def _checked(event: Event, labels: dict[int, str]) -> Event:
+    labels[event["tid"]]  # a track that nobody named is a KeyError
+    times = {"ts": float(event["ts"]), "dur": float(event.get("dur", 0.0))}
+    return event | times | {"args": dict(event.get("args", {}))}
+
+
+def draw(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: float, output: Path) -> None:
     """Raises OSError or ValueError when the picture cannot be written."""
     import matplotlib
 
@@ -54,21 +68,24 @@ def draw(labels: dict[int, str], events: list[dict[str, Any]], start_ms: float, 
 
     figure, axes = plt.subplots(figsize=(11, 0.7 * len(labels) + 1.4), layout="constrained")
     seen: dict[str, Any] = {}
-    for event in events:
-        at, long = event["ts"] / 1e3 - start_ms, event.get("dur", 0.0) / 1e3
+    last_ms = float("-inf")
+    for event in sorted(events, key=lambda event: event["ts"]):
+        at, long, kind = event["ts"] / 1e3 - start_ms, event["dur"] / 1e3, event["name"]
         if at + long < 0 or at > end_ms - start_ms:
             continue
-        kind, track = event["name"], event["tid"]
-        if kind == "settle":
-            seen[kind] = axes.plot(at, track - 0.42, "v", color=COLOURS[kind], markersize=6)[0]
-            axes.annotate(str(event["args"]["tokens"]), (at, track - 0.5), ha="center", va="bottom", fontsize=8)
+        if kind in MARKS:
+            seen[kind] = axes.plot(
+                at, event["tid"] + (0.42 if kind == "cancel" else -0.42), MARKS[kind], color=COLOURS[kind], markersize=6
+            )[0]
         else:
-            seen[kind] = axes.barh(track, long, left=at, height=0.6, color=COLOURS[kind], edgecolor="white", lw=0.4)
-            if long > (end_ms - start_ms) / 40 and "run" in event["args"]:
-                axes.text(
-                    at + long / 2, track, event["args"]["run"], ha="center", va="center", fontsize=7, color="white"
-                )
-    axes.set_yticks(list(labels), [labels[track] for track in labels])
+            seen[kind] = _bar(axes, event, at, long, end_ms - start_ms)
+        # numbers of verdicts that come at once would lie on each other
+        if kind == "settle" and at - last_ms > (end_ms - start_ms) / 120:
+            axes.annotate(
+                str(event["args"].get("tokens", "")), (at, event["tid"] - 0.5), ha="center", va="bottom", fontsize=8
+            )
+            last_ms = at
+    axes.set_yticks(list(labels), [label.replace("$", r"\$") for label in labels.values()])
     axes.set_ylim(len(labels) - 0.5, -0.8)
     axes.set_xlim(0, end_ms - start_ms)
     axes.set_xlabel("time (ms); numbers on the bars are runs, those on the triangles tokens accepted at once")
@@ -78,7 +95,19 @@ def draw(labels: dict[int, str], events: list[dict[str, Any]], start_ms: float, 
         [seen[kind] for kind in kinds],
         [LABELS[kind] for kind in kinds],
         loc="outside upper center",
-        ncols=4,
+        ncols=len(COLOURS),
         frameon=False,
     )
     figure.savefig(output, dpi=150)
+    plt.close(figure)
+
+
+def _bar(axes: Any, event: Event, at_ms: float, long_ms: float, window_ms: float) -> Any:
+    """A span, with its run's number where there is room for it."""
+    kind, track, run = event["name"], event["tid"], event["args"].get("run")
+    height = 0.2 if kind == "waiting" else 0.6
+    bar = axes.barh(track, long_ms, left=at_ms, height=height, color=COLOURS[kind], edgecolor="white", lw=0.4)
+    middle = at_ms + long_ms / 2
+    if kind != "waiting" and run is not None and long_ms > window_ms / 40 and 0 < middle < window_ms:
+        axes.text(middle, track, str(run), ha="center", va="center", fontsize=7, color="white")
+    return bar

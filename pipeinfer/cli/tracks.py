@@ -59,7 +59,7 @@ def messages(stages: Sequence[tuple[int, Sequence[StageRun]]], ledger: HeadLedge
         for run_id, _, start_s, _, _ in runs:
             if run_id in sent_s:
                 yield Message(run_id, source, sent_s[run_id], rank, start_s)
-        source, sent_s = rank, {run_id: end_s for run_id, _, _, end_s, _ in runs}
+        source, sent_s = rank, {run_id: end_s for run_id, _, _, end_s, _ in runs if run_id in ledger.submitted_s}
     for received_s, run_id in ledger.verdicts:
         if source and run_id in sent_s:
             yield Message(run_id, source, sent_s[run_id], 0, received_s)

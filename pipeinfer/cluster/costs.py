@@ -93,6 +93,8 @@ class Profile:
     link: LinkCost
     head: HeadCost
     head_is_first: bool = False
+    sleeps: bool = False
+    """Waiting ranks sleep between looks, as `Idle` does; measured costs have that in them already."""
     acceptance: float | None = None
     """How often the draft's best guess is the target's token, as published for the pair."""
 

@@ -36,7 +36,8 @@ class LoadedModel(StageModel, Protocol):
 
 class PacedStage:
     """A model whose evaluations take what `cost` says. It sleeps first, layer by layer, asking `stop` in between as a
-    model does; the model's own work comes last, so that a run stopped before has left no trace in it."""
+    model does; the model's own work comes last, so that a run stopped before has left no trace in it. What a run costs
+    beyond the model (`run_s`) is real: it comes by itself."""
 
     def __init__(
         self,
@@ -52,9 +53,9 @@ class PacedStage:
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         start_s, n_rows = self.clock(), len(batch.positions)
         context = int(batch.positions[-1])
-        end_s = start_s + self.cost.seconds(n_rows, context)
+        end_s = start_s + self.cost.seconds(n_rows, context) - self.cost.run_s
         begin_s = end_s - self._own_s.get(n_rows, 0.0)
-        if not self._sleep_through_layers(start_s + self.cost.run_s, begin_s, n_rows, context, stop):
+        if not self._sleep_through_layers(start_s, begin_s, n_rows, context, stop):
             return None
         result = self._evaluate(batch, stop)
         if result is not None:

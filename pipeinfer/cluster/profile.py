@@ -170,6 +170,7 @@ class ProfileFile:
             link=self._link(),
             head=self._head(),
             head_is_first=not has_draft,
+            sleeps=True,
             acceptance=acceptance,
         )
 

@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 
 from pipeinfer.choices import Choices
 from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
+from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.wire import words_before_activations
 from pipeinfer.interfaces import Guess
 from pipeinfer.ledger import HeadLedger, StageLedger
@@ -93,6 +94,7 @@ class SimPipeline:
         alone = profile.n_ranks == 1
         self.stages = [_Stage(cost, _Hop(near if alone else profile.link)) for cost in profile.stages]
         self.ledger = HeadLedger()
+        self._idle = Idle() if profile.sleeps else None
         self.n_cancel_messages = 0
         self._flying: dict[int, _Flight] = {}
         # (when, tie breaker, stage, run, version): without version it arrives there, else its evaluation ends
@@ -130,6 +132,7 @@ class SimPipeline:
             raise RuntimeError("the engine waits, but nothing is in flight")
         until_s = flight.answered_s if flight else end_s
         if until_s > self.clock.now:
+            until_s += self._late_s(until_s - self.clock.now)
             self.ledger.waits.append((self.clock.now, until_s))
             self.clock.now = until_s
 
@@ -157,6 +160,13 @@ class SimPipeline:
             self._run_until(end_s)
         return self._verdicts[0] if self._verdicts and self._verdicts[0].answered_s <= end_s else None
 
+    def _late_s(self, waited_s: float) -> float:
+        """How late a rank that sleeps between looks notices what it waits for: half a sleep on average."""
+        idle = self._idle
+        if idle is None or waited_s < idle.spin_s:
+            return 0.0
+        return 0.5 * min(max(idle.share * waited_s, idle.shortest_s), idle.longest_s)
+
     # -- events
 
     def _schedule(self, when_s: float, stage: int, flight: _Flight, version: int | None) -> None:
@@ -177,7 +187,7 @@ class SimPipeline:
             if version is None:
                 stage.queue.append(flight)
                 if stage.current is None:
-                    self._start(index, stage, when_s)
+                    self._start(index, stage, when_s + self._late_s(when_s - stage.idle_since_s))
             elif stage.current is flight and version == stage.version:
                 self._finish(index, stage, flight, when_s)
 

@@ -6,6 +6,7 @@ verdict stay in the tree and in the pipeline: they are never drafted or sent twi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from pipeinfer.interfaces import Guess
@@ -18,6 +19,9 @@ HIT_MEMORY = 16
 PAUSE_BELOW, RESUME_ABOVE = 0.06, 0.15
 LONGEST_PAUSE = 64
 
+LEARNING_RATE, LARGEST_BIAS = 0.2, 4.0
+"""Of the correction of the draft's confidence, in log-odds."""
+
 
 @dataclass
 class PipeInfer:
@@ -27,6 +31,9 @@ class PipeInfer:
     a further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each expansion
     that finds a guess raises the accept cutoff by `recovery`, each that finds none lowers it by `decay`; an accepted
     guess resets it.
+
+    The draft's confidence is corrected by experience before it is compared or multiplied along a path: an overly
+    modest draft would have its chains yield to their siblings, an overly bold one would never branch.
 
     When hardly any guess is right, only the root is sent, and guesses are tried again at growing intervals.
 
@@ -47,6 +54,7 @@ class PipeInfer:
     _hit_rate: float = field(default=0.5, init=False)
     _pause: int = field(default=0, init=False)  # roots between two tries; 0 while guesses pay
     _n_roots: int = field(default=0, init=False)
+    _bias: float = field(default=0.0, init=False)  # log-odds added to the confidence in the first guess
 
     # -- sending
 
@@ -85,10 +93,21 @@ class PipeInfer:
     def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
         cutoff = max(0.0, self.accept_cutoff + self._shift)
         kept = [
-            guess for rank, guess in enumerate(guesses) if guess.probability >= (self.split_cutoff if rank else cutoff)
+            guess
+            for rank, guess in enumerate(self._corrected(guesses))
+            if guess.probability >= (self.split_cutoff if rank else cutoff)
         ]
         self._shift += self.recovery if kept else -self.decay
         return kept
+
+    def _corrected(self, guesses: list[Guess]) -> list[Guess]:
+        """The first guess's probability moved by the bias in log-odds, the others scaled to what that leaves."""
+        if not guesses:
+            return guesses
+        first = min(max(guesses[0].probability, 1e-6), 1 - 1e-6)
+        moved = 1 / (1 + (1 - first) / first * math.exp(-self._bias))
+        rest = (1 - moved) / (1 - first)
+        return [Guess(guesses[0].token, moved), *(Guess(g.token, g.probability * rest) for g in guesses[1:])]
 
     # -- learning
 
@@ -100,6 +119,9 @@ class PipeInfer:
         if settled.n_matched:
             self._shift = 0.0
         self._n_roots += len(settled.path) - 1
+        for node, right in settled.firsts:
+            self._bias += LEARNING_RATE * (right - math.exp(node.log_prob))
+        self._bias = min(max(self._bias, -LARGEST_BIAS), LARGEST_BIAS)
         for index in range(settled.n_contested):
             self._hit_rate += (float(index < settled.n_matched) - self._hit_rate) / HIT_MEMORY
         return self._pause_or_resume(settled.n_contested > 0, settled.n_matched > 0)

@@ -1,0 +1,174 @@
+"""`pipeinfer bench` as a user starts it: one job for a sweep, rows, summaries, going on after an interruption."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.cli.summary import markdown, summarise
+from pipeinfer.cli.sweep import Prompt, read_prompts
+from pipeinfer.errors import UserError
+from pipeinfer.results import as_read, read_results
+from tests.gguf_factory import Shape, write_model
+from tests.jobs import finish, run_json, start
+from tests.rows import make_row
+
+TEXT = "the model of a rank is in the layer and a token. "
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("pair")
+    shape = Shape(n_layer=6, peaky=12.0, n_strong=2, weak=0.1)
+    target = write_model(folder / "target.gguf", shape)
+    draft = write_model(folder / "draft.gguf", replace(shape, n_layer=2))
+    (folder / "tale.txt").write_text(TEXT * 3)
+    questions = [json.dumps({"turns": [f"{TEXT} {index}", "again"]}) for index in range(4)]
+    (folder / "asked.jsonl").write_text("\n".join(questions) + "\n")
+    return ["-m", str(target), "-md", str(draft), "-t", "1"]  # more threads than cores make small models slow
+
+
+def folder_of(pair: list[str]) -> Path:
+    return Path(pair[1]).parent
+
+
+def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
+    folder, results = folder_of(pair), tmp_path / "results.csv"
+    sources = ["-p", "24", "-p", str(folder / "tale.txt"), "-p", str(folder / "asked.jsonl"), "--questions", "2"]
+    arguments = ["bench", *pair, *sources, "-n", "8,16", "-r", "2", "--ablate", "cancel,continuous"]
+    done = finish(3, [*arguments, "--results", str(results), "-o", "jsonl"])
+    assert done.returncode == 0, done.stderr
+    rows = read_results(results)
+    # 4 prompts, 2 lengths, 2 repetitions of 5: three policies and two ablations
+    assert len(rows) == 4 * 2 * 2 * 5
+    assert list(dict.fromkeys((row["policy"], row["variant"]) for row in rows)) == [
+        ("iterative", ""), ("speculative", ""), ("pipeinfer", ""), ("pipeinfer", "no-cancel"),
+        ("pipeinfer", "no-continuous"),
+    ]  # fmt: skip
+    assert {row["prompt"] for row in rows} == {"pp24", "tale", "asked/1", "asked/2"}
+    assert {row["prompt_n"] for row in rows if row["prompt"] == "pp24"} == {24}
+    assert {row["predicted_n"] for row in rows} == {8, 16}
+    for row in rows:
+        assert row["runs_cancelled"] == 0 or row["policy"] != "iterative"
+        assert row["cancel_messages"] == 0 or row["variant"] != "no-cancel"
+        for rank in range(3):
+            named = sum(row[use][rank] for use in ("busy_s", "cancelled_s", "waiting_s", "idle_s"))
+            assert 0.99 <= named / row["total_s"] <= 1.001, f"rank {rank} of {row}"
+    summaries = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(summaries) == 3 * 2 * 5, "questions of one set are samples of one line"
+    assert {summary["samples"] for summary in summaries if summary["prompt"] == "asked"} == {4}
+
+
+def test_cases_do_not_touch_each_other(pair: list[str], tmp_path: Path) -> None:
+    """What is measured after other generations is what a fresh job measures: the same runs, rows and guesses."""
+    tale, results = str(folder_of(pair) / "tale.txt"), tmp_path / "results.csv"
+    common = ["-n", "32", "--temp", "0", "--seed", "0", "--policy", "speculative"]
+    prompts = ["-p", "40", "-p", tale]
+    done = finish(
+        2, ["bench", *pair, *prompts, *common, "-r", "3", "--policy", "speculative", "--results", str(results)]
+    )
+    assert done.returncode == 0, done.stderr
+    fresh = run_json(2, [*pair, "-f", tale, *common, "--ignore-eos"])["speculation"]
+    found = [(row["runs"], row["draft_n"]) for row in read_results(results) if row["prompt"] == "tale"]
+    assert found == [(fresh["runs"], fresh["draft_n"])] * 3
+
+
+def test_resuming_measures_only_what_is_missing(pair: list[str], tmp_path: Path) -> None:
+    results = tmp_path / "results.csv"
+    arguments = ["bench", *pair, "-p", "16", "-n", "8", "-r", "2", "--results", str(results), "--resume"]
+    assert finish(2, arguments).returncode == 0
+    lines = results.read_text().splitlines(keepends=True)
+    results.write_text("".join(lines[:3] + lines[4:]))
+    again = finish(2, arguments)
+    assert again.returncode == 0 and "1 generations to measure" in again.stderr, again.stderr
+    assert len(read_results(results)) == 6
+    assert "0 generations to measure" in finish(2, arguments).stderr
+    assert "6 generations to measure" in finish(3, arguments).stderr, "another number of ranks is another measurement"
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_ctrl_c_keeps_what_was_measured(pair: list[str], tmp_path: Path, n_ranks: int) -> None:
+    results = tmp_path / "results.csv"
+    job = start(n_ranks, ["bench", *pair, "-p", "16", "-n", "64", "-r", "5000", "--results", str(results)])
+    assert job.stderr
+    while "[2]" not in job.stderr.readline():
+        assert job.poll() is None
+    job.send_signal(signal.SIGINT)
+    out, errors = job.communicate(timeout=20)
+    assert job.returncode != 0 and "interrupted" in errors and "Traceback" not in errors
+    assert len(read_results(results)) >= 2 and "| iterative |" in out
+
+
+def test_splits_go_to_the_policies_they_fit(pair: list[str], tmp_path: Path) -> None:
+    results = tmp_path / "results.csv"
+    splits = ["--layer-split", "0.34,0.33,0.33", "--layer-split", "0.1,0.9/1.0", "--layer-split", "4,2"]
+    done = finish(3, ["bench", *pair, "-p", "16", "-n", "4", "-r", "1", *splits, "--results", str(results)])
+    assert done.returncode == 0, done.stderr
+    found = {(row["policy"], row["layers"]) for row in read_results(results)}
+    assert found == {("iterative", (2, 2, 2))} | {
+        (policy, layers) for policy in ("speculative", "pipeinfer") for layers in ((1, 5), (4, 2))
+    }
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "magic"], "magic"),
+        (["-n", "8,x"], "8,x"),
+        (["-n", "0"], "-n '0'"),
+        (["-p", "none.txt"], "none.txt"),
+        (["-p", "0"], "-p 0"),
+        (["--ablate", "luck"], "luck"),
+        (["--resume"], "--results"),
+        (["--layer-split", "1,1,1,1,1,1"], "6 parts"),
+        (["-m", "none.gguf"], "none.gguf"),
+        (["-p", "9000"], "9000"),
+        (["-p", "{folder}/bad.jsonl"], "line 2"),
+        (["--results", "{folder}/none/results.csv"], "results.csv"),
+    ],
+)
+def test_bad_input_is_one_line(pair: list[str], tmp_path: Path, arguments: list[str], words: str, n_ranks: int) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"turns": ["a"]}\n{"turns": "a"}\n')
+    models = [] if "-m" in arguments else pair
+    done = finish(n_ranks, ["bench", *models, "-r", "1", *(part.format(folder=tmp_path) for part in arguments)])
+    assert done.returncode == 2 and done.stdout == ""
+    complaints = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
+    assert len(complaints) == 1 and words in complaints[0] and "Traceback" not in done.stderr, done.stderr
+
+
+def test_prompts(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.jsonl").write_text('{"turns": ["one", "two"]}\n\n{"turns": ["three"]}\n')
+    assert read_prompts("512", 0) == [Prompt("pp512", n_tokens=512)]
+    assert read_prompts(str(tmp_path / "a.txt"), 0) == [Prompt("a", "text")]
+    assert [(p.name, p.text) for p in read_prompts(str(tmp_path / "b.jsonl"), 0)] == [("b/1", "one"), ("b/3", "three")]
+    assert len(read_prompts(str(tmp_path / "b.jsonl"), 1)) == 1
+    (tmp_path / "b.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="no questions"):
+        read_prompts(str(tmp_path / "b.jsonl"), 0)
+
+
+def test_summary_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [as_read(make_row("pipeinfer", f"set/{index}", speed=speed)) for index, speed in enumerate((10.0, 14.0))]
+    (summary,) = summarise([*rows])
+    assert (summary["samples"], summary["prompt"], summary["predicted_per_second"]) == (2, "set", 12.0)
+    assert summary["predicted_per_second_std"] == pytest.approx(8**0.5)
+    header, _, line = markdown([summary])
+    cells = dict(zip(header.split("|"), line.split("|"), strict=True))
+    assert cells[" tg t/s "].strip() == "12.00 ± 2.83" and cells[" test "].strip() == "set tg64"
+
+
+def test_csv_and_json_say_the_same(pair: list[str]) -> None:
+    common = ["bench", *pair, "-p", "16", "-n", "4", "-r", "1", "--policy", "iterative"]
+    as_json, as_csv = finish(1, [*common, "-o", "json"]), finish(1, [*common, "-o", "csv"])
+    (one,), (other,) = json.loads(as_json.stdout), csv.DictReader(io.StringIO(as_csv.stdout))
+    assert list(one) == list(other)
+    assert one["policy"] == other["policy"] == "iterative" and one["samples"] == int(other["samples"]) == 1
+    assert one["acceptance_rate"] is None and other["acceptance_rate"] == ""

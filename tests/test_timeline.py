@@ -1,0 +1,94 @@
+"""The trace of a real run: its tracks and messages fit together, and it can be drawn."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeinfer.trace import Message, Span, write_chrome_trace
+from tests.jobs import finish, run_json
+
+Event = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    result = run_json(3, ["-p", "def f", "-n", "24", "--temp", "0", "--ignore-eos", "--trace", str(path)])
+    return result, path
+
+
+def events_of(path: Path, **wanted: Any) -> list[Event]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if all(event.get(key) == value for key, value in wanted.items())]
+
+
+def test_every_run_is_sent_evaluated_on_every_stage_and_answered(traced: tuple[dict[str, Any], Path]) -> None:
+    result, path = traced
+    n_runs = result["speculation"]["runs"]
+    assert len(events_of(path, name="send", tid=0)) == len(events_of(path, name="verdict", tid=0)) == n_runs
+    for rank in (1, 2):
+        work = [event for kind in ("evaluate", "cancelled") for event in events_of(path, name=kind, tid=rank)]
+        assert sorted(event["args"]["run"] for event in work) == list(range(1, n_runs + 1))
+    hops = Counter((event["tid"], event["ph"]) for event in events_of(path, cat="message"))
+    assert hops == {(rank, end): n_runs for rank in (0, 1, 2) for end in ("s", "f")}
+    settled = sum(event["args"]["tokens"] for event in events_of(path, name="settle"))
+    assert settled == len(result["tokens"]) == 24
+
+
+def test_clocks_agree_and_a_stage_does_one_thing_at_a_time(traced: tuple[dict[str, Any], Path]) -> None:
+    _, path = traced
+    arrows: dict[int, dict[str, float]] = {}
+    for event in events_of(path, cat="message"):
+        arrows.setdefault(event["id"], {})[event["ph"]] = event["ts"]
+    # clocks of one machine are one clock; ranks that share cores shift the estimate by less than this
+    assert all(arrow["s"] <= arrow["f"] + 2e3 for arrow in arrows.values())
+    for rank in (1, 2):
+        kinds = ("evaluate", "cancelled", "waiting", "idle")
+        found = [event for kind in kinds for event in events_of(path, name=kind, tid=rank)]
+        spans = sorted((event["ts"], event["ts"] + event.get("dur", 0.0)) for event in found)
+        overlaps = [later[0] - earlier[1] for earlier, later in pairwise(spans)]
+        assert min(overlaps) > -1.0, "microseconds"
+
+
+def test_the_picture(traced: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    _, path = traced
+    for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        picture = tmp_path / f"timeline.{suffix}"
+        done = finish(1, ["timeline", str(path), "-o", str(picture)])
+        assert done.returncode == 0, done.stderr
+        assert picture.read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "trace.json"),
+        ("{}", "not a trace"),
+        ("[1, 2]", "not a trace"),
+        ('{"traceEvents": [{"ph": "X"}]}', "not a trace"),
+        ('{"traceEvents": [{"ph": "X", "name": "draft", "tid": 0, "ts": "now", "args": {}}]}', "not a trace"),
+        ('{"traceEvents": [', "not a trace"),
+    ],
+)
+def test_a_bad_trace_is_one_line(tmp_path: Path, content: str | None, words: str) -> None:
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_text(content)
+    done = finish(1, ["timeline", str(path), "-o", str(tmp_path / "picture.png")])
+    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_arrows_and_moments(tmp_path: Path) -> None:
+    tracks = [
+        ("rank 0", [Span("send", 1.0, 1e-6, {"run": 1})]),
+        ("rank 1", [Span("evaluate", 1.5, 0.5), Span("cancel", 2.0)]),
+    ]
+    write_chrome_trace(tmp_path / "trace.json", tracks, [Message(1, 0, 1.0, 1, 1.5)])
+    assert [event["ts"] for event in events_of(tmp_path / "trace.json", cat="message")] == [0.0, 0.5e6]
+    assert events_of(tmp_path / "trace.json", name="cancel")[0]["ph"] == "i"
