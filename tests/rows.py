@@ -13,7 +13,7 @@ def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0, v
     """A result object as `pipeinfer run --json` prints it."""
     speed = speed or SPEEDS[policy]
     use = {"busy_s": 0.5, "cancelled_s": 0.1, "waiting_s": 0.3, "idle_s": 0.1}
-    stages = [{"layers": None}, *({"layers": [4 * i, 4 * i + 4]} for i in range(ranks - 1))]
+    stages: list[dict[str, Any]] = [{"layers": None}, *({"layers": [4 * i, 4 * i + 4]} for i in range(ranks - 1))]
     figures = {"threads": 2, "host": "node,1", "rss_bytes": 2_000_000_000, "peak_rss_bytes": 2_100_000_000}
     return {
         "policy": policy,

@@ -59,7 +59,8 @@ def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
         assert row["cancel_messages"] == 0 or row["variant"] != "no-cancel"
         for rank in range(3):
             named = sum(row[use][rank] for use in ("busy_s", "cancelled_s", "waiting_s", "idle_s"))
-            assert 0.99 <= named / row["total_s"] <= 1.001, f"rank {rank} of {row}"
+            # in a generation of milliseconds one of them may lack a name
+            assert -1e-3 <= row["total_s"] - named <= 0.01 * row["total_s"] + 1e-3, f"rank {rank} of {row}"
     summaries = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(summaries) == 3 * 2 * 5, "questions of one set are samples of one line"
     assert {summary["samples"] for summary in summaries if summary["prompt"] == "asked"} == {4}

@@ -8,7 +8,10 @@ import pytest
 
 from pipeinfer.cluster.costs import Work, roofline
 from pipeinfer.cluster.profile import load_profile, share_layers, shipped_profiles
+from pipeinfer.cluster.survey import ModelTimes, StageRun, overheads, profile_toml
 from pipeinfer.errors import UserError
+from pipeinfer.ledger import HeadLedger
+from tests.jobs import finish
 
 MEASURED = """
 embd = 288
@@ -123,3 +126,44 @@ def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
         load_profile("nowhere")
     with pytest.raises(UserError, match="no profile"):
         load_profile(str(tmp_path / "x.toml"))
+
+
+# -- measuring
+
+
+def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
+    """A job of single rows through two stages of 1 and 2 ms: overheads of 0.1 ms a stage, 0.05 a hop, 0.3 the head."""
+    stages = [ModelTimes(2, {1: 1e-3, 4: 2e-3}), ModelTimes(4, {1: 2e-3, 4: 4e-3}, 100, 2.4e-3)]
+    runs: tuple[list[StageRun], list[StageRun]] = ([], [])
+    ledger = HeadLedger()
+    at_s = 5.0
+    for run_id in range(1, 12):
+        ledger.submitted_s[run_id] = at_s
+        first_s = at_s + 0.07e-3
+        second_s = first_s + 1.1e-3 + 0.05e-3
+        runs[0].append((run_id, at_s, first_s, first_s + 1.1e-3, False))
+        runs[1].append((run_id, at_s, second_s, second_s + 2.1e-3, False))
+        at_s = second_s + 2.1e-3 + 0.05e-3
+        ledger.verdicts.append((at_s, run_id))
+        at_s += 0.3e-3
+    draft = ModelTimes(2, {1: 0.4e-3})
+    extra = overheads(ledger, runs, stages, [0.5e-3] * 3, draft)
+    assert extra.stage_s == pytest.approx((0.1e-3, 0.1e-3))
+    found = (extra.hop_s, extra.run_s, extra.verdict_s, extra.draft_s)
+    assert found == pytest.approx((0.05e-3, 0.02e-3, 0.3e-3, 0.1e-3))
+    text = profile_toml(["Measured."], 64, stages, draft, extra, gbit_per_s=8.0, shared_cores=2)
+    profile = load_profile(write(tmp_path, text)).lay_out()
+    assert profile.stages[0].seconds(1, 0) == pytest.approx(1.1e-3, rel=1e-3)
+    assert profile.stages[1].seconds(1, 100) == pytest.approx(2.5e-3, rel=1e-3)
+    assert profile.draft and profile.draft.seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
+    assert profile.cores == 2 and profile.link.bytes_per_s == pytest.approx(1e9)
+
+
+def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    done = finish(2, ["measure", "-o", str(path), "-t", "1"])
+    assert done.returncode == 0, done.stderr
+    assert load_profile(str(path)).lay_out().n_stages == 1
+    assert finish(1, ["simulate", "--profile", str(path), "-n", "32"]).returncode == 0
+    alone = finish(1, ["measure", "-o", str(path)])
+    assert alone.returncode == 2 and "mpirun" in alone.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.choices import RecordedChoices, SyntheticChoices, ranks_for
+from pipeinfer.cli import reproduce
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
 from pipeinfer.cluster.simulation import Simulated, simulate, tuned
@@ -277,3 +278,10 @@ def test_the_command_prints_a_table_and_writes_results_and_trace(tmp_path: Path)
 def test_bad_options_give_one_line_and_exit_code_2(arguments: list[str], words: str) -> None:
     done = command(*arguments)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and words in done.stderr, done.stderr
+
+
+def test_a_row_of_the_reproduction_table() -> None:
+    row = reproduce._speed_row("pipeinfer-c", 8, "goliath-xwin7")
+    assert row[:3] == ["pipeinfer-c", "8", "goliath-xwin7"] and row[-1] == "ahead"
+    _, _, _, plain, _, ours, ratio = reproduce._poor_row("pipeinfer-c", 8, "goliath-xwin7")
+    assert float(ours) > 0.97 * float(plain), f"a poor draft must not cost much: {ratio}"

@@ -60,7 +60,7 @@ def open_whole(path: Path, n_cells: int, threads: int | None, exact: bool) -> Pa
     info = read_model_info(path)
     n_threads = threads or len(os.sched_getaffinity(0))
     params = LlamaParams(
-        n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2, n_threads=n_threads, exact=False
+        n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2, n_threads=n_threads, exact=exact
     )
     return PathModel(LlamaStage(open_slice(info, 0, info.n_layer, None), params), N_BATCH)
 

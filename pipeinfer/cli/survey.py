@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # these import MPI
 
 PATH = click.Path(path_type=Path)
 SHARED = ("model", "model_draft", "threads", "n_gpu_layers", "layer_split", "numerics", "slice_cache", "verbose")
-SLOT_S = 4.0
+SLOT_S = 3.0
 """Ranks of one host take turns, for so long each: nobody shall time a model while another one computes beside it."""
 
 N_TOKENS = 48
@@ -168,5 +168,7 @@ def _write(
         f"Measured by `pipeinfer measure` on {len(crew.hosts)} ranks: {hosts}.",
         f"Target {options.model.name}, draft {options.model_draft.name}.",
     ]
-    output.write_text(profile_toml(title, job.n_embd, stages, times[0].get("draft"), extra, gbit_per_s))
+    one_host = len({host.name for host in crew.hosts}) == 1
+    cores = crew.hosts[0].n_cores if one_host and len(crew.hosts) > crew.hosts[0].n_cores else 0
+    output.write_text(profile_toml(title, job.n_embd, stages, times[0].get("draft"), extra, gbit_per_s, cores))
     print(output)

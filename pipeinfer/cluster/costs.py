@@ -95,6 +95,8 @@ class Profile:
     head_is_first: bool = False
     sleeps: bool = False
     """Waiting ranks sleep between looks, as `Idle` does; measured costs have that in them already."""
+    cores: int = 0
+    """All ranks share a host of so many cores, a thread each; 0: every rank computes undisturbed."""
     acceptance: float | None = None
     """How often the draft's best guess is the target's token, as published for the pair."""
 

@@ -13,6 +13,7 @@ By hardware, as published:
 By measurement:
 
     embd
+    [host]              shared_cores: all ranks, of a thread each, share one host (optional)
     [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, context_ns, run_us
 """
 
@@ -183,7 +184,9 @@ class ProfileFile:
         draft = _measured_slice(self.top.table("draft")) if has_draft else None
         acceptance = self.top.number("acceptance") if "acceptance" in self.top.values else None
         n_embd = self.top.count("embd")
-        return Profile(self.name, n_embd, stages, draft, self._link(), self._head(), acceptance=acceptance)
+        cores = int(self.top.table("host", {}).number("shared_cores", 0.0))
+        link, head = self._link(), self._head()
+        return Profile(self.name, n_embd, stages, draft, link, head, cores=cores, acceptance=acceptance)
 
     def _nodes(self) -> Iterator[Node]:
         kinds = self.top.tables("nodes")

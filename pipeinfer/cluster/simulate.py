@@ -77,6 +77,7 @@ class _Stage:
     current: _Flight | None = None
     start_s: float = 0.0
     idle_since_s: float = 0.0
+    slower: float = 1.0  # the current run is, because other ranks compute beside it
     version: int = 0  # of the end of the current run: a cancellation brings it forward
     ledger: StageLedger = field(default_factory=StageLedger)
     n_skipped: int = 0
@@ -95,6 +96,7 @@ class SimPipeline:
         self.stages = [_Stage(cost, _Hop(near if alone else profile.link)) for cost in profile.stages]
         self.ledger = HeadLedger()
         self._idle = Idle() if profile.sleeps else None
+        self.drafting = False  # the head computes
         self.n_cancel_messages = 0
         self._flying: dict[int, _Flight] = {}
         # (when, tie breaker, stage, run, version): without version it arrives there, else its evaluation ends
@@ -160,6 +162,13 @@ class SimPipeline:
             self._run_until(end_s)
         return self._verdicts[0] if self._verdicts and self._verdicts[0].answered_s <= end_s else None
 
+    def crowding(self) -> float:
+        """By how much a rank that begins now is slowed down by those that compute beside it on a shared host."""
+        if not self.profile.cores:
+            return 1.0
+        n_busy = sum(stage.current is not None for stage in self.stages) + self.drafting
+        return max(1.0, n_busy / self.profile.cores)
+
     def _late_s(self, waited_s: float) -> float:
         """How late a rank that sleeps between looks notices what it waits for: half a sleep on average."""
         idle = self._idle
@@ -200,7 +209,8 @@ class SimPipeline:
             stage.n_skipped += 1
             end_s = now_s + stage.cost.run_s
         else:
-            end_s = now_s + stage.cost.seconds(flight.n_rows, flight.context)
+            stage.slower = self.crowding()
+            end_s = now_s + stage.slower * stage.cost.seconds(flight.n_rows, flight.context)
         self._schedule(end_s, index, flight, stage.version)
         if flight.cancel_s < end_s:
             self._cut_short(index, stage, flight)
@@ -208,8 +218,8 @@ class SimPipeline:
     def _cut_short(self, index: int, stage: _Stage, flight: _Flight) -> None:
         """The stage leaves after the layer in which the head's word arrives, unless nothing is left to do then."""
         cost = stage.cost
-        layer_s = cost.layer.at(flight.n_rows, flight.context)
-        begun_s = stage.start_s + cost.run_s
+        layer_s = stage.slower * cost.layer.at(flight.n_rows, flight.context)
+        begun_s = stage.start_s + stage.slower * cost.run_s
         n_layers = max(1, math.ceil((flight.cancel_s - begun_s) / layer_s)) if layer_s else cost.layers
         n_useful = cost.layers if cost.output is NOTHING else cost.layers + 1
         if not flight.cancelled and n_layers < n_useful:
@@ -272,18 +282,22 @@ class SimDrafter:
         """Let the time of one evaluation pass; verdicts that come meanwhile are seen between layers."""
         self.n_rows += n_rows
         cost, clock = self.cost, self.clock
-        layer_s = cost.layer.at(n_rows, context)
-        begun_s = clock.now + cost.run_s
-        end_s = clock.now + cost.seconds(n_rows, context)
+        self.pipeline.drafting = True
+        slower = self.pipeline.crowding()
+        layer_s = slower * cost.layer.at(n_rows, context)
+        begun_s = clock.now + slower * cost.run_s
+        end_s = clock.now + slower * cost.seconds(n_rows, context)
         while (verdict_s := self.pipeline.until_verdict(end_s)) < end_s:
             n_layers = max(1, math.ceil((verdict_s - begun_s) / layer_s)) if layer_s else cost.layers
             clock.now = max(clock.now, min(begun_s + n_layers * layer_s, end_s))
             asked_s = clock.now
             if interrupted():
+                self.pipeline.drafting = False
                 return False
             # settling and sending took the head some time, in which the draft stood still
             begun_s, end_s = begun_s + clock.now - asked_s, end_s + clock.now - asked_s
         clock.now = end_s
+        self.pipeline.drafting = False
         return True
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:

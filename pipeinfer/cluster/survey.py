@@ -143,11 +143,14 @@ def profile_toml(
     draft: ModelTimes | None,
     extra: Overheads,
     gbit_per_s: float,
+    shared_cores: int = 0,
 ) -> str:
-    """The text of a profile by measurement. `title`: lines of a comment."""
+    """A profile by measurement. `title`: lines of a comment. `shared_cores`: of the one host all ranks are on."""
     lines = [*(f"# {line}" for line in title), f"embd = {n_embd}", ""]
     lines += _table("[link]", {"latency_us": 1e6 * extra.hop_s, "gbit_per_s": gbit_per_s})
     lines += _table("[head]", {"run_us": 1e6 * extra.run_s, "verdict_us": 1e6 * extra.verdict_s, "draft_us": 0.0})
+    if shared_cores:
+        lines += _table("[host]", {"shared_cores": shared_cores})
     for times, run_s in zip(stages, extra.stage_s, strict=True):
         lines += _slice("[[stages]]", times, run_s)
     if draft:
