@@ -38,7 +38,7 @@ def handle_signals(flag: StopFlag, rank: int, ask_head: Callable[[str], object])
         flag.set("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
 
     def stop_other(number: int, frame: object) -> None:
-        ask_head(f"rank {rank} was told to end")
+        ask_head(f"rank {rank} was terminated")
 
     signal.signal(signal.SIGINT, stop_head if rank == 0 else signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop_head if rank == 0 else stop_other)
