@@ -33,8 +33,8 @@ COLUMNS = (
     *FIGURES,
     "policy", "variant", "settings", "model", "model_bytes", "quantisation", "model_draft", "model_draft_bytes",
     "quantisation_draft", "ranks", "layers", "threads", "prompt", "prompt_n", "predicted_n", "seed", "temp",
-    "numerics", "repetition", "acceptance_rate", "accepted_length", "draft_n", "tpot_s", "itl_p50_s", "itl_p95_s",
-    "itl_p99_s", "itl_percentiles_s", "total_s", "runs", "runs_cancelled", "messages", "message_bytes",
+    "numerics", "pace", "repetition", "acceptance_rate", "accepted_length", "draft_n", "tpot_s", "itl_p50_s",
+    "itl_p95_s", "itl_p99_s", "itl_percentiles_s", "total_s", "runs", "runs_cancelled", "messages", "message_bytes",
     "cancel_messages", "rss_bytes", "peak_rss_bytes", "busy_s", "cancelled_s", "waiting_s", "idle_s", "version",
     "date", "hosts",
 )  # fmt: skip

@@ -22,6 +22,7 @@ def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0, v
         "seed": 7,
         "temp": 0.0,
         "numerics": "exact",
+        "pace": "",
         "version": "0.1.0",
         "model": {"name": "big.gguf", "bytes": 7_000_000_000, "quantisation": "Q4_K_M"},
         "model_draft": None

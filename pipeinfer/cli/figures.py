@@ -167,7 +167,9 @@ def draw_all(rows: Sequence[Row]) -> Iterator[tuple[str, Figure]]:
 
 
 def _pair(row: Row) -> tuple[str, str]:
-    return str(row.get("model", "")), str(row.get("model_draft", ""))
+    model, pace = str(row.get("model", "")), row.get("pace")
+    # paced to another cluster, a model is another one
+    return f"{model.removesuffix('.gguf')} on {pace}" if pace else model, str(row.get("model_draft", ""))
 
 
 def _figure_of(name: str, scale: float, row: Row) -> float:

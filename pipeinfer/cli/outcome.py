@@ -33,6 +33,7 @@ def make_result(text: str, generation: Generation, job: Job, options: RunOptions
         "seed": job.sampling.seed,
         "temp": job.sampling.temp,
         "numerics": options.numerics,
+        "pace": options.pace or "",
         "settings": settings_text(options),
         "variant": variant_text(options),
         "version": __version__,

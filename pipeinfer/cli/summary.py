@@ -16,7 +16,7 @@ from pipeinfer.metrics import percentiles
 from pipeinfer.results import Row
 
 SAME = ("model", "model_bytes", "quantisation", "model_draft", "ranks", "layers", "policy", "variant", "settings",
-        "prompt", "predicted_n")  # fmt: skip
+        "pace", "prompt", "predicted_n")  # fmt: skip
 """Rows that agree in these are samples of one combination; all questions of a set are one prompt."""
 
 AVERAGED = ("prompt_n", "prompt_per_second", "predicted_per_second", "ttft_s", "tpot_s", "itl_mean_s",
@@ -102,7 +102,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
         summary["model_draft"].removesuffix(".gguf") or "-",
         f"{summary['ranks']:g}",
         ",".join(f"{count:g}" for count in summary["layers"]),
-        " ".join(filter(None, (summary["policy"], summary["variant"]))),
+        " ".join(filter(None, (summary["policy"], summary["variant"], summary["pace"]))),
         f"{summary['prompt']} tg{summary['predicted_n']:g}",
         mean("prompt_per_second"), mean("predicted_per_second"), mean("ttft_s", 1e3), itl, mean("tpot_s", 1e3),
         number(summary["acceptance_rate"]),

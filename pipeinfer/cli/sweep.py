@@ -62,7 +62,7 @@ class Case:
             self.options.policy, variant_text(self.options), settings_text(self.options), self.options.model.name,
             draft.name if draft else "", job.plan.n_ranks, layers, tuple(map(float, job.threads)), self.prompt,
             len(job.prompt), job.n_predict, job.sampling.seed, job.sampling.temp, self.options.numerics,
-            self.repetition,
+            self.options.pace or "", self.repetition,
         )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def row_key(row: Row) -> Key:
     return (
         row["policy"], row["variant"], row["settings"], row["model"], row["model_draft"], row["ranks"], row["layers"],
         row["threads"], row["prompt"], row["prompt_n"], row["predicted_n"], row["seed"], row["temp"], row["numerics"],
-        row["repetition"],
+        row["pace"], row["repetition"],
     )  # fmt: skip
 
 
