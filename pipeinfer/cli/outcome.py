@@ -104,7 +104,7 @@ def _rank(rank: int, generation: Generation, job: Job) -> dict[str, Any]:
         "kv_bytes": stage.kv_bytes if stage else 0,
         "threads": job.threads[rank],
         **{name: value for name, value in figures.items() if name not in OWN_FIGURES},
-        **_times(time_use(rank, generation)),
+        **asdict(time_use(rank, generation)),
     }
 
 
@@ -115,13 +115,3 @@ def time_use(rank: int, generation: Generation) -> TimeUse:
     if rank == 0:
         return head_time(ledger, window)
     return stage_time(generation.figures[rank]["runs"], ledger.submitted_s, window)
-
-
-def _times(use: TimeUse) -> dict[str, float]:
-    return {
-        "wall_s": use.wall_s,
-        "busy_s": use.busy_s,
-        "cancelled_s": use.cancelled_s,
-        "waiting_s": use.waiting_s,
-        "idle_s": use.idle_s,
-    }

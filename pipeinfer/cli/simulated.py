@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from pipeinfer import __version__
 from pipeinfer.cli.tracks import gaps, head_spans, messages
 from pipeinfer.cluster.simulation import Simulated
-from pipeinfer.ledger import TimeUse, head_time, stage_time
+from pipeinfer.ledger import head_time, stage_time
 from pipeinfer.metrics import speculation, timings
 from pipeinfer.trace import Span, write_chrome_trace
 
@@ -66,23 +67,13 @@ def _ranks(simulated: Simulated) -> list[dict[str, Any]]:
     pipeline, metrics, first = simulated.pipeline, simulated.metrics, _first_rank(simulated)
     window = (metrics.submitted_s, metrics.finished_s or metrics.submitted_s)
     head: dict[str, Any] = {"rank": 0, "role": "draft" if simulated.profile.draft else "head", "layers": None}
-    rows: list[dict[str, Any]] = [] if first == 0 else [head | _times(head_time(pipeline.ledger, window))]
+    rows: list[dict[str, Any]] = [] if first == 0 else [head | asdict(head_time(pipeline.ledger, window))]
     bounds = [0, *accumulate(cost.layers for cost in simulated.profile.stages)]
     for rank, (stage, (start, end)) in enumerate(zip(pipeline.stages, pairwise(bounds), strict=True), start=first):
         use = stage_time(stage.ledger.moved(0.0), pipeline.ledger.submitted_s, window)
         saved = {"runs_skipped": stage.n_skipped, "runs_stopped": stage.n_stopped}
-        rows.append({"rank": rank, "role": stage.cost.name, "layers": [start, end]} | saved | _times(use))
+        rows.append({"rank": rank, "role": stage.cost.name, "layers": [start, end]} | saved | asdict(use))
     return [{"host": f"node{row['rank']}", "threads": 1} | row for row in rows]
-
-
-def _times(use: TimeUse) -> dict[str, float]:
-    return {
-        "wall_s": use.wall_s,
-        "busy_s": use.busy_s,
-        "cancelled_s": use.cancelled_s,
-        "waiting_s": use.waiting_s,
-        "idle_s": use.idle_s,
-    }
 
 
 def write_trace(path: Path, simulated: Simulated) -> None:
