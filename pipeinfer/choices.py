@@ -70,6 +70,9 @@ class SyntheticChoices:
 
     The draft is calibrated: the confidence of its best guess is drawn from a Beta distribution with mean `by_rank[0]`,
     and the guess is right that often. Everything is a pure function of the seed and the context.
+
+    `beside`: another draft of the same target. The two find the same tokens easy: where one is surer the other is too,
+    and the better one is right wherever the other is.
     """
 
     N_WRONG = 1 << 12
@@ -81,6 +84,7 @@ class SyntheticChoices:
         n_prompt: int = 128,
         n_tokens: int = 1 << 20,
         n_vocab: int = 32000,
+        beside: SyntheticChoices | None = None,
     ) -> None:
         """Raises UserError when `by_rank` are no probabilities that add up to 1 at most."""
         if not by_rank or min(by_rank) < 0 or sum(by_rank) > 1 + 1e-9:
@@ -89,6 +93,7 @@ class SyntheticChoices:
                 "give numbers from 0 to 1 that add up to 1 at most"
             )
         self.by_rank, self.seed, self.n_vocab, self.n_tokens = tuple(by_rank), seed, n_vocab, n_tokens
+        self.beside = beside
         missed = max(1 - by_rank[0], 1e-12)
         self._tail = list(accumulate(share / missed for share in by_rank[1:]))  # given that the first is wrong
         self._decay = [share / missed for share in (*by_rank[1:], *[1e-6] * MAX_WIDTH)][: MAX_WIDTH - 1]
@@ -106,15 +111,23 @@ class SyntheticChoices:
 
     def _extend(self) -> None:
         """The next block of positions."""
-        rng = np.random.default_rng([self.seed, 0, self._n_blocks])
-        n, self._n_blocks = 1024, self._n_blocks + 1
-        confidence = self._confidences(rng, n)
-        self._tokens += rng.integers(0, self.n_vocab, n).tolist()
+        confidence, tokens, first, later = (self.beside or self)._block(self._n_blocks)
+        if self.beside:
+            own = self._confidences(np.random.default_rng([self.seed, 2, self._n_blocks]), len(confidence))
+            confidence[np.argsort(confidence)] = np.sort(own)
+        self._n_blocks += 1
+        self._tokens += tokens.tolist()
         self._confidence += confidence.tolist()
         # 0 and 1 are meant exactly
-        first = rng.random(n) < (confidence if 0 < self.by_rank[0] < 1 else self.by_rank[0])
-        later = rng.random(n).tolist()
-        self._rank += [0 if hit else self._later_rank(draw) for hit, draw in zip(first.tolist(), later, strict=True)]
+        hits = first < (confidence if 0 < self.by_rank[0] < 1 else self.by_rank[0])
+        self._rank += [
+            0 if hit else self._later_rank(draw) for hit, draw in zip(hits.tolist(), later.tolist(), strict=True)
+        ]
+
+    def _block(self, index: int, n: int = 1024) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of a block of positions: confidences, tokens, the draws for the first guess and for further ones."""
+        rng = np.random.default_rng([self.seed, 0, index])
+        return self._confidences(rng, n), rng.integers(0, self.n_vocab, n), rng.random(n), rng.random(n)
 
     def _later_rank(self, draw: float) -> int:
         rank = 1 + bisect_left(self._tail, draw)
@@ -140,6 +153,12 @@ class SyntheticChoices:
             token = right if index == rank else (right + 1 + index) % self.n_vocab
             found.append(Guess(token, missed * self._decay[index - 1] if index else confidence))
         return found
+
+
+def synthetic_team(by_rank: Sequence[Sequence[float]], seed: int = 0, n_prompt: int = 128) -> list[SyntheticChoices]:
+    """One target and several drafts, one for each of `by_rank`. Raises UserError as SyntheticChoices does."""
+    first = SyntheticChoices(by_rank[0], seed, n_prompt)
+    return [first, *(SyntheticChoices(ranks, seed, n_prompt, beside=first) for ranks in by_rank[1:])]
 
 
 # -- recorded

@@ -35,6 +35,16 @@ def coupled(logits: FloatArray, width: int, params: SamplingParams, position: in
     return [Guess(int(ids[index]), float(weights[index] / weights.sum())) for index in order]
 
 
+def guess_next(
+    logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], width: int, couple: bool
+) -> list[Guess]:
+    """A draft's guesses for the token at `position`, from its logits (n_vocab,) and the newest tokens before it."""
+    logits = penalise(logits, params, history)
+    if params.temp > 0 and couple:
+        return coupled(logits, width, params, position)
+    return likeliest(logits, width)
+
+
 def newest_tokens(request: Request, node: Node, n: int) -> list[int]:
     """The last `n` tokens of the path that ends with `node`."""
     below: list[int] = []
@@ -64,20 +74,22 @@ class ModelDrafter:
             self._open.add(request.id)
         if not self._catch_up(request, interrupted):
             return None
-        fitting = self._fitting(nodes)
+        fitting = self._fitting(self.pool.unplaced(nodes))
         placement = self.pool.place(request.id, 0, fitting)
         logits = self._evaluate(placement, [node.token for node in fitting], interrupted)
         if logits is None:
             return None
-        guesses = [self._guess(request, node, row, width) for node, row in zip(fitting, logits, strict=True)]
-        return guesses + [[] for _ in nodes[len(fitting) :]]
+        found = {
+            node: self._guess(request, node, row, width)
+            for node, row in zip(fitting, logits, strict=True)
+            if node in nodes
+        }
+        return [found.get(node, []) for node in nodes]
 
     def _guess(self, request: Request, node: Node, logits: FloatArray, width: int) -> list[Guess]:
         params = request.sampling
-        logits = penalise(logits, params, newest_tokens(request, node, params.looks_back))
-        if params.temp > 0 and self.couple:
-            return coupled(logits, width, params, node.position + 1)
-        return likeliest(logits, width)
+        history = newest_tokens(request, node, params.looks_back)
+        return guess_next(logits, params, node.position + 1, history, width, self.couple)
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the certain tokens below the root that the draft has not seen; False when interrupted."""
@@ -88,10 +100,13 @@ class ModelDrafter:
             placement = self.pool.place(request.id, len(tokens), [])
             if self._evaluate(placement, tokens, interrupted) is None:
                 return False
-        return True
+        return request.tree.root is root  # nodes below a root that has moved meanwhile are not where they were
 
     def _fitting(self, nodes: Sequence[Node]) -> list[Node]:
-        """As many of the nodes as sequences, cells and the batch allow; the others stay without guesses."""
+        """As many of the nodes as sequences, cells and the batch allow; the others stay without guesses.
+
+        Among them may be nodes that only a larger draft has expanded, and that are now context here.
+        """
         fitting = list(nodes[: min(self.n_batch, self.pool.n_free_cells)])
         while fitting and self.pool.cost(fitting) > self.pool.n_free:
             fitting.pop()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeinfer.interfaces import Clock, Drafter, Guess, Pipeline
+from pipeinfer.interfaces import Clock, Drafter, Guess, Pipeline, Refiner
 from pipeinfer.metrics import RequestMetrics
 from pipeinfer.policies import Policy, View
 from pipeinfer.requests import Finish, Request
@@ -54,12 +54,13 @@ class _Job:
 
 
 class Engine:
-    """Asks, in this order: has a verdict come? can a run go? can the draft step? and else waits.
+    """Asks, in this order: has a verdict or a larger draft's answer come? can a run go? can a larger draft be asked?
+    can the draft step? and else waits.
 
     `pool` is the target's. `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `cancel`: tell the
     stages of runs that cannot count any more (off only for ablation studies). `run_cost`: seconds that a run of n rows
     takes the slowest stage; with it guesses are held back until a stage is about to want them, so that what goes is the
-    best known then.
+    best known then. `refiners`: larger drafts, the smallest of them first; what `drafter` guesses they refine.
     """
 
     def __init__(
@@ -73,11 +74,12 @@ class Engine:
         n_rows_max: int = 64,
         cancel: bool = True,
         run_cost: Callable[[int], float] | None = None,
+        refiners: Sequence[Refiner] = (),
         tracer: Tracer = NO_TRACE,
     ) -> None:
         self.pipeline, self.pool, self.drafter, self.clock = pipeline, pool, drafter, clock
         self.n_chunk, self.n_rows_max, self.cancel, self.tracer = n_chunk, n_rows_max, cancel, tracer
-        self.run_cost = run_cost
+        self.run_cost, self.refiners = run_cost, tuple(refiners)
         self._free_s = -math.inf  # when the slowest stage will have done what was sent, by `run_cost`
         self._held_s: float | None = None  # when guesses may go that were held back
         self._jobs: dict[int, _Job] = {}
@@ -104,8 +106,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is open, a run in flight or an emission to be taken."""
-        return bool(self._jobs or self._flights or self._emissions)
+        """Whether a request is open, a run in flight, a draft asked or an emission to be taken."""
+        return bool(self._jobs or self._flights or self._emissions) or any(refiner.busy for refiner in self.refiners)
 
     def generate(self) -> Iterator[Emission]:
         """Run until all requests are finished and nothing is in flight."""
@@ -117,10 +119,15 @@ class Engine:
     # -- the loop
 
     def step(self) -> Emission | None:
-        """Answer the first of the three questions that has one; wait if none has."""
-        if not self._emissions and not self._settle_next() and not self._send() and not self._draft():
+        """Answer the first of the questions that has an answer; wait if none has."""
+        answered = self._emissions or self._hear() or self._send() or self._ask() or self._draft()
+        if not answered:
             self.pipeline.wait(None if self._held_s is None else max(0.0, self._held_s - self.clock()))
         return self._emissions.popleft() if self._emissions else None
+
+    def _hear(self) -> bool:
+        """Take in what has come: a verdict, or else what a larger draft says."""
+        return self._settle_next() or any(self._refine_next(draft) for draft in range(1, 1 + len(self.refiners)))
 
     # -- verdicts
 
@@ -151,6 +158,8 @@ class Engine:
         job.metrics.count_settled(self.clock(), len(tokens), settled)
         self.tracer.settled(len(tokens))
         self.pool.settle(request.id, settled.path)
+        for refiner in self.refiners:
+            refiner.settle(request, settled.path)
         self._tell_drafter(request, settled.path)
         notice = job.policy.settled(settled)
         if notice:
@@ -202,6 +211,8 @@ class Engine:
         job.metrics.finished_s = self.clock()
         self._cancel_dead(job)
         self.pool.close(request.id)
+        for refiner in self.refiners:
+            refiner.close(request)
         self._tell_drafter(request, [request.tree.root])
 
     # -- sending
@@ -292,25 +303,49 @@ class Engine:
         job.metrics.draft_s += self.clock() - start_s
         self.tracer.drafted(start_s, len(nodes), guesses is not None)
         for node, found in zip(nodes, guesses or [], strict=False):
-            if node.live:
+            if node.live and not node.refined:
                 self._grow(job, node, found)
         self._flush_drafter()
         return True
 
     def _meanwhile(self) -> bool:
-        """What the draft asks between its layers: verdicts that came are settled and what they free is sent at once.
+        """What the draft asks between its layers: what came is taken in and what it frees is sent at once.
 
         True, so that the draft gives up, only if nothing it works on can count any more; else its work is kept.
         """
-        while self._settle_next():
-            while self._send():
+        while self._hear():
+            while self._send() or self._ask():
                 pass
         return self._drafting is not None and not any(node.live for node in self._drafting)
 
     def _grow(self, job: _Job, node: Node, guesses: list[Guess]) -> None:
         kept = job.policy.keep(node, guesses)
-        grown = job.request.tree.grow(node, kept, [math.log(max(guess.probability, 1e-30)) for guess in kept])
-        job.metrics.n_drafted += len(grown)
+        job.metrics.n_drafted += len(job.request.tree.grow(node, kept, _log_probs(kept)))
+
+    # -- refining
+
+    def _ask(self) -> bool:
+        """Ask the larger drafts about what their smaller ones have guessed."""
+        return any(
+            refiner.has_room and self._ask_about(job, draft)
+            for draft, refiner in enumerate(self.refiners, start=1)
+            for job in self._jobs.values()
+        )
+
+    def _ask_about(self, job: _Job, draft: int) -> bool:
+        nodes = job.policy.refine(self._view(job), draft)
+        return bool(nodes) and self.refiners[draft - 1].ask(job.request, nodes)
+
+    def _refine_next(self, draft: int) -> bool:
+        """Take the draft's next answer into the tree, if one has come."""
+        answers = self.refiners[draft - 1].poll()
+        for request, node, guesses in answers or []:
+            job = self._jobs.get(request.id)
+            if job and node.refined < draft:
+                kept = job.policy.keep(node, guesses, draft)
+                job.metrics.n_refined += 1
+                job.metrics.n_drafted += len(request.tree.refine(node, kept, _log_probs(kept), draft))
+        return answers is not None
 
     # -- what policies see
 
@@ -324,6 +359,7 @@ class Engine:
             n_stages=self.pipeline.n_stages,
             depth_left=job.request.depth_left,
             n_free_seqs=self.pool.n_free,
+            n_drafts=bool(self.drafter) + len(self.refiners),
         )
 
     def audit(self) -> None:
@@ -334,4 +370,11 @@ class Engine:
             for node in job.request.tree.nodes:
                 waiting = node.run_id is not None and node.verdict is None
                 assert not waiting or id(node) in flying, f"run {node.run_id} is forgotten, its node waits for ever"
-        self.pool.audit({job.request.id: job.request.tree.nodes for job in self._jobs.values()})
+        live = {job.request.id: job.request.tree.nodes for job in self._jobs.values()}
+        self.pool.audit(live)
+        for refiner in self.refiners:
+            refiner.audit(live)
+
+
+def _log_probs(guesses: Sequence[Guess]) -> list[float]:
+    return [math.log(max(guess.probability, 1e-30)) for guess in guesses]

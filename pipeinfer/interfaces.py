@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -103,6 +103,40 @@ class Drafter(Protocol):
 
     def close(self, request: Request) -> None:
         """The request has ended: free what it holds."""
+        ...
+
+
+class Refiner(Protocol):
+    """A larger draft on a pipeline of its own: says what follows nodes that a smaller draft has guessed."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another question would not only lie in a queue."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is still to come."""
+        ...
+
+    def ask(self, request: Request, nodes: Sequence[Node]) -> bool:
+        """Ask what follows these nodes, the most important first; False if no answer will come of it. Never blocks."""
+        ...
+
+    def poll(self) -> list[tuple[Request, Node, list[Guess]]] | None:
+        """The next answer if one has come, without what died meanwhile; guesses are likeliest first."""
+        ...
+
+    def settle(self, request: Request, path: Sequence[Node]) -> None:
+        """The request's root moved along `path` (old root first, new root last); all other branches are dead."""
+        ...
+
+    def close(self, request: Request) -> None:
+        """The request has ended: free what it holds."""
+        ...
+
+    def audit(self, live: Mapping[int, Sequence[Node]]) -> None:
+        """Raise AssertionError if a sequence leaks; `live`: the live nodes of each open request."""
         ...
 
 

@@ -27,6 +27,7 @@ class RequestMetrics:
     n_cancelled: int = 0
     n_saved: int = 0  # cancelled runs that at least one stage did not evaluate
     n_drafted: int = 0
+    n_refined: int = 0  # nodes of which a larger draft said what follows
     n_judged: int = 0
     n_matched: int = 0
     n_contested: int = 0  # tokens in whose place at least one guess stood
@@ -98,6 +99,7 @@ def speculation(metrics: RequestMetrics) -> dict[str, Any]:
     n_settled = sum(metrics.accepted_lengths.values())
     return {
         "draft_n": metrics.n_drafted,
+        "refined_n": metrics.n_refined,
         "draft_n_judged": metrics.n_judged,
         "draft_n_accepted": metrics.n_matched,
         "acceptance_rate": metrics.acceptance_rate,

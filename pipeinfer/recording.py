@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.choices import MAX_WIDTH, RecordedChoices
-from pipeinfer.drafting import coupled, likeliest
+from pipeinfer.drafting import guess_next
 from pipeinfer.interfaces import Batch, FloatArray, Guess, StageModel
 from pipeinfer.runs import KvOp, OpKind
-from pipeinfer.sampling import SamplingParams, choose, penalise
+from pipeinfer.sampling import SamplingParams, choose
 
 
 class PathModel:
@@ -52,10 +52,8 @@ def draft_guesses(model: PathModel, params: SamplingParams, couple: bool) -> Cal
 
     def guesses(tokens: list[int]) -> list[Guess]:
         looks_back = params.looks_back
-        logits = penalise(model.logits_after(tokens), params, tokens[-looks_back:] if looks_back else ())
-        if params.temp > 0 and couple:
-            return coupled(logits, MAX_WIDTH, params, len(tokens))
-        return likeliest(logits, MAX_WIDTH)
+        history = tokens[-looks_back:] if looks_back else ()
+        return guess_next(model.logits_after(tokens), params, len(tokens), history, MAX_WIDTH, couple)
 
     return guesses
 

@@ -8,7 +8,7 @@ cache: the target's (every stage applies the same operations in the same order) 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeinfer.runs import KvOp, OpKind
@@ -78,6 +78,18 @@ class SequencePool:
     def placed_end(self, request_id: int) -> int:
         """How many of the request's certain tokens below the root have cells."""
         return self._bases[request_id].end
+
+    def unplaced(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes and all above them that have no cells yet, parents first, the order of `nodes` kept."""
+        found: dict[Node, None] = {}
+        for node in nodes:
+            path: list[Node] = []
+            step: Node | None = node
+            while step is not None and step not in found and step not in self._seq_of:
+                path.append(step)
+                step = step.parent
+            found |= dict.fromkeys(reversed(path))
+        return list(found)
 
     def cost(self, nodes: Sequence[Node]) -> int:
         """How many new sequences placing `nodes` would lease."""
@@ -232,7 +244,7 @@ class SequencePool:
 
     # -- audit
 
-    def audit(self, live: dict[int, Sequence[Node]]) -> None:
+    def audit(self, live: Mapping[int, Sequence[Node]]) -> None:
         """Raise AssertionError unless sequences are held by exactly the open requests and their live nodes.
 
         `live` maps each open request to the live nodes of its tree, root first.

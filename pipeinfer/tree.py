@@ -28,7 +28,9 @@ class Node:
     children: list[Node] = field(default_factory=list)
     run_id: int | None = None  # the run that carries it to the target
     verdict: int | None = None
-    expanded: bool = False  # the draft has guessed what follows it
+    expanded: bool = False  # a draft has guessed what follows it
+    refined: int = 0  # the largest draft that has: 0 the first, smallest one
+    guessed_by: int = 0  # the draft that `log_prob` is of
     state: State = State.LIVE
 
     @property
@@ -54,7 +56,7 @@ class Settled:
     path: list[Node]
     n_judged: int  # guesses whose parent's verdict is in: each now right or wrong
     n_matched: int  # the right ones
-    firsts: list[tuple[Node, bool]]  # for each token in whose place guesses stood: the first guess, was it right
+    firsts: list[tuple[Node, bool]]  # for each token in whose place guesses stood: the likeliest guess, was it right
     dead: list[Node]
 
     @property
@@ -89,6 +91,23 @@ class TokenTree:
                 parent.children.append(node)
                 grown.append(node)
         self.nodes += grown
+        return grown
+
+    def refine(self, parent: Node, guesses: Sequence[Guess], log_probs: Sequence[float], draft: int) -> list[Node]:
+        """A larger draft's guesses take the place of a smaller one's: new children are added, those known get its
+        `log_probs`, and those it does not guess none better than its least. Returns the new ones.
+        """
+        assert parent.refined < draft, f"draft {draft} refines what draft {parent.refined} has refined"
+        parent.refined = draft
+        found = {guess.token: log_prob for guess, log_prob in zip(guesses, log_probs, strict=True)}
+        least = min(log_probs, default=0.0)
+        grown = self.grow(parent, guesses, log_probs)
+        for child in parent.children:
+            child.log_prob, child.guessed_by = found.get(child.token, min(child.log_prob, least)), draft
+            for node in child.subtree():
+                assert node.parent
+                node.score = node.parent.score + node.log_prob
+        parent.children.sort(key=lambda child: -child.log_prob)
         return grown
 
     def answer(self, nodes: Sequence[Node], tokens: Sequence[int]) -> None:

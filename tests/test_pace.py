@@ -152,12 +152,16 @@ def test_messages_are_due_after_latency_and_transfer_one_after_the_other() -> No
 def test_a_profile_must_fit_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "pace.toml"
     path.write_text(PACE)
-    assert pace_profile(str(path), 3, True).n_stages == 2
-    assert pace_profile("pipeinfer-c:goliath-xwin7", 9, True).n_stages == 8
+    assert pace_profile(str(path), 3, 1).n_stages == 2
+    assert pace_profile("pipeinfer-c:goliath-xwin7", 9, 1).n_stages == 8
+    assert len(pace_profile("pipespec:llama-70b-8b-1b", 4, 2).drafts) == 2
     with pytest.raises(UserError, match="measured on 3 ranks"):
-        pace_profile(str(path), 4, True)
-    with pytest.raises(UserError, match="with a draft"):
-        pace_profile(str(path), 3, False)
+        pace_profile(str(path), 4, 1)
+    assert [stage.layers for stage in pace_profile(str(path), 3, 0).stages] == [3, 3, 2], (
+        "the head's rank has layers too"
+    )
+    with pytest.raises(UserError, match="1 drafts, here are 2"):
+        pace_profile(str(path), 3, 2)
 
 
 @pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])

@@ -63,13 +63,14 @@ def test_shipped_profiles_can_be_laid_out(name: str) -> None:
     for pair in file.pairs:
         with_draft, without = file.lay_out(0, pair), file.lay_out(0, pair, has_draft=False)
         assert with_draft.n_ranks == without.n_ranks == file.n_nodes_max
-        assert with_draft.n_stages == without.n_stages - 1
+        assert with_draft.n_stages == without.n_stages - len(with_draft.drafts)
         layers = sum(stage.layers for stage in with_draft.stages)
         assert layers == sum(stage.layers for stage in without.stages) > 30
-        assert with_draft.draft and with_draft.acceptance and 0.5 < with_draft.acceptance < 0.9
+        assert len(with_draft.acceptance) == len(with_draft.drafts) >= 1
+        assert all(0.5 < share < 0.9 for share in with_draft.acceptance)
         total_s = sum(stage.seconds(1, 0) for stage in with_draft.stages)
         assert 0.01 < total_s < 3, f"{total_s} s a token"
-        assert with_draft.draft.seconds(1, 0) < total_s
+        assert all(draft.seconds(1, 0) < total_s for draft in with_draft.drafts)
 
 
 def test_layers_go_where_they_are_fast() -> None:
@@ -91,10 +92,10 @@ def test_layers_need_room() -> None:
 
 def test_a_measured_profile(tmp_path: Path) -> None:
     profile = load_profile(write(tmp_path, MEASURED)).lay_out()
-    assert profile.n_embd == 288 and profile.n_ranks == 3 and profile.acceptance is None
+    assert profile.n_embd == 288 and profile.n_ranks == 3 and profile.acceptance == ()
     assert profile.stages[0].seconds(3, 0) == pytest.approx(4 * 1.75e-3)
     assert profile.stages[1].seconds(1, 1000) == pytest.approx(5 * (1e-3 + 1e-5) + 3e-3 + 50e-6)
-    assert profile.draft and profile.draft.seconds(1, 0) == pytest.approx(1e-3)
+    assert profile.drafts[0].seconds(1, 0) == pytest.approx(1e-3)
     assert profile.link.latency_s == pytest.approx(20e-6) and profile.link.transfer_s(1.25e9) == pytest.approx(1)
     assert profile.head.run_s == pytest.approx(100e-6) and profile.head.verdict_s == 0
 
@@ -151,11 +152,11 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     assert extra.stage_s == pytest.approx((0.1e-3, 0.1e-3))
     found = (extra.hop_s, extra.run_s, extra.verdict_s, extra.draft_s)
     assert found == pytest.approx((0.05e-3, 0.02e-3, 0.3e-3, 0.1e-3))
-    text = profile_toml(["Measured."], 64, stages, draft, extra, gbit_per_s=8.0, shared_cores=2)
+    text = profile_toml(["Measured."], 64, stages, [draft], extra, gbit_per_s=8.0, shared_cores=2)
     profile = load_profile(write(tmp_path, text)).lay_out()
     assert profile.stages[0].seconds(1, 0) == pytest.approx(1.1e-3, rel=1e-3)
     assert profile.stages[1].seconds(1, 100) == pytest.approx(2.5e-3, rel=1e-3)
-    assert profile.draft and profile.draft.seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
+    assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
     assert profile.cores == 2 and profile.link.bytes_per_s == pytest.approx(1e9)
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.choices import RecordedChoices, SyntheticChoices, ranks_for
+from pipeinfer.choices import RecordedChoices, SyntheticChoices, ranks_for, synthetic_team
 from pipeinfer.cli import reproduce
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.cluster.profile import load_profile
 from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
 from pipeinfer.cluster.simulation import Simulated, simulate, tuned
 from pipeinfer.errors import UserError
@@ -30,8 +31,8 @@ def even_profile(
 ) -> Profile:
     """Stages of 4 layers of 10 ms whatever the rows; links without a bandwidth worth the name."""
     stage = ModelCost("stage", N_LAYERS, Work((1.0,), (LAYER_S,)))
-    draft = None if draft_s is None else ModelCost("draft", 2, Work((1.0,), (draft_s / 2,)))
-    return Profile("even", 64, (stage,) * n_stages, draft, LinkCost(latency_s, math.inf), head or HeadCost())
+    drafts = () if draft_s is None else (ModelCost("draft", 2, Work((1.0,), (draft_s / 2,))),)
+    return Profile("even", 64, (stage,) * n_stages, drafts, LinkCost(latency_s, math.inf), head or HeadCost())
 
 
 def generate(
@@ -116,7 +117,7 @@ def test_a_wait_ends_at_its_time() -> None:
 
 def test_bandwidth_takes_its_time_and_head_overheads_theirs() -> None:
     stage = ModelCost("stage", 1, Work((1.0,), (0.01,)))
-    profile = Profile("slow", 1000, (stage, stage), None, LinkCost(0.0, 1e6), HeadCost(run_s=0.1, verdict_s=0.2))
+    profile = Profile("slow", 1000, (stage, stage), (), LinkCost(0.0, 1e6), HeadCost(run_s=0.1, verdict_s=0.2))
     pipeline = SimPipeline(profile, SyntheticChoices((1.0,), n_prompt=4), VirtualClock())
     pipeline.submit(a_run(1, 3))
     pipeline.wait()
@@ -285,3 +286,28 @@ def test_a_row_of_the_reproduction_table() -> None:
     assert row[:3] == ["pipeinfer-c", "8", "goliath-xwin7"] and row[-1] == "ahead"
     _, _, _, plain, _, ours, ratio = reproduce._poor_row("pipeinfer-c", 8, "goliath-xwin7")
     assert float(ours) > 0.97 * float(plain), f"a poor draft must not cost much: {ratio}"
+
+
+def test_a_larger_draft_pays_where_the_paper_says_so() -> None:
+    """PipeSpec's three models against its two, on its four GPUs (table 1): with a draft between them it is faster."""
+    file, speeds = load_profile("pipespec"), []
+    for pair, nodes in (("llama-70b-1b", 3), ("llama-70b-8b", 3), ("llama-70b-8b-1b", 4)):
+        profile = file.lay_out(nodes, pair)
+        choices, *larger = synthetic_team([ranks_for(share) for share in profile.acceptance], 0, 16)
+        chosen = make_policy("pipeinfer", tuned(PolicyOptions(), profile))
+        found = simulate(profile, choices, chosen, 256, larger=larger)
+        assert found.request.tokens[16:] == [choices.target(position) for position in range(16, 272)]
+        assert bool(found.metrics.n_refined) == bool(larger)
+        token_s = found.metrics.token_s
+        speeds.append(255 / (token_s[-1] - token_s[0]))
+    assert speeds[2] > 1.03 * max(speeds[:2]), speeds
+
+
+def test_drafts_of_one_target_find_the_same_tokens_easy() -> None:
+    small, large = synthetic_team([ranks_for(0.6), ranks_for(0.8)], seed=3, n_prompt=4)
+    right = [[team.guesses(start, (), 1)[0].token == small.target(start + 1) for start in range(4, 2004)]
+             for team in (small, large)]  # fmt: skip
+    assert [sum(hits) / 2000 for hits in right] == pytest.approx([0.6, 0.8], abs=0.03)
+    both = sum(one and other for one, other in zip(*right, strict=True))
+    assert both > 0.99 * sum(right[0]), "the better draft is right wherever the other is"
+    assert [small.target(position) for position in range(3000)] == [large.target(position) for position in range(3000)]

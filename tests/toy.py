@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeinfer.cluster.stage import StageWorker, room_for
+from pipeinfer.cluster.stage import DraftWorker, StageWorker, room_for
 from pipeinfer.cluster.wire import Transaction, decode_verdict, encode, encode_verdict
 from pipeinfer.interfaces import Batch, FloatArray, Guess
 from pipeinfer.policies import View
@@ -218,6 +218,7 @@ class ToyPipeline:
         self.cancelled: list[set[int]] = [set() for _ in models]
         self.undelivered: list[set[int]] = [set() for _ in models]
         self.n_messages = 0
+        self.companions: list[ToyPipeline] = []  # of larger drafts, whose answers end a wait too
 
     def _cancellations(self, index: int) -> Callable[[int], bool]:
         def is_cancelled(run_id: int) -> bool:
@@ -237,9 +238,10 @@ class ToyPipeline:
         return decode_verdict(self.queues[-1].popleft()) if self.queues[-1] else None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        assert any(self.queues), "the engine waits, but nothing is in flight"
-        while not self.queues[-1]:
-            self._advance()
+        pipelines = [pipeline for pipeline in (self, *self.companions) if any(pipeline.queues)]
+        assert pipelines, "the engine waits, but nothing is in flight"
+        while not any(pipeline.queues[-1] for pipeline in pipelines):
+            self.rng.choice(pipelines)._advance()
 
     def _advance(self) -> None:
         ready = [index for index in range(self.n_stages) if self.queues[index]]
@@ -258,6 +260,15 @@ class ToyPipeline:
     def cancel(self, run_ids: Sequence[int]) -> None:
         for undelivered in self.undelivered:
             undelivered.update(run_ids)
+
+
+class ToyDraftPipeline(ToyPipeline):
+    """A larger draft by itself."""
+
+    def __init__(self, model: ToyStage, rng: random.Random, width: int, late: float = 0.5) -> None:
+        super().__init__([model], rng, late)
+        self.workers: list[StageWorker] = [DraftWorker(model, lambda: 0.0, width, couple=True)]
+        self.workers[0].is_cancelled = self._cancellations(0)
 
 
 class RandomPolicy:
@@ -288,8 +299,12 @@ class RandomPolicy:
             return []
         return self.rng.sample(open_nodes, self.rng.randint(1, min(3, len(open_nodes))))
 
-    def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
+    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         return [guess for guess in guesses if self.rng.random() < 0.9]
+
+    def refine(self, view: View, draft: int) -> list[Node]:
+        nodes = [node for node in view.tree.nodes if node.refined < draft and self.rng.random() < 0.5]
+        return self.rng.sample(nodes, len(nodes))
 
     def settled(self, settled: Settled) -> str:
         return ""

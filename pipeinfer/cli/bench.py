@@ -18,7 +18,7 @@ from pipeinfer.policies.factory import POLICIES
 
 PATH = click.Path(path_type=Path)
 NOT_SHARED = (
-    "model", "model_draft", "prompt", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel", "partitions",
+    "model", "drafts", "prompt", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel", "partitions",
     "continuous", "asynchronous", "results", "trace", "json", "verbose",
 )  # fmt: skip
 DEFAULTS = {"temp": 0.0, "seed": 0}
@@ -27,7 +27,13 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
 
 @click.command()
 @click.option("-m", "--model", "models", type=PATH, multiple=True, help="Target; repeatable. [default: shipped]")
-@click.option("-md", "--model-draft", "drafts", type=PATH, multiple=True, help="Draft; repeatable.")
+@click.option(
+    "-md",
+    "--model-draft",
+    "drafts",
+    multiple=True,
+    help="Draft; repeatable. SMALL,LARGE is one team of drafts, of which the larger refines what the smaller guesses.",
+)
 @click.option("--policy", "policies", help="One or more, as in iterative,pipeinfer. [default: all the models allow]")
 @click.option(
     "-p",
@@ -42,7 +48,13 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Of everything.")
 @click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True, help="Generations not counted.")
 @click.option("--questions", type=click.IntRange(0), default=0, help="Of each .jsonl at most. [default: all]")
-@click.option("--cut", type=click.IntRange(0), default=0, help="Tokens of a prompt at most. [default: all]")
+@click.option("--turns", type=click.IntRange(0), default=0, help="Of each question at most. [default: all]")
+@click.option(
+    "--cut",
+    type=click.IntRange(0),
+    default=0,
+    help="Tokens of a prompt at most: the first ones, of a later turn the newest. [default: all]",
+)
 @click.option(
     "-o",
     "--output",
@@ -56,7 +68,7 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
 @click.option("-v", "--verbose", is_flag=True, help="A traceback when something fails.")
 def bench(
     models: tuple[Path, ...],
-    drafts: tuple[Path, ...],
+    drafts: tuple[str, ...],
     policies: str | None,
     sources: tuple[str, ...],
     predicts: str,
@@ -65,6 +77,7 @@ def bench(
     repetitions: int,
     warm_up: int,
     questions: int,
+    turns: int,
     cut: int,
     output: str,
     results: Path | None,
@@ -81,12 +94,12 @@ def bench(
     if resume and not results:
         raise UserError("--resume needs --results: the file that has what was measured before")
     if not models:
-        models, drafts = (TARGET,), drafts or (DRAFT,)
+        models, drafts = (TARGET,), drafts or (str(DRAFT),)
     others |= dict.fromkeys(("continuous", "asynchronous"), True)  # --ablate is this command's way to say it
     chosen = tuple((policies or ",".join(POLICIES if drafts else ("iterative",))).split(","))
     base = RunOptions(
         model=models[0],
-        model_draft=None,
+        drafts=(),
         prompt=None,
         file=None,
         predict=0,
@@ -105,10 +118,10 @@ def bench(
     )
     sweep = Sweep(
         base=base,
-        pairs=tuple((model, draft) for model in models for draft in drafts or (None,)),
+        pairs=tuple((model, team) for model in models for team in map(_team, drafts or ("",))),
         policies=tuple(_known(name, POLICIES, "--policy", bool(drafts)) for name in chosen),
         splits=splits,
-        prompts=tuple(prompt for source in sources or ("128",) for prompt in read_prompts(source, questions)),
+        prompts=tuple(prompt for source in sources or ("128",) for prompt in read_prompts(source, questions, turns)),
         predicts=_lengths(predicts),
         ablations=tuple(_known(name, ABLATIONS, "--ablate") for name in ablate.split(",") if name),
         repetitions=repetitions,
@@ -134,6 +147,10 @@ def _known(name: str, names: tuple[str, ...], flag: str, has_draft: bool = True)
     if name not in names:
         raise UserError(f"{flag} {name!r} is unknown; choose from {', '.join(names)}")
     return choose_policy(name, has_draft) if flag == "--policy" else name
+
+
+def _team(text: str) -> tuple[Path, ...]:
+    return tuple(Path(name) for name in text.split(",") if name)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ class Context:
             "layers_saved": stats.n_layers_saved,
             "rss_bytes": resident_bytes(),
             "peak_rss_bytes": peak_resident_bytes(),
+            "open_files": count_open_files(),
             "n_messages": outbox.n_runs,
             "n_bytes": outbox.n_run_bytes,
             "runs": ledger.moved(self.clock_offset_s) if ledger else [],
@@ -71,6 +72,14 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return
+
+
+def count_open_files() -> int:
+    """How many file descriptors this process has open; 0 where there is no /proc."""
+    try:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:
+        return 0
 
 
 def _status_bytes(name: str) -> int:

@@ -32,8 +32,8 @@ class Head:
 
     def run(self) -> int:
         """Returns the exit code."""
-        draft, flag = self.options.draft_in_use, self.context.flag
-        show_plan(self.console, self.job, self.options.policy, os.path.getsize(draft) if draft else None)
+        flag = self.context.flag
+        show_plan(self.console, self.job, self.options.policy)
         session = Session(self.context, self.job, self._show_loaded)
         try:
             session.open()

@@ -1,4 +1,4 @@
-"""Load what a rank hosts: its slice of the target, the draft."""
+"""Load what a rank hosts, its slice of the target or a draft, and make what drives it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeinfer.cli.context import CLOCK, Context
+from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
 from pipeinfer.cluster.pace import Courier, LoadedModel, PacedStage
-from pipeinfer.cluster.stage import StageWorker
+from pipeinfer.cluster.stage import DraftWorker, StageWorker
 from pipeinfer.drafting import ModelDrafter
 from pipeinfer.errors import UserError
+from pipeinfer.interfaces import Pipeline
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
 from pipeinfer.models.llama import LlamaParams, LlamaStage
+from pipeinfer.refining import PipelineRefiner
 from pipeinfer.sequences import SequencePool
 
 if TYPE_CHECKING:
@@ -50,28 +53,52 @@ def make_worker(context: Context, job: Job, model: LoadedModel) -> StageWorker:
     return StageWorker(model, lambda run_id: False, CLOCK, index == 0, context.tracer, n_layers)
 
 
-def load_draft(context: Context, job: Job, on_progress: Progress) -> LoadedModel | None:
-    """The draft, whole, with a KV cache as large as the target's; None when the policy needs none."""
-    path = context.options.draft_in_use
-    if path is None:
-        return None
-    info = read_model_info(path)
+def load_drafts(context: Context, job: Job, on_progress: Progress) -> dict[int, LoadedModel]:
+    """The drafts that this rank hosts, by number, whole, each with a KV cache as large as the target's."""
+    return {
+        number: _load_draft(context, job, number, on_progress)
+        for number, rank in enumerate(job.plan.drafts)
+        if rank == context.rank
+    }
+
+
+def _load_draft(context: Context, job: Job, number: int, on_progress: Progress) -> LoadedModel:
+    draft = job.drafts[number]
+    info = read_model_info(draft.path)
+    if info.fingerprint != draft.fingerprint:
+        raise UserError(f"{draft.path} differs from rank 0's; copy the same file to every host")
     params = LlamaParams(
         n_cells=job.n_cells,
         n_seq_max=job.n_seq + 1,
         n_batch=N_GUESS_ROWS,
         n_outputs_max=N_GUESS_ROWS,
-        n_threads=job.threads[0],
+        n_threads=job.threads[context.rank],
         n_gpu_layers=context.options.n_gpu_layers,
         exact=False,  # guesses need not be reproducible to the bit: the target decides
     )
     model = LlamaStage(open_slice(info, 0, info.n_layer, None), params, on_progress)
-    return PacedStage(model, job.pace.draft, CLOCK) if job.pace and job.pace.draft else model
+    return PacedStage(model, job.pace.drafts[number], CLOCK) if job.pace else model
 
 
 def make_drafter(job: Job, model: LoadedModel, couple: bool) -> ModelDrafter:
     """A drafter for one pipeline's requests; the model's cache must be empty. `couple`: see ModelDrafter."""
     return ModelDrafter(model, SequencePool(job.n_seq, job.n_cells), N_GUESS_ROWS, model.n_vocab, couple)
+
+
+def make_draft_worker(context: Context, job: Job, number: int, model: LoadedModel) -> DraftWorker:
+    """What drives a loaded larger draft through one pipeline's questions."""
+    options, layers = context.options, read_model_info(job.drafts[number].path).n_layer
+    return DraftWorker(model, CLOCK, options.speculation.width, options.couple, context.tracer, layers)
+
+
+def make_refiner(job: Job, pipeline: Pipeline, n_rows: int) -> PipelineRefiner:
+    """Rank 0's hold on a larger draft, `n_rows` nodes a question; its cache must be empty."""
+    return PipelineRefiner(pipeline, SequencePool(job.n_seq, job.n_cells), n_rows, N_GUESS_ROWS)
+
+
+def guess_words(options: RunOptions) -> int:
+    """Words of a larger draft's answer at most."""
+    return 2 * options.speculation.width * N_GUESS_ROWS
 
 
 def make_courier(context: Context, job: Job) -> Courier | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,7 +16,7 @@ from pipeinfer.cli.report import number, stderr_console
 from pipeinfer.cli.session import Generation, Session
 from pipeinfer.cli.setup import Job, check_outputs
 from pipeinfer.cli.summary import print_summary
-from pipeinfer.cli.sweep import Case, Group, Sweep, plan_groups, row_key
+from pipeinfer.cli.sweep import Case, Group, Sweep, Turn, plan_groups, row_key
 from pipeinfer.cli.worker import run_stage
 from pipeinfer.errors import UserError
 from pipeinfer.policies.factory import make_policy
@@ -55,7 +56,8 @@ def _plan(sweep: Sweep, crew: Crew, resume: bool) -> list[Group]:
     if not resume or not path or not path.exists() or not path.stat().st_size:
         return groups
     known = {row_key(row) for row in read_results(path)}
-    left = [replace(group, cases=tuple(case for case in group.cases if case.key not in known)) for group in groups]
+    left = [replace(group, cases=tuple(case.without(known) for case in group.cases)) for group in groups]
+    left = [replace(group, cases=tuple(case for case in group.cases if case.n_left)) for group in left]
     return [group for group in left if group.cases]
 
 
@@ -86,11 +88,11 @@ class Bench:
 
     def run(self, output: str) -> int:
         """Measure and print the summary; also of what there is after an interruption. Returns the exit code."""
-        n_cases = sum(len(group.cases) for group in self.groups)
-        self.console.print(f"{n_cases} generations to measure, {self.crew.link.size} ranks")
+        n_left = sum(case.n_left for group in self.groups for case in group.cases)
+        self.console.print(f"{n_left} generations to measure, {self.crew.link.size} ranks")
         flag, code = self.crew.flag, 0
         with self.progress:
-            self.task = self.progress.add_task("loading", total=n_cases)
+            self.task = self.progress.add_task("loading", total=n_left)
             for group in self.groups:
                 go_on = not (flag.reason or code)
                 self.crew.link.broadcast(go_on)
@@ -111,35 +113,49 @@ class Bench:
         except UserError as error:
             complain(str(error))
             return 2
-        first = group.cases[0]
-        short = replace(first.job, n_predict=min(WARM_UP_TOKENS, first.job.n_predict))
-        for case in [*[replace(first, job=short, repetition=0)] * self.warm_up, *group.cases]:
-            if self.crew.flag.reason:
-                break
-            generation = self._generate(session, case)
-            if case.repetition and not self.crew.flag.reason:
-                self._keep(case, generation)
+        for case in [*[_warm_up(group.cases[0])] * self.warm_up, *group.cases]:
+            self._measure(session, case)
         session.close()
         return 0
 
-    def _generate(self, session: Session, case: Case) -> Generation:
-        self.progress.update(self.task, description=_describe(case))
-        options = case.options
-        policy = make_policy(options.policy, session.tuned(options.speculation))
-        return session.generate(case.job, options, policy, lambda tokens: None, cancel=options.cancel)
+    def _measure(self, session: Session, case: Case) -> None:
+        """One turn after another; each one's prompt needs the answers before it."""
+        said: Sequence[int] = ()
+        for turn in case.conversation.turns:
+            if self.crew.flag.reason:
+                return
+            self.progress.update(self.task, description=_describe(case, turn))
+            job = replace(case.job, prompt=case.conversation.prompt(said, turn))
+            generation = self._generate(session, job, case.options)
+            said = generation.request.tokens
+            if case.repetition and not turn.measured and not self.crew.flag.reason:
+                self._keep(case, turn, generation)
 
-    def _keep(self, case: Case, generation: Generation) -> None:
+    def _generate(self, session: Session, job: Job, options: RunOptions) -> Generation:
+        policy = make_policy(options.policy, session.tuned(options.speculation))
+        return session.generate(job, options, policy, lambda tokens: None, cancel=options.cancel)
+
+    def _keep(self, case: Case, turn: Turn, generation: Generation) -> None:
         result = make_result("", generation, case.job, case.options)
-        row = as_read(result_row(result, case.prompt, case.repetition))
+        row = as_read(result_row(result, turn.name, case.repetition))
         if case.options.results:
-            append_result(case.options.results, result_row(result, case.prompt, case.repetition))
+            append_result(case.options.results, result_row(result, turn.name, case.repetition))
         self.rows.append(row)
         self.progress.advance(self.task)
         if self.progress.disable:
             speed = number(row["predicted_per_second"])
-            self.console.print(f"[{len(self.rows)}] {_describe(case)}: {speed} tokens/s", markup=False)
+            self.console.print(f"[{len(self.rows)}] {_describe(case, turn)}: {speed} tokens/s", markup=False)
 
 
-def _describe(case: Case) -> str:
-    variant = [flag for flag in (f"repetition {case.repetition}" if case.repetition else "warm-up",) if flag]
-    return ", ".join([case.options.policy, case.prompt, f"n {case.job.n_predict}", *variant])
+def _warm_up(case: Case) -> Case:
+    """A short generation like this case's first, that no row is kept of."""
+    job = replace(case.job, n_predict=min(WARM_UP_TOKENS, case.job.n_predict))
+    return replace(
+        case, job=job, conversation=replace(case.conversation, turns=case.conversation.turns[:1]), repetition=0
+    )
+
+
+def _describe(case: Case, turn: Turn) -> str:
+    about = f"repetition {case.repetition}" if case.repetition else "warm-up"
+    again = ["again, for its answer"] if case.repetition and turn.measured else []
+    return ", ".join([case.options.policy, turn.name, f"n {case.job.n_predict}", about, *again])

@@ -15,7 +15,7 @@ class RunOptions:
     """The options of `pipeinfer run` under their long names; see its help for their meanings."""
 
     model: Path
-    model_draft: Path | None
+    drafts: tuple[Path, ...]
     prompt: str | None
     file: str | None
     predict: int
@@ -62,9 +62,9 @@ class RunOptions:
         )
 
     @property
-    def draft_in_use(self) -> Path | None:
-        """The draft that the policy needs."""
-        return None if self.policy == "iterative" else self.model_draft
+    def drafts_in_use(self) -> tuple[Path, ...]:
+        """The drafts that the policy needs, in any order."""
+        return () if self.policy == "iterative" else self.drafts
 
 
 def parse_threads(text: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
@@ -38,7 +39,7 @@ def make_result(text: str, generation: Generation, job: Job, options: RunOptions
         "variant": variant_text(options),
         "version": __version__,
         "model": describe_model(options.model),
-        "model_draft": describe_model(options.draft_in_use) if options.draft_in_use else None,
+        "model_draft": describe_drafts([draft.path for draft in job.drafts]) if job.drafts else None,
         "timings": timings(generation.metrics),
         "speculation": speculation(generation.metrics),
         "wire": _wire(generation, job),
@@ -74,11 +75,18 @@ def describe_model(path: Path) -> dict[str, Any]:
     info = read_model_info(path)
     return {
         "name": path.name,
-        "bytes": sum(part.stat().st_size for part in info.paths),
+        "bytes": info.n_bytes,
         "n_params": info.n_params,
         "n_layer": info.n_layer,
         "quantisation": info.quantisation,
     }
+
+
+def describe_drafts(paths: Sequence[Path]) -> dict[str, Any]:
+    """One draft, or several as one: names and quantisations joined, sizes added up, layers of the largest."""
+    found = [describe_model(path) for path in paths]
+    joined = {key: "+".join(model[key] for model in found) for key in ("name", "quantisation")}
+    return {**found[-1], **joined, **{key: sum(model[key] for model in found) for key in ("bytes", "n_params")}}
 
 
 def _wire(generation: Generation, job: Job) -> dict[str, Any]:
@@ -114,4 +122,5 @@ def time_use(rank: int, generation: Generation) -> TimeUse:
     window: Window = (metrics.submitted_s, metrics.finished_s or metrics.submitted_s)
     if rank == 0:
         return head_time(ledger, window)
+    ledger = generation.refiners.get(rank, ledger)
     return stage_time(generation.figures[rank]["runs"], ledger.submitted_s, window)

@@ -39,19 +39,20 @@ def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence
     console.print(table)
 
 
-def show_plan(console: Console, job: Job, policy: str, draft_bytes: int | None) -> None:
+def show_plan(console: Console, job: Job, policy: str) -> None:
     rows = []
     for rank, host in enumerate(job.hosts):
         index = job.plan.stage_of(rank)
         stage = None if index is None else job.plan.stages[index]
-        roles = [*(["draft"] if rank == 0 and draft_bytes else []), *([] if index is None else [f"stage {index}"])]
+        roles = [*job.plan.drafts_on(rank), *([] if index is None else [f"stage {index}"])]
+        drafts = [draft for draft, host in zip(job.drafts, job.plan.drafts, strict=True) if host == rank]
         rows.append(
             [
                 str(rank),
                 host.name,
                 " + ".join(roles) or "head",
                 f"{stage.first}-{stage.last - 1}" if stage else "-",
-                size_text((stage.weight_bytes if stage else 0) + (draft_bytes or 0 if rank == 0 else 0)),
+                size_text((stage.weight_bytes if stage else 0) + sum(draft.n_bytes for draft in drafts)),
                 size_text(stage.kv_bytes) if stage else "-",
                 str(job.threads[rank]),
             ]

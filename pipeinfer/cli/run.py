@@ -17,7 +17,14 @@ PATH = click.Path(path_type=Path)
 
 @click.command()
 @click.option("-m", "--model", type=PATH, help="Target model, GGUF. [default: the shipped demonstration pair]")
-@click.option("-md", "--model-draft", type=PATH, help="Draft model, GGUF, with the target's vocabulary.")
+@click.option(
+    "-md",
+    "--model-draft",
+    "drafts",
+    type=PATH,
+    multiple=True,
+    help="Draft model, GGUF, with the target's vocabulary. Of several the smallest guesses, larger ones refine.",
+)
 @click.option("-p", "--prompt", help="The text to continue.")
 @click.option("-f", "--file", help="Read the prompt from this file; - is standard input.")
 @click.option(
@@ -114,7 +121,7 @@ PATH = click.Path(path_type=Path)
 @click.option("-v", "--verbose", is_flag=True, help="More about loading and about each rank.")
 def run(
     model: Path | None,
-    model_draft: Path | None,
+    drafts: tuple[Path, ...],
     policy: str | None,
     threads: str | None,
     **others: Any,
@@ -122,14 +129,14 @@ def run(
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
 
     Under mpirun every rank runs this command: rank 0 drafts, the others hold the target's layers. Without a draft rank
-    0 holds the first of them.
+    0 holds the first of them; of several drafts each takes a rank.
     """
     if model is None:
-        model, model_draft = TARGET, model_draft or DRAFT
+        model, drafts = TARGET, drafts or (DRAFT,)
     options = RunOptions(
         model=model,
-        model_draft=model_draft,
-        policy=choose_policy(policy, model_draft is not None),
+        drafts=drafts,
+        policy=choose_policy(policy, bool(drafts)),
         threads=parse_threads(threads) if threads else (),
         speculation=take_policy_options(others),
         **others,

@@ -7,13 +7,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeinfer.cli.context import CLOCK, Context
-from pipeinfer.cli.load import load_draft, load_stage, make_courier, make_drafter, make_worker
+from pipeinfer.cli.load import (
+    guess_words,
+    load_drafts,
+    load_stage,
+    make_courier,
+    make_draft_worker,
+    make_drafter,
+    make_refiner,
+    make_worker,
+)
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
-from pipeinfer.cluster.calibrate import cheapest_microbatch, interpolate_cost, slowest_stage, time_rows
+from pipeinfer.cluster.calibrate import (
+    QUESTION_ROWS,
+    cheapest_microbatch,
+    interpolate_cost,
+    largest_question,
+    slowest_stage,
+    time_rows,
+)
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.mpi import HeadPipeline
-from pipeinfer.cluster.pace import LoadedModel
+from pipeinfer.cluster.pace import Courier, LoadedModel
 from pipeinfer.cluster.wire import Kind
 from pipeinfer.engine import Engine
 from pipeinfer.errors import StopRequested, UserError
@@ -27,13 +43,15 @@ from pipeinfer.sequences import SequencePool
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one request gave. `figures`: what each rank that took part reports of itself."""
+    """What one request gave. `figures`: what each rank that took part reports of itself. `refiners`: what rank 0 asked
+    each larger draft's rank, and when."""
 
     request: Request
     metrics: RequestMetrics
     ledger: HeadLedger
     n_cancel_messages: int
     figures: dict[int, dict[str, Any]]
+    refiners: dict[int, HeadLedger]
 
 
 class Session:
@@ -43,23 +61,31 @@ class Session:
         """`on_loaded(rank, seconds)` is called for every remote stage that has loaded."""
         self.context, self.job, self.on_loaded = context, job, on_loaded
         self._ranks = [stage.rank for stage in job.plan.stages]
-        self.remote_ranks = [rank for rank in self._ranks if rank != 0]
+        self.remote_ranks = [rank for rank in {*self._ranks, *job.plan.drafts} if rank != 0]
         self._stage: LoadedModel | None = None
-        self._draft: LoadedModel | None = None
-        self._costs: list[dict[int, float]] = []  # of each stage: rows of a run -> seconds
+        self._drafts: dict[int, LoadedModel] = {}  # by number
+        self._costs: dict[int, dict[int, float]] = {}  # of each stage's rank: rows of a run -> seconds
+        self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each larger draft, by number
 
     def open(self) -> None:
         """Load. Raises UserError, all ranks sent home, when one of them could not: the error of the lowest rank."""
         error = ""
         try:
             self._stage = load_stage(self.context, self.job, self._go_on)
-            self._draft = load_draft(self.context, self.job, self._go_on)
+            self._drafts = load_drafts(self.context, self.job, self._go_on)
             if self._stage:
-                self._costs.append(time_rows(self._stage, CLOCK))
+                self._costs[0] = time_rows(self._stage, CLOCK)
+            self._refiner_costs = {
+                number: time_rows(draft, CLOCK, QUESTION_ROWS) for number, draft in self._drafts.items() if number
+            }
         except UserError as caught:
             error = str(caught)
         reports = self._reports()
-        self._costs += [report["cost_s"] for report in reports.values() if "cost_s" in report]
+        for rank, report in sorted(reports.items()):
+            costs = {number: report.get("cost_s", {}) for number in self._drafts_of(rank)}
+            self._refiner_costs |= costs
+            if not costs:
+                self._costs[rank] = report.get("cost_s", {})
         error = next((report["error"] for _, report in sorted(reports.items()) if "error" in report), error)
         if error:
             self.close()
@@ -81,33 +107,64 @@ class Session:
         if self._stage:
             self._stage.clear()
             worker = make_worker(context, job, self._stage)
-        if self._draft and options.draft_in_use:
-            self._draft.clear()
-            drafter = make_drafter(job, self._draft, options.couple)
+        for draft in self._drafts.values():
+            draft.clear()
+        if self._drafts and options.drafts_in_use:
+            drafter = make_drafter(job, self._drafts[0], options.couple)
         courier = make_courier(context, job)
-        pipeline = HeadPipeline(context.link.comm, self._ranks, worker, job.n_rows_max, context.flag.check, courier)
+        companions = [self._companion(job, number, courier) for number in self._refiner_costs]
+        refiners = [
+            make_refiner(job, companion, largest_question(cost))
+            for companion, cost in zip(companions, self._refiner_costs.values(), strict=True)
+        ]
+        pipeline = HeadPipeline(
+            context.link.comm, self._ranks, worker, job.n_rows_max, context.flag.check, courier, companions
+        )
         pool = SequencePool(job.n_seq, job.n_cells, parked=options.numerics == "exact")
         engine = Engine(
             pipeline, pool, drafter, CLOCK, n_chunk=job.n_batch, n_rows_max=N_GUESS_ROWS, cancel=cancel,
-            run_cost=interpolate_cost(slowest_stage(self._costs)), tracer=context.tracer,
+            run_cost=interpolate_cost(self._slowest), refiners=refiners, tracer=context.tracer,
         )  # fmt: skip
         request = Request(0, job.prompt, job.n_predict, job.sampling, job.n_ctx, job.end_tokens)
         metrics = engine.add(request, policy)
         self._drive(engine, request, on_tokens)
-        pipeline.shutdown(Kind.PAUSE)
+        for each in (pipeline, *companions):
+            each.shutdown(Kind.PAUSE)
         figures = {0: context.figures(worker, pipeline.outbox, None)} | self._reports()
-        return Generation(request, metrics, pipeline.ledger, pipeline.n_cancel_messages, figures)
+        ledgers = dict(zip(job.plan.refiners, (companion.ledger for companion in companions), strict=True))
+        return Generation(request, metrics, pipeline.ledger, pipeline.n_cancel_messages, figures, ledgers)
+
+    @property
+    def _slowest(self) -> dict[int, float]:
+        return slowest_stage(list(self._costs.values()))
+
+    def _drafts_of(self, rank: int) -> list[int]:
+        """The numbers of the drafts on a rank."""
+        return [number for number, host in enumerate(self.job.plan.drafts) if host == rank]
+
+    def _companion(self, job: Job, number: int, courier: Courier | None) -> HeadPipeline:
+        """The pipeline of a larger draft: one stage, here or on its own rank."""
+        context = self.context
+        worker = make_draft_worker(context, job, number, self._drafts[number]) if number in self._drafts else None
+        return HeadPipeline(
+            context.link.comm,
+            [job.plan.drafts[number]],
+            worker,
+            guess_words(context.options),
+            context.flag.check,
+            courier,
+        )
 
     def tuned(self, options: PolicyOptions) -> PolicyOptions:
         """The options with what they leave to the costs filled in."""
-        return replace(options, microbatch=options.microbatch or cheapest_microbatch(slowest_stage(self._costs)))
+        return replace(options, microbatch=options.microbatch or cheapest_microbatch(self._slowest))
 
     def close(self) -> None:
         """Send the stages home and free what this rank holds."""
         courier = make_courier(self.context, self.job)
-        pipeline = HeadPipeline(self.context.link.comm, self._ranks, None, 1, lambda: None, courier)
-        pipeline.shutdown()
-        for model in (self._stage, self._draft):
+        for ranks in (self._ranks, *([rank] for rank in self.job.plan.refiners)):
+            HeadPipeline(self.context.link.comm, ranks, None, 1, lambda: None, courier).shutdown()
+        for model in (self._stage, *self._drafts.values()):
             if model:
                 model.close()
 

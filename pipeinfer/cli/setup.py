@@ -30,11 +30,21 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftFile:
+    """A draft model as rank 0 found it."""
+
+    path: Path
+    fingerprint: str
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What every rank needs to know; broadcast by rank 0."""
 
     plan: Plan
     fingerprint: str
+    drafts: tuple[DraftFile, ...]  # in the order of the plan's
     n_embd: int
     n_vocab: int
     prompt: tuple[int, ...]
@@ -70,9 +80,9 @@ def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
     """The target's header and vocabulary. Raises UserError when a model is unusable or the draft's does not fit."""
     info = read_model_info(options.model)
     tokenizer = Tokenizer(options.model)
-    if options.draft_in_use:
-        read_model_info(options.draft_in_use)
-        check_same_vocabulary(tokenizer, Tokenizer(options.draft_in_use))
+    for path in options.drafts_in_use:
+        read_model_info(path)
+        check_same_vocabulary(tokenizer, Tokenizer(path))
     return info, tokenizer
 
 
@@ -83,11 +93,13 @@ def make_job(
     n_ctx, n_predict = fit_context(options, info, len(prompt))
     n_cells = -(-(n_ctx + N_CELLS_SPARE) // 256) * 256
     split = parse_split(options.layer_split) if options.layer_split else None
-    plan = make_plan(len(hosts), options.draft_in_use is not None, sizes_of(info), n_cells, split)
+    drafts = sorted((read_model_info(path) for path in options.drafts_in_use), key=lambda draft: draft.n_bytes)
+    plan = make_plan(len(hosts), len(drafts), sizes_of(info), n_cells, split)
     seed = secrets.randbits(32) if options.seed < 0 else options.seed
     return Job(
         plan=plan,
         fingerprint=info.fingerprint,
+        drafts=tuple(DraftFile(draft.path, draft.fingerprint, draft.n_bytes) for draft in drafts),
         n_embd=info.n_embd,
         n_vocab=info.n_vocab,
         prompt=tuple(prompt),
@@ -100,7 +112,7 @@ def make_job(
         hosts=tuple(hosts),
         sampling=options.sampling(seed),
         end_tokens=frozenset() if options.ignore_eos else frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab))),
-        pace=pace_profile(options.pace, len(hosts), plan.has_draft) if options.pace else None,
+        pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace else None,
     )
 
 
@@ -154,10 +166,11 @@ def fit_context(options: RunOptions, info: ModelInfo, n_prompt: int) -> tuple[in
 
 
 def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) -> tuple[int, ...]:
-    """Threads of each rank: as given, else each host's cores shared by the stages on it."""
+    """Threads of each rank: as given, else each host's cores shared by the stages and the larger drafts on it."""
     chosen = []
+    workers = {*(stage.rank for stage in plan.stages), *plan.refiners}
     for rank, host in enumerate(hosts):
-        n_stages = sum(hosts[stage.rank].name == host.name for stage in plan.stages)
-        default = max(1, host.n_cores // max(1, n_stages))
+        n_workers = sum(hosts[worker].name == host.name for worker in workers)
+        default = max(1, host.n_cores // max(1, n_workers))
         chosen.append(threads_of_rank(threads, rank, len(hosts), default))
     return tuple(chosen)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pipeinfer.choices import Choices, RecordedChoices, SyntheticChoices, ranks_for
+from pipeinfer.choices import Choices, RecordedChoices, ranks_for, synthetic_team
 from pipeinfer.cli.policy_options import policy_options, take_policy_options
 from pipeinfer.cli.simulated import make_result, write_trace
 from pipeinfer.cli.summary import print_summary
@@ -41,14 +41,30 @@ DEFAULT_ACCEPTANCE = 0.7
 )
 @click.option("-s", "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of synthetic choices.")
 @click.option("-r", "--repetitions", type=click.IntRange(1), default=1, show_default=True, help="With the next seeds.")
-@click.option("--acceptance", type=float, help="How often the draft's best guess is right. [default: the pair's]")
-@click.option("--ranks", help="How often its first, second, … guess is right, as in 0.7,0.1,0.05.")
-@click.option("--choices", type=PATH, help="Recorded choices, instead of synthetic ones; see `pipeinfer record`.")
+@click.option(
+    "--acceptance",
+    "acceptances",
+    type=float,
+    multiple=True,
+    help="How often the draft's best guess is right; of several drafts, once for each. [default: the pair's]",
+)
+@click.option(
+    "--ranks", multiple=True, help="How often its first, second, … guess is right, as in 0.7,0.1,0.05; likewise."
+)
+@click.option(
+    "--choices",
+    "files",
+    type=PATH,
+    multiple=True,
+    help="Recorded choices, instead of synthetic ones; likewise. See `pipeinfer record`.",
+)
 @click.option(
     "-md",
     "--model-draft",
+    "drafts",
     type=PATH,
-    help="Ask this draft for branches that --choices lacks, and add them to the file.",
+    multiple=True,
+    help="Ask this draft for branches that --choices lacks, and add them to the file; likewise.",
 )
 @policy_options
 @click.option("--no-cancel", is_flag=True, help="Ablation: stages are not told of runs that cannot count any more.")
@@ -62,9 +78,9 @@ DEFAULT_ACCEPTANCE = 0.7
 @click.option("--trace", type=PATH, help="Write the timeline of the last generation, as Chrome trace events.")
 def simulate_command(
     profile_name: str | None, listing: bool, pair: str, nodes: int, gbit: float | None, policies: str, predict: int,
-    prompt_tokens: int, seed: int, repetitions: int, acceptance: float | None, ranks: str | None, choices: Path | None,
-    model_draft: Path | None, no_cancel: bool, no_partitions: bool, output: str, as_json: bool, results: Path | None,
-    trace: Path | None, **others: Any,
+    prompt_tokens: int, seed: int, repetitions: int, acceptances: tuple[float, ...], ranks: tuple[str, ...],
+    files: tuple[Path, ...], drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
+    results: Path | None, trace: Path | None, **others: Any,
 ) -> int:  # fmt: skip
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
 
@@ -84,16 +100,17 @@ def simulate_command(
         options=take_policy_options(others),
         predict=predict,
         prompt_tokens=prompt_tokens,
-        by_rank=ranks_asked(acceptance, ranks, choices is not None),
-        known=open_choices(choices, model_draft),
+        by_rank=ranks_asked(acceptances, ranks, bool(files)),
+        known=open_choices(files, drafts),
         cancel=not no_cancel,
         partitions=not no_partitions,
     )
     rows, last = ask(question, range(seed, seed + repetitions), results, as_json)
     if trace:
         _write_trace(trace, last)
-    if choices and question.known and model_draft:
-        question.known.save(choices)
+    if drafts:
+        for path, known in zip(files, question.known, strict=True):
+            known.save(path)
     if not as_json:
         with contextlib.suppress(BrokenPipeError):
             print_summary(rows, output)
@@ -102,7 +119,8 @@ def simulate_command(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to simulate, in every combination of policies and seeds. `known`: choices from a file."""
+    """What to simulate, in every combination of policies and seeds. `by_rank`, `known` (choices from files): one for
+    each draft, the smallest first; empty if the profile's acceptance is to be taken."""
 
     file: ProfileFile
     nodes: int
@@ -112,8 +130,8 @@ class Question:
     options: PolicyOptions
     predict: int
     prompt_tokens: int
-    by_rank: Sequence[float] | None
-    known: RecordedChoices | None
+    by_rank: Sequence[Sequence[float]]
+    known: Sequence[RecordedChoices]
     cancel: bool
     partitions: bool
 
@@ -121,11 +139,13 @@ class Question:
         """One generation and its result object. Raises UserError when it cannot be simulated."""
         profile = self._lay_out(policy != "iterative")
         options = tuned(self.options, profile)
+        first, *larger = self._choices(profile, seed)
         simulated = simulate(
-            profile, self._choices(profile, seed), make_policy(policy, options), self.predict,
-            cancel=self.cancel, partitions=self.partitions,
+            profile, first, make_policy(policy, options), self.predict, cancel=self.cancel, partitions=self.partitions,
+            larger=larger if profile.drafts else [],
         )  # fmt: skip
-        names = {"model": profile.name, "model_draft": "draft" if profile.draft else None, "seed": seed}
+        team = "+".join(["draft"] * len(profile.drafts))
+        names = {"model": profile.name, "model_draft": team or None, "seed": seed}
         settings, variant = settings_text(policy, options), self._variant
         return simulated, make_result(simulated, policy, settings, variant, names)
 
@@ -135,11 +155,17 @@ class Question:
             return profile
         return replace(profile, link=replace(profile.link, bytes_per_s=self.gbit * 1e9 / 8))
 
-    def _choices(self, profile: Profile, seed: int) -> Choices:
-        if self.known:
-            return self.known
-        published = DEFAULT_ACCEPTANCE if profile.acceptance is None else profile.acceptance
-        return SyntheticChoices(self.by_rank or ranks_for(published), seed, self.prompt_tokens)
+    def _choices(self, profile: Profile, seed: int) -> Sequence[Choices]:
+        """Of each draft. Raises UserError when there are not as many as drafts."""
+        n_drafts = len(profile.drafts)
+        published = profile.acceptance or (DEFAULT_ACCEPTANCE,) * n_drafts or (DEFAULT_ACCEPTANCE,)
+        by_rank = self.by_rank or [ranks_for(share) for share in published]
+        found = self.known or synthetic_team(by_rank, seed, self.prompt_tokens)
+        if n_drafts and len(found) != n_drafts:
+            raise UserError(
+                f"{profile.name} has {n_drafts} drafts; give --acceptance, --ranks or --choices {n_drafts} times"
+            )
+        return found
 
     @property
     def _variant(self) -> str:
@@ -188,27 +214,28 @@ def chosen_policies(text: str) -> list[str]:
     return names
 
 
-def open_choices(path: Path | None, model_draft: Path | None) -> RecordedChoices | None:
-    """Raises UserError when the file is none, or the draft cannot be loaded."""
-    if path is None:
-        if model_draft:
-            raise UserError("--model-draft answers for branches of recorded choices; give them with --choices")
-        return None
-    choices = RecordedChoices.load(path)
-    if model_draft:
+def open_choices(paths: Sequence[Path], drafts: Sequence[Path]) -> list[RecordedChoices]:
+    """Raises UserError when a file is none or not of the same text, or a draft cannot be loaded."""
+    if drafts and len(drafts) != len(paths):
+        raise UserError("--model-draft answers for branches of recorded choices; give it as often as --choices")
+    found = [RecordedChoices.load(path) for path in paths]
+    for path, choices in zip(paths, found, strict=True):
+        if (choices.prompt, choices.tokens) != (found[0].prompt, found[0].tokens):
+            raise UserError(
+                f"choices {path} are of another text than {paths[0]}; record both with one target and prompt"
+            )
+    for choices, draft in zip(found, drafts, strict=False):
         from pipeinfer.cli.record import ask_draft  # needs llama-cpp-python
 
-        ask_draft(choices, model_draft)
-    return choices
+        ask_draft(choices, draft)
+    return found
 
 
-def ranks_asked(acceptance: float | None, ranks: str | None, has_choices: bool) -> Sequence[float] | None:
-    """Probabilities by rank, None if the pair's are to be taken. Raises UserError."""
-    if (acceptance is not None) + (ranks is not None) + has_choices > 1:
+def ranks_asked(acceptances: Sequence[float], ranks: Sequence[str], has_choices: bool) -> Sequence[Sequence[float]]:
+    """Probabilities by rank of each draft; empty if the pair's are to be taken. Raises UserError."""
+    if bool(acceptances) + bool(ranks) + has_choices > 1:
         raise UserError("give one of --choices, --acceptance and --ranks")
-    if acceptance is not None:
-        return ranks_for(acceptance)
-    return parse_ranks(ranks) if ranks is not None else None
+    return [ranks_for(share) for share in acceptances] or [parse_ranks(text) for text in ranks]
 
 
 def parse_ranks(text: str) -> Sequence[float]:

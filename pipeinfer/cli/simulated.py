@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -10,10 +10,12 @@ from typing import Any
 
 from pipeinfer import __version__
 from pipeinfer.cli.tracks import gaps, head_spans, messages
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.simulate import SimPipeline, SimStage
 from pipeinfer.cluster.simulation import Simulated
 from pipeinfer.ledger import head_time, stage_time
 from pipeinfer.metrics import speculation, timings
-from pipeinfer.trace import Span, write_chrome_trace
+from pipeinfer.trace import Message, Span, write_chrome_trace
 
 
 def make_result(
@@ -48,47 +50,69 @@ def make_result(
 
 def _first_rank(simulated: Simulated) -> int:
     """The rank of the first stage."""
-    return 0 if simulated.profile.head_is_first else 1
+    return 0 if simulated.profile.head_is_first else max(1, len(simulated.profile.drafts))
 
 
 def _wire(simulated: Simulated) -> dict[str, Any]:
     pipeline, first = simulated.pipeline, _first_rank(simulated)
-    hops = [pipeline.first_hop] * first + [stage.out for stage in pipeline.stages[:-1]]
+    ranks = [*[0] * (first > 0), *range(first, first + len(pipeline.stages))]
+    hops = [pipeline.first_hop] * (first > 0) + [stage.out for stage in pipeline.stages[:-1]]
     return {
         "hops": [
-            {"from": index, "to": index + 1, "messages": hop.n_messages, "bytes": hop.n_bytes}
-            for index, hop in enumerate(hops)
+            {"from": source, "to": dest, "messages": hop.n_messages, "bytes": hop.n_bytes}
+            for hop, (source, dest) in zip(hops, pairwise(ranks), strict=True)
         ],
         "cancel_messages": pipeline.n_cancel_messages,
     }
 
 
 def _ranks(simulated: Simulated) -> list[dict[str, Any]]:
-    pipeline, metrics, first = simulated.pipeline, simulated.metrics, _first_rank(simulated)
+    metrics, profile = simulated.metrics, simulated.profile
     window = (metrics.submitted_s, metrics.finished_s or metrics.submitted_s)
-    head: dict[str, Any] = {"rank": 0, "role": "draft" if simulated.profile.draft else "head", "layers": None}
-    rows: list[dict[str, Any]] = [] if first == 0 else [head | asdict(head_time(pipeline.ledger, window))]
-    bounds = [0, *accumulate(cost.layers for cost in simulated.profile.stages)]
-    for rank, (stage, (start, end)) in enumerate(zip(pipeline.stages, pairwise(bounds), strict=True), start=first):
+    head: dict[str, Any] = {"rank": 0, "role": _head_role(profile), "layers": None}
+    rows: list[dict[str, Any]] = []
+    if not profile.head_is_first:
+        rows.append(head | asdict(head_time(simulated.pipeline.ledger, window)))
+    bounds = [0, *accumulate(cost.layers for cost in profile.stages)]
+    layers: list[list[int] | None] = [*[None] * len(profile.drafts[1:]), *map(list, pairwise(bounds))]
+    for (rank, role, pipeline, stage), part in zip(_workers(simulated), layers, strict=True):
         use = stage_time(stage.ledger.moved(0.0), pipeline.ledger.submitted_s, window)
         saved = {"runs_skipped": stage.n_skipped, "runs_stopped": stage.n_stopped}
-        rows.append({"rank": rank, "role": stage.cost.name, "layers": [start, end]} | saved | asdict(use))
+        rows.append({"rank": rank, "role": role, "layers": part} | saved | asdict(use))
     return [{"host": f"node{row['rank']}", "threads": 1} | row for row in rows]
+
+
+def _head_role(profile: Profile) -> str:
+    return "draft" if profile.drafts else "head"
+
+
+def _workers(simulated: Simulated) -> Iterator[tuple[int, str, SimPipeline, SimStage]]:
+    """(rank, role, its pipeline, its stage) of the larger drafts, then of the stages."""
+    main, first = simulated.pipeline, _first_rank(simulated)
+    for rank, pipeline in enumerate(main.companions, start=1):
+        yield rank, f"draft {rank + 1}", pipeline, pipeline.stages[0]
+    for rank, stage in enumerate(main.stages, start=first):
+        yield rank, stage.cost.name, main, stage
 
 
 def write_trace(path: Path, simulated: Simulated) -> None:
     """One track a rank. Raises OSError when the file cannot be written."""
-    pipeline, first = simulated.pipeline, _first_rank(simulated)
+    main, first = simulated.pipeline, _first_rank(simulated)
     tracks: list[tuple[str, list[Span]]] = []
     if first:
-        spans = simulated.tracer.spans + head_spans(pipeline.ledger)
-        tracks.append((f"rank 0: {'draft' if simulated.profile.draft else 'head'}", spans))
-    stages = [(rank, stage.ledger.moved(0.0)) for rank, stage in enumerate(pipeline.stages, start=first)]
-    for (rank, runs), stage in zip(stages, pipeline.stages, strict=True):
+        tracks.append((f"rank 0: {_head_role(simulated.profile)}", simulated.tracer.spans + head_spans(main.ledger)))
+    arrows: list[Message] = []
+    for rank, role, pipeline, stage in _workers(simulated):
+        runs = stage.ledger.moved(0.0)
         work = [
             Span("cancelled" if cancelled else "evaluate", start_s, end_s - start_s, {"run": run_id})
             for run_id, _, start_s, end_s, cancelled in runs
         ]
-        tracks.append((f"rank {rank}: {stage.cost.name}", work + list(gaps(runs, pipeline.ledger))))
+        tracks.append((f"rank {rank}: {role}", work + list(gaps(runs, pipeline.ledger))))
+        if pipeline is not main:
+            arrows += messages([(rank, runs)], pipeline.ledger)
+    if first:
+        stages = [(rank, stage.ledger.moved(0.0)) for rank, stage in enumerate(main.stages, start=first)]
+        arrows += messages(stages, main.ledger)
     ordered = [(label, sorted(spans, key=lambda span: span.start_s)) for label, spans in tracks]
-    write_chrome_trace(path, ordered, list(messages(stages, pipeline.ledger)) if first else [])
+    write_chrome_trace(path, ordered, arrows)

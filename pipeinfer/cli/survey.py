@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # these import MPI
     from pipeinfer.cluster.survey import ModelTimes, Overheads
 
 PATH = click.Path(path_type=Path)
-SHARED = ("model", "model_draft", "threads", "n_gpu_layers", "layer_split", "numerics", "slice_cache", "verbose")
+SHARED = ("model", "drafts", "threads", "n_gpu_layers", "layer_split", "numerics", "slice_cache", "verbose")
 SLOT_S = 3.0
 """Ranks of one host take turns, for so long each: nobody shall time a model while another one computes beside it."""
 
@@ -34,17 +34,17 @@ PROMPT = "measure"
 @click.command("measure")
 @click.option("-o", "--output", type=PATH, required=True, help="The profile to write, TOML.")
 def measure_command(
-    output: Path, model: Path | None, model_draft: Path | None, threads: str | None, **others: Any
+    output: Path, model: Path | None, drafts: tuple[Path, ...], threads: str | None, **others: Any
 ) -> int:
     """Measure stage, draft and link times of this cluster, under mpirun, and write a profile for `simulate`.
 
-    Rank 0 drafts, the others hold the target's layers.
+    Rank 0 drafts, larger drafts have the next ranks, the others hold the target's layers.
     """
     if model is None:
-        model, model_draft = TARGET, model_draft or DRAFT
-    if model_draft is None:
+        model, drafts = TARGET, drafts or (DRAFT,)
+    if not drafts:
         raise UserError("measure needs the draft model too; give -md")
-    given = others | {"model": model, "model_draft": model_draft, "threads": parse_threads(threads) if threads else ()}
+    given = others | {"model": model, "drafts": drafts, "threads": parse_threads(threads) if threads else ()}
     options = _options(given)
     from pipeinfer.cli.job import start_job  # initialises MPI
 
@@ -102,27 +102,27 @@ def _check_writable(output: Path) -> None:
 def _time_own_models(crew: Crew, context: Context, job: Job) -> dict[str, ModelTimes]:
     """Load, time and free this rank's models; ranks of one host in turns, the others asleep."""
     from pipeinfer.cli.context import CLOCK
-    from pipeinfer.cli.load import load_draft, load_stage
+    from pipeinfer.cli.load import load_drafts, load_stage
     from pipeinfer.cli.setup import N_GUESS_ROWS
     from pipeinfer.cluster.survey import time_model
     from pipeinfer.models.model_info import read_model_info
 
     stage = load_stage(context, job, lambda fraction: True)
-    draft = load_draft(context, job, lambda fraction: True) if context.rank == 0 else None
+    drafts = load_drafts(context, job, lambda fraction: True)
     begin_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
     names = [host.name for host in crew.hosts]
     turn = names[: context.rank].count(names[context.rank])
     time.sleep(max(0.0, begin_s + turn * SLOT_S - CLOCK()))
     found: dict[str, ModelTimes] = {}
-    for role, model in (("stage", stage), ("draft", draft)):
-        if model:
-            index = job.plan.stage_of(context.rank)
-            part = job.plan.stages[index] if index is not None else None
-            assert context.options.model_draft
-            layers = part.last - part.first if part else read_model_info(context.options.model_draft).n_layer
-            n_rows = job.n_rows_max if role == "stage" else N_GUESS_ROWS
-            found[role] = time_model(model, layers, n_rows, job.n_cells, CLOCK, SLOT_S / 2)
-            model.close()
+    if stage:
+        part = job.plan.stages[job.plan.stage_of(context.rank) or 0]
+        layers = part.last - part.first
+        found["stage"] = time_model(stage, layers, job.n_rows_max, job.n_cells, CLOCK, SLOT_S / 2)
+        stage.close()
+    for number, draft in drafts.items():
+        layers = read_model_info(job.drafts[number].path).n_layer
+        found["draft"] = time_model(draft, layers, N_GUESS_ROWS, job.n_cells, CLOCK, SLOT_S / 2)
+        draft.close()
     time.sleep(max(0.0, begin_s + max(map(names.count, names)) * SLOT_S - CLOCK()))
     return found
 
@@ -161,14 +161,14 @@ def _write(
 ) -> None:  # fmt: skip
     from pipeinfer.cluster.survey import profile_toml
 
-    assert options.model_draft
     stages = [times[stage.rank]["stage"] for stage in job.plan.stages]
     hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
     title = [
         f"Measured by `pipeinfer measure` on {len(crew.hosts)} ranks: {hosts}.",
-        f"Target {options.model.name}, draft {options.model_draft.name}.",
+        f"Target {options.model.name}, draft {' and '.join(draft.path.name for draft in job.drafts)}.",
     ]
     one_host = len({host.name for host in crew.hosts}) == 1
     cores = crew.hosts[0].n_cores if one_host and len(crew.hosts) > crew.hosts[0].n_cores else 0
-    output.write_text(profile_toml(title, job.n_embd, stages, times[0].get("draft"), extra, gbit_per_s, cores))
+    drafts = [times[rank]["draft"] for rank in job.plan.drafts]
+    output.write_text(profile_toml(title, job.n_embd, stages, drafts, extra, gbit_per_s, cores))
     print(output)

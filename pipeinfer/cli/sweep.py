@@ -4,15 +4,17 @@ be loaded together. Plans and checks; runs nothing."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.outcome import settings_text, variant_text
-from pipeinfer.cli.setup import Host, Job, make_job, open_models
+from pipeinfer.cli.setup import Host, Job, fit_context, make_job, open_models
 from pipeinfer.cluster.plan import parse_split, stage_ranks
 from pipeinfer.errors import UserError
+from pipeinfer.models.model_info import ModelInfo
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.results import Row
 
@@ -22,11 +24,12 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text, or, for `pp512`, as many tokens as its name says."""
+    """A text, or, for `pp512`, as many tokens as its name says. `later`: what is said next, after each answer."""
 
     name: str
     text: str = ""
     n_tokens: int = 0
+    later: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Sweep:
     """Lists of what to combine. `base` has everything that all measurements share."""
 
     base: RunOptions
-    pairs: tuple[tuple[Path, Path | None], ...]
+    pairs: tuple[tuple[Path, tuple[Path, ...]], ...]
     policies: tuple[str, ...]
     splits: tuple[str, ...]
     prompts: tuple[Prompt, ...]
@@ -45,24 +48,74 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What is said next in a conversation. `name` is that of its rows."""
+
+    name: str
+    tokens: tuple[int, ...]
+    measured: bool = False
+    """Before this sweep: it is generated for its answer, if a turn after it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns, each with the answers before it. Most have one turn: a prompt."""
+
+    turns: tuple[Turn, ...]
+    cut: int
+    n_keep: int  # tokens at the beginning that a cut leaves there: the beginning-of-text token
+
+    def prompt(self, said: Sequence[int], turn: Turn) -> tuple[int, ...]:
+        """The prompt of a turn after all that was said, its newest tokens if it must be cut."""
+        tokens = (*said, *turn.tokens)
+        if not self.cut or len(tokens) <= self.cut:
+            return tokens
+        n_newest = max(0, self.cut - self.n_keep)
+        return tokens[: self.cut - n_newest] + tokens[len(tokens) - n_newest :]
+
+    def lengths(self, n_predict: int) -> list[int]:
+        """Tokens of each turn's prompt, known before any answer: an answer has `n_predict` of them."""
+        lengths: list[int] = []
+        for turn in self.turns:
+            said = lengths[-1] + n_predict if lengths else 0
+            lengths.append(min(said + len(turn.tokens), self.cut or sys.maxsize))
+        return lengths
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One generation to measure."""
+    """A conversation to measure: one generation a turn, each from an empty cache."""
 
     options: RunOptions
-    job: Job
-    prompt: str
+    job: Job  # its prompt is the first turn's
+    conversation: Conversation
     repetition: int
 
     @property
-    def key(self) -> Key:
+    def n_left(self) -> int:
+        """Generations to measure."""
+        return sum(not turn.measured for turn in self.conversation.turns)
+
+    def without(self, known: Set[Key]) -> Case:
+        """The same with the turns that are `known` marked, and none after the last that is to be measured."""
+        lengths = self.conversation.lengths(self.job.n_predict)
+        turns = [
+            replace(turn, measured=self._key(turn.name, length) in known)
+            for turn, length in zip(self.conversation.turns, lengths, strict=True)
+        ]
+        while turns and turns[-1].measured:
+            turns.pop()
+        return replace(self, conversation=replace(self.conversation, turns=tuple(turns)))
+
+    def _key(self, prompt: str, n_prompt: int) -> Key:
         """What makes two measurements the same one; `row_key` gives it for a row of results.csv."""
-        job, draft = self.job, self.options.draft_in_use
+        job = self.job
         layers = tuple(float(stage.last - stage.first) for stage in job.plan.stages)
         return (
             self.options.policy, variant_text(self.options), settings_text(self.options), self.options.model.name,
-            draft.name if draft else "", job.plan.n_ranks, layers, tuple(map(float, job.threads)), self.prompt,
-            len(job.prompt), job.n_predict, job.sampling.seed, job.sampling.temp, self.options.numerics,
-            self.options.pace or "", self.repetition,
+            "+".join(draft.path.name for draft in job.drafts), job.plan.n_ranks, layers,
+            tuple(map(float, job.threads)), prompt, n_prompt, job.n_predict, job.sampling.seed, job.sampling.temp,
+            self.options.numerics, self.options.pace or "", self.repetition,
         )  # fmt: skip
 
 
@@ -87,11 +140,11 @@ def plan_groups(sweep: Sweep, hosts: Sequence[Host]) -> list[Group]:
     """Groups in the order of the models, then of the policies. Raises UserError for whatever cannot be measured."""
     groups: list[Group] = []
     unused = set(sweep.splits)
-    for model, draft in sweep.pairs:
+    for model, drafts in sweep.pairs:
         for policies in _loaded_alike(sweep.policies):
             drafted = policies[0] != "iterative"
-            options = replace(sweep.base, model=model, model_draft=draft, policy=policies[0])
-            n_stages = len(stage_ranks(len(hosts), drafted))
+            options = replace(sweep.base, model=model, drafts=drafts, policy=policies[0])
+            n_stages = len(stage_ranks(len(hosts), len(drafts) if drafted else 0))
             fitting = [split for split in sweep.splits if len(parse_split(split)) == n_stages]
             unused -= set(fitting)
             by_split = [replace(options, layer_split=split) for split in fitting] or [options]
@@ -119,9 +172,9 @@ def _loaded_alike(policies: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 def _group(options: RunOptions, policies: Sequence[str], sweep: Sweep, hosts: Sequence[Host]) -> Group:
     info, tokenizer = open_models(options)
-    prompts = [(prompt.name, tokens_of(prompt, tokenizer, sweep.cut)) for prompt in sweep.prompts]
-    longest = max((tokens for _, tokens in prompts), key=len)
+    conversations = [conversation_of(prompt, tokenizer, sweep.cut) for prompt in sweep.prompts]
     n_predict = max(sweep.predicts)
+    longest = _longest(replace(options, predict=n_predict), info, conversations)
     job = make_job(replace(options, predict=n_predict), hosts, info, tokenizer, longest)
     measured = [
         variant
@@ -129,13 +182,26 @@ def _group(options: RunOptions, policies: Sequence[str], sweep: Sweep, hosts: Se
         for variant in _variants(replace(options, policy=policy), sweep.ablations if policy == "pipeinfer" else ())
     ]
     cases = tuple(
-        Case(chosen, replace(job, prompt=tuple(tokens), n_predict=n), name, repetition)
+        Case(chosen, replace(job, prompt=conversation.turns[0].tokens, n_predict=n), conversation, repetition)
         for repetition in range(1, sweep.repetitions + 1)
-        for name, tokens in prompts
+        for conversation in conversations
         for n in sweep.predicts
         for chosen in measured
     )
     return Group(options, job, cases)
+
+
+def _longest(options: RunOptions, info: ModelInfo, conversations: Sequence[Conversation]) -> list[int]:
+    """As many tokens as the longest prompt has. Raises UserError when only first turns fit into the context."""
+    lengths = [conversation.lengths(options.predict) for conversation in conversations]
+    first, longest = max(turns[0] for turns in lengths), max(map(max, lengths))
+    if longest > first:
+        fit_context(options, info, first)
+        try:
+            fit_context(options, info, longest)
+        except UserError as error:
+            raise UserError(f"with the answers before its last turn {error}, or take fewer --turns") from None
+    return [0] * longest
 
 
 def _variants(options: RunOptions, ablations: Sequence[str]) -> Iterator[RunOptions]:
@@ -150,21 +216,38 @@ def _variants(options: RunOptions, ablations: Sequence[str]) -> Iterator[RunOpti
 # -- prompts
 
 
-def tokens_of(prompt: Prompt, tokenizer: Tokenizer, cut: int) -> list[int]:
-    """The prompt's tokens, its first `cut` at most. Raises UserError when there are none."""
+SEPARATOR = "\n\n"
+"""Between what was said and the next turn. There is no chat template: what is measured is speed."""
+
+
+def conversation_of(prompt: Prompt, tokenizer: Tokenizer, cut: int) -> Conversation:
+    """A prompt in tokens, the first `cut` of its first turn at most. Raises UserError when there are none."""
     if prompt.n_tokens:
         # a fixed walk through the vocabulary: any text would do, its length is what counts
-        return [(7 + 31 * index) % tokenizer.n_vocab for index in range(prompt.n_tokens)]
+        tokens = [(7 + 31 * index) % tokenizer.n_vocab for index in range(prompt.n_tokens)]
+        return Conversation((Turn(prompt.name, tuple(tokens)),), cut=0, n_keep=0)
     tokens = tokenizer.encode(prompt.text)
     if not tokens:
         raise UserError(f"the prompt {prompt.name} is empty; give some text")
-    return tokens[:cut] if cut else tokens
+    first = Turn(prompt.name, tuple(tokens[:cut] if cut else tokens))
+    # appended as tokens, not as text: an answer stays what the model said, and its length is known beforehand
+    later = [
+        Turn(f"{prompt.name}.{number}", _continuation(f"{SEPARATOR}{text}", tokenizer))
+        for number, text in enumerate(prompt.later, start=2)
+    ]
+    return Conversation((first, *later), cut, n_keep=int(tokens[0] == tokenizer.bos))
 
 
-def read_prompts(source: str, n_questions: int) -> list[Prompt]:
+def _continuation(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens of a text that follows another: without the space that some vocabularies begin every text with."""
+    tokens = tokenizer.encode(text, add_special=False)
+    return tuple(tokens[1:] if tokenizer.decode_piece(tokens[0]) == b" " else tokens)
+
+
+def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[Prompt]:
     """A length (`512`), a text file, or the first `n_questions` (0: all) of a `.jsonl` whose objects have `turns`.
 
-    Of several turns the first is taken. Raises UserError when it is none of these.
+    Of these the first `n_turns` (0: all) are taken. Raises UserError when it is none of these.
     """
     if source.isdecimal():
         if not 0 < int(source) <= 1 << 20:
@@ -180,7 +263,7 @@ def read_prompts(source: str, n_questions: int) -> list[Prompt]:
     if path.suffix != ".jsonl":
         return [Prompt(path.stem, text)]
     questions = [
-        Prompt(f"{path.stem}/{number}", _first_turn(path, number, line))
+        _question(path, number, line, n_turns)
         for number, line in enumerate(text.splitlines(), start=1)
         if line.strip() and not (n_questions and number > n_questions)
     ]
@@ -189,12 +272,12 @@ def read_prompts(source: str, n_questions: int) -> list[Prompt]:
     return questions
 
 
-def _first_turn(path: Path, number: int, line: str) -> str:
+def _question(path: Path, number: int, line: str, n_turns: int) -> Prompt:
     try:
         turns = json.loads(line)["turns"]
-        turn = turns[0] if isinstance(turns, list) else None
     except (ValueError, KeyError, IndexError, TypeError):
-        turn = None
-    if not isinstance(turn, str):
+        turns = None
+    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
         raise UserError(f"{path}, line {number}: no JSON object with a list of texts named turns")
-    return turn
+    first, *later = turns[: n_turns or None]
+    return Prompt(f"{path.stem}/{number}", first, later=tuple(later))

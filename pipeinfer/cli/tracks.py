@@ -25,10 +25,13 @@ def write_trace(path: Path, generation: Generation, job: Job) -> None:
         if rank == 0:
             spans += head_spans(generation.ledger)
         else:
-            spans += gaps(figures["runs"], generation.ledger)
+            spans += gaps(figures["runs"], generation.refiners.get(rank, generation.ledger))
         tracks.append((f"rank {rank}: {job.plan.describe(rank)}", sorted(spans, key=lambda span: span.start_s)))
-    stages = [(rank, figures["runs"]) for rank, figures in sorted(generation.figures.items()) if rank]
-    write_chrome_trace(path, tracks, list(messages(stages, generation.ledger)))
+    stages = [(stage.rank, generation.figures[stage.rank]["runs"]) for stage in job.plan.stages if stage.rank]
+    arrows = list(messages(stages, generation.ledger))
+    for rank, ledger in generation.refiners.items():
+        arrows += messages([(rank, generation.figures[rank]["runs"])], ledger) if rank else []
+    write_chrome_trace(path, tracks, arrows)
 
 
 def head_spans(ledger: HeadLedger) -> list[Span]:

@@ -1,14 +1,16 @@
-"""A stage's rank from loading to the shutdown."""
+"""The rank of a stage, or of a larger draft, from loading to the shutdown."""
 
 from __future__ import annotations
 
 import socket
 
 from pipeinfer.cli.context import CLOCK, Context
-from pipeinfer.cli.load import load_stage, make_courier, make_worker
+from pipeinfer.cli.load import load_drafts, load_stage, make_courier, make_draft_worker, make_worker
 from pipeinfer.cli.setup import Job
-from pipeinfer.cluster.calibrate import time_rows
+from pipeinfer.cluster.calibrate import QUESTION_ROWS, ROWS, time_rows
 from pipeinfer.cluster.mpi import serve
+from pipeinfer.cluster.pace import LoadedModel
+from pipeinfer.cluster.stage import StageWorker
 from pipeinfer.cluster.wire import Kind
 from pipeinfer.errors import UserError
 
@@ -18,27 +20,39 @@ def run_stage(context: Context, job: Job) -> int:
 
     Returns the exit code.
     """
-    start_s, model = CLOCK(), None
+    start_s = ready_s = CLOCK()
+    model = None
     try:
         model = load_stage(context, job, lambda fraction: True)
-        context.link.report({"loaded_s": CLOCK() - start_s, "cost_s": time_rows(model, CLOCK) if model else {}})
+        for draft in load_drafts(context, job, lambda fraction: True).values():
+            model = draft
+        loaded_s, sizes = CLOCK() - start_s, QUESTION_ROWS if context.rank in job.plan.drafts else ROWS
+        cost_s = time_rows(model, CLOCK, sizes) if model else {}
+        ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
+        context.link.report({"loaded_s": loaded_s, "cost_s": cost_s})
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
-    ranks = [stage.rank for stage in job.plan.stages]
+    is_draft = context.rank in job.plan.drafts
+    ranks = [context.rank] if is_draft else [stage.rank for stage in job.plan.stages]
     index = ranks.index(context.rank)
     previous = ranks[index - 1] if index else 0
     following = ranks[index + 1] if index + 1 < len(ranks) else None
     courier = make_courier(context, job)
-    ready_s = CLOCK()
     while True:
-        worker = make_worker(context, job, model) if model else None
+        worker = _make_worker(context, job, model) if model else None
         served = serve(context.link.comm, worker, previous, following, job.n_rows_max, job.n_embd, ready_s, courier)
         if served.end is Kind.SHUTDOWN:
             break
         if model:
             model.clear()
-        ready_s = CLOCK()  # rank 0 may begin the next request as soon as it has the report
+        ready_s = CLOCK()
         context.link.report(context.figures(worker, served.outbox, served.ledger))
     if model:
         model.close()
     return 0 if model else 2
+
+
+def _make_worker(context: Context, job: Job, model: LoadedModel) -> StageWorker:
+    if context.rank in job.plan.drafts:
+        return make_draft_worker(context, job, job.plan.drafts.index(context.rank), model)
+    return make_worker(context, job, model)

@@ -10,6 +10,11 @@ from pipeinfer.interfaces import Batch, StageModel
 from pipeinfer.runs import KvOp, OpKind
 
 ROWS = (1, 2, 3, 4)
+QUESTION_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""The same for a larger draft, which is asked about whole paths."""
+
+QUESTION_ROWS_MIN = 4
+
 CHEAP = 1.25
 """A run may cost this many times a single row: beyond it, two smaller runs use a pipeline better."""
 
@@ -57,6 +62,11 @@ def slowest_stage(costs: Sequence[dict[int, float]]) -> dict[int, float]:
 def cheapest_microbatch(cost: dict[int, float]) -> int:
     """The most guesses a run may carry without costing much more than one; 1 if nothing is known."""
     return max((n_rows for n_rows in cost if cost[n_rows] <= CHEAP * cost[1]), default=1)
+
+
+def largest_question(cost: dict[int, float]) -> int:
+    """Nodes a larger draft is asked about at once: by the cost of rows, but enough to get ahead of the target."""
+    return max(QUESTION_ROWS_MIN, cheapest_microbatch(cost))
 
 
 def interpolate_cost(cost: dict[int, float]) -> Callable[[int], float] | None:

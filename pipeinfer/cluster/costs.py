@@ -84,12 +84,15 @@ class HeadCost:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A cluster with its models laid out. `stages` in pipeline order; `head_is_first`: the head hosts the first."""
+    """A cluster with its models laid out. `stages` in pipeline order; `head_is_first`: the head hosts the first.
+
+    `drafts`: the smallest first, which is the head's; each other one has a rank to itself.
+    """
 
     name: str
     n_embd: int
     stages: tuple[ModelCost, ...]
-    draft: ModelCost | None
+    drafts: tuple[ModelCost, ...]
     link: LinkCost
     head: HeadCost
     head_is_first: bool = False
@@ -97,8 +100,8 @@ class Profile:
     """Waiting ranks sleep between looks, as `Idle` does; measured costs have that in them already."""
     cores: int = 0
     """All ranks share a host of so many cores, a thread each; 0: every rank computes undisturbed."""
-    acceptance: float | None = None
-    """How often the draft's best guess is the target's token, as published for the pair."""
+    acceptance: tuple[float, ...] = ()
+    """How often each draft's best guess is the target's token, as published for the pair."""
 
     @property
     def n_stages(self) -> int:
@@ -106,4 +109,4 @@ class Profile:
 
     @property
     def n_ranks(self) -> int:
-        return len(self.stages) + (not self.head_is_first)
+        return len(self.stages) + (not self.head_is_first) + len(self.drafts[1:])

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
+from pipeinfer.errors import UserError
+
 LAST_TO_LEAVE_S = 0.5
 """Open MPI adds a banner to a failing rank unless it is the last to end."""
 
@@ -29,6 +31,19 @@ def rank_from_environment(environ: Mapping[str, str] | None = None) -> int:
 def size_from_environment(environ: Mapping[str, str] | None = None) -> int:
     """The number of ranks as the launcher gives it; 1 when there is no launcher."""
     return _rank_and_size(environ)[1]
+
+
+def check_size(n_ranks: int) -> None:
+    """Raises UserError when MPI sees this rank alone (`n_ranks` is 1) though its launcher started several.
+
+    Each of them would do the whole job: the launcher and MPI do not speak the same protocol.
+    """
+    n_started = size_from_environment()
+    if n_ranks == 1 < n_started:
+        raise UserError(
+            f"{n_started} ranks were started, and MPI joined none of them to another; use the mpirun of the MPI that "
+            "is installed here, or under Slurm srun --mpi=pmi2 (MPICH) or srun --mpi=pmix (Open MPI)"
+        )
 
 
 def exit_together(code: int) -> NoReturn:

@@ -166,18 +166,20 @@ def cancel_messages(run_ids: Sequence[int]) -> list[IntArray]:
 
 class HeadPipeline:
     """The Pipeline of rank 0. If the head hosts the first stage, `wait` evaluates the oldest run; a lone rank does so
-    for the whole target. `check` is asked in every wait and may raise `StopRequested`."""
+    for the whole target. `check` is asked in every wait and may raise `StopRequested`. `companions`: pipelines of
+    larger drafts, whose verdicts end a wait too. `n_words`: of a verdict at most."""
 
     def __init__(
         self,
         comm: MPI.Comm,
         stage_ranks: Sequence[int],
         worker: StageWorker | None,
-        n_rows_max: int,
+        n_words: int,
         check: Callable[[], None],
         courier: Courier | None = None,
+        companions: Sequence[HeadPipeline] = (),
     ) -> None:
-        self.comm, self.worker, self.check = comm, worker, check
+        self.comm, self.worker, self.check, self.companions = comm, worker, check, tuple(companions)
         self.n_stages = len(stage_ranks)
         self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
         self.outbox, self.idle = Outbox(comm, courier), Idle()
@@ -189,7 +191,7 @@ class HeadPipeline:
         if worker:
             worker.is_cancelled = self._cancelled.__contains__
         if self.remote_ranks:
-            n_bytes = 4 * (3 + n_rows_max)
+            n_bytes = 4 * (3 + n_words)
             self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_ahead=4, courier=courier)
 
     def submit(self, run: Run) -> None:
@@ -200,31 +202,33 @@ class HeadPipeline:
             self.outbox.send_run(encode(run), self.remote_ranks[0])
 
     def poll(self) -> Verdict | None:
-        if self._verdicts:
-            return self._verdicts.popleft()
-        if not self.remote_ranks or (message := self._inbox.poll()) is None:
-            return None
-        verdict = decode_verdict(message)
-        self._inbox.give_back(message, MPI.REQUEST_NULL)
-        self.ledger.verdicts.append((time.monotonic(), verdict.run_id))
-        return verdict
+        return self._verdicts.popleft() if self.has_verdict() else None
+
+    def has_verdict(self) -> bool:
+        """Whether `poll` would return one."""
+        if not self._verdicts and self.remote_ranks and (message := self._inbox.poll()) is not None:
+            verdict = decode_verdict(message)
+            self._inbox.give_back(message, MPI.REQUEST_NULL)
+            self.ledger.verdicts.append((time.monotonic(), verdict.run_id))
+            self._verdicts.append(verdict)
+        return bool(self._verdicts)
 
     def wait(self, timeout_s: float | None = None) -> None:
         self.check()
-        if self._queue:
-            self._work(self._queue.popleft())
+        local = [pipeline for pipeline in (self, *self.companions) if pipeline._queue]
+        if local:
+            oldest = min(local, key=lambda pipeline: pipeline.ledger.submitted_s[pipeline._queue[0].id])
+            oldest._work(oldest._queue.popleft())
             return
         start_s = time.monotonic()
         try:
-            verdict = self.idle.within(self._poll_checked, math.inf if timeout_s is None else timeout_s)
-            if verdict:
-                self._verdicts.append(verdict)
+            self.idle.within(self._any_verdict, math.inf if timeout_s is None else timeout_s)
         finally:
             self.ledger.waits.append((start_s, time.monotonic()))
 
-    def _poll_checked(self) -> Verdict | None:
+    def _any_verdict(self) -> bool | None:
         self.check()
-        return self.poll()
+        return any(pipeline.has_verdict() for pipeline in (self, *self.companions)) or None
 
     def _work(self, run: Run) -> None:
         """The head's own stage: evaluate a run and pass it on, or keep its verdict."""
@@ -334,6 +338,7 @@ class Link:
 
     def report(self, value: object) -> None:
         """Send a value to rank 0 without waiting for it to be taken."""
+        self._outgoing = [request for request in self._outgoing if not request.Test()]
         self._outgoing.append(self.comm.isend(value, 0, Tag.REPORT))
 
     def next_report(self) -> tuple[int, Any] | None:

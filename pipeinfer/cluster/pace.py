@@ -13,7 +13,6 @@ from typing import Protocol
 import numpy as np
 
 from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
-from pipeinfer.cluster.plan import stage_ranks
 from pipeinfer.cluster.profile import load_profile
 from pipeinfer.cluster.wire import Buffer, Transaction
 from pipeinfer.errors import UserError
@@ -135,14 +134,10 @@ class Courier:
         return float(received[-N_STAMP:].copy().view(np.float64)[0])
 
 
-def pace_profile(spec: str, n_ranks: int, has_draft: bool) -> Profile:
+def pace_profile(spec: str, n_ranks: int, n_drafts: int) -> Profile:
     """The profile that `--pace NAME` or `--pace NAME:PAIR` gives `n_ranks` ranks. Raises UserError when none fits."""
     name, _, pair = spec.partition(":")
-    profile = load_profile(name).lay_out(n_ranks, pair, has_draft)
-    n_stages = len(stage_ranks(n_ranks, has_draft))
-    if profile.n_stages != n_stages:
-        raise UserError(
-            f"--pace {spec} was measured with a draft on {profile.n_stages} stages, here there are {n_stages}; "
-            "choose a policy with a draft"
-        )
+    profile = load_profile(name).lay_out(n_ranks, pair, n_drafts > 0)
+    if len(profile.drafts) != n_drafts:
+        raise UserError(f"--pace {spec} has {len(profile.drafts)} drafts, here are {n_drafts}; give -md as often")
     return profile

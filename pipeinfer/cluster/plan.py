@@ -37,35 +37,62 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Rank 0 is the head and hosts the draft, if there is one; `stages` are in pipeline order."""
+    """Rank 0 is the head. `drafts`: the drafts' ranks, the smallest draft's first; `stages` are in pipeline order."""
 
     n_ranks: int
     stages: tuple[StagePlan, ...]
-    has_draft: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def refiners(self) -> tuple[int, ...]:
+        """The ranks of the larger drafts."""
+        return self.drafts[1:]
 
     def stage_of(self, rank: int) -> int | None:
         return next((index for index, stage in enumerate(self.stages) if stage.rank == rank), None)
 
     def describe(self, rank: int) -> str:
         """A rank's work in words, for messages."""
-        roles = ["draft"] if rank == 0 and self.has_draft else []
+        roles = self.drafts_on(rank)
         index = self.stage_of(rank)
         if index is not None:
             roles.append(f"stage {index}, {self.stages[index].layers}")
         return ", ".join(roles) or "head"
 
+    def drafts_on(self, rank: int) -> list[str]:
+        """The drafts that a rank hosts, by name: `draft`, or of several `draft 1`, `draft 2`, …"""
+        if self.drafts == (rank,):
+            return ["draft"]
+        return [f"draft {number}" for number, host in enumerate(self.drafts, start=1) if host == rank]
 
-def stage_ranks(n_ranks: int, has_draft: bool) -> list[int]:
-    """A draft has rank 0 to itself as soon as there is another rank for the target."""
-    return list(range(1 if has_draft and n_ranks > 1 else 0, n_ranks))
+
+def draft_ranks(n_ranks: int, n_drafts: int) -> tuple[int, ...]:
+    """Every draft has a rank to itself, the first of them the head's; a lone rank hosts everything.
+
+    Raises UserError when no rank would be left for the target.
+    """
+    if n_ranks == 1:
+        return (0,) * n_drafts
+    if n_drafts >= n_ranks:
+        raise UserError(
+            f"{n_drafts} drafts and the target need {n_drafts + 1} ranks, here are {n_ranks}; "
+            "start more, or give -md less often"
+        )
+    return tuple(range(n_drafts))
 
 
-def make_plan(n_ranks: int, has_draft: bool, sizes: Sizes, n_cells: int, split: Sequence[float] | None = None) -> Plan:
+def stage_ranks(n_ranks: int, n_drafts: int) -> list[int]:
+    """The ranks that no draft has. Raises UserError when there is none."""
+    drafts = draft_ranks(n_ranks, n_drafts)
+    return [rank for rank in range(n_ranks) if n_ranks == 1 or rank not in drafts]
+
+
+def make_plan(n_ranks: int, n_drafts: int, sizes: Sizes, n_cells: int, split: Sequence[float] | None = None) -> Plan:
     """Spread the layers over the ranks, by `split` or so that the slowest stage reads as few bytes as possible.
 
     Raises UserError when there are more stages than layers or the split does not fit.
     """
-    ranks = stage_ranks(n_ranks, has_draft)
+    ranks = stage_ranks(n_ranks, n_drafts)
     n_layers = len(sizes.layer_bytes)
     if len(ranks) > n_layers:
         most = n_layers + n_ranks - len(ranks)
@@ -78,7 +105,7 @@ def make_plan(n_ranks: int, has_draft: bool, sizes: Sizes, n_cells: int, split: 
         kv_bytes = n_cells * sum(sizes.kv_bytes_per_cell[first:last])
         stages.append(StagePlan(rank, first, last, sum(sizes.layer_bytes[first:last]) + tables, kv_bytes))
         first = last
-    return Plan(n_ranks, tuple(stages), has_draft)
+    return Plan(n_ranks, tuple(stages), draft_ranks(n_ranks, n_drafts))
 
 
 def balance(sizes: Sizes, n_stages: int) -> list[int]:

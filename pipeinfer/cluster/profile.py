@@ -8,20 +8,21 @@ By hardware, as published:
     [nodes.NAME]        gb_per_s, gflop_per_s: what inference reaches; layer_us, run_us: overheads; memory_gb (optional)
     [[cluster]]         node, count: in pipeline order; the first hosts the head and the draft
     [models.NAME]       layers, embd, layer_mb, layer_mparam, output_mb, output_mparam; kv_kb: a token and layer
-    [pairs.NAME]        target, draft, acceptance
+    [pairs.NAME]        target, draft, acceptance; or drafts and acceptance as lists, the smallest draft first
 
 By measurement:
 
     embd
     [host]              shared_cores: all ranks, of a thread each, share one host (optional)
     [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, context_ns, run_us
+    [[refiners]]        the same, of larger drafts on ranks of their own (optional)
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,22 @@ class Table:
             raise UserError(f"{self.where}: {key} = {value!r}; there are {', '.join(among) or 'none'}")
         return str(value)
 
+    def texts(self, one: str, several: str, among: Sequence[str]) -> list[str]:
+        """One value under the key `one`, or a list of them under `several`."""
+        values = self.values.get(several)
+        if values is None:
+            return [self.text(one, among)]
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{self.where}: {several} = {values!r}; give a list of names")
+        return [Table(f"{self.where}, {several}", {several: value}).text(several, among) for value in values]
+
     def numbers(self, key: str, n: int | None = None) -> tuple[float, ...]:
+        """A list of numbers, `n` if that is given; a lone number is a list of one."""
         values = self.values.get(key)
+        if n == 1 and not isinstance(values, list):
+            return (self.number(key),)
         if not isinstance(values, list) or not values or (n is not None and len(values) != n):
-            wanted = "numbers" if n is None else f"{n} numbers, one for each of rows"
+            wanted = "numbers" if n is None else f"{n} numbers"
             raise UserError(f"{self.where}: {key} = {values!r}; give a list of {wanted}")
         return tuple(Table(f"{self.where}, {key}", {key: value}).number(key) for value in values)
 
@@ -142,22 +155,24 @@ class ProfileFile:
     @property
     def n_nodes_max(self) -> int:
         if not self.by_hardware:
-            return len(self.top.list_of("stages")) + 1
+            return len(self.top.list_of("stages")) + 1 + len(self._refiners)
         return sum(group.count("count", 1) for group in self.top.list_of("cluster"))
 
     def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
-        """The costs of a model pair on the first `n_nodes` nodes (0: all); with a draft the first node is the draft's.
+        """The costs of a model pair on the first `n_nodes` nodes (0: all). With drafts the first nodes are theirs, else
+        the target has all.
 
         Raises UserError for whatever is wrong with the file or does not fit.
         """
         if not self.by_hardware:
             return self._measured(n_nodes, pair, has_draft)
         most = self.n_nodes_max
-        if not 1 + has_draft <= (n_nodes or most) <= most:
-            raise UserError(f"{n_nodes} nodes of {self.name}, which has {most}; give {1 + has_draft} to {most}")
+        target, drafts, acceptance = self._pair(pair)
+        n_drafts = len(drafts) if has_draft else 0
+        if not 1 + n_drafts <= (n_nodes or most) <= most:
+            raise UserError(f"{n_nodes} nodes of {self.name}, which has {most}; give {1 + n_drafts} to {most}")
         nodes = list(self._nodes())[: n_nodes or most]
-        target, draft, acceptance = self._pair(pair)
-        hosts = nodes[has_draft:]
+        hosts = nodes[n_drafts:]
         counts = share_layers(hosts, target)
         stages = [
             node.slice_of(target, count, index + 1 == len(hosts))
@@ -167,7 +182,9 @@ class ProfileFile:
             name=f"{self.name}, {pair or self.pairs[0]}, {len(nodes)} nodes",
             n_embd=target.n_embd,
             stages=tuple(stages),
-            draft=nodes[0].slice_of(draft, draft.layers, True) if has_draft else None,
+            drafts=tuple(
+                node.slice_of(draft, draft.layers, True) for node, draft in zip(nodes[:n_drafts], drafts, strict=False)
+            ),
             link=self._link(),
             head=self._head(),
             head_is_first=not has_draft,
@@ -177,16 +194,27 @@ class ProfileFile:
 
     def _measured(self, n_nodes: int, pair: str, has_draft: bool) -> Profile:
         stages = tuple(map(_measured_slice, self.top.list_of("stages")))
-        if n_nodes not in (0, len(stages) + 1):
-            raise UserError(f"{self.name} was measured on {len(stages) + 1} ranks, not {n_nodes}; leave the number out")
+        n_ranks = self.n_nodes_max
+        if n_nodes not in (0, n_ranks):
+            raise UserError(f"{self.name} was measured on {n_ranks} ranks, not {n_nodes}; leave the number out")
         if pair:
             raise UserError(f"{self.name} was measured with one pair of models; leave --pair {pair} out")
-        draft = _measured_slice(self.top.table("draft")) if has_draft else None
-        acceptance = self.top.number("acceptance") if "acceptance" in self.top.values else None
-        n_embd = self.top.count("embd")
-        cores = int(self.top.table("host", {}).number("shared_cores", 0.0))
-        link, head = self._link(), self._head()
-        return Profile(self.name, n_embd, stages, draft, link, head, cores=cores, acceptance=acceptance)
+        drafts = tuple(map(_measured_slice, [self.top.table("draft"), *self._refiners]))
+        return Profile(
+            name=self.name,
+            n_embd=self.top.count("embd"),
+            stages=stages if has_draft else spread_over(stages, n_ranks),
+            drafts=drafts if has_draft else (),
+            link=self._link(),
+            head=self._head(),
+            head_is_first=not has_draft,
+            cores=int(self.top.table("host", {}).number("shared_cores", 0.0)),
+            acceptance=self.top.numbers("acceptance", len(drafts)) if "acceptance" in self.top.values else (),
+        )
+
+    @property
+    def _refiners(self) -> list[Table]:
+        return self.top.list_of("refiners") if "refiners" in self.top.values else []
 
     def _nodes(self) -> Iterator[Node]:
         kinds = self.top.tables("nodes")
@@ -195,7 +223,7 @@ class ProfileFile:
             for _ in range(group.count("count", 1)):
                 yield _node(name, kinds[name])
 
-    def _pair(self, name: str) -> tuple[Model, Model, float]:
+    def _pair(self, name: str) -> tuple[Model, list[Model], tuple[float, ...]]:
         pairs, models = self.top.tables("pairs"), self.top.tables("models")
         if not pairs:
             raise UserError(f"{self.name} lacks [pairs.NAME]")
@@ -203,8 +231,9 @@ class ProfileFile:
         if name not in pairs:
             raise UserError(f"--pair {name}: {self.name} has {', '.join(pairs)}")
         pair = pairs[name]
-        target, draft = (pair.text(role, list(models)) for role in ("target", "draft"))
-        return _model(target, models[target]), _model(draft, models[draft]), pair.number("acceptance")
+        target, drafts = pair.text("target", list(models)), pair.texts("draft", "drafts", list(models))
+        found = [_model(draft, models[draft]) for draft in drafts]
+        return _model(target, models[target]), found, pair.numbers("acceptance", len(found))
 
     def _link(self) -> LinkCost:
         link = self.top.table("link")
@@ -262,26 +291,51 @@ def share_layers(nodes: Sequence[Node], model: Model) -> list[int]:
             f"{model.name} has {model.layers} layers: {len(nodes)} stages have room for {sum(room)}; "
             f"give {'fewer' if len(nodes) > model.layers else 'more'} nodes"
         )
+    return even_counts(model.layers, layer_s, output_s, room)
+
+
+def even_counts(n_layers: int, layer_s: Sequence[float], output_s: float, room: Sequence[int]) -> list[int]:
+    """Layers a stage, at most `room`, so that the slowest is as fast as it can be. `layer_s`: of a layer there;
+    `output_s`: of the vocabulary in the last."""
+    last = len(layer_s) - 1
 
     def most(limit_s: float) -> list[int]:
-        limits = [limit_s] * (len(nodes) - 1) + [limit_s - output_s]
+        limits = [limit_s] * last + [limit_s - output_s]
         return [
             max(1, min(n, int(limit / one_s + 1e-9))) for limit, one_s, n in zip(limits, layer_s, room, strict=True)
         ]
 
-    # the best limit is one that some node just fills
+    # the best limit is one that some stage just fills
     limits = sorted(
-        {n * one_s + (output_s if i + 1 == len(nodes) else 0.0) for i, one_s in enumerate(layer_s)
-         for n in range(1, model.layers + 1)}
-    )  # fmt: skip
-    counts = next(counts for limit in limits if sum(counts := most(limit)) >= model.layers)
-    surplus = sum(counts) - model.layers
+        {
+            n * one_s + (output_s if i == last else 0.0)
+            for i, one_s in enumerate(layer_s)
+            for n in range(1, n_layers + 1)
+        }
+    )
+    counts = next(counts for limit in limits if sum(counts := most(limit)) >= n_layers)
+    surplus = sum(counts) - n_layers
     while surplus:
         # take the layers that are too many from where they cost most, so that the stages stay even
-        index = max((i for i in range(len(nodes)) if counts[i] > 1), key=lambda i: counts[i] * layer_s[i])
+        index = max((i for i in range(len(counts)) if counts[i] > 1), key=lambda i: counts[i] * layer_s[i])
         counts[index] -= 1
         surplus -= 1
     return counts
+
+
+def spread_over(stages: Sequence[ModelCost], n_ranks: int) -> tuple[ModelCost, ...]:
+    """The same layers on all `n_ranks` ranks, the drafts' too, which are taken to be like the first stage's."""
+    hosts = [*[stages[0]] * (n_ranks - len(stages)), *stages]
+    n_layers = sum(stage.layers for stage in stages)
+    if n_layers < n_ranks:
+        raise UserError(f"{n_layers} layers were measured: no {n_ranks} stages without a draft")
+    output_s = stages[-1].output.at(1)
+    counts = even_counts(n_layers, [host.layer.at(1) for host in hosts], output_s, [n_layers] * n_ranks)
+    outputs = [NOTHING] * (n_ranks - 1) + [stages[-1].output]
+    return tuple(
+        replace(host, name=f"{count} layers", layers=count, output=output)
+        for host, count, output in zip(hosts, counts, outputs, strict=True)
+    )
 
 
 def load_profile(name: str) -> ProfileFile:

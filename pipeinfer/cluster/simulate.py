@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from pipeinfer.choices import Choices
+from pipeinfer.choices import MAX_WIDTH, Choices
 from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.wire import words_before_activations
 from pipeinfer.interfaces import Guess
 from pipeinfer.ledger import HeadLedger, StageLedger
+from pipeinfer.refining import PipelineRefiner
 from pipeinfer.requests import Request
 from pipeinfer.runs import NO_TOKEN, Run, Verdict
+from pipeinfer.sequences import SequencePool
 from pipeinfer.tree import Node, State
 
 NEVER = math.inf
@@ -70,7 +72,9 @@ class _Hop:
 
 
 @dataclass(slots=True)
-class _Stage:
+class SimStage:
+    """A rank that evaluates: what it costs, what it has to do, what it did."""
+
     cost: ModelCost
     out: _Hop
     queue: deque[_Flight] = field(default_factory=deque)
@@ -85,18 +89,27 @@ class _Stage:
 
 
 class SimPipeline:
-    """The Pipeline of a `Profile` on a virtual clock. The target's choices come from `choices`."""
+    """The Pipeline of a `Profile` on a virtual clock. The target's choices come from `choices`.
 
-    def __init__(self, profile: Profile, choices: Choices, clock: VirtualClock) -> None:
+    `companions`: pipelines of larger drafts on the same clock, whose verdicts end a wait too.
+    """
+
+    def __init__(
+        self, profile: Profile, choices: Choices, clock: VirtualClock, companions: Sequence[SimPipeline] = ()
+    ) -> None:
         self.profile, self.choices, self.clock = profile, choices, clock
         self.n_stages = profile.n_stages
         near = LinkCost(0.0, math.inf)
         self.first_hop = _Hop(near if profile.head_is_first else profile.link)
         alone = profile.n_ranks == 1
-        self.stages = [_Stage(cost, _Hop(near if alone else profile.link)) for cost in profile.stages]
+        self.stages = [SimStage(cost, _Hop(near if alone else profile.link)) for cost in profile.stages]
         self.ledger = HeadLedger()
         self._idle = Idle() if profile.sleeps else None
         self.drafting = False  # the head computes
+        self.companions = tuple(companions)
+        self.neighbours: tuple[SimPipeline, ...] = (self, *companions)  # what may compute on the same host
+        for companion in companions:
+            companion.neighbours = self.neighbours
         self.n_cancel_messages = 0
         self._flying: dict[int, _Flight] = {}
         # (when, tie breaker, stage, run, version): without version it arrives there, else its evaluation ends
@@ -129,10 +142,9 @@ class SimPipeline:
     def wait(self, timeout_s: float | None = None) -> None:
         """Raises RuntimeError when nothing is in flight: the engine would wait for ever."""
         end_s = NEVER if timeout_s is None else self.clock.now + timeout_s
-        flight = self._next_verdict(end_s)
-        if flight is None and end_s == NEVER:
+        until_s = self._soonest(end_s)
+        if until_s == NEVER:
             raise RuntimeError("the engine waits, but nothing is in flight")
-        until_s = flight.answered_s if flight else end_s
         if until_s > self.clock.now:
             until_s += self._late_s(until_s - self.clock.now)
             self.ledger.waits.append((self.clock.now, until_s))
@@ -153,8 +165,14 @@ class SimPipeline:
 
     def until_verdict(self, end_s: float) -> float:
         """When the next verdict is at the head, or `end_s` if that is earlier. The head must do nothing until then."""
-        flight = self._next_verdict(end_s)
-        return end_s if flight is None else max(flight.answered_s, self.clock.now)
+        return max(self._soonest(end_s), min(end_s, self.clock.now))
+
+    def _soonest(self, end_s: float) -> float:
+        """When the next verdict of this pipeline or a companion is or was at the head; `end_s` if none is by then."""
+        for pipeline in (*self.companions, self):
+            flight = pipeline._next_verdict(end_s)
+            end_s = min(end_s, flight.answered_s) if flight else end_s
+        return end_s
 
     def _next_verdict(self, end_s: float) -> _Flight | None:
         """The oldest verdict that is at the head by `end_s`."""
@@ -166,7 +184,10 @@ class SimPipeline:
         """By how much a rank that begins now is slowed down by those that compute beside it on a shared host."""
         if not self.profile.cores:
             return 1.0
-        n_busy = sum(stage.current is not None for stage in self.stages) + self.drafting
+        n_busy = sum(
+            pipeline.drafting + sum(stage.current is not None for stage in pipeline.stages)
+            for pipeline in self.neighbours
+        )
         return max(1.0, n_busy / self.profile.cores)
 
     def _late_s(self, waited_s: float) -> float:
@@ -200,7 +221,7 @@ class SimPipeline:
             elif stage.current is flight and version == stage.version:
                 self._finish(index, stage, flight, when_s)
 
-    def _start(self, index: int, stage: _Stage, now_s: float) -> None:
+    def _start(self, index: int, stage: SimStage, now_s: float) -> None:
         flight = stage.current = stage.queue.popleft()
         stage.start_s = now_s
         stage.version += 1
@@ -215,7 +236,7 @@ class SimPipeline:
         if flight.cancel_s < end_s:
             self._cut_short(index, stage, flight)
 
-    def _cut_short(self, index: int, stage: _Stage, flight: _Flight) -> None:
+    def _cut_short(self, index: int, stage: SimStage, flight: _Flight) -> None:
         """The stage leaves after the layer in which the head's word arrives, unless nothing is left to do then."""
         cost = stage.cost
         layer_s = stage.slower * cost.layer.at(flight.n_rows, flight.context)
@@ -228,7 +249,7 @@ class SimPipeline:
             stage.version += 1
             self._schedule(begun_s + n_layers * layer_s, index, flight, stage.version)
 
-    def _finish(self, index: int, stage: _Stage, flight: _Flight, now_s: float) -> None:
+    def _finish(self, index: int, stage: SimStage, flight: _Flight, now_s: float) -> None:
         stage.ledger.note(flight.run_id, stage.idle_since_s, stage.start_s, now_s, flight.cancelled)
         if index + 1 == self.n_stages:
             n_bytes = 12 + (0 if flight.cancelled else 4 * flight.n_rows)
@@ -244,8 +265,8 @@ class SimDrafter:
     """A Drafter that takes its guesses from `choices` and the time a draft model would need from the profile."""
 
     def __init__(self, profile: Profile, choices: Choices, pipeline: SimPipeline, n_batch: int = 32) -> None:
-        assert profile.draft, f"{profile.name} has no draft"
-        self.cost, self.choices, self.pipeline, self.n_batch = profile.draft, choices, pipeline, n_batch
+        assert profile.drafts, f"{profile.name} has no draft"
+        self.cost, self.choices, self.pipeline, self.n_batch = profile.drafts[0], choices, pipeline, n_batch
         self.clock, self.settle_s = pipeline.clock, profile.head.draft_s
         self.n_rows = 0
         self._end = 0  # certain tokens that the draft's cache holds
@@ -256,17 +277,24 @@ class SimDrafter:
     ) -> list[list[Guess]] | None:
         if not self._catch_up(request, interrupted):
             return None
-        fitting = nodes[: self.n_batch]
+        fitting = self._unplaced(nodes)[: self.n_batch]
         if not self._compute(len(fitting), fitting[0].position, interrupted):
             return None
         self._placed.update(fitting)
         self.clock.advance(self.settle_s)
-        guesses = [self._guesses(node, width) for node in fitting]
-        return guesses + [[] for _ in nodes[len(fitting) :]]
+        return [guesses_after(node, self.choices, width) if node in self._placed else [] for node in nodes]
 
-    def _guesses(self, node: Node, width: int) -> list[Guess]:
-        start, branch = fork(node, self.choices)
-        return self.choices.guesses(start, branch, width)
+    def _unplaced(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes and what only larger drafts have expanded above them, parents first."""
+        found: dict[Node, None] = {}
+        for node in nodes:
+            path: list[Node] = []
+            step: Node | None = node
+            while step is not None and step not in found and step not in self._placed:
+                path.append(step)
+                step = step.parent
+            found |= dict.fromkeys(reversed(path))
+        return list(found)
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the certain tokens below the root that the draft has not seen; False when interrupted."""
@@ -309,6 +337,22 @@ class SimDrafter:
     def close(self, request: Request) -> None:
         self._end = 0
         self._placed.clear()
+
+
+class SimRefiner(PipelineRefiner):
+    """A larger draft whose guesses come from `choices`; its pipeline gives the time."""
+
+    def __init__(self, pipeline: SimPipeline, choices: Choices, pool: SequencePool, n_rows: int, n_chunk: int) -> None:
+        super().__init__(pipeline, pool, n_rows, n_chunk)
+        self.alone, self.choices = pipeline, choices
+
+    def read(self, nodes: Sequence[Node], verdict: Verdict) -> list[list[Guess]]:
+        return [guesses_after(node, self.choices, MAX_WIDTH) if node.live else [] for node in nodes]
+
+
+def guesses_after(node: Node, choices: Choices, width: int) -> list[Guess]:
+    start, branch = fork(node, choices)
+    return choices.guesses(start, branch, width)
 
 
 def fork(node: Node, choices: Choices) -> tuple[int, tuple[int, ...]]:

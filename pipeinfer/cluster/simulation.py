@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeinfer.choices import Choices
-from pipeinfer.cluster.calibrate import ROWS, cheapest_microbatch, interpolate_cost, slowest_stage
+from pipeinfer.cluster.calibrate import (
+    QUESTION_ROWS,
+    ROWS,
+    cheapest_microbatch,
+    interpolate_cost,
+    largest_question,
+    slowest_stage,
+)
 from pipeinfer.cluster.costs import Profile
-from pipeinfer.cluster.simulate import SimDrafter, SimPipeline, VirtualClock
+from pipeinfer.cluster.simulate import SimDrafter, SimPipeline, SimRefiner, VirtualClock
 from pipeinfer.engine import Engine
 from pipeinfer.errors import UserError
 from pipeinfer.metrics import RequestMetrics
@@ -42,10 +50,11 @@ def simulate(
     cancel: bool = True,
     partitions: bool = True,
     n_chunk: int = N_CHUNK,
+    larger: Sequence[Choices] = (),
 ) -> Simulated:
     """Generate `n_predict` tokens after the choices' prompt. `cancel`, `partitions`: off for ablation studies.
 
-    Raises UserError when the choices end before.
+    `larger`: what each larger draft of the profile guesses. Raises UserError when the choices end before.
     """
     n_prompt = len(choices.prompt)
     if n_prompt + n_predict > choices.n_tokens:
@@ -55,19 +64,32 @@ def simulate(
         )
     clock = VirtualClock()
     tracer = Tracer(clock)
-    pipeline = SimPipeline(profile, choices, clock)
-    drafter = SimDrafter(profile, choices, pipeline) if profile.draft else None
     n_ctx = n_prompt + n_predict
-    pool = SequencePool(N_SEQ if partitions else 1, n_ctx + N_CELLS_SPARE, parked=True)
+    n_seq, n_cells = N_SEQ if partitions else 1, n_ctx + N_CELLS_SPARE
+    refiners = [
+        _refiner(profile, number, found, clock, SequencePool(n_seq, n_cells))
+        for number, found in enumerate(larger, start=1)
+    ]
+    pipeline = SimPipeline(profile, choices, clock, [refiner.alone for refiner in refiners])
+    drafter = SimDrafter(profile, choices, pipeline) if profile.drafts else None
+    pool = SequencePool(n_seq, n_cells, parked=True)
     engine = Engine(
         pipeline, pool, drafter, clock, n_chunk=n_chunk, n_rows_max=N_GUESS_ROWS, cancel=cancel,
-        run_cost=interpolate_cost(row_costs(profile)), tracer=tracer,
+        run_cost=interpolate_cost(row_costs(profile)), refiners=refiners, tracer=tracer,
     )  # fmt: skip
     request = Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)
     metrics = engine.add(request, policy)
     for _ in engine.generate():
         pass
     return Simulated(profile, request, metrics, pipeline, tracer)
+
+
+def _refiner(profile: Profile, number: int, choices: Choices, clock: VirtualClock, pool: SequencePool) -> SimRefiner:
+    """A larger draft on its own rank, beyond one link."""
+    cost = profile.drafts[number]
+    alone = SimPipeline(replace(profile, stages=(cost,), drafts=(), head_is_first=False), choices, clock)
+    n_rows = largest_question({n_rows: cost.seconds(n_rows, 0) for n_rows in QUESTION_ROWS})
+    return SimRefiner(alone, choices, pool, n_rows, N_GUESS_ROWS)
 
 
 def row_costs(profile: Profile) -> dict[int, float]:

@@ -9,7 +9,9 @@ import numpy as np
 
 from pipeinfer.cluster.history import TokenHistory
 from pipeinfer.cluster.wire import Buffer, RowFlag, Transaction
+from pipeinfer.drafting import guess_next
 from pipeinfer.interfaces import Batch, FloatArray, StageModel
+from pipeinfer.refining import encode_guesses
 from pipeinfer.runs import NO_TOKEN
 from pipeinfer.sampling import SamplingParams, choose
 from pipeinfer.trace import NO_TRACE, Tracer
@@ -51,8 +53,9 @@ class StageWorker:
     def process(self, transaction: Transaction) -> list[int]:
         """Bring the transaction to the state in which the next stage wants it; on the last stage return the verdict.
 
-        The verdict has a token for each row, NO_TOKEN where none was wanted; it is empty after a cancellation, which
-        `transaction.cancelled` tells. Other stages return an empty list and leave the residual in `activations`.
+        The verdict has a token for each row, NO_TOKEN where none was wanted (a draft's has guesses); it is empty after
+        a cancellation, which `transaction.cancelled` tells. Other stages return an empty list and leave the residual in
+        `activations`.
         """
         start_s = self.clock()
         self._open(transaction.opens)
@@ -133,17 +136,48 @@ class StageWorker:
         return self.is_cancelled(run_id)
 
     def _verdict(self, transaction: Transaction, logits: FloatArray, seqs: Sequence[tuple[int, ...]]) -> list[int]:
-        tokens, next_logits = [], iter(logits)
+        words: list[int] = []
+        next_logits = iter(logits)
         for (request, token, position, seq, flags), owners in zip(transaction.rows.tolist(), seqs, strict=True):
             if self._history and not flags & RowFlag.DROPPED:
                 self._history.add(owners, token)
             if flags & RowFlag.WANTED and not flags & RowFlag.DROPPED:
                 params = self._sampling[request]
                 history = self._history.last(seq, position + 1, params.looks_back) if self._history else ()
-                tokens.append(choose(next(next_logits), params, position + 1, history))
+                words += self._answer(next(next_logits), params, position + 1, history)
             else:
-                tokens.append(NO_TOKEN)
-        return tokens
+                words += self._no_answer
+        return words
+
+    _no_answer: Sequence[int] = (NO_TOKEN,)
+
+    def _answer(
+        self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int]
+    ) -> Sequence[int]:
+        """What the verdict says of one row: the target's token at `position`."""
+        return (choose(logits, params, position, history),)
+
+
+class DraftWorker(StageWorker):
+    """A larger draft, whole: its verdicts are not one token a row but `width` guesses, as `encode_guesses` has them."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        clock: Callable[[], float],
+        width: int,
+        couple: bool,
+        tracer: Tracer = NO_TRACE,
+        n_layers: int = 0,
+    ) -> None:
+        super().__init__(model, lambda run_id: False, clock, True, tracer, n_layers)
+        self.width, self.couple = width, couple
+        self._no_answer = encode_guesses([], width)
+
+    def _answer(
+        self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int]
+    ) -> Sequence[int]:
+        return encode_guesses(guess_next(logits, params, position, history, self.width, self.couple), self.width)
 
 
 def room_for(message: Buffer, n_embd: int) -> Transaction:

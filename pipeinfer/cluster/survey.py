@@ -140,12 +140,13 @@ def profile_toml(
     title: Sequence[str],
     n_embd: int,
     stages: Sequence[ModelTimes],
-    draft: ModelTimes | None,
+    drafts: Sequence[ModelTimes],
     extra: Overheads,
     gbit_per_s: float,
     shared_cores: int = 0,
 ) -> str:
-    """A profile by measurement. `title`: lines of a comment. `shared_cores`: of the one host all ranks are on."""
+    """A profile by measurement. `title`: lines of a comment. `drafts`: the smallest first. `shared_cores`: of the one
+    host all ranks are on."""
     lines = [*(f"# {line}" for line in title), f"embd = {n_embd}", ""]
     lines += _table("[link]", {"latency_us": 1e6 * extra.hop_s, "gbit_per_s": gbit_per_s})
     lines += _table("[head]", {"run_us": 1e6 * extra.run_s, "verdict_us": 1e6 * extra.verdict_s, "draft_us": 0.0})
@@ -153,8 +154,8 @@ def profile_toml(
         lines += _table("[host]", {"shared_cores": shared_cores})
     for times, run_s in zip(stages, extra.stage_s, strict=True):
         lines += _slice("[[stages]]", times, run_s)
-    if draft:
-        lines += _slice("[draft]", draft, extra.draft_s)
+    for number, times in enumerate(drafts):
+        lines += _slice("[[refiners]]" if number else "[draft]", times, 0.0 if number else extra.draft_s)
     return "\n".join(lines)
 
 

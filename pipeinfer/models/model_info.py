@@ -54,6 +54,11 @@ class ModelInfo:
     metadata: dict[str, Value] = field(repr=False, compare=False)
     tensors: tuple[Tensor, ...] = field(repr=False, compare=False)
 
+    @property
+    def n_bytes(self) -> int:
+        """Of the file, all parts of a split one."""
+        return sum(part.stat().st_size for part in self.paths)
+
     def tensor(self, name: str) -> Tensor | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 

@@ -18,6 +18,7 @@ class View:
     n_stages: int
     depth_left: int  # tokens that can still come; deeper guesses are of no use
     n_free_seqs: int
+    n_drafts: int = 1
 
     def in_reach(self, node: Node) -> bool:
         """Whether the node's token can still be part of the output and be followed by another."""
@@ -42,8 +43,12 @@ class Policy(Protocol):
         """Nodes the draft shall expand now, in one batch; empty to draft nothing."""
         ...
 
-    def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
-        """Which of the draft's guesses after `node` enter the tree."""
+    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
+        """Which guesses after `node` enter the tree, and how probable they are. Draft 0 is the smallest."""
+        ...
+
+    def refine(self, view: View, draft: int) -> list[Node]:
+        """Nodes that draft number `draft`, a larger one, shall be asked about now, the most important first."""
         ...
 
     def settled(self, settled: Settled) -> str:

@@ -19,7 +19,10 @@ class Iterative:
     def draft(self, view: View) -> list[Node]:
         return []
 
-    def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
+    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
+        return []
+
+    def refine(self, view: View, draft: int) -> list[Node]:
         return []
 
     def settled(self, settled: Settled) -> str:

@@ -7,6 +7,7 @@ verdict stay in the tree and in the pipeline: they are never drafted or sent twi
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from pipeinfer.interfaces import Guess
@@ -33,7 +34,10 @@ class PipeInfer:
     guess resets it.
 
     The draft's confidence is corrected by experience before it is compared or multiplied along a path: an overly
-    modest draft would have its chains yield to their siblings, an overly bold one would never branch.
+    modest draft would have its chains yield to their siblings, an overly bold one would never branch. Every draft has
+    a correction of its own.
+
+    Larger drafts, if there are any, are asked first about the likeliest nodes of which nothing was sent that follows.
 
     When hardly any guess is right, only the root is sent, and guesses are tried again at growing intervals.
 
@@ -54,7 +58,8 @@ class PipeInfer:
     _hit_rate: float = field(default=0.5, init=False)
     _pause: int = field(default=0, init=False)  # roots between two tries; 0 while guesses pay
     _n_roots: int = field(default=0, init=False)
-    _bias: float = field(default=0.0, init=False)  # log-odds added to the confidence in the first guess
+    # by draft: log-odds added to the confidence in the first guess
+    _biases: dict[int, float] = field(default_factory=lambda: defaultdict(float), init=False)
 
     # -- sending
 
@@ -90,24 +95,32 @@ class PipeInfer:
         ]
         return sorted(open_nodes, key=lambda node: -node.score)[: self.microbatch]
 
-    def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
+    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         cutoff = max(0.0, self.accept_cutoff + self._shift)
         kept = [
             guess
-            for rank, guess in enumerate(self._corrected(guesses))
+            for rank, guess in enumerate(self._corrected(guesses, self._biases[draft]))
             if guess.probability >= (self.split_cutoff if rank else cutoff)
         ]
         self._shift += self.recovery if kept else -self.decay
         return kept
 
-    def _corrected(self, guesses: list[Guess]) -> list[Guess]:
+    @staticmethod
+    def _corrected(guesses: list[Guess], bias: float) -> list[Guess]:
         """The first guess's probability moved by the bias in log-odds, the others scaled to what that leaves."""
         if not guesses:
             return guesses
         first = min(max(guesses[0].probability, 1e-6), 1 - 1e-6)
-        moved = 1 / (1 + (1 - first) / first * math.exp(-self._bias))
+        moved = 1 / (1 + (1 - first) / first * math.exp(-bias))
         rest = (1 - moved) / (1 - first)
         return [Guess(guesses[0].token, moved), *(Guess(g.token, g.probability * rest) for g in guesses[1:])]
+
+    def refine(self, view: View, draft: int) -> list[Node]:
+        """The likeliest nodes, those first after which nothing was sent: there its guesses come in time."""
+        if self._resting or (view.n_inflight and not self.asynchronous):
+            return []
+        open_nodes = [node for node in view.tree.nodes if node.refined < draft and view.may_branch(node)]
+        return sorted(open_nodes, key=lambda node: (any(child.run_id for child in node.children), -node.score))
 
     # -- learning
 
@@ -120,8 +133,8 @@ class PipeInfer:
             self._shift = 0.0
         self._n_roots += len(settled.path) - 1
         for node, right in settled.firsts:
-            self._bias += LEARNING_RATE * (right - math.exp(node.log_prob))
-        self._bias = min(max(self._bias, -LARGEST_BIAS), LARGEST_BIAS)
+            bias = self._biases[node.guessed_by] + LEARNING_RATE * (right - math.exp(node.log_prob))
+            self._biases[node.guessed_by] = min(max(bias, -LARGEST_BIAS), LARGEST_BIAS)
         for index in range(settled.n_contested):
             self._hit_rate += (float(index < settled.n_matched) - self._hit_rate) / HIT_MEMORY
         return self._pause_or_resume(settled.n_contested > 0, settled.n_matched > 0)

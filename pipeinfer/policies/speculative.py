@@ -21,7 +21,7 @@ class Speculative:
     min_probability: float = 0.05
 
     def send(self, view: View) -> list[Node]:
-        if view.n_inflight or self.draft(view):
+        if view.n_inflight or self.draft(view) or any(self.refine(view, draft) for draft in range(1, view.n_drafts)):
             return []
         return [view.tree.root, *self._best(view)]
 
@@ -46,8 +46,17 @@ class Speculative:
         chosen = set(sorted(guesses, key=lambda node: -node.score)[: self.n_draft])
         return [node for node in guesses if node in chosen]
 
-    def keep(self, node: Node, guesses: list[Guess]) -> list[Guess]:
+    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         return [guess for guess in guesses if guess.probability >= self.min_probability]
+
+    def refine(self, view: View, draft: int) -> list[Node]:
+        """The finished tree, before it is sent: each draft after the smaller ones."""
+        if view.n_inflight or not view.may_branch(view.tree.root) or self.draft(view):
+            return []
+        nodes = [view.tree.root, *self._best(view)]
+        if any(node.refined < draft - 1 for node in nodes if view.may_branch(node)):
+            return []
+        return [node for node in nodes if node.refined < draft and view.may_branch(node)]
 
     def settled(self, settled: Settled) -> str:
         return ""

@@ -1,0 +1,153 @@
+"""Several drafts: whatever larger ones say, and whenever, the text is the target's; what they say is used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from pipeinfer.engine import Engine
+from pipeinfer.interfaces import Guess
+from pipeinfer.policies import PipeInfer, Policy, Speculative
+from pipeinfer.refining import PipelineRefiner, decode_guesses, encode_guesses
+from pipeinfer.requests import Finish, Request
+from pipeinfer.sampling import SamplingParams
+from pipeinfer.sequences import SequencePool
+from pipeinfer.tree import Node, TokenTree
+from tests.test_engine import N_LAYERS, random_drafter, random_policy, toy_pipeline
+from tests.toy import N_VOCAB, NoisyStage, OracleDrafter, Reference, ToyDraftPipeline, ToyPipeline
+
+
+def add_refiners(
+    pipeline: ToyPipeline, rng: random.Random, n_ctx: int, rights: Sequence[float], n_seqs: Sequence[int] = (1, 4, 16)
+) -> list[PipelineRefiner]:
+    """A larger draft for each of `rights`, the share of contexts in which it says what the target does."""
+    refiners = []
+    for right in rights:
+        model = NoisyStage(N_LAYERS, right, n_cells=n_ctx + 64)
+        companion = ToyDraftPipeline(model, rng, width=rng.randint(1, 4), late=rng.choice([0.0, 0.5, 0.95]))
+        pipeline.companions.append(companion)
+        pool = SequencePool(rng.choice(n_seqs), n_ctx + 64)
+        refiners.append(PipelineRefiner(companion, pool, n_rows=rng.choice([1, 4, 16]), n_chunk=rng.choice([4, 64])))
+    return refiners
+
+
+def run_case(seed: int) -> int:
+    """One random configuration with one or two larger drafts; returns how many nodes were refined."""
+    rng, reference = random.Random(seed), Reference(N_LAYERS)
+    n_ctx, parked = rng.choice([48, 64, 200]), rng.random() < 0.5
+    n_cells = n_ctx + rng.randint(8, 80)
+    pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked)
+    refiners = add_refiners(pipeline, rng, n_ctx, [rng.random() for _ in range(rng.randint(1, 2))])
+    pool = SequencePool(rng.choice([1, 3, 64]), n_cells, parked)
+    engine = Engine(
+        pipeline, pool, random_drafter(rng, reference, n_ctx, seed), lambda: 0.0, n_chunk=rng.choice([3, 64]),
+        cancel=rng.random() < 0.9, refiners=refiners,
+    )  # fmt: skip
+    params = SamplingParams(seed, temp=rng.choice([0.0, 0.8]), repeat_last_n=9, repeat_penalty=rng.choice([1.0, 1.3]))
+    n_refined = 0
+    for request_id in range(rng.choice([1, 2])):
+        prompt = [rng.randrange(N_VOCAB) for _ in range(rng.choice([1, 2, 30]))]
+        request = Request(request_id, prompt, 40, params, n_ctx)
+        metrics = engine.add(request, random_policy(rng))
+        while engine.busy:
+            engine.step()
+            engine.audit()
+        n_expected = min(40, n_ctx - len(prompt))
+        assert request.tokens[len(prompt) :] == reference.generate(prompt, n_expected, params), f"seed {seed}"
+        n_refined += metrics.n_refined
+    assert not any(any(each.queues) for each in (pipeline, *pipeline.companions)), "a run was forgotten"
+    assert all(refiner.pool.n_free == refiner.pool.n_seq for refiner in refiners), "a draft's sequence leaks"
+    return n_refined
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_whatever_larger_drafts_say_the_text_is_the_targets(block: int) -> None:
+    n_refined = sum(run_case(seed) for seed in range(block * 50, block * 50 + 50))
+    assert n_refined > 500
+
+
+def generate(policy: Policy, small: float, large: Sequence[float], seed: int = 1) -> tuple[Request, float]:
+    """A generation with drafts that are right so often; (the request, tokens per target run with the root)."""
+    rng, reference = random.Random(seed), Reference(N_LAYERS)
+    pipeline = toy_pipeline(rng, 4, 500, False)
+    refiners = add_refiners(pipeline, rng, 400, large, n_seqs=(16,))
+    drafter = OracleDrafter(reference, small)
+    engine = Engine(pipeline, SequencePool(16, 500), drafter, lambda: 0.0, refiners=refiners)
+    request = Request(0, [1, 2, 3], 300, SamplingParams(temp=0.0), 400)
+    metrics = engine.add(request, policy)
+    for _ in engine.generate():
+        pass
+    assert request.tokens[3:] == reference.generate([1, 2, 3], 300, request.sampling)
+    return request, 300 / metrics.n_root_runs
+
+
+@pytest.mark.parametrize("policy", [PipeInfer, Speculative])
+def test_a_better_larger_draft_raises_what_is_accepted(policy: type[PipeInfer] | type[Speculative]) -> None:
+    alone = generate(policy(), 0.2, [])[1]
+    helped = generate(policy(), 0.2, [1.0])[1]
+    assert helped > 1.5 * alone
+
+
+def test_the_largest_of_three_drafts_has_the_last_word() -> None:
+    poor = generate(Speculative(n_draft=4), 0.1, [0.1])[1]
+    good = generate(Speculative(n_draft=4), 0.1, [0.1, 1.0])[1]
+    assert good > 1.5 * poor
+
+
+def test_a_draft_without_room_does_not_stop_the_others() -> None:
+    """One sequence, so no branches: what cannot be placed is answered with nothing."""
+    rng, reference = random.Random(5), Reference(N_LAYERS)
+    pipeline = toy_pipeline(rng, 2, 500, False)
+    refiners = add_refiners(pipeline, rng, 400, [0.5], n_seqs=(1,))
+    engine = Engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 0.5), lambda: 0.0, refiners=refiners)
+    request = Request(0, [4], 100, SamplingParams(temp=0.0), 400)
+    engine.add(request, Speculative(n_draft=8, width=4))
+    for _ in engine.generate():
+        engine.audit()
+    assert request.finish is Finish.LENGTH
+
+
+def test_a_stopped_request_leaves_no_question_open() -> None:
+    rng, reference = random.Random(6), Reference(N_LAYERS)
+    pipeline = toy_pipeline(rng, 2, 500, False)
+    (refiner,) = add_refiners(pipeline, rng, 400, [0.5])
+    engine = Engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 0.5), lambda: 0.0, refiners=[refiner])
+    request = Request(0, list(range(90)), 100, SamplingParams(temp=0.0), 400)
+    engine.add(request, PipeInfer())
+    while not refiner.busy:
+        engine.step()
+    engine.stop(request)
+    for _ in engine.generate():
+        pass
+    assert not refiner.busy and refiner.pool.n_free == refiner.pool.n_seq
+
+
+def tree_of_two() -> tuple[TokenTree, list[Node]]:
+    """The root with two guesses, the better of which has a guess itself."""
+    tree = TokenTree(7, 10)
+    first, second = tree.grow(tree.root, [Guess(1, 0.6), Guess(2, 0.3)], [-0.5, -1.2])
+    (below,) = tree.grow(first, [Guess(3, 0.5)], [-0.7])
+    return tree, [first, second, below]
+
+
+def test_refining_moves_scores_and_adds_what_was_missing() -> None:
+    tree, (first, second, below) = tree_of_two()
+    (third,) = tree.refine(tree.root, [Guess(2, 0.8), Guess(5, 0.1)], [-0.2, -2.3], draft=1)
+    assert (third.token, third.guessed_by, tree.root.refined) == (5, 1, 1)
+    assert tree.root.children == [second, third, first] or tree.root.children == [second, first, third]
+    assert second.score == -0.2 and first.score == -2.3 and below.score == pytest.approx(-3.0)
+    tree.audit()
+
+
+def test_a_larger_draft_that_knows_nothing_changes_nothing() -> None:
+    tree, (first, second, below) = tree_of_two()
+    assert tree.refine(tree.root, [], [], draft=1) == []
+    assert (first.score, second.score, below.score) == (-0.5, -1.2, pytest.approx(-1.2))
+
+
+def test_guesses_survive_the_wire() -> None:
+    rows = [[Guess(3, 0.5), Guess(70000, 0.25)], [], [Guess(0, 1.0)]]
+    words = [word for row in rows for word in encode_guesses(row, 2)]
+    assert len(words) == 12 and decode_guesses(words, 3) == rows

@@ -1,0 +1,98 @@
+"""`-md` more than once, as a user does it: real ranks, a small draft that guesses and a larger one that refines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.results import read_results
+from tests.jobs import finish, plain_tokens, run_json, start
+from tests.test_run import PROMPT, pid_of_rank, wait_for_text
+
+# the best larger draft is the target itself; the order of the flags says nothing
+TEAM = ["-m", str(TARGET), "-md", str(TARGET), "-md", str(DRAFT)]
+GREEDY = ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", "-t", "1"]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[int]:
+    return plain_tokens(TARGET, run_json(1, ["-p", PROMPT, "-n", "1"])["prompt_tokens"], 96)
+
+
+@pytest.mark.parametrize(("n_ranks", "policy"), [(1, "pipeinfer"), (3, "speculative"), (4, "pipeinfer")])
+def test_the_text_is_that_of_the_target(n_ranks: int, policy: str, plain: list[int]) -> None:
+    result = run_json(n_ranks, [*TEAM, *GREEDY, "--policy", policy])
+    assert result["tokens"] == plain
+    assert result["speculation"]["refined_n"] > 0 and result["model_draft"]["name"] == "draft.gguf+target.gguf"
+    roles = [rank["role"] for rank in result["ranks"]]
+    assert roles[:2] == (["draft 1", "draft 2"] if n_ranks > 1 else ["draft 1, draft 2, stage 0, layers 0-8"])
+    for rank in result["ranks"][1:]:
+        used_s = rank["busy_s"] + rank["waiting_s"] + rank["idle_s"] + rank["cancelled_s"]
+        assert used_s == pytest.approx(rank["wall_s"], rel=0.02), rank
+
+
+def test_three_drafts_and_sampling_and_penalties() -> None:
+    common = ["-p", PROMPT, "-n", "48", "--temp", "0.8", "-s", "5", "--repeat-penalty", "1.2", "-t", "1"]
+    alone = run_json(1, [*common, "--policy", "iterative"])
+    assert run_json(4, [*TEAM, "-md", str(DRAFT), *common])["tokens"] == alone["tokens"]
+    traced = run_json(3, [*TEAM, *common, "--no-cancel", "--width", "8"])
+    assert traced["tokens"] == alone["tokens"]
+
+
+def test_a_larger_draft_that_is_right_raises_what_is_accepted() -> None:
+    alone = run_json(3, [*GREEDY, "--policy", "speculative"])
+    helped = run_json(4, [*TEAM, *GREEDY, "--policy", "speculative"])
+    assert helped["speculation"]["accepted_length"] > alone["speculation"]["accepted_length"] + 0.3
+
+
+def test_too_few_ranks_say_so() -> None:
+    done = finish(2, ["run", *TEAM, *GREEDY])
+    assert done.returncode == 2 and "2 drafts and the target need 3 ranks, here are 2" in done.stderr, done.stderr
+
+
+def test_a_killed_draft_is_named() -> None:
+    job = start(3, ["run", *TEAM, "-p", PROMPT, "-n", "6000", "-c", "7000", "--ignore-eos", "-t", "1"])
+    wait_for_text(job)
+    killed_s = time.monotonic()
+    os.kill(pid_of_rank(job, 1), signal.SIGKILL)
+    _, errors = job.communicate(timeout=10)
+    assert job.returncode != 0 and time.monotonic() - killed_s < 10
+    assert "rank 1 (" in errors and "draft 2" in errors and "died" in errors, errors
+
+
+def test_the_trace_has_a_track_of_each_draft(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    run_json(4, [*TEAM, *GREEDY, "--trace", str(path)])
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert list(names)[:2] == ["rank 0: draft 1", "rank 1: draft 2"]
+    assert any(event["tid"] == 1 and event["name"] == "evaluate" for event in events)
+    arrows = [event for event in events if event["name"] == "message" and event["tid"] == 1]
+    assert {event["ph"] for event in arrows} == {"s", "f"}, "questions and answers"
+    assert finish(1, ["timeline", str(path), "-o", str(tmp_path / "picture.png")]).returncode == 0
+
+
+def test_bench_measures_a_team_beside_a_lone_draft(tmp_path: Path) -> None:
+    table = tmp_path / "results.csv"
+    arguments = ["bench", "-m", str(TARGET), "-md", f"{DRAFT},{TARGET}", "-md", str(DRAFT), "-p", "8", "-n", "16"]
+    done = finish(3, [*arguments, "-r", "1", "--policy", "iterative,pipeinfer", "--results", str(table), "-t", "1"])
+    assert done.returncode == 0, done.stderr
+    rows = read_results(table)
+    found = [(row["model_draft"], row["policy"]) for row in rows]
+    assert ("draft.gguf+target.gguf", "pipeinfer") in found and ("draft.gguf", "pipeinfer") in found, found
+
+
+def test_measure_times_every_draft_and_simulate_takes_it(tmp_path: Path) -> None:
+    path = tmp_path / "team.toml"
+    done = finish(3, ["measure", *TEAM, "-o", str(path), "-t", "1"])
+    assert done.returncode == 0, done.stderr
+    told = finish(1, ["simulate", "--profile", str(path), "-n", "32", "--acceptance", "0.5"])
+    assert told.returncode == 2 and "has 2 drafts; give --acceptance" in told.stderr, told.stderr
+    told = finish(1, ["simulate", "--profile", str(path), "-n", "32", "--acceptance", "0.5", "--acceptance", "0.9"])
+    assert told.returncode == 0, told.stderr
