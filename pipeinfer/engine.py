@@ -301,6 +301,7 @@ class Engine:
         finally:
             self._drafting = None
         job.metrics.draft_s += self.clock() - start_s
+        job.metrics.n_draft_steps += 1
         self.tracer.drafted(start_s, len(nodes), guesses is not None)
         for node, found in zip(nodes, guesses or [], strict=False):
             if node.live and not node.refined:

@@ -31,7 +31,9 @@ class RequestMetrics:
     n_judged: int = 0
     n_matched: int = 0
     n_contested: int = 0  # tokens in whose place at least one guess stood
+    by_depth: dict[int, list[int]] = field(default_factory=dict)  # depth -> [likeliest guesses judged, right ones]
     draft_s: float = 0.0
+    n_draft_steps: int = 0
     notices: list[str] = field(default_factory=list)  # what the policy wants the user to know
 
     def count_run(self, n_rows: int, has_root: bool) -> None:
@@ -45,6 +47,10 @@ class RequestMetrics:
         self.n_judged += settled.n_judged
         self.n_matched += settled.n_matched
         self.n_contested += settled.n_contested
+        for node, right in settled.firsts:
+            counts = self.by_depth.setdefault(node.depth, [0, 0])
+            counts[0] += 1
+            counts[1] += right
 
     @property
     def itl_s(self) -> list[float]:
@@ -95,7 +101,8 @@ def timings(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def speculation(metrics: RequestMetrics) -> dict[str, Any]:
-    """What the draft was worth. `accepted_length`: tokens emitted per settled verdict, mean and histogram."""
+    """What the draft was worth. `accepted_length`: tokens emitted per settled verdict, mean and histogram. `by_depth`:
+    how often the likeliest guess was right, by how many tokens ahead it was made."""
     n_settled = sum(metrics.accepted_lengths.values())
     return {
         "draft_n": metrics.n_drafted,
@@ -104,6 +111,7 @@ def speculation(metrics: RequestMetrics) -> dict[str, Any]:
         "draft_n_accepted": metrics.n_matched,
         "acceptance_rate": metrics.acceptance_rate,
         "hit_rate": metrics.hit_rate,
+        "by_depth": {str(depth): {"n": n, "right": right} for depth, (n, right) in sorted(metrics.by_depth.items())},
         "accepted_length": len(metrics.token_s) / n_settled if n_settled else float("nan"),
         "accepted_length_histogram": {str(length): n for length, n in sorted(metrics.accepted_lengths.items())},
         "runs": metrics.n_runs,
@@ -111,5 +119,6 @@ def speculation(metrics: RequestMetrics) -> dict[str, Any]:
         "runs_cancelled": metrics.n_cancelled,
         "runs_cancelled_in_time": metrics.n_saved,
         "draft_s": metrics.draft_s,
+        "draft_step_s": metrics.draft_s / metrics.n_draft_steps if metrics.n_draft_steps else float("nan"),
         "notices": list(metrics.notices),
     }

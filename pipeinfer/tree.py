@@ -31,6 +31,7 @@ class Node:
     expanded: bool = False  # a draft has guessed what follows it
     refined: int = 0  # the largest draft that has: 0 the first, smallest one
     guessed_by: int = 0  # the draft that `log_prob` is of
+    depth: int = 0  # tokens beyond the certain ones when it was guessed
     state: State = State.LIVE
 
     @property
@@ -88,6 +89,7 @@ class TokenTree:
         for guess, log_prob in zip(guesses, log_probs, strict=True):
             if parent.child(guess.token) is None:
                 node = Node(guess.token, parent.position + 1, parent, log_prob, parent.score + log_prob)
+                node.depth = node.position - self.root.position
                 parent.children.append(node)
                 grown.append(node)
         self.nodes += grown

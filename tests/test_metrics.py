@@ -6,8 +6,10 @@ import math
 
 import pytest
 
+from pipeinfer.interfaces import Guess
 from pipeinfer.ledger import HeadLedger, StageLedger, head_time, stage_time
-from pipeinfer.metrics import RequestMetrics, percentiles, timings
+from pipeinfer.metrics import RequestMetrics, percentiles, speculation, timings
+from pipeinfer.tree import TokenTree
 
 
 def test_latencies_from_timestamps() -> None:
@@ -57,3 +59,18 @@ def test_the_head_works_when_it_does_not_wait() -> None:
     ledger = HeadLedger(waits=[(0.0, 2.0), (5.0, 6.0)], cancelled=[(3.0, 3.5)])
     use = head_time(ledger, (1.0, 11.0))
     assert (use.waiting_s, use.cancelled_s, use.busy_s, use.idle_s) == (2.0, 0.5, 7.5, 0.0)
+
+
+def test_guesses_are_judged_by_how_far_ahead_they_were_made() -> None:
+    """The root's child is one token ahead, its grandchild two; once the root has moved, a guess counts from there."""
+    tree, metrics = TokenTree(7, 10), RequestMetrics(0.0, 1)
+    (near,) = tree.grow(tree.root, [Guess(1, 0.9)], [-0.1])
+    tree.grow(near, [Guess(2, 0.9)], [-0.1])
+    tree.answer([tree.root], [1])
+    metrics.count_settled(1.0, 1, tree.settle())
+    (far,) = near.children
+    tree.grow(far, [Guess(3, 0.9)], [-0.1])
+    tree.answer([near, far], [2, 9])
+    metrics.count_settled(2.0, 2, tree.settle())
+    assert metrics.by_depth == {1: [1, 1], 2: [2, 1]}
+    assert speculation(metrics)["by_depth"] == {"1": {"n": 1, "right": 1}, "2": {"n": 2, "right": 1}}

@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.cluster.costs import Work, roofline
 from pipeinfer.cluster.profile import load_profile, share_layers, shipped_profiles
-from pipeinfer.cluster.survey import ModelTimes, StageRun, overheads, profile_toml
+from pipeinfer.cluster.survey import ModelTimes, StageRun, overheads, profile_toml, slowdowns
 from pipeinfer.errors import UserError
 from pipeinfer.ledger import HeadLedger
 from tests.jobs import finish
@@ -152,12 +152,17 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     assert extra.stage_s == pytest.approx((0.1e-3, 0.1e-3))
     found = (extra.hop_s, extra.run_s, extra.verdict_s, extra.draft_s)
     assert found == pytest.approx((0.05e-3, 0.02e-3, 0.3e-3, 0.1e-3))
-    text = profile_toml(["Measured."], 64, stages, [draft], extra, gbit_per_s=8.0, shared_cores=2)
+    text = profile_toml(["Measured."], 64, stages, [draft], extra, gbit_per_s=8.0, slowdown=[1.0, 1.25, 2.0])
     profile = load_profile(write(tmp_path, text)).lay_out()
     assert profile.stages[0].seconds(1, 0) == pytest.approx(1.1e-3, rel=1e-3)
     assert profile.stages[1].seconds(1, 100) == pytest.approx(2.5e-3, rel=1e-3)
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
-    assert profile.cores == 2 and profile.link.bytes_per_s == pytest.approx(1e9)
+    assert profile.slowdown == (1.0, 1.25, 2.0) and profile.link.bytes_per_s == pytest.approx(1e9)
+
+
+def test_ranks_of_one_host_slow_each_other_down() -> None:
+    beside = [{2: 1.2e-3, 3: 2e-3}, {2: 2.8e-3, 3: 4e-3}, {3: 5e-3}]
+    assert slowdowns([1e-3, 2e-3, 2.5e-3], beside) == pytest.approx([1.0, 1.3, 2.0])
 
 
 def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def make_result(text: str, generation: Generation, job: Job, options: RunOptions
         "model_draft": describe_drafts([draft.path for draft in job.drafts]) if job.drafts else None,
         "timings": timings(generation.metrics),
         "speculation": speculation(generation.metrics),
+        "stage_row_s": [generation.row_s[stage.rank] for stage in job.plan.stages],
         "wire": _wire(generation, job),
         "ranks": [_rank(rank, generation, job) for rank in range(job.plan.n_ranks)],
     }

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from pipeinfer.cli.setup import Job
 
+DEPTHS_SHOWN = 8
 USES = ("busy", "waiting", "idle", "cancelled")  # of a rank's time
 
 
@@ -90,6 +91,13 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
             f"guesses), hit rate {number(s['hit_rate'])}, {number(s['accepted_length'])} tokens a verdict, "
             f"draft time {number(s['draft_s'])} s"
         )
+        depths = ", ".join(
+            f"{depth}: {100 * counts['right'] / counts['n']:.0f}% of {counts['n']}"
+            for depth, counts in list(s["by_depth"].items())[:DEPTHS_SHOWN]
+        )
+        console.print(f"depth       likeliest guess right, by tokens ahead: {depths or '-'}")
+        rows = ", ".join(milliseconds(row_s) for row_s in result["stage_row_s"])
+        console.print(f"costs       draft step {milliseconds(s['draft_step_s'])}; one row in each stage {rows}")
     for notice in s["notices"]:
         console.print(f"note        {notice}")
     console.print(f"runs        {s['runs']}, {s['rows']} rows, {s['runs_cancelled']} cancelled")

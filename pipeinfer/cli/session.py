@@ -44,7 +44,7 @@ from pipeinfer.sequences import SequencePool
 @dataclass(frozen=True, slots=True)
 class Generation:
     """What one request gave. `figures`: what each rank that took part reports of itself. `refiners`: what rank 0 asked
-    each larger draft's rank, and when."""
+    each larger draft's rank, and when. `row_s`: seconds of one row in each stage's rank, timed at loading."""
 
     request: Request
     metrics: RequestMetrics
@@ -52,6 +52,7 @@ class Generation:
     n_cancel_messages: int
     figures: dict[int, dict[str, Any]]
     refiners: dict[int, HeadLedger]
+    row_s: dict[int, float]
 
 
 class Session:
@@ -132,7 +133,8 @@ class Session:
             each.shutdown(Kind.PAUSE)
         figures = {0: context.figures(worker, pipeline.outbox, None)} | self._reports()
         ledgers = dict(zip(job.plan.refiners, (companion.ledger for companion in companions), strict=True))
-        return Generation(request, metrics, pipeline.ledger, pipeline.n_cancel_messages, figures, ledgers)
+        row_s = {rank: cost[1] for rank, cost in self._costs.items()}
+        return Generation(request, metrics, pipeline.ledger, pipeline.n_cancel_messages, figures, ledgers, row_s)
 
     @property
     def _slowest(self) -> dict[int, float]:

@@ -112,7 +112,7 @@ def make_job(
         hosts=tuple(hosts),
         sampling=options.sampling(seed),
         end_tokens=frozenset() if options.ignore_eos else frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab))),
-        pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace else None,
+        pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
     )
 
 

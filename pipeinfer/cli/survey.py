@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # these import MPI
 
 PATH = click.Path(path_type=Path)
 SHARED = ("model", "drafts", "threads", "n_gpu_layers", "layer_split", "numerics", "slice_cache", "verbose")
+BESIDE_S = 1.0  # how long they compute beside each other
 SLOT_S = 3.0
 """Ranks of one host take turns, for so long each: nobody shall time a model while another one computes beside it."""
 
@@ -100,11 +101,12 @@ def _check_writable(output: Path) -> None:
 
 
 def _time_own_models(crew: Crew, context: Context, job: Job) -> dict[str, ModelTimes]:
-    """Load, time and free this rank's models; ranks of one host in turns, the others asleep."""
+    """Load, time and free this rank's models; ranks of one host in turns, the others asleep, then 2, 3, … of them at
+    once."""
     from pipeinfer.cli.context import CLOCK
     from pipeinfer.cli.load import load_drafts, load_stage
     from pipeinfer.cli.setup import N_GUESS_ROWS
-    from pipeinfer.cluster.survey import time_model
+    from pipeinfer.cluster.survey import time_beside_others, time_model
     from pipeinfer.models.model_info import read_model_info
 
     stage = load_stage(context, job, lambda fraction: True)
@@ -118,12 +120,20 @@ def _time_own_models(crew: Crew, context: Context, job: Job) -> dict[str, ModelT
         part = job.plan.stages[job.plan.stage_of(context.rank) or 0]
         layers = part.last - part.first
         found["stage"] = time_model(stage, layers, job.n_rows_max, job.n_cells, CLOCK, SLOT_S / 2)
-        stage.close()
     for number, draft in drafts.items():
         layers = read_model_info(job.drafts[number].path).n_layer
         found["draft"] = time_model(draft, layers, N_GUESS_ROWS, job.n_cells, CLOCK, SLOT_S / 2)
-        draft.close()
-    time.sleep(max(0.0, begin_s + max(map(names.count, names)) * SLOT_S - CLOCK()))
+    models, n_most = [model for model in (stage, *drafts.values()) if model], max(map(names.count, names))
+    begin_s += n_most * SLOT_S
+    times = next(iter(found.values()))
+    for n_busy in range(2, n_most + 1):
+        time.sleep(max(0.0, begin_s - CLOCK()))
+        begin_s += BESIDE_S
+        if turn < n_busy <= names.count(names[context.rank]):
+            times.beside_s[n_busy] = time_beside_others(models[0], CLOCK, begin_s)
+    for model in models:
+        model.close()
+    time.sleep(max(0.0, begin_s - CLOCK()))
     return found
 
 
@@ -159,7 +169,7 @@ def _write(
     output: Path, crew: Crew, options: RunOptions, job: Job, times: list[dict[str, ModelTimes]], extra: Overheads,
     gbit_per_s: float,
 ) -> None:  # fmt: skip
-    from pipeinfer.cluster.survey import profile_toml
+    from pipeinfer.cluster.survey import profile_toml, slowdowns
 
     stages = [times[stage.rank]["stage"] for stage in job.plan.stages]
     hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
@@ -167,8 +177,9 @@ def _write(
         f"Measured by `pipeinfer measure` on {len(crew.hosts)} ranks: {hosts}.",
         f"Target {options.model.name}, draft {' and '.join(draft.path.name for draft in job.drafts)}.",
     ]
+    every = [next(iter(found.values())) for found in times]
     one_host = len({host.name for host in crew.hosts}) == 1
-    cores = crew.hosts[0].n_cores if one_host and len(crew.hosts) > crew.hosts[0].n_cores else 0
+    slowdown = slowdowns([each.by_rows[1] for each in every], [each.beside_s for each in every]) if one_host else []
     drafts = [times[rank]["draft"] for rank in job.plan.drafts]
-    output.write_text(profile_toml(title, job.n_embd, stages, drafts, extra, gbit_per_s, cores))
+    output.write_text(profile_toml(title, job.n_embd, stages, drafts, extra, gbit_per_s, slowdown))
     print(output)

@@ -98,8 +98,8 @@ class Profile:
     head_is_first: bool = False
     sleeps: bool = False
     """Waiting ranks sleep between looks, as `Idle` does; measured costs have that in them already."""
-    cores: int = 0
-    """All ranks share a host of so many cores, a thread each; 0: every rank computes undisturbed."""
+    slowdown: tuple[float, ...] = ()
+    """All ranks share a host: how many times as long work takes when 1, 2, … of them compute. Empty: undisturbed."""
     acceptance: tuple[float, ...] = ()
     """How often each draft's best guess is the target's token, as published for the pair."""
 

@@ -13,7 +13,8 @@ By hardware, as published:
 By measurement:
 
     embd
-    [host]              shared_cores: all ranks, of a thread each, share one host (optional)
+    [host]              slowdown: of a host that all ranks share: how many times as long work takes when 1, 2, … of
+                        them compute (optional)
     [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, context_ns, run_us
     [[refiners]]        the same, of larger drafts on ranks of their own (optional)
 """
@@ -196,7 +197,7 @@ class ProfileFile:
         stages = tuple(map(_measured_slice, self.top.list_of("stages")))
         n_ranks = self.n_nodes_max
         if n_nodes not in (0, n_ranks):
-            raise UserError(f"{self.name} was measured on {n_ranks} ranks, not {n_nodes}; leave the number out")
+            raise UserError(f"{self.name} was measured on {n_ranks} ranks and cannot tell of {n_nodes}; use {n_ranks}")
         if pair:
             raise UserError(f"{self.name} was measured with one pair of models; leave --pair {pair} out")
         drafts = tuple(map(_measured_slice, [self.top.table("draft"), *self._refiners]))
@@ -208,7 +209,7 @@ class ProfileFile:
             link=self._link(),
             head=self._head(),
             head_is_first=not has_draft,
-            cores=int(self.top.table("host", {}).number("shared_cores", 0.0)),
+            slowdown=self.top.table("host").numbers("slowdown") if "host" in self.top.values else (),
             acceptance=self.top.numbers("acceptance", len(drafts)) if "acceptance" in self.top.values else (),
         )
 

@@ -182,13 +182,13 @@ class SimPipeline:
 
     def crowding(self) -> float:
         """By how much a rank that begins now is slowed down by those that compute beside it on a shared host."""
-        if not self.profile.cores:
+        if not self.profile.slowdown:
             return 1.0
         n_busy = sum(
             pipeline.drafting + sum(stage.current is not None for stage in pipeline.stages)
             for pipeline in self.neighbours
         )
-        return max(1.0, n_busy / self.profile.cores)
+        return self.profile.slowdown[min(max(n_busy, 1), len(self.profile.slowdown)) - 1]
 
     def _late_s(self, waited_s: float) -> float:
         """How late a rank that sleeps between looks notices what it waits for: half a sleep on average."""

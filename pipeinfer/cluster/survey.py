@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -26,12 +26,14 @@ StageRun = tuple[int, float, float, float, bool]
 
 @dataclass(frozen=True, slots=True)
 class ModelTimes:
-    """What one rank timed: rows of a run -> seconds at an empty cache; seconds of one row after `context` tokens."""
+    """What one rank timed: rows of a run -> seconds at an empty cache; seconds of one row after `context` tokens; how
+    many ranks of its host computed at once -> seconds of one row."""
 
     layers: int
     by_rows: dict[int, float]
     context: int = 0
     after_context_s: float = 0.0
+    beside_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def context_s(self) -> float:
@@ -54,6 +56,28 @@ def time_model(
         by_rows[size] = _time_rows(model, size, clock)
     context = min(CONTEXT, n_cells // 2)
     return ModelTimes(layers, by_rows, context, _time_after(model, context, max(by_rows), clock))
+
+
+def time_beside_others(model: StageModel, clock: Callable[[], float], until_s: float) -> float:
+    """Seconds of one row, on average, evaluated over and over until `until_s`, while other ranks do the same."""
+    start_s, n = clock(), 0
+    while (now_s := clock()) < until_s or not n:
+        _evaluate(model, 0, 1)
+        _forget(model)
+        n += 1
+    return (max(now_s, clock()) - start_s) / n
+
+
+def slowdowns(alone_s: Sequence[float], beside_s: Sequence[dict[int, float]]) -> list[float]:
+    """By how much work takes longer when 1, 2, … ranks of one host compute: the mean over those that did.
+
+    `alone_s`: of each rank; `beside_s`: of each rank, how many computed -> seconds.
+    """
+    found = [1.0]
+    for n_busy in range(2, len(alone_s) + 1):
+        ratios = [beside[n_busy] / alone for alone, beside in zip(alone_s, beside_s, strict=True) if n_busy in beside]
+        found.append(max(found[-1], statistics.fmean(ratios)))
+    return found
 
 
 def _time_rows(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
@@ -143,15 +167,15 @@ def profile_toml(
     drafts: Sequence[ModelTimes],
     extra: Overheads,
     gbit_per_s: float,
-    shared_cores: int = 0,
+    slowdown: Sequence[float] = (),
 ) -> str:
-    """A profile by measurement. `title`: lines of a comment. `drafts`: the smallest first. `shared_cores`: of the one
-    host all ranks are on."""
+    """A profile by measurement. `title`: lines of a comment. `drafts`: the smallest first. `slowdown`: if all ranks are
+    on one host, by how much those that compute at once slow each other down."""
     lines = [*(f"# {line}" for line in title), f"embd = {n_embd}", ""]
     lines += _table("[link]", {"latency_us": 1e6 * extra.hop_s, "gbit_per_s": gbit_per_s})
     lines += _table("[head]", {"run_us": 1e6 * extra.run_s, "verdict_us": 1e6 * extra.verdict_s, "draft_us": 0.0})
-    if shared_cores:
-        lines += _table("[host]", {"shared_cores": shared_cores})
+    if slowdown:
+        lines += _table("[host]", {"slowdown": list(slowdown)})
     for times, run_s in zip(stages, extra.stage_s, strict=True):
         lines += _slice("[[stages]]", times, run_s)
     for number, times in enumerate(drafts):
