@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
-from pipeinfer.cluster.calibrate import cheapest_microbatch, interpolate_cost, slowest_stage, time_rows
+from pipeinfer.cluster.calibrate import ROWS, cheapest_microbatch, interpolate_cost, slowest_stage, time_rows
+from pipeinfer.interfaces import Batch, FloatArray
 from tests.toy import ToyStage
 
 
 def test_timing_leaves_the_cache_empty() -> None:
-    stage, ticks = ToyStage(0, 2, False, n_cells=16, parked=True), itertools.count()
+    stage, ticks = ToyStage(0, 2, False, n_cells=64, parked=True), itertools.count()
     found = time_rows(stage, lambda: float(next(ticks)), budget_s=100)
-    assert set(found) == {1, 2, 3, 4} and all(seconds == 1 for seconds in found.values())
+    assert tuple(found) == ROWS and all(seconds == 1 for seconds in found.values())
     assert not stage.cells() and not stage.n_parked
 
 
@@ -33,3 +35,18 @@ def test_cost_of_any_size() -> None:
     assert interpolate_cost({}) is None
     at = interpolate_cost({1: 1.0, 2: 2.0, 4: 3.0})
     assert at and [at(n) for n in (1, 2, 3, 4, 6)] == pytest.approx([1, 2, 2.5, 3, 4])
+
+
+class DearStage(ToyStage):
+    """A row costs as much as the one before it: nothing is saved by a larger run."""
+
+    elapsed_s = 0.0
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        self.elapsed_s += len(batch.tokens)
+        return super().evaluate(batch, stop)
+
+
+def test_sizes_that_cost_too_much_are_not_timed() -> None:
+    stage = DearStage(0, 2, False, n_cells=64)
+    assert time_rows(stage, lambda: stage.elapsed_s, budget_s=1000) == {1: 1, 2: 2, 3: 3, 4: 4}

@@ -20,7 +20,6 @@ from pipeinfer.cli.load import (
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
 from pipeinfer.cluster.calibrate import (
-    QUESTION_ROWS,
     cheapest_microbatch,
     interpolate_cost,
     largest_question,
@@ -76,9 +75,7 @@ class Session:
             self._drafts = load_drafts(self.context, self.job, self._go_on)
             if self._stage:
                 self._costs[0] = time_rows(self._stage, CLOCK)
-            self._refiner_costs = {
-                number: time_rows(draft, CLOCK, QUESTION_ROWS) for number, draft in self._drafts.items() if number
-            }
+            self._refiner_costs = {number: time_rows(draft, CLOCK) for number, draft in self._drafts.items() if number}
         except UserError as caught:
             error = str(caught)
         reports = self._reports()

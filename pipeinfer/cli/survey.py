@@ -13,6 +13,15 @@ import click
 from pipeinfer.cli.options import RunOptions, parse_threads
 from pipeinfer.cli.policy_options import take_policy_options
 from pipeinfer.cli.run import run
+from pipeinfer.cluster.survey import (
+    ModelTimes,
+    Overheads,
+    overheads,
+    profile_toml,
+    slowdowns,
+    time_beside_others,
+    time_model,
+)
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
 
@@ -20,7 +29,7 @@ if TYPE_CHECKING:  # these import MPI
     from pipeinfer.cli.context import Context
     from pipeinfer.cli.job import Crew
     from pipeinfer.cli.setup import Job
-    from pipeinfer.cluster.survey import ModelTimes, Overheads
+    from pipeinfer.cluster.pace import LoadedModel
 
 PATH = click.Path(path_type=Path)
 SHARED = ("model", "drafts", "threads", "n_gpu_layers", "layer_split", "numerics", "slice_cache", "verbose")
@@ -105,44 +114,58 @@ def _time_own_models(crew: Crew, context: Context, job: Job) -> dict[str, ModelT
     once."""
     from pipeinfer.cli.context import CLOCK
     from pipeinfer.cli.load import load_drafts, load_stage
-    from pipeinfer.cli.setup import N_GUESS_ROWS
-    from pipeinfer.cluster.survey import time_beside_others, time_model
-    from pipeinfer.models.model_info import read_model_info
 
     stage = load_stage(context, job, lambda fraction: True)
     drafts = load_drafts(context, job, lambda fraction: True)
-    begin_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
+    start_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
     names = [host.name for host in crew.hosts]
+    n_here, n_most = names.count(names[context.rank]), max(map(names.count, names))
     turn = names[: context.rank].count(names[context.rank])
-    time.sleep(max(0.0, begin_s + turn * SLOT_S - CLOCK()))
-    found: dict[str, ModelTimes] = {}
-    if stage:
-        part = job.plan.stages[job.plan.stage_of(context.rank) or 0]
-        layers = part.last - part.first
-        found["stage"] = time_model(stage, layers, job.n_rows_max, job.n_cells, CLOCK, SLOT_S / 2)
-    for number, draft in drafts.items():
-        layers = read_model_info(job.drafts[number].path).n_layer
-        found["draft"] = time_model(draft, layers, N_GUESS_ROWS, job.n_cells, CLOCK, SLOT_S / 2)
-    models, n_most = [model for model in (stage, *drafts.values()) if model], max(map(names.count, names))
-    begin_s += n_most * SLOT_S
-    times = next(iter(found.values()))
+    _sleep_until(start_s + turn * SLOT_S)
+    found = _time_alone(context, job, stage, drafts)
+    models = [model for model in (stage, *drafts.values()) if model]
+    together_s = start_s + n_most * SLOT_S
     for n_busy in range(2, n_most + 1):
-        time.sleep(max(0.0, begin_s - CLOCK()))
-        begin_s += BESIDE_S
-        if turn < n_busy <= names.count(names[context.rank]):
-            times.beside_s[n_busy] = time_beside_others(models[0], CLOCK, begin_s)
+        _sleep_until(together_s + (n_busy - 2) * BESIDE_S)
+        if turn < n_busy <= n_here:
+            times = next(iter(found.values()))
+            times.beside_s[n_busy] = time_beside_others(models[0], CLOCK, together_s + (n_busy - 1) * BESIDE_S)
     for model in models:
         model.close()
-    time.sleep(max(0.0, begin_s - CLOCK()))
+    _sleep_until(together_s + (n_most - 1) * BESIDE_S)
     return found
 
 
+def _time_alone(
+    context: Context, job: Job, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
+) -> dict[str, ModelTimes]:
+    from pipeinfer.cli.context import CLOCK
+    from pipeinfer.cli.setup import N_GUESS_ROWS
+    from pipeinfer.models.model_info import read_model_info
+
+    found: dict[str, ModelTimes] = {}
+    if stage:
+        part = job.plan.stages[job.plan.stage_of(context.rank) or 0]
+        found["stage"] = time_model(stage, part.last - part.first, job.n_rows_max, job.n_cells, CLOCK, SLOT_S / 2)
+    for number, draft in drafts.items():
+        n_layer = read_model_info(job.drafts[number].path).n_layer
+        found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, job.n_cells, CLOCK, SLOT_S / 2)
+    return found
+
+
+def _sleep_until(when_s: float) -> None:
+    """On this rank's clock; at once if it is past."""
+    time.sleep(max(0.0, when_s - time.monotonic()))
+
+
 def _run_plainly(context: Context, job: Job, times: list[dict[str, ModelTimes]]) -> Overheads | None:
-    """A real job without speculation, then one with it for the draft's steps; rank 0 gets what they cost on top."""
+    """A real job without speculation, then one for the draft's steps, during which all else rests.
+
+    Rank 0 gets what they cost on top of the models' own times.
+    """
     from pipeinfer.cli.session import Session
     from pipeinfer.cli.worker import run_stage
-    from pipeinfer.cluster.survey import overheads
-    from pipeinfer.policies import Iterative, PipeInfer
+    from pipeinfer.policies import Iterative, Speculative
 
     if context.rank:
         run_stage(context, job)
@@ -152,7 +175,7 @@ def _run_plainly(context: Context, job: Job, times: list[dict[str, ModelTimes]])
     for _ in range(2):  # the first one warms up
         plain = session.generate(job, context.options, Iterative(), lambda tokens: None)
     context.tracer.spans.clear()
-    session.generate(job, context.options, PipeInfer(), lambda tokens: None)
+    session.generate(job, context.options, Speculative(), lambda tokens: None)
     session.close()
     steps_s = [
         span.duration_s
@@ -169,8 +192,6 @@ def _write(
     output: Path, crew: Crew, options: RunOptions, job: Job, times: list[dict[str, ModelTimes]], extra: Overheads,
     gbit_per_s: float,
 ) -> None:  # fmt: skip
-    from pipeinfer.cluster.survey import profile_toml, slowdowns
-
     stages = [times[stage.rank]["stage"] for stage in job.plan.stages]
     hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
     title = [

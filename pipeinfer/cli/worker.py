@@ -7,7 +7,7 @@ import socket
 from pipeinfer.cli.context import CLOCK, Context
 from pipeinfer.cli.load import load_drafts, load_stage, make_courier, make_draft_worker, make_worker
 from pipeinfer.cli.setup import Job
-from pipeinfer.cluster.calibrate import QUESTION_ROWS, ROWS, time_rows
+from pipeinfer.cluster.calibrate import time_rows
 from pipeinfer.cluster.mpi import serve
 from pipeinfer.cluster.pace import LoadedModel
 from pipeinfer.cluster.stage import StageWorker
@@ -26,8 +26,8 @@ def run_stage(context: Context, job: Job) -> int:
         model = load_stage(context, job, lambda fraction: True)
         for draft in load_drafts(context, job, lambda fraction: True).values():
             model = draft
-        loaded_s, sizes = CLOCK() - start_s, QUESTION_ROWS if context.rank in job.plan.drafts else ROWS
-        cost_s = time_rows(model, CLOCK, sizes) if model else {}
+        loaded_s = CLOCK() - start_s
+        cost_s = time_rows(model, CLOCK) if model else {}
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
         context.link.report({"loaded_s": loaded_s, "cost_s": cost_s})
     except UserError as error:

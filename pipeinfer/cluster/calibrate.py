@@ -9,28 +9,27 @@ import numpy as np
 from pipeinfer.interfaces import Batch, StageModel
 from pipeinfer.runs import KvOp, OpKind
 
-ROWS = (1, 2, 3, 4)
-QUESTION_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""The same for a larger draft, which is asked about whole paths."""
-
-QUESTION_ROWS_MIN = 4
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 CHEAP = 1.25
 """A run may cost this many times a single row: beyond it, two smaller runs use a pipeline better."""
 
+DEAR = 3.0
+"""Beyond so many times a single row no run is chosen, and larger ones need not be timed."""
 
-def time_rows(
-    model: StageModel, clock: Callable[[], float], sizes: Sequence[int] = ROWS, budget_s: float = 1.0
-) -> dict[int, float]:
-    """Rows of a run -> seconds, best of two; at least for one row, for the others while the budget lasts.
+QUESTION_ROWS_MIN = 4
+
+
+def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1.0) -> dict[int, float]:
+    """Rows of a run -> seconds, best of two; at least for one row, for more while the budget lasts and they are cheap.
 
     The cache must be empty and is empty afterwards. The first evaluation, which maps the weights in, is not counted.
     """
     start_s = clock()
     _evaluate(model, 1)
     found: dict[int, float] = {}
-    for n_rows in sizes:
-        if found and clock() - start_s > budget_s:
+    for n_rows in ROWS:
+        if found and (clock() - start_s > budget_s or max(found.values()) > DEAR * found[1]):
             break
         times = []
         for _ in range(2):

@@ -33,12 +33,12 @@ def size_from_environment(environ: Mapping[str, str] | None = None) -> int:
     return _rank_and_size(environ)[1]
 
 
-def check_size(n_ranks: int) -> None:
+def check_size(n_ranks: int, environ: Mapping[str, str] | None = None) -> None:
     """Raises UserError when MPI sees this rank alone (`n_ranks` is 1) though its launcher started several.
 
     Each of them would do the whole job: the launcher and MPI do not speak the same protocol.
     """
-    n_started = size_from_environment()
+    n_started = size_from_environment(environ)
     if n_ranks == 1 < n_started:
         raise UserError(
             f"{n_started} ranks were started, and MPI joined none of them to another; use the mpirun of the MPI that "

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from pipeinfer.choices import Choices
 from pipeinfer.cluster.calibrate import (
-    QUESTION_ROWS,
     ROWS,
     cheapest_microbatch,
     interpolate_cost,
@@ -88,7 +87,7 @@ def _refiner(profile: Profile, number: int, choices: Choices, clock: VirtualCloc
     """A larger draft on its own rank, beyond one link."""
     cost = profile.drafts[number]
     alone = SimPipeline(replace(profile, stages=(cost,), drafts=(), head_is_first=False), choices, clock)
-    n_rows = largest_question({n_rows: cost.seconds(n_rows, 0) for n_rows in QUESTION_ROWS})
+    n_rows = largest_question({n_rows: cost.seconds(n_rows, 0) for n_rows in ROWS})
     return SimRefiner(alone, choices, pool, n_rows, N_GUESS_ROWS)
 
 
