@@ -3,25 +3,35 @@
 # number of ranks and prompt; then the ablations; then the figures. Run it again after an interruption: it goes on.
 #
 #   PAIRS      model pairs, TARGET:DRAFT, separated by spaces. [the shipped pair, and a target grown from it]
-#   RANKS      numbers of MPI ranks. [3 4; under Slurm those of the allocation]
+#   RANKS      numbers of MPI ranks. [3 4; under Slurm the tasks of the allocation, or its nodes]
 #   TOKENS     tokens to generate. [128]     REPEATS  of everything. [3]      SEED [0]
 #   QUESTIONS  folder with .jsonl question sets [../shared/prompts, if there], N_QUESTIONS of each [1]
 #   CUT        tokens of a prompt at most. [128]
 #   LAYERS     of the grown target. [48]     ABLATE   what to leave out in the study [cancel,continuous,asynchronous]
 #   RESULTS    the table. [results.csv]      FIGURES  folder for the pictures [figures]
 set -euo pipefail
-cd "$(dirname "$0")"
+here=$(dirname "$0")
+# sbatch runs a copy of this file, from a folder of its own
+[ -d "$here/pipeinfer" ] || here=${SLURM_SUBMIT_DIR:-$here}
+cd "$here"
 PATH="$PWD/.venv/bin:$PATH"
 
 results=${RESULTS:-results.csv}
 questions=${QUESTIONS-../shared/prompts}
 
+open_mpi=
+if mpirun --version 2>/dev/null | grep -i "open.mpi" >/dev/null; then open_mpi=1; fi
+# what the shell was started with counts for it alone, and Slurm's default is often none
+slurm_mpi=${SLURM_MPI_TYPE:-none}
+[ "$slurm_mpi" != none ] || slurm_mpi=${open_mpi:+pmix}
+
 launch() { # RANKS COMMAND...
     local ranks=$1
     shift
     if [ -n "${SLURM_JOB_ID:-}" ] && command -v srun >/dev/null; then
-        srun --mpi="${SLURM_MPI_TYPE:-pmi2}" -n "$ranks" "$@"
-    elif mpirun --version | grep -qi "open.mpi"; then
+        # -X: the first Ctrl-C goes to the ranks; -c: srun does not take it from the allocation
+        srun -X --mpi="${slurm_mpi:-pmi2}" ${SLURM_CPUS_PER_TASK:+-c "$SLURM_CPUS_PER_TASK"} -n "$ranks" "$@"
+    elif [ -n "$open_mpi" ]; then
         mpirun --oversubscribe --bind-to none -np "$ranks" "$@"
     else
         mpirun -np "$ranks" "$@"
@@ -45,7 +55,7 @@ for file in "$questions"/*.jsonl; do
 done
 
 for pair in $PAIRS; do
-    for ranks in ${RANKS:-${SLURM_NTASKS:-3 4}}; do
+    for ranks in ${RANKS:-${SLURM_NTASKS:-${SLURM_JOB_NUM_NODES:-3 4}}}; do
         common=(pipeinfer bench -m "${pair%%:*}" -md "${pair#*:}" -n "${TOKENS:-128}" -s "${SEED:-0}" --temp 0
             --cut "${CUT:-128}" --results "$results" --resume)
         echo "== ${pair%%:*}, $ranks ranks" >&2

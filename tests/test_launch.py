@@ -1,4 +1,5 @@
-"""What launchers put into the environment, as recorded from hydra 5.0.2 and Open MPI 5.0.11 and from Slurm's manual."""
+"""What launchers put into the environment: as recorded from hydra 5.0.2, Open MPI 5.0.11 and Slurm 22.05; pmix from its
+manual."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import sys
 
 import pytest
 
-from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
+from pipeinfer.cluster.launch import check_size, rank_from_environment, size_from_environment
+from pipeinfer.errors import UserError
 
 # one write: the launcher may mix the ranks' output at any byte
 PRINT_BOTH = """
@@ -25,6 +27,10 @@ os.write(1, f"{rank_from_environment()} {size_from_environment()}\\n".encode())
         ({}, (0, 1)),
         ({"PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "9"}, (2, 3)),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}, (1, 4)),
+        (
+            {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3", "PMI_RANK": "2", "PMI_SIZE": "3"},
+            (2, 3),
+        ),
         ({"PMIX_RANK": "5", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}, (5, 8)),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4)),
         # the batch script itself: no step of many tasks, though the allocation has 8
@@ -35,6 +41,15 @@ os.write(1, f"{rank_from_environment()} {size_from_environment()}\\n".encode())
 )
 def test_rank_and_size(environ: dict[str, str], expected: tuple[int, int]) -> None:
     assert (rank_from_environment(environ), size_from_environment(environ)) == expected
+
+
+def test_ranks_that_mpi_did_not_join_are_refused() -> None:
+    alone = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3"}  # srun --mpi=none
+    with pytest.raises(UserError, match="3 ranks were started"):
+        check_size(1, alone)
+    check_size(3, alone)
+    check_size(1, {})
+    check_size(1, {"PMI_RANK": "0", "PMI_SIZE": "1"})
 
 
 def run_three(program: str) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import Host, Job, prepare
 from pipeinfer.cli.stop import StopFlag, handle_signals
 from pipeinfer.cli.worker import run_stage
+from pipeinfer.cluster.launch import check_size
 from pipeinfer.cluster.mpi import Link
 from pipeinfer.cluster.watch import Watch, start_watch
 from pipeinfer.errors import UserError
@@ -48,6 +49,7 @@ def start_job(part: Callable[[Crew], int], exact: bool, verbose: bool) -> int:
     if exact:
         require_exact_kernels()  # before anything loads libllama
     link, flag = Link(), StopFlag()
+    check_size(link.size)
     with start_watch(link.rank, link.size, link.broadcast, link.abort, lambda reason: flag.set(reason, 1)) as watch:
         handle_signals(flag, link.rank, watch.ask_stop)
         hosts = link.all_gather(Host(socket.gethostname(), len(os.sched_getaffinity(0))))

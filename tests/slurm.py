@@ -1,0 +1,167 @@
+"""A Slurm of one host for the tests: its daemons run in a folder of their own and listen on loopback only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+N_CPUS = 8
+"""Tasks that fit on the host; it need not have as many cores."""
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo")
+SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+START_TIMEOUT_S = 20.0
+
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+SlurmUser={user}
+SlurmdUser={user}
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+FirstJobId={first_job}
+KillWait=10
+NodeName={host} NodeAddr=127.0.0.1 CPUs={n_cpus}
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+
+def missing_programs() -> list[str]:
+    """What of Slurm is not installed here."""
+    return [name for name in PROGRAMS if not shutil.which(name, path=SEARCH_PATH)]
+
+
+class Slurm:
+    """The daemons, and the environment in which Slurm's commands find them. Started and stopped by `private_slurm`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self.environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SEARCH_PATH}
+        for name in [name for name in self.environ if name.startswith(("SLURM_", "SBATCH_", "SRUN_"))]:
+            if name != "SLURM_CONF":  # where the tests themselves are a job
+                del self.environ[name]
+
+    def start(self) -> None:
+        """Returns when the node takes jobs. RuntimeError, with what the daemons wrote, when it never does."""
+        folder = self.folder
+        (folder / "state").mkdir()
+        (folder / "spool").mkdir()
+        (folder / "munge.key").touch(mode=0o600)
+        (folder / "munge.key").write_bytes(secrets.token_bytes(64))
+        host, user = socket.gethostname().split(".")[0], pwd.getpwuid(os.geteuid()).pw_name
+        # MPICH names a job's shared memory after the job's id, and what a killed job left there would stop its namesake
+        first_job = 1 + secrets.randbelow(1 << 25)
+        config = CONFIG.format(
+            folder=folder, host=host, user=user, ports=_free_ports(2), n_cpus=N_CPUS, first_job=first_job
+        )
+        (folder / "slurm.conf").write_text(config)
+        files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "pid", "seed-file": "seed"}
+        places = [f"--{name}={folder / file}" for name, file in (files | {"log-file": "munged.log"}).items()]
+        # --force: the folder is closed to other users, which munged would have open
+        self._daemon("munged", "--foreground", "--force", *places)
+        self._await(lambda: (folder / "munge.socket").exists())
+        self._daemon("slurmctld", "-D")
+        self._daemon("slurmd", "-D")
+        self._await(lambda: self.output("sinfo", "--noheader", "--format=%T").strip() == "idle")
+
+    def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=self.environ | options.pop("environ", {}), **options,
+        )  # fmt: skip
+
+    def finish(self, *command: str, timeout_s: float = 60, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run to the end; a command that hangs is killed and fails the test."""
+        with self.popen(*command, **options) as process:
+            try:
+                out, errors = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+    def output(self, *command: str) -> str:
+        return self.finish(*command).stdout
+
+    def processes(self, *settings: str) -> list[int]:
+        """Daemons, commands and tasks of this Slurm that have all these `NAME=VALUE` in their environment."""
+        wanted = {f"SLURM_CONF={self.folder / 'slurm.conf'}", *settings}
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # ended, or another user's
+                if wanted <= set((place / "environ").read_bytes().decode(errors="replace").split("\0")):
+                    found.append(int(place.name))
+        return found
+
+    def stop(self) -> None:
+        """Kill whatever belongs to this Slurm. RuntimeError when something cannot be killed."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while pids := self.processes():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes {pids} of the Slurm in {self.folder} cannot be killed")
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        for daemon in self._daemons:
+            daemon.wait()
+
+    def _daemon(self, name: str, *arguments: str) -> None:
+        # dies with the tests, even if nobody is left to stop it
+        command = ["setpriv", "--pdeathsig", "KILL", name, *arguments]
+        with (self.folder / f"{name}.out").open("wb") as log:
+            self._daemons.append(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ)
+            )
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not condition():
+            if time.monotonic() > deadline:
+                written = "\n".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
+                raise RuntimeError(f"Slurm does not start:\n{written}")
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def private_slurm() -> Iterator[Slurm]:
+    """A running Slurm; at the end of the block, however it ends, nothing of it is left."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
+        slurm = Slurm(Path(folder))
+        try:
+            slurm.start()
+            yield slurm
+        finally:
+            slurm.stop()
+
+
+def _free_ports(n: int) -> Sequence[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
+        return [one.getsockname()[1] for one in sockets]
