@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from pipeinfer.drafting import ModelDrafter
 from pipeinfer.engine import Engine
-from pipeinfer.interfaces import Drafter
+from pipeinfer.interfaces import Batch, Drafter, FloatArray
 from pipeinfer.policies import Iterative, PipeInfer, Policy, Speculative
+from pipeinfer.refining import PipelineRefiner
 from pipeinfer.requests import Finish, Request
+from pipeinfer.runs import KvOp, OpKind
 from pipeinfer.sampling import SamplingParams
 from pipeinfer.sequences import SequencePool
-from tests.toy import N_VOCAB, NoisyStage, OracleDrafter, RandomPolicy, Reference, ToyPipeline, ToyStage
+from tests.toy import (
+    N_VOCAB,
+    NoisyStage,
+    OracleDrafter,
+    RandomPolicy,
+    Reference,
+    ToyDraftPipeline,
+    ToyPipeline,
+    ToyStage,
+    mix,
+    pack,
+    toy_logits,
+    unpack,
+)
 
 N_LAYERS = 4
 
@@ -102,6 +120,166 @@ def test_a_long_generation_leaks_nothing(parked: bool) -> None:
     assert request.finish is Finish.CONTEXT and request.n_generated == 2_000
     assert request.tokens[-50:] == reference.generate([5], 2_000, params)[-50:]
     assert pool.n_free == 8 and n_nodes < 100 and not any(pipeline.queues)
+
+
+@dataclass(slots=True, eq=False)
+class _Cell:
+    """A KV cell with the path below it, so that a sequence is its tip. `n_held`: tips and cells that need it."""
+
+    position: int
+    values: tuple[int, ...]
+    below: _Cell | None
+    n_held: int = 0
+
+
+class QuickStage(ToyStage):
+    """A toy stage as strict as the others in which no operation takes longer in a longer context. Asks `stop` once."""
+
+    def __init__(self, first: int, last: int, n_cells: int, parked: bool, right: float = 1.0) -> None:
+        super().__init__(first, last, last == N_LAYERS, n_cells, parked)
+        self.right = right  # share of the contexts with the target's logits, as a draft has them
+        self.tips: dict[int, _Cell | None] = {}
+        self.n_used = self.n_packed = 0
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        for op in ops:
+            tip = self.tips.get(op.src)
+            if op.kind is OpKind.COPY:
+                assert self.tips.get(op.dst) is None, f"copy into sequence {op.dst}, which is not empty"
+                self._hold(op.dst, self._up_to(tip, op.last))
+            elif op.kind is OpKind.REMOVE:
+                self._hold(op.src, self._up_to(tip, op.first))
+            else:
+                for seq in set(self.tips) - {op.src}:
+                    self._hold(seq, None)
+                self.n_parked = 0
+                self.n_packed += 1
+
+    def next_position(self, seq: int) -> int:
+        tip = self.tips.get(seq)
+        return tip.position + 1 if tip else 0
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        n_rows = len(batch.tokens)
+        assert self.n_used + self.n_parked + n_rows <= self.n_cells, "no KV slot"
+        before = {seq: self.tips.get(seq) for owners in batch.seqs for seq in owners}
+        hidden = [self._row(batch, index) for index in range(n_rows)]
+        if stop():
+            parked, self.parked = self.parked, False
+            for seq, tip in before.items():
+                self._hold(seq, tip)
+            self.parked = parked
+            return None
+        if not self.is_last:
+            return np.array([pack(h) for h in hidden], np.float32)
+        wanted = [h for h, is_wanted in zip(hidden, batch.wanted, strict=True) if is_wanted]
+        rows = [toy_logits(h) if mix(h) % 1000 < 1000 * self.right else toy_logits(h)[::-1] for h in wanted]
+        return np.array(rows, np.float32).reshape(-1, N_VOCAB)
+
+    def _row(self, batch: Batch, index: int) -> int:
+        """Evaluate one row and give its cell to all of its sequences."""
+        position, owners = int(batch.positions[index]), batch.seqs[index]
+        below = self.tips.get(owners[0])
+        assert self.next_position(owners[0]) == position, f"row at {position}, sequence {owners[0]} is another place"
+        assert all(self.tips.get(owner) is below for owner in owners), "coupled sequences differ"
+        h = int(batch.tokens[index]) if batch.hidden is None else unpack(batch.hidden[index])
+        values = []
+        for layer in range(self.first, self.last):
+            values.append(mix(h, below.values[layer - self.first] if below else 0, layer))
+            h = mix(h, values[-1])
+        cell = _Cell(position, tuple(values), below)
+        self.n_used += 1
+        if below:
+            below.n_held += 1
+        for owner in owners:
+            self._hold(owner, cell)
+        return h
+
+    def _up_to(self, tip: _Cell | None, end: int) -> _Cell | None:
+        if end == 0:
+            return None  # not cell by cell: a released sequence may be long
+        while tip and tip.position >= end:
+            tip = tip.below
+        return tip
+
+    def _hold(self, seq: int, tip: _Cell | None) -> None:
+        """The sequence ends with this cell from now on; cells that nothing needs any more are free, or parked."""
+        gone, self.tips[seq] = self.tips.get(seq), tip
+        if tip:
+            tip.n_held += 1
+        while gone:
+            gone.n_held -= 1
+            if gone.n_held:
+                return
+            self.n_used, self.n_parked = self.n_used - 1, self.n_parked + self.parked
+            gone = gone.below
+
+
+def plain_toy(token: int, n: int) -> list[int]:
+    """What the toy says greedily after one token: nothing but its layers, one token at a time."""
+    tokens, below = [token], [0] * N_LAYERS
+    for _ in range(n):
+        h = tokens[-1]
+        for layer in range(N_LAYERS):
+            below[layer] = mix(h, below[layer], layer)
+            h = mix(h, below[layer])
+        tokens.append(int(np.argmax(toy_logits(h))))
+    return tokens[1:]
+
+
+@pytest.mark.parametrize(("parked", "n_spare"), [(False, 0), (True, 6)])
+def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool, n_spare: int) -> None:
+    """Five sequences and no or few cells more than context, for the target and for the draft, a model too."""
+    n_ctx, n_seq, rng = 10_001, 5, random.Random(3)
+    n_cells = n_ctx + n_spare
+    stages = [QuickStage(first, last, n_cells, parked) for first, last in ((0, 1), (1, 3), (3, N_LAYERS))]
+    pipeline = ToyPipeline(stages, rng)
+    pool, draft_pool = SequencePool(n_seq, n_cells, parked), SequencePool(n_seq, n_cells)
+    drafter = ModelDrafter(QuickStage(0, N_LAYERS, n_cells, False, right=0.7), draft_pool, 16, N_VOCAB)
+    engine = Engine(pipeline, pool, drafter, lambda: 0.0)
+    request = Request(0, [5], 20_000, SamplingParams(temp=0.0), n_ctx)
+    metrics = engine.add(request, PipeInfer(microbatch=2, width=3))
+    n_nodes = 0
+    for index, _ in enumerate(engine.generate()):
+        n_nodes = max(n_nodes, len(request.tree.nodes))
+        if index % 100 == 0:
+            engine.audit()
+    assert request.finish is Finish.CONTEXT and request.n_generated == 10_000
+    assert request.tokens == [5, *plain_toy(5, 10_000)]
+    assert metrics.n_matched > 2_000 and metrics.n_cancelled > 1_000, "hardly any speculation"
+    assert n_nodes < 100
+    assert stages[0].n_packed > 5 or not parked, "the parked cells were never won back"
+    engine.audit()
+    for every in (pool, draft_pool):
+        every.audit({})
+        assert every.n_free == n_seq and all_cells_come_back(every)
+    assert not any(pipeline.queues)
+
+
+def all_cells_come_back(pool: SequencePool) -> bool:
+    """Whether a pool without requests has every cell free once the parked ones are won back."""
+    pool.open(99)
+    if pool.can_compact:
+        pool.compact()
+    return pool.n_free_cells == pool.n_cells
+
+
+def test_the_root_may_move_while_the_draft_catches_up() -> None:
+    """A larger draft's guesses give children to a root that the smallest has not seen, and verdicts pass it by."""
+    for seed in range(15):
+        rng = random.Random(seed)
+        pipeline = ToyPipeline([ToyStage(layer, layer + 1, layer + 1 == N_LAYERS) for layer in range(N_LAYERS)], rng)
+        companion = ToyDraftPipeline(NoisyStage(N_LAYERS, 0.9, 10_000), rng, width=3)
+        pipeline.companions.append(companion)
+        refiner = PipelineRefiner(companion, SequencePool(16, 500), n_rows=4, n_chunk=64)
+        small = QuickStage(0, N_LAYERS, 500, False, right=0.4)
+        drafter = ModelDrafter(small, SequencePool(16, 500), rng.choice([2, 16]), N_VOCAB)
+        engine = Engine(pipeline, SequencePool(16, 500), drafter, lambda: 0.0, refiners=[refiner])
+        request = Request(0, [5], 60, SamplingParams(temp=0.0), 200)
+        engine.add(request, PipeInfer(microbatch=rng.choice([1, 4]), width=4))
+        for _ in engine.generate():
+            engine.audit()
+        assert request.tokens == [5, *plain_toy(5, 60)]
 
 
 def test_concurrent_requests_do_not_mix() -> None:

@@ -1,0 +1,565 @@
+"""Generate for long under random settings; look for wrong tokens, leaks and hangs: `python benchmarks/soak.py`.
+
+First on real ranks, in one job that loads the shipped pair once: random prompts, lengths, policies, options, seeds,
+temperatures and penalties, each text compared with plain llama-cpp-python's by token ids, and after each what every
+rank holds: sequences, cells, memory, open files. Then the same engine in virtual time on eight stages, against the
+tokens that the choices dictate. Case K of seed S is always the same one: `--seed S --first K` begins with it.
+
+The exit code is 1 if anything is off.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+os.environ["GGML_CPU_TILED_MM"] = "0"  # plain llama.cpp in this process shall add up as the exact numerics do
+
+import click
+import llama_cpp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from pipeinfer.choices import SyntheticChoices, ranks_for
+from pipeinfer.cli.context import resident_bytes
+from pipeinfer.cluster.calibrate import interpolate_cost
+from pipeinfer.cluster.costs import LinkCost, Profile
+from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.cluster.profile import ProfileFile, load_profile
+from pipeinfer.cluster.simulate import SimDrafter, SimPipeline, SimRefiner, VirtualClock
+from pipeinfer.cluster.simulation import row_costs, tuned
+from pipeinfer.engine import Engine
+from pipeinfer.interfaces import FloatArray
+from pipeinfer.metrics import RequestMetrics
+from pipeinfer.models.demo import TARGET
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.policies import Policy
+from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
+from pipeinfer.requests import Finish, Request
+from pipeinfer.sampling import SamplingParams, choose
+from pipeinfer.sequences import SequencePool
+from tests.delayed import Pauses, pause_everywhere
+from tests.jobs import ROOT, environment, launcher
+
+N_CTX, N_PROMPT_MAX, N_PREDICT_MAX = 1000, 700, 300
+N_SEQ_MAX, N_BATCH_MAX = 63, 128
+HANG_S = 120.0  # so long without a word from the job, and it hangs
+GROWTH_BYTES = 3 << 20  # what a rank's memory may vary by
+AUDIT_EVERY = 20  # steps of the engine
+RANK_PART = "as-a-rank"
+
+
+@click.command(help=__doc__)
+@click.option("--minutes", default=10.0, show_default=True, help="On real ranks; 0: not at all.")
+@click.option("--ranks", default=5, show_default=True)
+@click.option("--virtual-hours", default=2.0, show_default=True, help="Of simulated time; 0: none.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--first", default=0, show_default=True, help="The case to begin with.")
+@click.option("--extra", default="", help="Further options of the job, as in '--layer-split 1,2,3,3'.")
+@click.option("--delays", is_flag=True, help="Ranks pause at random; see tests/delayed.py.")
+def main(minutes: float, ranks: int, virtual_hours: float, seed: int, first: int, extra: str, delays: bool) -> None:
+    faults: list[str] = []
+    if virtual_hours:
+        faults += soak_virtually(virtual_hours * 3600, seed, first)
+    if minutes:
+        faults += soak_ranks(ranks, minutes, seed, first, extra.split(), delays)
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    print(f"{len(faults)} faults")
+    sys.exit(bool(faults))
+
+
+# -- random settings
+
+
+def some(rng: random.Random, *values: Any) -> Any:
+    return rng.choice(values)
+
+
+def random_speculation(rng: random.Random) -> PolicyOptions:
+    return PolicyOptions(
+        n_draft=some(rng, 1, 4, 8, 20),
+        width=some(rng, 1, 2, 4, 8, 16),
+        microbatch=some(rng, 0, 0, 1, 2, 5, 32),
+        inflight=some(rng, 0, 0, 1, 3, 12),
+        accept_cutoff=some(rng, 0.02, 0.0, 0.3),
+        split_cutoff=some(rng, 0.05, 0.0, 0.3),
+        recovery=some(rng, 0.0, 0.0, 0.2),
+        decay=some(rng, 0.01, 0.05),
+        continuous=rng.random() < 0.8,
+        asynchronous=rng.random() < 0.8,
+    )
+
+
+def random_sampling(rng: random.Random) -> SamplingParams:
+    params = SamplingParams(
+        seed=rng.getrandbits(32),
+        temp=some(rng, 0.0, 0.0, 0.5, 0.8, 1.5),
+        top_k=some(rng, 0, 5, 40),
+        top_p=some(rng, 0.5, 0.95, 1.0),
+        min_p=some(rng, 0.0, 0.05),
+    )
+    if rng.random() < 0.7:
+        return params
+    repeat, frequency, presence = some(rng, 1.0, 1.1, 1.5), some(rng, 0.0, 0.2), some(rng, 0.0, 0.3)
+    return replace(
+        params,
+        repeat_last_n=some(rng, 1, 9, 64, 500),
+        repeat_penalty=repeat,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One generation on real ranks."""
+
+    prompt: list[int]
+    n_predict: int
+    n_ctx: int
+    n_cells: int
+    n_seq: int
+    n_batch: int
+    policy: str
+    speculation: PolicyOptions
+    sampling: SamplingParams
+    end_tokens: frozenset[int]
+    cancel: bool
+    couple: bool
+    stop_after: int | None  # tokens after which the user stops it
+
+    def __str__(self) -> str:
+        shown = asdict(self) | {"prompt": len(self.prompt), "end_tokens": len(self.end_tokens)}
+        return str(shown)
+
+
+def random_case(seed: int, index: int, tokenizer: Tokenizer) -> Case:
+    rng = random.Random(f"{seed}/{index}")
+    prompt = random_prompt(rng, tokenizer)
+    n_predict = some(rng, 1, 2, 17, 60, 100, 200, N_PREDICT_MAX)
+    # now and then the context ends before the text does
+    n_ctx = len(prompt) + (n_predict if rng.random() < 0.9 else rng.randint(1, n_predict))
+    return Case(
+        prompt=prompt,
+        n_predict=n_predict,
+        n_ctx=n_ctx,
+        n_cells=n_ctx + some(rng, 0, 1, 8, 40, 512, 512),
+        n_seq=some(rng, 1, 2, 3, 8, 31, 31, 31, N_SEQ_MAX),
+        n_batch=some(rng, 1, 7, 32, N_BATCH_MAX, N_BATCH_MAX),
+        policy=some(rng, *POLICIES, "pipeinfer", "pipeinfer", "pipeinfer"),
+        speculation=random_speculation(rng),
+        sampling=random_sampling(rng),
+        end_tokens=frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab))) if rng.random() < 0.3 else frozenset(),
+        cancel=rng.random() < 0.85,
+        couple=rng.random() < 0.8,
+        stop_after=rng.randint(0, n_predict) if rng.random() < 0.05 else None,
+    )
+
+
+def largest_case() -> Case:
+    return Case(
+        prompt=[7] * N_PROMPT_MAX, n_predict=N_PREDICT_MAX, n_ctx=N_CTX, n_cells=N_CTX + 512, n_seq=N_SEQ_MAX,
+        n_batch=N_BATCH_MAX, policy="pipeinfer", speculation=PolicyOptions(width=16, split_cutoff=0.0),
+        sampling=SamplingParams(), end_tokens=frozenset(), cancel=True, couple=True, stop_after=None,
+    )  # fmt: skip
+
+
+def random_prompt(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
+    """Part of a source file, any tokens, one token over and over, or a single one."""
+    kind, n = rng.random(), rng.randint(1, some(rng, 40, 40, 200, N_PROMPT_MAX))
+    if kind < 0.6:
+        text = rng.choice(sorted((ROOT / "pipeinfer").glob("*.py"))).read_text()
+        start = rng.randrange(len(text))
+        return tokenizer.encode(text[start : start + 8 * n] or "x")[:n]
+    if kind < 0.8:
+        return [rng.randrange(3, tokenizer.n_vocab) for _ in range(n)]
+    return [rng.randrange(3, tokenizer.n_vocab)] * (n if kind < 0.9 else 1)
+
+
+# -- what must hold after every generation
+
+
+class AuditedEngine(Engine):
+    """Looks through its books every few steps; the newest instance can be asked what it still holds."""
+
+    newest: AuditedEngine
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        AuditedEngine.newest, self._n_steps = self, 0
+
+    def add(self, request: Request, policy: Policy) -> RequestMetrics:
+        self.request, self.metrics = request, super().add(request, policy)
+        return self.metrics
+
+    def step(self) -> Any:
+        emission = super().step()
+        self._n_steps += 1
+        if self._n_steps % AUDIT_EVERY == 0:
+            self.audit()
+        return emission
+
+    def leaks(self) -> list[str]:
+        """What an engine holds after its last request."""
+        self.audit()
+        found = ["a request, a run or an emission"] if self.busy else []
+        drafts = [(f"draft {i}'s", getattr(one, "pool", None)) for i, one in enumerate([self.drafter, *self.refiners])]
+        for name, pool in [("target's", self.pool), *drafts]:
+            if pool is not None and pool.n_free != pool.n_seq:
+                found.append(f"{pool.n_seq - pool.n_free} of the {name} sequences")
+            elif pool is not None and not _has_all_cells(pool):
+                found.append(f"{pool.n_cells - pool.n_free_cells} of the {name} cells")
+        return found
+
+
+def _has_all_cells(pool: SequencePool) -> bool:
+    """Whether a pool without requests has all its cells once the parked ones are won back."""
+    pool.open(-1)
+    if pool.can_compact:
+        pool.compact()
+    return pool.n_free_cells == pool.n_cells
+
+
+@dataclass(slots=True)
+class Memory:
+    """One process's memory over a long time."""
+
+    samples: list[int] = field(default_factory=list)
+
+    def at(self, share: float) -> int:
+        """The least of the ten samples around that part of the time: what stays, not what comes and goes."""
+        end = max(1, round(share * len(self.samples)))
+        return min(self.samples[max(0, end - 10) : end])
+
+    @property
+    def grows(self) -> bool:
+        return self.at(1.0) > max(self.at(0.1), self.at(0.5)) + GROWTH_BYTES
+
+    def __str__(self) -> str:
+        if not self.samples:
+            return "not known"
+        return ", ".join(f"{share:.0%} {self.at(share) / 1e6:.1f} MB" for share in (0.1, 0.5, 1.0))
+
+
+# -- real ranks: rank 0's part
+
+
+class SoakHead:
+    """In the place of `pipeinfer.cli.head.Head`: one generation after another; a line of JSON tells of each."""
+
+    def __init__(self, context: Any, job: Any, tokenizer: Tokenizer) -> None:
+        self.context, self.job, self.tokenizer = context, job, tokenizer
+
+    def run(self) -> int:
+        from pipeinfer.cli.session import Session
+
+        end_s = time.monotonic() + 60 * float(os.environ["SOAK_MINUTES"])
+        session = Session(self.context, self.job, lambda rank, loaded_s: None)
+        session.open()
+        self._generate(session, largest_case())  # touches the memory that later ones need
+        for index in count(int(os.environ["SOAK_FIRST"])):
+            if time.monotonic() > end_s or self.context.flag.reason:
+                break
+            case = random_case(int(os.environ["SOAK_SEED"]), index, self.tokenizer)
+            print(json.dumps({"index": index} | self._generate(session, case)), flush=True)
+        session.close()
+        return int(self.context.flag.exit_code)
+
+    def _generate(self, session: Any, case: Case) -> dict[str, Any]:
+        def stop_in_time(tokens: Sequence[int]) -> None:
+            engine = AuditedEngine.newest
+            if case.stop_after is not None and engine.request.n_generated >= case.stop_after:
+                engine.stop(engine.request)
+
+        options = replace(self.context.options, policy=case.policy, speculation=case.speculation, couple=case.couple)
+        job = replace(
+            self.job, prompt=tuple(case.prompt), n_predict=case.n_predict, n_ctx=case.n_ctx, n_cells=case.n_cells,
+            n_seq=case.n_seq, n_batch=case.n_batch, sampling=case.sampling, end_tokens=case.end_tokens,
+        )  # fmt: skip
+        policy = make_policy(case.policy, session.tuned(case.speculation))
+        generation = session.generate(job, options, policy, stop_in_time, cancel=case.cancel)
+        request, figures = generation.request, generation.figures
+        return {
+            "tokens": request.tokens[len(case.prompt) :],
+            "finish": request.finish.value,
+            "n_cancelled": generation.metrics.n_cancelled,
+            "n_matched": generation.metrics.n_matched,
+            "leaks": AuditedEngine.newest.leaks(),
+            "ranks": {rank: [figures[rank]["rss_bytes"], figures[rank]["open_files"]] for rank in sorted(figures)},
+        }
+
+
+def run_as_rank(arguments: Sequence[str]) -> None:
+    """What every rank of the job runs: `pipeinfer run` with another part for rank 0."""
+    from pipeinfer.cli import job, main, session
+
+    if os.environ["SOAK_DELAYS"]:
+        pause_everywhere(Pauses(f"{os.environ['SOAK_SEED']}/{rank_from_environment()}", 1e-3))
+    job.Head = SoakHead  # type: ignore[assignment, misc]
+    session.Engine = AuditedEngine  # type: ignore[misc]
+    main.main(["run", *arguments])
+
+
+# -- real ranks: the one who checks
+
+
+def soak_ranks(
+    n_ranks: int, minutes: float, seed: int, first: int, extra: Sequence[str], delays: bool
+) -> list[str]:  # fmt: skip
+    """Start the job, compare what it says, and print the figures. Returns what is wrong."""
+    tokenizer, plain, tally = Tokenizer(TARGET), PlainLlama(TARGET), Tally()
+    start_s = time.monotonic()
+    settings = {"MINUTES": str(minutes), "SEED": str(seed), "FIRST": str(first), "DELAYS": "yes" if delays else ""}
+    job = _start_ranks(n_ranks, {f"SOAK_{name}": value for name, value in settings.items()}, extra)
+    try:
+        for line in _lines(job):
+            if not line.startswith("{"):
+                continue
+            record = json.loads(line)
+            case = random_case(seed, record["index"], tokenizer)
+            tally.take(record, case, plain.generate(case))
+        if job.wait(timeout=30):
+            tally.faults.append(f"the job ended with exit code {job.returncode}")
+    except (queue.Empty, subprocess.TimeoutExpired):
+        tally.faults.append(f"no word from the job for {HANG_S:.0f} s, after case {tally.last}")
+    finally:
+        job.kill()
+    tally.show(n_ranks, time.monotonic() - start_s)
+    return tally.verdict()
+
+
+def _start_ranks(n_ranks: int, settings: dict[str, str], extra: Sequence[str]) -> subprocess.Popen[str]:
+    sizes = ["-n", "1", "-c", str(N_CTX), "--sequences", str(N_SEQ_MAX), "-b", str(N_BATCH_MAX)]
+    return subprocess.Popen(
+        [*launcher(n_ranks), sys.executable, __file__, RANK_PART, "-p", "x", "-v", *sizes, *extra],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment() | settings,
+    )  # fmt: skip
+
+
+def _lines(job: subprocess.Popen[str]) -> Iterator[str]:
+    """What the job prints, line by line. Raises queue.Empty when it says nothing for too long."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        assert job.stdout
+        for line in job.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (line := lines.get(timeout=HANG_S)) is not None:
+        yield line
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a job gave so far."""
+
+    faults: list[str] = field(default_factory=list)
+    last: int = -1
+    n_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    memory: dict[str, Memory] = field(default_factory=dict)
+    files: dict[str, list[int]] = field(default_factory=dict)
+
+    def take(self, record: dict[str, Any], case: Case, expected: tuple[list[int], Finish]) -> None:
+        """One generation and what it should have been."""
+        tokens, self.last = record["tokens"], record["index"]
+        wanted, finish = expected
+        if record["finish"] == Finish.STOPPED.value and case.stop_after is not None:
+            wanted, finish = wanted[: len(tokens)], Finish.STOPPED
+            if len(tokens) < case.stop_after:
+                self.faults.append(f"case {self.last} was stopped early; {case}")
+        if tokens != wanted or record["finish"] != finish.value:
+            same = [ours == theirs for ours, theirs in zip(tokens, wanted, strict=False)]
+            at = same.index(False) if False in same else len(same)
+            self.faults.append(
+                f"case {self.last}: {len(tokens)} tokens, {record['finish']}, for {len(wanted)}, {finish.value}; "
+                f"they part at {at}; {case}"
+            )
+        self.faults += [f"case {self.last} keeps {leak}; {case}" for leak in record["leaks"]]
+        self.n_tokens += len(tokens)
+        self.counts.update([case.policy, record["finish"]])
+        self.counts.update({name: record[name] for name in ("n_cancelled", "n_matched")})
+        for rank, (rss_bytes, open_files) in record["ranks"].items():
+            self.memory.setdefault(rank, Memory()).samples.append(rss_bytes)
+            self.files.setdefault(rank, []).append(open_files)
+
+    @property
+    def n_generations(self) -> int:
+        return sum(self.counts[name] for name in POLICIES)
+
+    def verdict(self) -> list[str]:
+        """All that is wrong."""
+        faults = list(self.faults)
+        if not self.n_generations:
+            faults.append("not one generation")
+        faults += [f"rank {rank}: memory grows: {memory}" for rank, memory in self.memory.items() if memory.grows]
+        faults += [
+            f"rank {rank}: {files[0]} open files at first, {files[-1]} at last"
+            for rank, files in self.files.items()
+            if files[-1] > files[0]
+        ]
+        return faults
+
+    def show(self, n_ranks: int, seconds: float) -> None:
+        counts = ", ".join(f"{name} {n}" for name, n in sorted(self.counts.items()))
+        print(f"{n_ranks} ranks, {seconds / 60:.1f} minutes: {self.n_generations} generations, {self.n_tokens} tokens")
+        print(f"  {counts}")
+        print(f"  {sum('they part' in fault for fault in self.faults)} mismatches, "
+              f"{sum('keeps' in fault for fault in self.faults)} leaks")  # fmt: skip
+        for rank, memory in self.memory.items():
+            files = self.files[rank]
+            print(f"  rank {rank}: open files {files[0]} at first, {files[-1]} at last; memory at {memory}")
+
+
+class PlainLlama:
+    """Plain llama-cpp-python, the whole model, one token at a time; under the settings of `tests.plain_llama`."""
+
+    def __init__(self, path: Path) -> None:
+        self._silent = llama_cpp.llama_log_callback(lambda *_: None)  # kept: libllama calls it for as long as it lives
+        llama_cpp.llama_log_set(self._silent, None)
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.use_extra_bufts = False
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = N_CTX + 24, 512, 512
+        params.n_threads = params.n_threads_batch = 1
+        params.flash_attn_type, params.type_k, params.type_v = 1, 1, 30
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        self._n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def generate(self, case: Case) -> tuple[list[int], Finish]:
+        """The tokens of a case that nobody stops, and why they end."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+        tokens, params = list(case.prompt), case.sampling
+        logits = self._decode(tokens)
+        while True:
+            history = tokens[max(0, len(tokens) - params.looks_back) :] if params.looks_back else ()
+            tokens.append(choose(logits, params, len(tokens), history))
+            if finish := _finish(case, tokens):
+                return tokens[len(case.prompt) :], finish
+            logits = self._decode(tokens[-1:])
+
+    def _decode(self, tokens: Sequence[int]) -> FloatArray:
+        """Logits after these further tokens."""
+        for start in range(0, len(tokens), 512):
+            chunk = tokens[start : start + 512]
+            ids = (llama_cpp.llama_token * len(chunk))(*chunk)
+            assert llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(ids, len(chunk))) == 0
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, -1), (self._n_vocab,))
+
+
+def _finish(case: Case, tokens: Sequence[int]) -> Finish | None:
+    if tokens[-1] in case.end_tokens:
+        return Finish.END
+    if len(tokens) - len(case.prompt) >= case.n_predict:
+        return Finish.LENGTH
+    return Finish.CONTEXT if len(tokens) >= case.n_ctx else None
+
+
+# -- virtual time
+
+
+def soak_virtually(seconds: float, seed: int, first: int, profile_name: str = "pipeinfer-b") -> list[str]:
+    """So many seconds of simulated time on eight stages; prints the figures and returns what is wrong."""
+    file, memory, faults = load_profile(profile_name), Memory(), list[str]()
+    start_s, virtual_s, n_tokens, n_cancelled = time.monotonic(), 0.0, 0, 0
+    for index in count(first):
+        rng = random.Random(f"virtual {seed}/{index}")
+        engine, setting = _simulate(rng, file)
+        faults += [f"virtual case {index}: {fault}; {setting}" for fault in _check_simulated(engine)]
+        virtual_s += engine.clock()
+        n_tokens += engine.request.n_generated
+        n_cancelled += engine.metrics.n_cancelled
+        del engine
+        gc.collect()
+        memory.samples.append(resident_bytes())
+        if virtual_s >= seconds:
+            break
+    faults += [f"memory grows: {memory}"] if memory.grows else []
+    print(
+        f"{virtual_s / 3600:.2f} virtual hours on 8 stages in {time.monotonic() - start_s:.0f} s: "
+        f"{len(memory.samples)} generations, {n_tokens} tokens, {n_cancelled} runs cancelled, {len(faults)} faults"
+    )
+    print(f"  memory at {memory}")
+    return faults
+
+
+def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str]:
+    """One random generation in virtual time; the engine after it, and its settings in words."""
+    policy = some(rng, *POLICIES, "pipeinfer", "pipeinfer")
+    profile = _random_profile(rng, file, policy != "iterative")
+    n_prompt, n_predict = rng.randint(1, some(rng, 8, 128, 1000)), some(rng, 1, 30, 100, 500)
+    choices = SyntheticChoices(ranks_for(some(rng, 0.0, 0.3, 0.7, 0.95, 1.0)), rng.getrandbits(30), n_prompt)
+    clock = VirtualClock()
+    n_seq, n_ctx = some(rng, 1, 2, 5, 31, 31), n_prompt + n_predict
+    n_cells = n_ctx + some(rng, 0, 1, 9, 60, 512, 512)
+    refiners = [
+        _random_refiner(rng, profile, number, choices, clock, SequencePool(n_seq, n_cells))
+        for number in range(1, len(profile.drafts))
+    ]
+    pipeline = SimPipeline(profile, choices, clock, [refiner.alone for refiner in refiners])
+    engine = AuditedEngine(
+        pipeline, SequencePool(n_seq, n_cells, parked=rng.random() < 0.5),
+        SimDrafter(profile, choices, pipeline) if profile.drafts else None, clock,
+        n_chunk=some(rng, 16, 128), n_rows_max=some(rng, 3, 32), cancel=rng.random() < 0.85,
+        run_cost=interpolate_cost(row_costs(profile)) if rng.random() < 0.8 else None, refiners=refiners,
+    )  # fmt: skip
+    options = tuned(random_speculation(rng), profile)
+    engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), make_policy(policy, options))
+    for _ in engine.generate():
+        pass
+    pool = engine.pool
+    return engine, f"{policy}, {n_prompt}+{n_predict} tokens, {pool.n_cells} cells, {n_seq} sequences, {options}"
+
+
+def _random_profile(rng: random.Random, file: ProfileFile, has_draft: bool) -> Profile:
+    """Eight stages of one of the file's pairs, with links fast or slow, at times with larger drafts too."""
+    profile = file.lay_out(8 + has_draft, rng.choice(file.pairs), has_draft)
+    drafts = [
+        replace(draft, layers=n * draft.layers) for draft in profile.drafts for n in some(rng, (1,), (1, 3), (1, 2, 4))
+    ]
+    link = LinkCost(some(rng, 0.0, 50e-6, 5e-3), some(rng, 0.1, 1.0, 100.0) * 1e9 / 8)
+    return replace(profile, link=link, drafts=tuple(drafts))
+
+
+def _random_refiner(
+    rng: random.Random, profile: Profile, number: int, choices: SyntheticChoices, clock: VirtualClock,
+    pool: SequencePool,
+) -> SimRefiner:  # fmt: skip
+    """A larger draft on its own rank, that is right more or less often than the smaller ones."""
+    alone = replace(profile, stages=(profile.drafts[number],), drafts=(), head_is_first=False)
+    by_rank = ranks_for(some(rng, 0.1, 0.8, 1.0))
+    larger = SyntheticChoices(by_rank, rng.getrandbits(30), len(choices.prompt), beside=choices)
+    return SimRefiner(SimPipeline(alone, larger, clock), larger, pool, some(rng, 1, 2, 4), some(rng, 8, 32))
+
+
+def _check_simulated(engine: AuditedEngine) -> list[str]:
+    request, pipeline = engine.request, engine.pipeline
+    assert isinstance(pipeline, SimPipeline)
+    expected = [pipeline.choices.target(position) for position in range(request.n_ctx)]
+    found = [] if request.tokens == expected else [f"{len(request.tokens)} tokens differ"]
+    found += [] if request.finish is Finish.LENGTH else [f"finished by {request.finish}"]
+    return found + [f"it keeps {leak}" for leak in engine.leaks()]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [RANK_PART]:
+        run_as_rank(sys.argv[2:])
+    main()
