@@ -14,7 +14,8 @@ from pipeinfer.cluster.calibrate import (
     slowest_stage,
 )
 from pipeinfer.cluster.costs import Profile
-from pipeinfer.cluster.simulate import SimDrafter, SimPipeline, SimRefiner, VirtualClock
+from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
+from pipeinfer.cluster.simulated_drafts import SimDrafter, SimRefiner
 from pipeinfer.engine import Engine
 from pipeinfer.errors import UserError
 from pipeinfer.metrics import RequestMetrics

@@ -16,14 +16,14 @@ POLICIES = ("iterative", "speculative", "pipeinfer")
 class PolicyOptions:
     """What the policies can be told; see their classes for the meanings. `microbatch` 0: by the costs."""
 
-    n_draft: int = 4
-    width: int = 4
+    n_draft: int = Speculative.n_draft
+    width: int = PipeInfer.width
     microbatch: int = 0
-    inflight: int = 0
-    accept_cutoff: float = 0.02
-    split_cutoff: float = 0.05
-    recovery: float = 0.0
-    decay: float = 0.01
+    inflight: int = PipeInfer.inflight
+    accept_cutoff: float = PipeInfer.accept_cutoff
+    split_cutoff: float = PipeInfer.split_cutoff
+    recovery: float = PipeInfer.recovery
+    decay: float = PipeInfer.decay
     continuous: bool = True
     asynchronous: bool = True
 
