@@ -40,7 +40,8 @@ from pipeinfer.cluster.calibrate import interpolate_cost
 from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.cluster.profile import ProfileFile, load_profile
-from pipeinfer.cluster.simulate import SimDrafter, SimPipeline, SimRefiner, VirtualClock
+from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
+from pipeinfer.cluster.simulated_drafts import SimDrafter, SimRefiner
 from pipeinfer.cluster.simulation import row_costs, tuned
 from pipeinfer.engine import Engine
 from pipeinfer.interfaces import FloatArray
