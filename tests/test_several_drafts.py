@@ -96,3 +96,8 @@ def test_measure_times_every_draft_and_simulate_takes_it(tmp_path: Path) -> None
     assert told.returncode == 2 and "has 2 drafts; give --acceptance" in told.stderr, told.stderr
     told = finish(1, ["simulate", "--profile", str(path), "-n", "32", "--acceptance", "0.5", "--acceptance", "0.9"])
     assert told.returncode == 0, told.stderr
+
+
+def test_bench_refuses_a_team_with_an_empty_name() -> None:
+    done = finish(1, ["bench", "-m", str(TARGET), "-md", f"{DRAFT},", "-n", "4"], timeout_s=20)
+    assert done.returncode == 2 and "empty name" in done.stderr, done.stderr

@@ -118,7 +118,7 @@ def bench(
     )
     sweep = Sweep(
         base=base,
-        pairs=tuple((model, team) for model in models for team in map(_team, drafts or ("",))),
+        pairs=tuple((model, team) for model in models for team in (list(map(_team, drafts)) or [()])),
         policies=tuple(_known(name, POLICIES, "--policy", bool(drafts)) for name in chosen),
         splits=splits,
         prompts=tuple(prompt for source in sources or ("128",) for prompt in read_prompts(source, questions, turns)),
@@ -150,7 +150,9 @@ def _known(name: str, names: tuple[str, ...], flag: str, has_draft: bool = True)
 
 
 def _team(text: str) -> tuple[Path, ...]:
-    return tuple(Path(name) for name in text.split(",") if name)
+    if not all(text.split(",")):
+        raise UserError(f"-md {text!r} has an empty name; give a draft, or several as SMALL,LARGE")
+    return tuple(map(Path, text.split(",")))
 
 
 def _lengths(text: str) -> tuple[int, ...]:
