@@ -74,7 +74,8 @@ class ModelDrafter:
             self._open.add(request.id)
         if not self._catch_up(request, interrupted):
             return None
-        fitting = self._fitting(self.pool.unplaced(nodes))
+        # among them may be nodes that only a larger draft has expanded, and that are now context here
+        fitting = self.pool.fitting(self.pool.unplaced(nodes)[: self.n_batch])
         placement = self.pool.place(request.id, 0, fitting)
         logits = self._evaluate(placement, [node.token for node in fitting], interrupted)
         if logits is None:
@@ -101,16 +102,6 @@ class ModelDrafter:
             if self._evaluate(placement, tokens, interrupted) is None:
                 return False
         return request.tree.root is root  # nodes below a root that has moved meanwhile are not where they were
-
-    def _fitting(self, nodes: Sequence[Node]) -> list[Node]:
-        """As many of the nodes as sequences, cells and the batch allow; the others stay without guesses.
-
-        Among them may be nodes that only a larger draft has expanded, and that are now context here.
-        """
-        fitting = list(nodes[: min(self.n_batch, self.pool.n_free_cells)])
-        while fitting and self.pool.cost(fitting) > self.pool.n_free:
-            fitting.pop()
-        return fitting
 
     def _evaluate(
         self, placement: Placement, tokens: Sequence[int], interrupted: Callable[[], bool]

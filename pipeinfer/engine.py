@@ -254,11 +254,9 @@ class Engine:
     def _fitting(self, nodes: list[Node]) -> list[Node]:
         """As many of the nodes as cells, sequences and the batch allow: under pressure the tree gets narrower."""
         nodes = nodes[: self.n_rows_max]
-        if nodes and not self._has_cells(len(nodes)):
-            nodes = nodes[: max(0, self.pool.n_free_cells)]
-        while nodes and self.pool.cost(nodes) > self.pool.n_free:
-            nodes.pop()
-        return nodes
+        if nodes:
+            self._has_cells(len(nodes))
+        return self.pool.fitting(nodes)
 
     def _has_cells(self, n_rows: int) -> bool:
         """Whether `n_rows` cells are free, after compaction if it is possible and needed."""

@@ -66,7 +66,7 @@ class PipelineRefiner:
         start, root = self.pool.placed_end(request.id), request.tree.root
         n_context = 0 if self.pool.is_placed(root) else min(root.position - start, self.n_chunk)
         n_context = min(n_context, self.pool.n_free_cells)
-        chosen = [] if n_context else self._fitting(self.pool.unplaced(nodes)[: self.n_rows])
+        chosen = [] if n_context else self.pool.fitting(self.pool.unplaced(nodes)[: self.n_rows])
         if not n_context and not chosen:
             # all of them are being answered, or there is no room for any: the answer is that nothing is known
             self._refused = [(request, node) for node in nodes if not self.pool.is_placed(node)]
@@ -82,13 +82,6 @@ class PipelineRefiner:
         self._questions[run_id] = _Question(request, chosen, n_context)
         self.pipeline.submit(Run(run_id, rows, placement.ops, opens))
         return True
-
-    def _fitting(self, nodes: list[Node]) -> list[Node]:
-        """As many of the nodes as cells and sequences allow."""
-        fitting = nodes[: self.pool.n_free_cells]
-        while fitting and self.pool.cost(fitting) > self.pool.n_free:
-            fitting.pop()
-        return fitting
 
     # -- answers
 

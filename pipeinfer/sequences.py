@@ -91,16 +91,24 @@ class SequencePool:
             found |= dict.fromkeys(reversed(path))
         return list(found)
 
-    def cost(self, nodes: Sequence[Node]) -> int:
-        """How many new sequences placing `nodes` would lease."""
+    def fitting(self, nodes: Sequence[Node]) -> list[Node]:
+        """Those of the nodes that can be placed now, in their order. Left out is what no sequence or cell is free for,
+        and what is below that: a tree gets narrower before it gets shorter."""
+        chosen: dict[Node, None] = {}
         has_heir: set[Node] = set()
         n_new = 0
-        for node in nodes:
+        for node in nodes[: max(0, self.n_free_cells)]:
             parent = node.parent
             if parent is not None:
-                n_new += parent in has_heir or (parent in self._seq_of and not self._is_tip(parent))
+                if parent not in chosen and parent not in self._seq_of:
+                    continue
+                branches = parent in has_heir or (parent in self._seq_of and not self._is_tip(parent))
+                if branches and n_new == self.n_free:
+                    continue
+                n_new += branches
                 has_heir.add(parent)
-        return n_new
+            chosen[node] = None
+        return list(chosen)
 
     @property
     def can_compact(self) -> bool:
@@ -133,8 +141,8 @@ class SequencePool:
     def place(self, request_id: int, n_context: int, nodes: Sequence[Node]) -> Placement:
         """Give cells to the next `n_context` certain tokens, then to `nodes`, whose parents are placed or among them.
 
-        Context comes before the root, and no deeper node may come with it. Needs `cost(nodes)` free sequences and as
-        many free cells as rows.
+        Context comes before the root, and no deeper node may come with it. All of `nodes` must be
+        `fitting`, and as many cells be free as there are rows.
         """
         base = self._bases[request_id]
         n_rows = n_context + len(nodes)

@@ -151,3 +151,16 @@ def test_guesses_survive_the_wire() -> None:
     rows = [[Guess(3, 0.5), Guess(70000, 0.25)], [], [Guess(0, 1.0)]]
     words = [word for row in rows for word in encode_guesses(row, 2)]
     assert len(words) == 12 and decode_guesses(words, 3) == rows
+
+
+def test_without_sequences_a_tree_gets_narrower_before_it_gets_shorter() -> None:
+    """One sequence: the second child and what is below it are left out, the chain of the first one is not."""
+    tree, pool = TokenTree(7, 0), SequencePool(1, 10)
+    pool.open(0)
+    first, second = tree.grow(tree.root, [Guess(1, 0.6), Guess(2, 0.3)], [-0.5, -1.2])
+    (below_second,) = tree.grow(second, [Guess(4, 0.5)], [-0.1])
+    (below_first,) = tree.grow(first, [Guess(3, 0.5)], [-0.9])
+    nodes = [tree.root, first, second, below_second, below_first]
+    assert pool.fitting(nodes) == [tree.root, first, below_first]
+    assert SequencePool(2, 10).fitting(nodes) == nodes
+    assert SequencePool(4, 2).fitting(nodes) == nodes[:2], "and never more than there are cells"

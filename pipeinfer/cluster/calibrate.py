@@ -9,7 +9,7 @@ import numpy as np
 from pipeinfer.interfaces import Batch, StageModel
 from pipeinfer.runs import KvOp, OpKind
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 CHEAP = 1.25
 """A run may cost this many times a single row: beyond it, two smaller runs use a pipeline better."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from pipeinfer.interfaces import Guess
 from pipeinfer.policies.base import View
 from pipeinfer.tree import Node, Settled
 
+SCORE = attrgetter("score")
 HIT_MEMORY = 16
 """Verdicts over which the share of right guesses is averaged."""
 
@@ -76,10 +78,27 @@ class PipeInfer:
         # the root's run and one of guesses
         return (self.inflight or view.n_stages + 1) if self.continuous else 2
 
+    def _unsent(self, view: View) -> list[Node]:
+        """Guesses in reach, likeliest first; a child never comes before its parent."""
+        root, end = view.tree.root, view.tree.root.position + view.depth_left
+        guesses = [node for node in view.tree.unsent() if node.position < end and node is not root]
+        return sorted(guesses, key=SCORE, reverse=True)
+
     def _ready(self, view: View) -> list[Node]:
-        """Unsent guesses, likeliest first; a child never comes before its parent."""
-        guesses = [node for node in view.tree.unsent() if node.parent is not None and view.in_reach(node)]
-        return sorted(guesses, key=lambda node: -node.score)
+        """Those of the unsent guesses for which there are sequences, in their order."""
+        ready: dict[Node, None] = {}
+        n_branches = 0
+        for node in self._unsent(view):
+            parent = node.parent
+            assert parent is not None
+            if parent.run_id is None and parent is not view.tree.root and parent not in ready:
+                continue
+            branches = any(child.run_id is not None or child in ready for child in parent.children)
+            if branches and n_branches == view.n_free_seqs:
+                continue
+            n_branches += branches
+            ready[node] = None
+        return list(ready)
 
     # -- drafting
 
@@ -87,13 +106,13 @@ class PipeInfer:
         """The likeliest open nodes, if their children could belong into the next run."""
         if self._resting or (view.n_inflight and not self.asynchronous):
             return []
-        ready = self._ready(view)
+        ready = self._unsent(view)
         worst = ready[self.microbatch - 1].score if len(ready) >= self.microbatch else float("-inf")
         # children score no higher than their parent
         open_nodes = [
             node for node in view.tree.nodes if not node.expanded and node.score > worst and view.may_branch(node)
         ]
-        return sorted(open_nodes, key=lambda node: -node.score)[: self.microbatch]
+        return sorted(open_nodes, key=SCORE, reverse=True)[: self.microbatch]
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         cutoff = max(0.0, self.accept_cutoff + self._shift)
