@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeinfer.runs import KvOp, OpKind
-from pipeinfer.tree import Node, State
+from pipeinfer.tree import Node, State, with_ancestors
 
 
 @dataclass(slots=True)
@@ -81,15 +81,7 @@ class SequencePool:
 
     def unplaced(self, nodes: Sequence[Node]) -> list[Node]:
         """The nodes and all above them that have no cells yet, parents first, the order of `nodes` kept."""
-        found: dict[Node, None] = {}
-        for node in nodes:
-            path: list[Node] = []
-            step: Node | None = node
-            while step is not None and step not in found and step not in self._seq_of:
-                path.append(step)
-                step = step.parent
-            found |= dict.fromkeys(reversed(path))
-        return list(found)
+        return with_ancestors(nodes, self._seq_of)
 
     def fitting(self, nodes: Sequence[Node]) -> list[Node]:
         """Those of the nodes that can be placed now, in their order. Left out is what no sequence or cell is free for,
@@ -141,8 +133,8 @@ class SequencePool:
     def place(self, request_id: int, n_context: int, nodes: Sequence[Node]) -> Placement:
         """Give cells to the next `n_context` certain tokens, then to `nodes`, whose parents are placed or among them.
 
-        Context comes before the root, and no deeper node may come with it. All of `nodes` must be
-        `fitting`, and as many cells be free as there are rows.
+        Context comes before the root, and no deeper node may come with it. All of `nodes` must be `fitting`, and as
+        many cells be free as there are rows.
         """
         base = self._bases[request_id]
         n_rows = n_context + len(nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -155,3 +155,16 @@ class TokenTree:
                 "sent before its parent"
             )
             seen.add(id(node))
+
+
+def with_ancestors(nodes: Sequence[Node], placed: Container[Node]) -> list[Node]:
+    """The nodes and all above them that are not in `placed`, parents first, the order of `nodes` kept."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        path: list[Node] = []
+        step: Node | None = node
+        while step is not None and step not in found and step not in placed:
+            path.append(step)
+            step = step.parent
+        found |= dict.fromkeys(reversed(path))
+    return list(found)

@@ -87,7 +87,7 @@ def make_drafter(job: Job, model: LoadedModel, couple: bool) -> ModelDrafter:
 
 def make_draft_worker(context: Context, job: Job, number: int, model: LoadedModel) -> DraftWorker:
     """What drives a loaded larger draft through one pipeline's questions."""
-    options, layers = context.options, read_model_info(job.drafts[number].path).n_layer
+    options, layers = context.options, job.drafts[number].n_layer
     return DraftWorker(model, CLOCK, options.speculation.width, options.couple, context.tracer, layers)
 
 

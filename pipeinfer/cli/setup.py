@@ -36,6 +36,7 @@ class DraftFile:
     path: Path
     fingerprint: str
     n_bytes: int
+    n_layer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def make_job(
     return Job(
         plan=plan,
         fingerprint=info.fingerprint,
-        drafts=tuple(DraftFile(draft.path, draft.fingerprint, draft.n_bytes) for draft in drafts),
+        drafts=tuple(DraftFile(draft.path, draft.fingerprint, draft.n_bytes, draft.n_layer) for draft in drafts),
         n_embd=info.n_embd,
         n_vocab=info.n_vocab,
         prompt=tuple(prompt),

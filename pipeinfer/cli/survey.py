@@ -141,14 +141,13 @@ def _time_alone(
 ) -> dict[str, ModelTimes]:
     from pipeinfer.cli.context import CLOCK
     from pipeinfer.cli.setup import N_GUESS_ROWS
-    from pipeinfer.models.model_info import read_model_info
 
     found: dict[str, ModelTimes] = {}
     if stage:
         part = job.plan.stages[job.plan.stage_of(context.rank) or 0]
         found["stage"] = time_model(stage, part.last - part.first, job.n_rows_max, job.n_cells, CLOCK, SLOT_S / 2)
     for number, draft in drafts.items():
-        n_layer = read_model_info(job.drafts[number].path).n_layer
+        n_layer = job.drafts[number].n_layer
         found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, job.n_cells, CLOCK, SLOT_S / 2)
     return found
 

@@ -13,7 +13,7 @@ from pipeinfer.refining import PipelineRefiner
 from pipeinfer.requests import Request
 from pipeinfer.runs import Verdict
 from pipeinfer.sequences import SequencePool
-from pipeinfer.tree import Node, State
+from pipeinfer.tree import Node, State, with_ancestors
 
 
 class SimDrafter:
@@ -32,24 +32,12 @@ class SimDrafter:
     ) -> list[list[Guess]] | None:
         if not self._catch_up(request, interrupted):
             return None
-        fitting = self._unplaced(nodes)[: self.n_batch]
+        fitting = with_ancestors(nodes, self._placed)[: self.n_batch]
         if not self._compute(len(fitting), fitting[0].position, interrupted):
             return None
         self._placed.update(fitting)
         self.clock.advance(self.settle_s)
         return [guesses_after(node, self.choices, width) if node in self._placed else [] for node in nodes]
-
-    def _unplaced(self, nodes: Sequence[Node]) -> list[Node]:
-        """The nodes and what only larger drafts have expanded above them, parents first."""
-        found: dict[Node, None] = {}
-        for node in nodes:
-            path: list[Node] = []
-            step: Node | None = node
-            while step is not None and step not in found and step not in self._placed:
-                path.append(step)
-                step = step.parent
-            found |= dict.fromkeys(reversed(path))
-        return list(found)
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the certain tokens below the root that the draft has not seen; False when interrupted."""
