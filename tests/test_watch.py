@@ -42,6 +42,8 @@ with start_watch(rank, size, broadcast, os._exit, on_stop) as watch:
     assert watch.connected
     watch.describe(f"stage {rank}, layers {8 * rank}-{8 * rank + 7}")
     (place / f"ready{rank}").touch()
+    while not all((place / f"ready{other}").exists() for other in range(size)):
+        time.sleep(0.01)  # a rank that joins later would add lines of its own
     if what == "fault" and rank == 1:
         watch.fault("the slice does\\nnot fit")
     if what == "raise" and rank == 1:
@@ -127,15 +129,20 @@ def test_a_stopped_head_is_ended_by_the_sentinel(start: Callable[[str], Job]) ->
 
 def test_a_fault_is_reported_once_on_one_line(start: Callable[[str], Job]) -> None:
     line = f"pipeinfer: rank 1 (host {HOST}, stage 1, layers 8-15): the slice does not fit"
-    assert start("fault").errors(within_s=6) == [line]
+    job = start("fault")
+    job.wait_ready()
+    assert job.errors(within_s=6) == [line]
 
 
 def test_an_exception_that_leaves_the_block_is_a_fault(start: Callable[[str], Job]) -> None:
-    assert start("raise").errors(within_s=6)[0].endswith("layers 8-15): RuntimeError: no such tensor")
+    job = start("raise")
+    job.wait_ready()
+    assert job.errors(within_s=6)[0].endswith("layers 8-15): RuntimeError: no such tensor")
 
 
 def test_a_request_to_stop_reaches_rank_0_and_goodbyes_are_no_deaths(start: Callable[[str], Job]) -> None:
     job = start("stop")
+    job.wait_ready()
     assert job.errors(within_s=10) == ["asked to stop: SIGTERM"]
     assert [rank.returncode for rank in job.ranks] == [0, 0, 0]
 
@@ -172,6 +179,15 @@ def test_strangers_are_turned_away() -> None:
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(100) == b""
         assert watch._sentinel.poll() is None
+
+
+def test_a_rank_that_comes_after_the_sentinel_ended_does_not_wait_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    started = time.monotonic()
+    watch = start_watch(1, 2, lambda _: Meeting("elsewhere", ("127.0.0.1",), port, "token"), os._exit, print)
+    assert not watch.connected
+    assert time.monotonic() - started < 5
 
 
 # Under mpirun ---------------------------------------------------------------------------------------------------------

@@ -207,9 +207,10 @@ def _connect(meeting: Meeting, rank: int) -> socket.socket | None:
     addresses = (("127.0.0.1",) if host == meeting.host else ()) + meeting.addresses
     hello = _encode({"token": meeting.token, "rank": rank, "host": host})
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    while time.monotonic() < deadline:
+    refused: set[str] = set()  # for good: the sentinel has listened since before the meeting was broadcast
+    while time.monotonic() < deadline and not refused.issuperset(addresses):
         for address in addresses:
-            with contextlib.suppress(OSError):
+            try:
                 link = socket.create_connection((address, meeting.port), timeout=HELLO_TIMEOUT_S)
                 _keep_alive(link)
                 link.sendall(hello)
@@ -217,6 +218,10 @@ def _connect(meeting: Meeting, rank: int) -> socket.socket | None:
                     link.settimeout(None)
                     return link
                 link.close()
+            except ConnectionRefusedError:
+                refused.add(address)
+            except OSError:
+                pass
         time.sleep(0.2)
     return None
 
