@@ -1,16 +1,14 @@
-"""Generate for long under random settings; look for wrong tokens, leaks and hangs: `python benchmarks/soak.py`.
+"""Generate for long on real ranks; look for wrong tokens, leaks and hangs: `python benchmarks/soak.py`.
 
-First on real ranks, in one job that loads the shipped pair once: random prompts, lengths, policies, options, seeds,
-temperatures and penalties, each text compared with plain llama-cpp-python's by token ids, and after each what every
-rank holds: sequences, cells, memory, open files. Then the same engine in virtual time on eight stages, against the
-tokens that the choices dictate. Case K of seed S is always the same one: `--seed S --first K` begins with it.
+One job loads the shipped pair once: random prompts, lengths, policies, options, seeds, temperatures and penalties, each
+text compared with plain llama-cpp-python's by token ids, and after each what every rank holds: sequences, cells,
+memory, open files. Case K of seed S is always the same one: `--seed S --first K` begins with it.
 
 The exit code is 1 if anything is off.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import queue
@@ -34,96 +32,40 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pipeinfer.choices import SyntheticChoices, ranks_for
-from pipeinfer.cli.context import resident_bytes
-from pipeinfer.cluster.calibrate import interpolate_cost
-from pipeinfer.cluster.costs import LinkCost, Profile
+from soaking import AuditedEngine, Memory, random_sampling, random_speculation, some
+
 from pipeinfer.cluster.launch import rank_from_environment
-from pipeinfer.cluster.profile import ProfileFile, load_profile
-from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
-from pipeinfer.cluster.simulated_drafts import SimDrafter, SimRefiner
-from pipeinfer.cluster.simulation import row_costs, tuned
-from pipeinfer.engine import Engine
 from pipeinfer.interfaces import FloatArray
-from pipeinfer.metrics import RequestMetrics
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.tokenizer import Tokenizer
-from pipeinfer.policies import Policy
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
-from pipeinfer.requests import Finish, Request
+from pipeinfer.requests import Finish
 from pipeinfer.sampling import SamplingParams, choose
-from pipeinfer.sequences import SequencePool
 from tests.delayed import Pauses, pause_everywhere
 from tests.jobs import ROOT, environment, launcher
 
 N_CTX, N_PROMPT_MAX, N_PREDICT_MAX = 1000, 700, 300
 N_SEQ_MAX, N_BATCH_MAX = 63, 128
 HANG_S = 120.0  # so long without a word from the job, and it hangs
-GROWTH_BYTES = 3 << 20  # what a rank's memory may vary by
-AUDIT_EVERY = 20  # steps of the engine
 RANK_PART = "as-a-rank"
 
 
 @click.command(help=__doc__)
-@click.option("--minutes", default=10.0, show_default=True, help="On real ranks; 0: not at all.")
+@click.option("--minutes", default=10.0, show_default=True)
 @click.option("--ranks", default=5, show_default=True)
-@click.option("--virtual-hours", default=2.0, show_default=True, help="Of simulated time; 0: none.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--first", default=0, show_default=True, help="The case to begin with.")
 @click.option("--extra", default="", help="Further options of the job, as in '--layer-split 1,2,3,3'.")
 @click.option("--delays", is_flag=True, help="Ranks pause at random; see tests/delayed.py.")
-def main(minutes: float, ranks: int, virtual_hours: float, seed: int, first: int, extra: str, delays: bool) -> None:
-    faults: list[str] = []
-    if virtual_hours:
-        faults += soak_virtually(virtual_hours * 3600, seed, first)
-    if minutes:
-        faults += soak_ranks(ranks, minutes, seed, first, extra.split(), delays)
+def main(minutes: float, ranks: int, seed: int, first: int, extra: str, delays: bool) -> None:
+    faults = soak(ranks, minutes, seed, first, extra.split(), delays)
     for fault in faults:
         print(f"FAULT: {fault}")
     print(f"{len(faults)} faults")
     sys.exit(bool(faults))
 
 
-# -- random settings
-
-
-def some(rng: random.Random, *values: Any) -> Any:
-    return rng.choice(values)
-
-
-def random_speculation(rng: random.Random) -> PolicyOptions:
-    return PolicyOptions(
-        n_draft=some(rng, 1, 4, 8, 20),
-        width=some(rng, 1, 2, 4, 8, 16),
-        microbatch=some(rng, 0, 0, 1, 2, 5, 32),
-        inflight=some(rng, 0, 0, 1, 3, 12),
-        accept_cutoff=some(rng, 0.02, 0.0, 0.3),
-        split_cutoff=some(rng, 0.05, 0.0, 0.3),
-        recovery=some(rng, 0.0, 0.0, 0.2),
-        decay=some(rng, 0.01, 0.05),
-        continuous=rng.random() < 0.8,
-        asynchronous=rng.random() < 0.8,
-    )
-
-
-def random_sampling(rng: random.Random) -> SamplingParams:
-    params = SamplingParams(
-        seed=rng.getrandbits(32),
-        temp=some(rng, 0.0, 0.0, 0.5, 0.8, 1.5),
-        top_k=some(rng, 0, 5, 40),
-        top_p=some(rng, 0.5, 0.95, 1.0),
-        min_p=some(rng, 0.0, 0.05),
-    )
-    if rng.random() < 0.7:
-        return params
-    repeat, frequency, presence = some(rng, 1.0, 1.1, 1.5), some(rng, 0.0, 0.2), some(rng, 0.0, 0.3)
-    return replace(
-        params,
-        repeat_last_n=some(rng, 1, 9, 64, 500),
-        repeat_penalty=repeat,
-        frequency_penalty=frequency,
-        presence_penalty=presence,
-    )
+# -- cases
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,72 +134,7 @@ def random_prompt(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
     return [rng.randrange(3, tokenizer.n_vocab)] * (n if kind < 0.9 else 1)
 
 
-# -- what must hold after every generation
-
-
-class AuditedEngine(Engine):
-    """Looks through its books every few steps; the newest instance can be asked what it still holds."""
-
-    newest: AuditedEngine
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        AuditedEngine.newest, self._n_steps = self, 0
-
-    def add(self, request: Request, policy: Policy) -> RequestMetrics:
-        self.request, self.metrics = request, super().add(request, policy)
-        return self.metrics
-
-    def step(self) -> Any:
-        emission = super().step()
-        self._n_steps += 1
-        if self._n_steps % AUDIT_EVERY == 0:
-            self.audit()
-        return emission
-
-    def leaks(self) -> list[str]:
-        """What an engine holds after its last request."""
-        self.audit()
-        found = ["a request, a run or an emission"] if self.busy else []
-        drafts = [(f"draft {i}'s", getattr(one, "pool", None)) for i, one in enumerate([self.drafter, *self.refiners])]
-        for name, pool in [("target's", self.pool), *drafts]:
-            if pool is not None and pool.n_free != pool.n_seq:
-                found.append(f"{pool.n_seq - pool.n_free} of the {name} sequences")
-            elif pool is not None and not _has_all_cells(pool):
-                found.append(f"{pool.n_cells - pool.n_free_cells} of the {name} cells")
-        return found
-
-
-def _has_all_cells(pool: SequencePool) -> bool:
-    """Whether a pool without requests has all its cells once the parked ones are won back."""
-    pool.open(-1)
-    if pool.can_compact:
-        pool.compact()
-    return pool.n_free_cells == pool.n_cells
-
-
-@dataclass(slots=True)
-class Memory:
-    """One process's memory over a long time."""
-
-    samples: list[int] = field(default_factory=list)
-
-    def at(self, share: float) -> int:
-        """The least of the ten samples around that part of the time: what stays, not what comes and goes."""
-        end = max(1, round(share * len(self.samples)))
-        return min(self.samples[max(0, end - 10) : end])
-
-    @property
-    def grows(self) -> bool:
-        return self.at(1.0) > max(self.at(0.1), self.at(0.5)) + GROWTH_BYTES
-
-    def __str__(self) -> str:
-        if not self.samples:
-            return "not known"
-        return ", ".join(f"{share:.0%} {self.at(share) / 1e6:.1f} MB" for share in (0.1, 0.5, 1.0))
-
-
-# -- real ranks: rank 0's part
+# -- rank 0's part
 
 
 class SoakHead:
@@ -316,12 +193,10 @@ def run_as_rank(arguments: Sequence[str]) -> None:
     main.main(["run", *arguments])
 
 
-# -- real ranks: the one who checks
+# -- the one who checks
 
 
-def soak_ranks(
-    n_ranks: int, minutes: float, seed: int, first: int, extra: Sequence[str], delays: bool
-) -> list[str]:  # fmt: skip
+def soak(n_ranks: int, minutes: float, seed: int, first: int, extra: Sequence[str], delays: bool) -> list[str]:
     """Start the job, compare what it says, and print the figures. Returns what is wrong."""
     tokenizer, plain, tally = Tokenizer(TARGET), PlainLlama(TARGET), Tally()
     start_s = time.monotonic()
@@ -472,92 +347,6 @@ def _finish(case: Case, tokens: Sequence[int]) -> Finish | None:
     if len(tokens) - len(case.prompt) >= case.n_predict:
         return Finish.LENGTH
     return Finish.CONTEXT if len(tokens) >= case.n_ctx else None
-
-
-# -- virtual time
-
-
-def soak_virtually(seconds: float, seed: int, first: int, profile_name: str = "pipeinfer-b") -> list[str]:
-    """So many seconds of simulated time on eight stages; prints the figures and returns what is wrong."""
-    file, memory, faults = load_profile(profile_name), Memory(), list[str]()
-    start_s, virtual_s, n_tokens, n_cancelled = time.monotonic(), 0.0, 0, 0
-    for index in count(first):
-        rng = random.Random(f"virtual {seed}/{index}")
-        engine, setting = _simulate(rng, file)
-        faults += [f"virtual case {index}: {fault}; {setting}" for fault in _check_simulated(engine)]
-        virtual_s += engine.clock()
-        n_tokens += engine.request.n_generated
-        n_cancelled += engine.metrics.n_cancelled
-        del engine
-        gc.collect()
-        memory.samples.append(resident_bytes())
-        if virtual_s >= seconds:
-            break
-    faults += [f"memory grows: {memory}"] if memory.grows else []
-    print(
-        f"{virtual_s / 3600:.2f} virtual hours on 8 stages in {time.monotonic() - start_s:.0f} s: "
-        f"{len(memory.samples)} generations, {n_tokens} tokens, {n_cancelled} runs cancelled, {len(faults)} faults"
-    )
-    print(f"  memory at {memory}")
-    return faults
-
-
-def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str]:
-    """One random generation in virtual time; the engine after it, and its settings in words."""
-    policy = some(rng, *POLICIES, "pipeinfer", "pipeinfer")
-    profile = _random_profile(rng, file, policy != "iterative")
-    n_prompt, n_predict = rng.randint(1, some(rng, 8, 128, 1000)), some(rng, 1, 30, 100, 500)
-    choices = SyntheticChoices(ranks_for(some(rng, 0.0, 0.3, 0.7, 0.95, 1.0)), rng.getrandbits(30), n_prompt)
-    clock = VirtualClock()
-    n_seq, n_ctx = some(rng, 1, 2, 5, 31, 31), n_prompt + n_predict
-    n_cells = n_ctx + some(rng, 0, 1, 9, 60, 512, 512)
-    refiners = [
-        _random_refiner(rng, profile, number, choices, clock, SequencePool(n_seq, n_cells))
-        for number in range(1, len(profile.drafts))
-    ]
-    pipeline = SimPipeline(profile, choices, clock, [refiner.alone for refiner in refiners])
-    engine = AuditedEngine(
-        pipeline, SequencePool(n_seq, n_cells, parked=rng.random() < 0.5),
-        SimDrafter(profile, choices, pipeline) if profile.drafts else None, clock,
-        n_chunk=some(rng, 16, 128), n_rows_max=some(rng, 3, 32), cancel=rng.random() < 0.85,
-        run_cost=interpolate_cost(row_costs(profile)) if rng.random() < 0.8 else None, refiners=refiners,
-    )  # fmt: skip
-    options = tuned(random_speculation(rng), profile)
-    engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), make_policy(policy, options))
-    for _ in engine.generate():
-        pass
-    pool = engine.pool
-    return engine, f"{policy}, {n_prompt}+{n_predict} tokens, {pool.n_cells} cells, {n_seq} sequences, {options}"
-
-
-def _random_profile(rng: random.Random, file: ProfileFile, has_draft: bool) -> Profile:
-    """Eight stages of one of the file's pairs, with links fast or slow, at times with larger drafts too."""
-    profile = file.lay_out(8 + has_draft, rng.choice(file.pairs), has_draft)
-    drafts = [
-        replace(draft, layers=n * draft.layers) for draft in profile.drafts for n in some(rng, (1,), (1, 3), (1, 2, 4))
-    ]
-    link = LinkCost(some(rng, 0.0, 50e-6, 5e-3), some(rng, 0.1, 1.0, 100.0) * 1e9 / 8)
-    return replace(profile, link=link, drafts=tuple(drafts))
-
-
-def _random_refiner(
-    rng: random.Random, profile: Profile, number: int, choices: SyntheticChoices, clock: VirtualClock,
-    pool: SequencePool,
-) -> SimRefiner:  # fmt: skip
-    """A larger draft on its own rank, that is right more or less often than the smaller ones."""
-    alone = replace(profile, stages=(profile.drafts[number],), drafts=(), head_is_first=False)
-    by_rank = ranks_for(some(rng, 0.1, 0.8, 1.0))
-    larger = SyntheticChoices(by_rank, rng.getrandbits(30), len(choices.prompt), beside=choices)
-    return SimRefiner(SimPipeline(alone, larger, clock), larger, pool, some(rng, 1, 2, 4), some(rng, 8, 32))
-
-
-def _check_simulated(engine: AuditedEngine) -> list[str]:
-    request, pipeline = engine.request, engine.pipeline
-    assert isinstance(pipeline, SimPipeline)
-    expected = [pipeline.choices.target(position) for position in range(request.n_ctx)]
-    found = [] if request.tokens == expected else [f"{len(request.tokens)} tokens differ"]
-    found += [] if request.finish is Finish.LENGTH else [f"finished by {request.finish}"]
-    return found + [f"it keeps {leak}" for leak in engine.leaks()]
 
 
 if __name__ == "__main__":

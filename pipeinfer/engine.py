@@ -357,7 +357,7 @@ class Engine:
             n_inflight=self._n_live_flights(job.request),
             n_stages=self.pipeline.n_stages,
             depth_left=job.request.depth_left,
-            n_free_seqs=self.pool.n_free,
+            fitting=self.pool.fitting,
             n_drafts=bool(self.drafter) + len(self.refiners),
         )
 

@@ -89,7 +89,10 @@ class SequencePool:
         chosen: dict[Node, None] = {}
         has_heir: set[Node] = set()
         n_new = 0
-        for node in nodes[: max(0, self.n_free_cells)]:
+        n_cells = self.n_free_cells
+        for node in nodes:
+            if len(chosen) >= n_cells:
+                break
             parent = node.parent
             if parent is not None:
                 if parent not in chosen and parent not in self._seq_of:

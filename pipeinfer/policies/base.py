@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ class View:
     n_inflight: int  # runs without a verdict, cancelled ones left out
     n_stages: int
     depth_left: int  # tokens that can still come; deeper guesses are of no use
-    n_free_seqs: int
+    fitting: Callable[[Sequence[Node]], list[Node]]  # which of unsent nodes there is room for, in their order
     n_drafts: int = 1
 
     def in_reach(self, node: Node) -> bool:

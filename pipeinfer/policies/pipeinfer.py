@@ -72,7 +72,7 @@ class PipeInfer:
             return [] if waits_for_draft else [root]
         if view.n_inflight >= self._n_inflight_max(view):
             return []
-        return self._ready(view)[: self.microbatch]
+        return view.fitting(self._unsent(view))[: self.microbatch]
 
     def _n_inflight_max(self, view: View) -> int:
         # the root's run and one of guesses
@@ -83,22 +83,6 @@ class PipeInfer:
         root, end = view.tree.root, view.tree.root.position + view.depth_left
         guesses = [node for node in view.tree.unsent() if node.position < end and node is not root]
         return sorted(guesses, key=SCORE, reverse=True)
-
-    def _ready(self, view: View) -> list[Node]:
-        """Those of the unsent guesses for which there are sequences, in their order."""
-        ready: dict[Node, None] = {}
-        n_branches = 0
-        for node in self._unsent(view):
-            parent = node.parent
-            assert parent is not None
-            if parent.run_id is None and parent is not view.tree.root and parent not in ready:
-                continue
-            branches = any(child.run_id is not None or child in ready for child in parent.children)
-            if branches and n_branches == view.n_free_seqs:
-                continue
-            n_branches += branches
-            ready[node] = None
-        return list(ready)
 
     # -- drafting
 

@@ -1,0 +1,133 @@
+"""Generate for hours of virtual time; look for wrong tokens and leaks: `python benchmarks/soak_virtual.py`.
+
+The engine on a simulated pipeline of eight stages, under random settings, against the tokens that the choices dictate.
+Case K of seed S is always the same one: `--seed S --first K` begins with it. The exit code is 1 if anything is off.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from soaking import AuditedEngine, Memory, random_speculation, some
+
+from pipeinfer.choices import SyntheticChoices, ranks_for
+from pipeinfer.cli.context import resident_bytes
+from pipeinfer.cluster.calibrate import interpolate_cost
+from pipeinfer.cluster.costs import LinkCost, Profile
+from pipeinfer.cluster.profile import ProfileFile, load_profile
+from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
+from pipeinfer.cluster.simulated_drafts import SimDrafter, SimRefiner
+from pipeinfer.cluster.simulation import row_costs, tuned
+from pipeinfer.policies.factory import POLICIES, make_policy
+from pipeinfer.requests import Finish, Request
+from pipeinfer.sampling import SamplingParams
+from pipeinfer.sequences import SequencePool
+
+
+@click.command(help=__doc__)
+@click.option("--hours", default=2.0, show_default=True, help="Of simulated time.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--first", default=0, show_default=True, help="The case to begin with.")
+def main(hours: float, seed: int, first: int) -> None:
+    faults = soak(hours * 3600, seed, first)
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    print(f"{len(faults)} faults")
+    sys.exit(bool(faults))
+
+
+def soak(seconds: float, seed: int, first: int, profile_name: str = "pipeinfer-b") -> list[str]:
+    """So many seconds of simulated time on eight stages; prints the figures and returns what is wrong."""
+    file, memory, faults = load_profile(profile_name), Memory(), list[str]()
+    start_s, virtual_s, n_tokens, n_cancelled = time.monotonic(), 0.0, 0, 0
+    for index in count(first):
+        rng = random.Random(f"virtual {seed}/{index}")
+        engine, setting = _simulate(rng, file)
+        faults += [f"virtual case {index}: {fault}; {setting}" for fault in _check_simulated(engine)]
+        virtual_s += engine.clock()
+        n_tokens += engine.request.n_generated
+        n_cancelled += engine.metrics.n_cancelled
+        del engine
+        gc.collect()
+        memory.samples.append(resident_bytes())
+        if virtual_s >= seconds:
+            break
+    faults += [f"memory grows: {memory}"] if memory.grows else []
+    print(
+        f"{virtual_s / 3600:.2f} virtual hours on 8 stages in {time.monotonic() - start_s:.0f} s: "
+        f"{len(memory.samples)} generations, {n_tokens} tokens, {n_cancelled} runs cancelled, {len(faults)} faults"
+    )
+    print(f"  memory at {memory}")
+    return faults
+
+
+def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str]:
+    """One random generation in virtual time; the engine after it, and its settings in words."""
+    policy = some(rng, *POLICIES, "pipeinfer", "pipeinfer")
+    profile = _random_profile(rng, file, policy != "iterative")
+    n_prompt, n_predict = rng.randint(1, some(rng, 8, 128, 1000)), some(rng, 1, 30, 100, 500)
+    choices = SyntheticChoices(ranks_for(some(rng, 0.0, 0.3, 0.7, 0.95, 1.0)), rng.getrandbits(30), n_prompt)
+    clock = VirtualClock()
+    n_seq, n_ctx = some(rng, 1, 2, 5, 31, 31), n_prompt + n_predict
+    n_cells = n_ctx + some(rng, 0, 1, 9, 60, 512, 512)
+    refiners = [
+        _random_refiner(rng, profile, number, choices, clock, SequencePool(n_seq, n_cells))
+        for number in range(1, len(profile.drafts))
+    ]
+    pipeline = SimPipeline(profile, choices, clock, [refiner.alone for refiner in refiners])
+    engine = AuditedEngine(
+        pipeline, SequencePool(n_seq, n_cells, parked=rng.random() < 0.5),
+        SimDrafter(profile, choices, pipeline) if profile.drafts else None, clock,
+        n_chunk=some(rng, 16, 128), n_rows_max=some(rng, 3, 32), cancel=rng.random() < 0.85,
+        run_cost=interpolate_cost(row_costs(profile)) if rng.random() < 0.8 else None, refiners=refiners,
+    )  # fmt: skip
+    options = tuned(random_speculation(rng), profile)
+    engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), make_policy(policy, options))
+    for _ in engine.generate():
+        pass
+    pool = engine.pool
+    return engine, f"{policy}, {n_prompt}+{n_predict} tokens, {pool.n_cells} cells, {n_seq} sequences, {options}"
+
+
+def _random_profile(rng: random.Random, file: ProfileFile, has_draft: bool) -> Profile:
+    """Eight stages of one of the file's pairs, with links fast or slow, at times with larger drafts too."""
+    profile = file.lay_out(8 + has_draft, rng.choice(file.pairs), has_draft)
+    drafts = [
+        replace(draft, layers=n * draft.layers) for draft in profile.drafts for n in some(rng, (1,), (1, 3), (1, 2, 4))
+    ]
+    link = LinkCost(some(rng, 0.0, 50e-6, 5e-3), some(rng, 0.1, 1.0, 100.0) * 1e9 / 8)
+    return replace(profile, link=link, drafts=tuple(drafts))
+
+
+def _random_refiner(
+    rng: random.Random, profile: Profile, number: int, choices: SyntheticChoices, clock: VirtualClock,
+    pool: SequencePool,
+) -> SimRefiner:  # fmt: skip
+    """A larger draft on its own rank, that is right more or less often than the smaller ones."""
+    alone = replace(profile, stages=(profile.drafts[number],), drafts=(), head_is_first=False)
+    by_rank = ranks_for(some(rng, 0.1, 0.8, 1.0))
+    larger = SyntheticChoices(by_rank, rng.getrandbits(30), len(choices.prompt), beside=choices)
+    return SimRefiner(SimPipeline(alone, larger, clock), larger, pool, some(rng, 1, 2, 4), some(rng, 8, 32))
+
+
+def _check_simulated(engine: AuditedEngine) -> list[str]:
+    request, pipeline = engine.request, engine.pipeline
+    assert isinstance(pipeline, SimPipeline)
+    expected = [pipeline.choices.target(position) for position in range(request.n_ctx)]
+    found = [] if request.tokens == expected else [f"{len(request.tokens)} tokens differ"]
+    found += [] if request.finish is Finish.LENGTH else [f"finished by {request.finish}"]
+    return found + [f"it keeps {leak}" for leak in engine.leaks()]
+
+
+if __name__ == "__main__":
+    main()
