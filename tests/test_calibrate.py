@@ -37,6 +37,23 @@ def test_cost_of_any_size() -> None:
     assert at and [at(n) for n in (1, 2, 3, 4, 6)] == pytest.approx([1, 2, 2.5, 3, 4])
 
 
+class DisturbedStage(ToyStage):
+    """Every third evaluation takes ten times as long."""
+
+    elapsed_s, n = 0.0, 0
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        self.n += 1
+        self.elapsed_s += 1e-4 * (10 if self.n % 3 == 0 else 1)
+        return super().evaluate(batch, stop)
+
+
+def test_what_disturbs_for_a_moment_does_not_count() -> None:
+    stage = DisturbedStage(0, 2, False, n_cells=64)
+    found = time_rows(stage, lambda: stage.elapsed_s)
+    assert tuple(found) == ROWS and list(found.values()) == pytest.approx([1e-4] * len(ROWS))
+
+
 class DearStage(ToyStage):
     """A row costs as much as the one before it: nothing is saved by a larger run."""
 

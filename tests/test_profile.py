@@ -133,8 +133,9 @@ def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
-    """A job of single rows through two stages of 1 and 2 ms: overheads of 0.1 ms a stage, 0.05 a hop, 0.3 the head."""
-    stages = [ModelTimes(2, {1: 1e-3, 4: 2e-3}), ModelTimes(4, {1: 2e-3, 4: 4e-3}, 100, 2.4e-3)]
+    """A job of single rows through two stages of 1 and 2 ms, the second 4 µs more for each token of context: overheads
+    of 0.1 ms a stage, 0.05 a hop, 0.3 the head."""
+    stages = [ModelTimes(2, {1: 1e-3, 4: 2e-3}), ModelTimes(4, {1: 2e-3, 4: 4e-3}, 100, 2.4e-3, reshape_s=0.2e-3)]
     runs: tuple[list[StageRun], list[StageRun]] = ([], [])
     ledger = HeadLedger()
     at_s = 5.0
@@ -143,8 +144,9 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
         first_s = at_s + 0.07e-3
         second_s = first_s + 1.1e-3 + 0.05e-3
         runs[0].append((run_id, at_s, first_s, first_s + 1.1e-3, False))
-        runs[1].append((run_id, at_s, second_s, second_s + 2.1e-3, False))
-        at_s = second_s + 2.1e-3 + 0.05e-3
+        end_s = second_s + 2.1e-3 + 4e-6 * run_id
+        runs[1].append((run_id, at_s, second_s, end_s, False))
+        at_s = end_s + 0.05e-3
         ledger.verdicts.append((at_s, run_id))
         at_s += 0.3e-3
     draft = ModelTimes(2, {1: 0.4e-3})
@@ -156,13 +158,14 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     profile = load_profile(write(tmp_path, text)).lay_out()
     assert profile.stages[0].seconds(1, 0) == pytest.approx(1.1e-3, rel=1e-3)
     assert profile.stages[1].seconds(1, 100) == pytest.approx(2.5e-3, rel=1e-3)
+    assert profile.stages[1].seconds(1, 100, reshapes=True) == pytest.approx(2.7e-3, rel=1e-3)
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
     assert profile.slowdown == (1.0, 1.25, 2.0) and profile.link.bytes_per_s == pytest.approx(1e9)
 
 
 def test_ranks_of_one_host_slow_each_other_down() -> None:
-    beside = [{2: 1.2e-3, 3: 2e-3}, {2: 2.8e-3, 3: 4e-3}, {3: 5e-3}]
-    assert slowdowns([1e-3, 2e-3, 2.5e-3], beside) == pytest.approx([1.0, 1.3, 2.0])
+    beside = [{1: 1e-3, 2: 1.2e-3, 3: 2e-3}, {1: 2e-3, 2: 2.8e-3, 3: 4e-3}, {1: 2.5e-3, 3: 5e-3}]
+    assert slowdowns(beside) == pytest.approx([1.0, 1.3, 2.0])
 
 
 def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:

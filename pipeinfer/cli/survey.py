@@ -19,8 +19,8 @@ from pipeinfer.cluster.survey import (
     overheads,
     profile_toml,
     slowdowns,
-    time_beside_others,
     time_model,
+    time_over_and_over,
 )
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -33,11 +33,11 @@ if TYPE_CHECKING:  # these import MPI
 
 PATH = click.Path(path_type=Path)
 SHARED = ("model", "drafts", "threads", "n_gpu_layers", "layer_split", "numerics", "slice_cache", "verbose")
-BESIDE_S = 1.0  # how long they compute beside each other
+ALONE_S, BESIDE_S = 0.5, 1.0  # how long ranks of one host compute alone, beside each other
 SLOT_S = 3.0
 """Ranks of one host take turns, for so long each: nobody shall time a model while another one computes beside it."""
 
-N_TOKENS = 48
+N_TOKENS = 128
 PROMPT = "measure"
 
 
@@ -125,11 +125,12 @@ def _time_own_models(crew: Crew, context: Context, job: Job) -> dict[str, ModelT
     found = _time_alone(context, job, stage, drafts)
     models = [model for model in (stage, *drafts.values()) if model]
     together_s = start_s + n_most * SLOT_S
+    beside_s = next(iter(found.values())).beside_s
+    beside_s[1] = time_over_and_over(models[0], CLOCK, CLOCK() + ALONE_S)
     for n_busy in range(2, n_most + 1):
         _sleep_until(together_s + (n_busy - 2) * BESIDE_S)
         if turn < n_busy <= n_here:
-            times = next(iter(found.values()))
-            times.beside_s[n_busy] = time_beside_others(models[0], CLOCK, together_s + (n_busy - 1) * BESIDE_S)
+            beside_s[n_busy] = time_over_and_over(models[0], CLOCK, together_s + (n_busy - 1) * BESIDE_S)
     for model in models:
         model.close()
     _sleep_until(together_s + (n_most - 1) * BESIDE_S)
@@ -197,9 +198,8 @@ def _write(
         f"Measured by `pipeinfer measure` on {len(crew.hosts)} ranks: {hosts}.",
         f"Target {options.model.name}, draft {' and '.join(draft.path.name for draft in job.drafts)}.",
     ]
-    every = [next(iter(found.values())) for found in times]
     one_host = len({host.name for host in crew.hosts}) == 1
-    slowdown = slowdowns([each.by_rows[1] for each in every], [each.beside_s for each in every]) if one_host else []
+    slowdown = slowdowns([next(iter(found.values())).beside_s for found in times]) if one_host else []
     drafts = [times[rank]["draft"] for rank in job.plan.drafts]
     output.write_text(profile_toml(title, job.n_embd, stages, drafts, extra, gbit_per_s, slowdown))
     print(output)

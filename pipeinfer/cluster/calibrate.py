@@ -18,10 +18,13 @@ DEAR = 3.0
 """Beyond so many times a single row no run is chosen, and larger ones need not be timed."""
 
 QUESTION_ROWS_MIN = 4
+N_PASSES, PASSES_S = 10, 0.2
+"""Further times that each size is timed, as long as no more time has passed: short runs vary the most."""
 
 
 def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1.0) -> dict[int, float]:
-    """Rows of a run -> seconds, best of two; at least for one row, for more while the budget lasts and they are cheap.
+    """Rows of a run -> seconds, the best of some; at least for one row, for more while the budget lasts and they are
+    cheap.
 
     The cache must be empty and is empty afterwards. The first evaluation, which maps the weights in, is not counted.
     """
@@ -31,13 +34,19 @@ def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1
     for n_rows in ROWS:
         if found and (clock() - start_s > budget_s or max(found.values()) > DEAR * found[1]):
             break
-        times = []
-        for _ in range(2):
-            before_s = clock()
-            _evaluate(model, n_rows)
-            times.append(clock() - before_s)
-        found[n_rows] = min(times)
+        found[n_rows] = min(_time(model, n_rows, clock), _time(model, n_rows, clock))
+    # in turns, so that what disturbs for a moment does not disturb all that is known of one size
+    for _ in range(N_PASSES):
+        if clock() - start_s > PASSES_S:
+            break
+        found = {n_rows: min(seconds, _time(model, n_rows, clock)) for n_rows, seconds in found.items()}
     return found
+
+
+def _time(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
+    start_s = clock()
+    _evaluate(model, n_rows)
+    return clock() - start_s
 
 
 def _evaluate(model: StageModel, n_rows: int) -> None:

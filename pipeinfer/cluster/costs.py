@@ -49,6 +49,7 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 class ModelCost:
     """A slice of a model on one node: `layers` alike, each `layer`, then `output` (the vocabulary), and `run_s` a run.
 
+    `reshape_s` comes on top when a run has another number of rows than the one before: libllama builds its graph anew.
     A whole draft model is such a slice too.
     """
 
@@ -57,9 +58,13 @@ class ModelCost:
     layer: Work
     output: Work = NOTHING
     run_s: float = 0.0
+    reshape_s: float = 0.0
 
-    def seconds(self, n_rows: int, context: int) -> float:
-        return self.run_s + self.layers * self.layer.at(n_rows, context) + self.output.at(n_rows)
+    def before_layers_s(self, reshapes: bool) -> float:
+        return self.run_s + (self.reshape_s if reshapes else 0.0)
+
+    def seconds(self, n_rows: int, context: int, reshapes: bool = False) -> float:
+        return self.before_layers_s(reshapes) + self.layers * self.layer.at(n_rows, context) + self.output.at(n_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,11 +48,13 @@ class PacedStage:
         self.model, self.cost, self.clock, self.sleep = model, cost, clock, sleep
         self.n_embd, self.is_last, self.n_vocab = model.n_embd, model.is_last, model.n_vocab
         self._own_s: dict[int, float] = {}  # rows -> the model's own time
+        self._n_rows_before = 0
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         start_s, n_rows = self.clock(), len(batch.positions)
         context = int(batch.positions[-1])
-        end_s = start_s + self.cost.seconds(n_rows, context) - self.cost.run_s
+        reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
+        end_s = start_s + self.cost.seconds(n_rows, context, reshapes) - self.cost.run_s
         begin_s = end_s - self._own_s.get(n_rows, 0.0)
         if not self._sleep_through_layers(start_s, begin_s, n_rows, context, stop):
             return None

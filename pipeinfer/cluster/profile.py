@@ -15,7 +15,7 @@ By measurement:
     embd
     [host]              slowdown: of a host that all ranks share: how many times as long work takes when 1, 2, … of
                         them compute (optional)
-    [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, context_ns, run_us
+    [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, context_ns, run_us, reshape_us
     [[refiners]]        the same, of larger drafts on ranks of their own (optional)
 """
 
@@ -279,7 +279,8 @@ def _measured_slice(table: Table) -> ModelCost:
         output = Work(rows, tuple(1e-3 * value for value in table.numbers("output_ms", len(rows))))
     layer = Work(rows, layer_s, 1e-9 * table.number("context_ns", 0.0))
     layers = table.count("layers")
-    return ModelCost(f"{layers} layers", layers, layer, output, 1e-6 * table.number("run_us", 0.0))
+    fixed_s = [1e-6 * table.number(name, 0.0) for name in ("run_us", "reshape_us")]
+    return ModelCost(f"{layers} layers", layers, layer, output, *fixed_s)
 
 
 def share_layers(nodes: Sequence[Node], model: Model) -> list[int]:

@@ -76,6 +76,8 @@ class SimStage:
     current: _Flight | None = None
     start_s: float = 0.0
     idle_since_s: float = 0.0
+    n_rows_before: int = 0
+    layers_s: float = 0.0  # when the layers of the current run begin
     slower: float = 1.0  # the current run is, because other ranks compute beside it
     version: int = 0  # of the end of the current run: a cancellation brings it forward
     ledger: StageLedger = field(default_factory=StageLedger)
@@ -226,7 +228,9 @@ class SimPipeline:
             end_s = now_s + stage.cost.run_s
         else:
             stage.slower = self.crowding()
-            end_s = now_s + stage.slower * stage.cost.seconds(flight.n_rows, flight.context)
+            reshapes, stage.n_rows_before = flight.n_rows != stage.n_rows_before, flight.n_rows
+            stage.layers_s = now_s + stage.slower * stage.cost.before_layers_s(reshapes)
+            end_s = now_s + stage.slower * stage.cost.seconds(flight.n_rows, flight.context, reshapes)
         self._schedule(end_s, index, flight, stage.version)
         if flight.cancel_s < end_s:
             self._cut_short(index, stage, flight)
@@ -235,14 +239,13 @@ class SimPipeline:
         """The stage leaves after the layer in which the head's word arrives, unless nothing is left to do then."""
         cost = stage.cost
         layer_s = stage.slower * cost.layer.at(flight.n_rows, flight.context)
-        begun_s = stage.start_s + stage.slower * cost.run_s
-        n_layers = max(1, math.ceil((flight.cancel_s - begun_s) / layer_s)) if layer_s else cost.layers
+        n_layers = max(1, math.ceil((flight.cancel_s - stage.layers_s) / layer_s)) if layer_s else cost.layers
         n_useful = cost.layers if cost.output is NOTHING else cost.layers + 1
         if not flight.cancelled and n_layers < n_useful:
             flight.cancelled = True
             stage.n_stopped += 1
             stage.version += 1
-            self._schedule(begun_s + n_layers * layer_s, index, flight, stage.version)
+            self._schedule(stage.layers_s + n_layers * layer_s, index, flight, stage.version)
 
     def _finish(self, index: int, stage: SimStage, flight: _Flight, now_s: float) -> None:
         stage.ledger.note(flight.run_id, stage.idle_since_s, stage.start_s, now_s, flight.cancelled)

@@ -24,6 +24,7 @@ class SimDrafter:
         self.cost, self.choices, self.pipeline, self.n_batch = profile.drafts[0], choices, pipeline, n_batch
         self.clock, self.settle_s = pipeline.clock, profile.head.draft_s
         self.n_rows = 0
+        self._n_rows_before = 0
         self._end = 0  # certain tokens that the draft's cache holds
         self._placed: set[Node] = set()
 
@@ -56,8 +57,9 @@ class SimDrafter:
         self.pipeline.drafting = True
         slower = self.pipeline.crowding()
         layer_s = slower * cost.layer.at(n_rows, context)
-        begun_s = clock.now + slower * cost.run_s
-        end_s = clock.now + slower * cost.seconds(n_rows, context)
+        reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
+        begun_s = clock.now + slower * cost.before_layers_s(reshapes)
+        end_s = clock.now + slower * cost.seconds(n_rows, context, reshapes)
         while (verdict_s := self.pipeline.until_verdict(end_s)) < end_s:
             n_layers = max(1, math.ceil((verdict_s - begun_s) / layer_s)) if layer_s else cost.layers
             clock.now = max(clock.now, min(begun_s + n_layers * layer_s, end_s))

@@ -88,13 +88,16 @@ def _refiner(profile: Profile, number: int, choices: Choices, clock: VirtualCloc
     """A larger draft on its own rank, beyond one link."""
     cost = profile.drafts[number]
     alone = SimPipeline(replace(profile, stages=(cost,), drafts=(), head_is_first=False), choices, clock)
-    n_rows = largest_question({n_rows: cost.seconds(n_rows, 0) for n_rows in ROWS})
+    n_rows = largest_question({n_rows: cost.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS})
     return SimRefiner(alone, choices, pool, n_rows, N_GUESS_ROWS)
 
 
 def row_costs(profile: Profile) -> dict[int, float]:
     """Rows of a run -> seconds in the slowest stage, for the sizes that a session times."""
-    return slowest_stage([{n_rows: stage.seconds(n_rows, 0) for n_rows in ROWS} for stage in profile.stages])
+    # reshapes: a session times the sizes in turns
+    return slowest_stage(
+        [{n_rows: stage.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS} for stage in profile.stages]
+    )
 
 
 def tuned(options: PolicyOptions, profile: Profile) -> PolicyOptions:

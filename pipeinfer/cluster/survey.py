@@ -20,19 +20,21 @@ from pipeinfer.runs import KvOp, OpKind
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 GUESSES_MAX = 32  # rows of a run of guesses
 CONTEXT = 256  # tokens, for the cost of attention
-REPEATS = 5
+REPEATS = 15
 StageRun = tuple[int, float, float, float, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTimes:
-    """What one rank timed: rows of a run -> seconds at an empty cache; seconds of one row after `context` tokens; how
-    many ranks of its host computed at once -> seconds of one row."""
+    """What one rank timed: rows of a run -> seconds at an empty cache, after another run of that size, and what a run
+    of another size adds; seconds of one row after `context` tokens; how many ranks of its host computed at once, 1
+    being itself -> seconds of one row."""
 
     layers: int
     by_rows: dict[int, float]
     context: int = 0
     after_context_s: float = 0.0
+    reshape_s: float = 0.0
     beside_s: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -40,6 +42,10 @@ class ModelTimes:
         """Seconds a layer, row and token of context."""
         grown_s = self.after_context_s - self.by_rows[1]
         return max(0.0, grown_s / self.context / self.layers) if self.context else 0.0
+
+    def row_s(self, context: float) -> float:
+        """Seconds of one row after so many tokens."""
+        return self.by_rows[1] + self.context_s * self.layers * context
 
 
 def time_model(
@@ -49,17 +55,28 @@ def time_model(
     start_s = clock()
     _evaluate(model, 0, 1)  # maps the weights in
     _forget(model)
-    by_rows: dict[int, float] = {}
+    times: dict[int, list[tuple[float, float]]] = {}
     for size in SIZES:
-        if size > n_rows_max or (by_rows and clock() - start_s > budget_s):
+        if size > n_rows_max or (times and clock() - start_s > budget_s):
             break
-        by_rows[size] = _time_rows(model, size, clock)
+        times[size] = [_time_twice(model, size, clock)]
+    # In turns, so that what disturbs for a moment does not disturb all that is known of one size. Chunks of prompts are
+    # left out: they slow down the small runs that follow.
+    small = [size for size in times if size <= GUESSES_MAX]
+    for _ in range(REPEATS - 1):
+        if clock() - start_s > budget_s:
+            break
+        for size in small:
+            times[size].append(_time_twice(model, size, clock))
+    by_rows = {size: statistics.median(second for _, second in found) for size, found in times.items()}
+    reshape_s = statistics.median(first - second for size in small for first, second in times[size][1:] or times[size])
     context = min(CONTEXT, n_cells // 2)
-    return ModelTimes(layers, by_rows, context, _time_after(model, context, max(by_rows), clock))
+    after_s = _time_after(model, context, max(by_rows), clock)
+    return ModelTimes(layers, by_rows, context, after_s, max(0.0, reshape_s))
 
 
-def time_beside_others(model: StageModel, clock: Callable[[], float], until_s: float) -> float:
-    """Seconds of one row, on average, evaluated over and over until `until_s`, while other ranks do the same."""
+def time_over_and_over(model: StageModel, clock: Callable[[], float], until_s: float) -> float:
+    """Seconds of one row, on average, evaluated again and again until `until_s`; other ranks may do the same."""
     start_s, n = clock(), 0
     while (now_s := clock()) < until_s or not n:
         _evaluate(model, 0, 1)
@@ -68,26 +85,27 @@ def time_beside_others(model: StageModel, clock: Callable[[], float], until_s: f
     return (max(now_s, clock()) - start_s) / n
 
 
-def slowdowns(alone_s: Sequence[float], beside_s: Sequence[dict[int, float]]) -> list[float]:
+def slowdowns(beside_s: Sequence[dict[int, float]]) -> list[float]:
     """By how much work takes longer when 1, 2, … ranks of one host compute: the mean over those that did.
 
-    `alone_s`: of each rank; `beside_s`: of each rank, how many computed -> seconds.
+    `beside_s`: of each rank, how many computed -> seconds.
     """
     found = [1.0]
-    for n_busy in range(2, len(alone_s) + 1):
-        ratios = [beside[n_busy] / alone for alone, beside in zip(alone_s, beside_s, strict=True) if n_busy in beside]
+    for n_busy in range(2, len(beside_s) + 1):
+        ratios = [beside[n_busy] / beside[1] for beside in beside_s if n_busy in beside]
         found.append(max(found[-1], statistics.fmean(ratios)))
     return found
 
 
-def _time_rows(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
+def _time_twice(model: StageModel, n_rows: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of a run after one of another size, and of the same again."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(2):
         start_s = clock()
         _evaluate(model, 0, n_rows)
         times.append(clock() - start_s)
         _forget(model)
-    return statistics.median(times)
+    return times[0], times[1]
 
 
 def _forget(model: StageModel) -> None:
@@ -136,28 +154,33 @@ def overheads(
     draft_steps_s: Sequence[float],
     draft: ModelTimes | None,
 ) -> Overheads:
-    """From a job that sent single rows, one after the other; all on one clock. `draft_steps_s`: of one row each."""
+    """From a job that sent single rows, one after the other; all on one clock. `draft_steps_s`: of one row each.
+
+    Means, not medians: what now and then takes long is part of the speed.
+    """
     by_run = [{run_id: (start_s, end_s) for run_id, _, start_s, end_s, _ in runs} for runs in stages]
     answered_s = {run_id: at_s for at_s, run_id in ledger.verdicts}
     # the first run carries the prompt
     run_ids = [run_id for run_id in sorted(answered_s) if all(run_id in stage for stage in by_run)][1:]
+    context = _mean(run_ids)  # after a prompt of hardly any tokens
     stage_s = tuple(
-        max(0.0, _median(stage[run_id][1] - stage[run_id][0] for run_id in run_ids) - times.by_rows[1])
+        max(0.0, _mean(stage[run_id][1] - stage[run_id][0] for run_id in run_ids) - times.row_s(context))
         for stage, times in zip(by_run, own, strict=True)
     )
-    hops = [_median(after[run_id][0] - before[run_id][1] for run_id in run_ids) for before, after in pairwise(by_run)]
-    hops.append(_median(answered_s[run_id] - by_run[-1][run_id][1] for run_id in run_ids))
-    first_s = _median(by_run[0][run_id][0] - ledger.submitted_s[run_id] for run_id in run_ids)
+    hops = [_mean(after[run_id][0] - before[run_id][1] for run_id in run_ids) for before, after in pairwise(by_run)]
+    hops.append(_mean(answered_s[run_id] - by_run[-1][run_id][1] for run_id in run_ids))
+    first_s = _mean(by_run[0][run_id][0] - ledger.submitted_s[run_id] for run_id in run_ids)
     hop_s = max(0.0, statistics.fmean(hops))
     follows = [(run_id, run_id + 1) for run_id in run_ids if run_id + 1 in ledger.submitted_s]
-    verdict_s = _median(ledger.submitted_s[after] - answered_s[before] for before, after in follows)
-    beyond_s = _median(draft_steps_s) - draft.by_rows[1] if draft and draft_steps_s else 0.0
+    verdict_s = _mean(ledger.submitted_s[after] - answered_s[before] for before, after in follows)
+    # steps differ in their number of rows
+    beyond_s = _mean(draft_steps_s) - draft.by_rows[1] - draft.reshape_s if draft and draft_steps_s else 0.0
     return Overheads(stage_s, hop_s, max(0.0, first_s - hop_s), max(0.0, verdict_s), max(0.0, beyond_s))
 
 
-def _median(values: object) -> float:
+def _mean(values: object) -> float:
     found = list(values)  # type: ignore[call-overload]
-    return float(statistics.median(found)) if found else 0.0
+    return float(statistics.fmean(found)) if found else 0.0
 
 
 def profile_toml(
@@ -186,7 +209,8 @@ def profile_toml(
 def _slice(header: str, times: ModelTimes, run_s: float) -> list[str]:
     layer_ms = [1e3 * seconds / times.layers for seconds in times.by_rows.values()]
     content: dict[str, object] = {"layers": times.layers, "rows": list(times.by_rows), "layer_ms": layer_ms}
-    return _table(header, content | {"context_ns": 1e9 * times.context_s, "run_us": 1e6 * run_s})
+    fixed = {"context_ns": 1e9 * times.context_s, "run_us": 1e6 * run_s, "reshape_us": 1e6 * times.reshape_s}
+    return _table(header, content | fixed)
 
 
 def _table(header: str, content: Mapping[str, object]) -> list[str]:
