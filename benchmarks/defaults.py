@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pipeinfer.choices import SyntheticChoices, ranks_for
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.profile import load_profile
-from pipeinfer.cluster.simulation import simulate, tuned
+from pipeinfer.cluster.simulation import simulate
 from pipeinfer.policies.factory import PolicyOptions, make_policy
 
 DEFAULT = PolicyOptions()
@@ -96,7 +96,7 @@ def speed(profile: Profile, rate: float, policy: str, options: PolicyOptions, te
 
 def _speed(profile: Profile, rate: float, policy: str, options: PolicyOptions, seed: int, n_tokens: int) -> float:
     choices = SyntheticChoices(ranks_for(rate), seed, N_PROMPT)
-    token_s = simulate(profile, choices, make_policy(policy, tuned(options, profile)), n_tokens).metrics.token_s
+    token_s = simulate(profile, choices, make_policy(policy, options), n_tokens).metrics.token_s
     return (n_tokens - 1) / (token_s[-1] - token_s[0])
 
 

@@ -169,7 +169,7 @@ class SoakHead:
             self.job, prompt=tuple(case.prompt), n_predict=case.n_predict, n_ctx=case.n_ctx, n_cells=case.n_cells,
             n_seq=case.n_seq, n_batch=case.n_batch, sampling=case.sampling, end_tokens=case.end_tokens,
         )  # fmt: skip
-        policy = make_policy(case.policy, session.tuned(case.speculation))
+        policy = make_policy(case.policy, case.speculation)
         generation = session.generate(job, options, policy, stop_in_time, cancel=case.cancel)
         request, figures = generation.request, generation.figures
         return {

@@ -22,14 +22,14 @@ from soaking import AuditedEngine, Memory, random_speculation, some
 
 from pipeinfer.choices import SyntheticChoices, ranks_for
 from pipeinfer.cli.context import resident_bytes
-from pipeinfer.cluster.calibrate import interpolate_cost
 from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.cluster.profile import ProfileFile, load_profile
 from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
 from pipeinfer.cluster.simulated_drafts import SimDrafter, SimRefiner
-from pipeinfer.cluster.simulation import row_costs, tuned
+from pipeinfer.cluster.simulation import row_costs
 from pipeinfer.policies.factory import POLICIES, make_policy
 from pipeinfer.requests import Finish, Request
+from pipeinfer.run_cost import RunCost
 from pipeinfer.sampling import SamplingParams
 from pipeinfer.sequences import SequencePool
 
@@ -89,9 +89,9 @@ def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str
         pipeline, SequencePool(n_seq, n_cells, parked=rng.random() < 0.5),
         SimDrafter(profile, choices, pipeline) if profile.drafts else None, clock,
         n_chunk=some(rng, 16, 128), n_rows_max=some(rng, 3, 32), cancel=rng.random() < 0.85,
-        run_cost=interpolate_cost(row_costs(profile)) if rng.random() < 0.8 else None, refiners=refiners,
+        run_cost=RunCost(row_costs(profile)) if rng.random() < 0.8 else None, refiners=refiners,
     )  # fmt: skip
-    options = tuned(random_speculation(rng), profile)
+    options = random_speculation(rng)
     engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), make_policy(policy, options))
     for _ in engine.generate():
         pass

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeinfer.interfaces import Clock, Drafter, Guess, Pipeline, Refiner
 from pipeinfer.metrics import RequestMetrics
 from pipeinfer.policies import Policy, View
 from pipeinfer.requests import Finish, Request
+from pipeinfer.run_cost import RunCost
 from pipeinfer.runs import Row, Run
 from pipeinfer.sequences import SequencePool
 from pipeinfer.trace import NO_TRACE, Tracer
@@ -58,9 +59,9 @@ class Engine:
     can the draft step? and else waits.
 
     `pool` is the target's. `n_chunk`: prompt rows a run. `n_rows_max`: guesses a run may carry. `cancel`: tell the
-    stages of runs that cannot count any more (off only for ablation studies). `run_cost`: seconds that a run of n rows
-    takes the slowest stage; with it guesses are held back until a stage is about to want them, so that what goes is the
-    best known then. `refiners`: larger drafts, the smallest of them first; what `drafter` guesses they refine.
+    stages of runs that cannot count any more (off only for ablation studies). `run_cost`: what runs cost the slowest
+    stage, learned further here; with it guesses are held back until a stage is about to want them, so that what goes is
+    the best known then. `refiners`: larger drafts, the smallest of them first; what `drafter` guesses they refine.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Engine:
         n_chunk: int = 128,
         n_rows_max: int = 64,
         cancel: bool = True,
-        run_cost: Callable[[int], float] | None = None,
+        run_cost: RunCost | None = None,
         refiners: Sequence[Refiner] = (),
         tracer: Tracer = NO_TRACE,
     ) -> None:
@@ -144,6 +145,8 @@ class Engine:
             assert flight.cancelled, f"run {verdict.run_id} was cancelled by nobody"
             job.metrics.n_saved += 1
             return True
+        if self.run_cost and verdict.slowest_s and not flight.n_context:
+            self.run_cost.learn(len(flight.nodes), flight.nodes[0].position, verdict.slowest_s)
         flight.request.tree.answer(flight.nodes, verdict.tokens[flight.n_context :])
         settled = flight.request.tree.settle()
         if len(settled.path) > 1:
@@ -234,18 +237,19 @@ class Engine:
 
     def _send_nodes(self, job: _Job) -> bool:
         view = self._view(job)
-        if view.n_inflight and job.request.tree.root.run_id is not None and self._is_early():
+        root = job.request.tree.root
+        if view.n_inflight and root.run_id is not None and self._is_early(root.position):
             return False
         nodes = self._fitting(job.policy.send(view))
         if nodes:
             self._submit(job, job.n_sent, 0, nodes)
         return bool(nodes)
 
-    def _is_early(self) -> bool:
+    def _is_early(self, context: int) -> bool:
         """Whether a run sent now would only lie in a queue; then it is held."""
         if self.run_cost is None:
             return False
-        due_s = self._free_s - LOOKAHEAD * self.run_cost(1)
+        due_s = self._free_s - LOOKAHEAD * self.run_cost.seconds(1, context)
         if self.clock() < due_s:
             self._held_s = due_s
             return True
@@ -280,7 +284,7 @@ class Engine:
         self._flights[run_id] = _Flight(request, nodes, n_context)
         job.metrics.count_run(len(rows), request.tree.root in nodes)
         if self.run_cost:
-            self._free_s = max(self._free_s, self.clock()) + self.run_cost(len(rows))
+            self._free_s = max(self._free_s, self.clock()) + self.run_cost.seconds(len(rows), rows[0].position)
         self.pipeline.submit(Run(run_id, rows, placement.ops, opens))
 
     # -- drafting
@@ -358,6 +362,7 @@ class Engine:
             n_stages=self.pipeline.n_stages,
             depth_left=job.request.depth_left,
             fitting=self.pool.fitting,
+            n_cheap_rows=self.run_cost.n_cheap_rows(job.request.tree.root.position) if self.run_cost else 1,
             n_drafts=bool(self.drafter) + len(self.refiners),
         )
 

@@ -67,3 +67,5 @@ class Verdict:
     tokens: tuple[int, ...]
     cancelled: bool = False
     """No stage beyond the one that noticed the cancellation evaluated the run; `tokens` is empty."""
+    slowest_s: float = 0.0
+    """Seconds that the run took the slowest stage; 0 if nobody knows."""

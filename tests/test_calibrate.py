@@ -1,4 +1,4 @@
-"""The measured cost of rows, and what is chosen by it."""
+"""The measured cost of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeinfer.cluster.calibrate import ROWS, cheapest_microbatch, interpolate_cost, slowest_stage, time_rows
+from pipeinfer.cluster.calibrate import ROWS, largest_question, slowest_stage, time_rows
 from pipeinfer.interfaces import Batch, FloatArray
 from tests.toy import ToyStage
 
@@ -27,14 +27,12 @@ def test_one_row_is_timed_even_without_a_budget() -> None:
 def test_the_slowest_stage_decides() -> None:
     cost = slowest_stage([{1: 1.0, 2: 1.1, 4: 1.9}, {1: 0.5, 2: 1.2, 3: 9.0, 4: 1.3}])
     assert cost == {1: 1.0, 2: 1.2, 4: 1.9}
-    assert cheapest_microbatch(cost) == 2
-    assert cheapest_microbatch({}) == 1
+    assert slowest_stage([]) == {}
 
 
-def test_cost_of_any_size() -> None:
-    assert interpolate_cost({}) is None
-    at = interpolate_cost({1: 1.0, 2: 2.0, 4: 3.0})
-    assert at and [at(n) for n in (1, 2, 3, 4, 6)] == pytest.approx([1, 2, 2.5, 3, 4])
+def test_a_question_is_large_enough_to_get_ahead() -> None:
+    assert largest_question({}) == largest_question({1: 1.0, 2: 1.9}) == 4
+    assert largest_question({1: 1.0, 2: 1.0, 8: 1.2, 12: 2.0}) == 8
 
 
 class DisturbedStage(ToyStage):

@@ -17,7 +17,7 @@ from pipeinfer.cli import reproduce
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.cluster.profile import load_profile
 from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
-from pipeinfer.cluster.simulation import Simulated, simulate, tuned
+from pipeinfer.cluster.simulation import Simulated, simulate
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Guess
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
@@ -39,8 +39,7 @@ def generate(
     policy: str, profile: Profile, acceptance: float = 0.7, seed: int = 0, n: int = 200, cancel: bool = True
 ) -> Simulated:
     choices = SyntheticChoices(ranks_for(acceptance), seed, n_prompt=4)
-    options = tuned(PolicyOptions(), profile)
-    return simulate(profile, choices, make_policy(policy, options), n, cancel=cancel)
+    return simulate(profile, choices, make_policy(policy, PolicyOptions()), n, cancel=cancel)
 
 
 def a_run(run_id: int, position: int) -> Run:
@@ -122,8 +121,8 @@ def test_bandwidth_takes_its_time_and_head_overheads_theirs() -> None:
     pipeline.submit(a_run(1, 3))
     pipeline.wait()
     pipeline.poll()
-    bare_s = 4 * (8 + 5) / 1e6  # header and one row
-    assert pipeline.clock() == pytest.approx(0.1 + bare_s + 0.01 + (bare_s + 4e-3) + 0.01 + 16e-6 + 0.2)
+    bare_s = 4 * (9 + 5) / 1e6  # header and one row
+    assert pipeline.clock() == pytest.approx(0.1 + bare_s + 0.01 + (bare_s + 4e-3) + 0.01 + 20e-6 + 0.2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -294,7 +293,7 @@ def test_a_larger_draft_pays_where_the_paper_says_so() -> None:
     for pair, nodes in (("llama-70b-1b", 3), ("llama-70b-8b", 3), ("llama-70b-8b-1b", 4)):
         profile = file.lay_out(nodes, pair)
         choices, *larger = synthetic_team([ranks_for(share) for share in profile.acceptance], 0, 16)
-        chosen = make_policy("pipeinfer", tuned(PolicyOptions(), profile))
+        chosen = make_policy("pipeinfer", PolicyOptions())
         found = simulate(profile, choices, chosen, 256, larger=larger)
         assert found.request.tokens[16:] == [choices.target(position) for position in range(16, 272)]
         assert bool(found.metrics.n_refined) == bool(larger)

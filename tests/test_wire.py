@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,10 +46,20 @@ def test_run_survives(run: Run, n_embd: int) -> None:
     assert len(received.message) == len(encode(run)), "a cancelled run travels without activations"
 
 
-@given(ids, st.lists(st.integers(-1, 2**31 - 1), max_size=9), st.booleans())
-def test_verdict_survives(run_id: int, tokens: list[int], cancelled: bool) -> None:
-    message = np.concatenate([encode_verdict(run_id, tokens, cancelled), np.zeros(8, np.uint8)])
-    assert decode_verdict(message) == Verdict(run_id, tuple(tokens), cancelled)
+@given(ids, st.lists(st.integers(-1, 2**31 - 1), max_size=9), st.booleans(), st.integers(0, 2**31 - 1))
+def test_verdict_survives(run_id: int, tokens: list[int], cancelled: bool, us: int) -> None:
+    verdict = Verdict(run_id, tuple(tokens), cancelled, 1e-6 * us)
+    assert decode_verdict(np.concatenate([encode_verdict(verdict), np.zeros(8, np.uint8)])) == verdict
+
+
+def test_the_slowest_stage_is_known_at_the_end() -> None:
+    transaction = Transaction(encode(Run(1, [])), 4)
+    for seconds in (0.002, 0.005, 0.001):
+        transaction = Transaction(transaction.message.copy(), 4)
+        transaction.took(seconds)
+    assert transaction.slowest_s == pytest.approx(0.005)
+    transaction.took(1e9)
+    assert decode_verdict(encode_verdict(Verdict(1, (), False, 1e9))).slowest_s == transaction.slowest_s
 
 
 def test_shutdown() -> None:

@@ -43,7 +43,7 @@ class Head:
         generation = session.generate(
             self.job,
             self.options,
-            make_policy(self.options.policy, session.tuned(self.options.speculation)),
+            make_policy(self.options.policy, self.options.speculation),
             self._push,
             cancel=self.options.cancel,
         )

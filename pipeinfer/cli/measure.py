@@ -132,7 +132,7 @@ class Bench:
                 self._keep(case, turn, generation)
 
     def _generate(self, session: Session, job: Job, options: RunOptions) -> Generation:
-        policy = make_policy(options.policy, session.tuned(options.speculation))
+        policy = make_policy(options.policy, options.speculation)
         return session.generate(job, options, policy, lambda tokens: None, cancel=options.cancel)
 
     def _keep(self, case: Case, turn: Turn, generation: Generation) -> None:

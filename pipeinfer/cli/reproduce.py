@@ -13,7 +13,7 @@ import click
 from pipeinfer.choices import ranks_for, synthetic_team
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.profile import load_profile
-from pipeinfer.cluster.simulation import simulate, tuned
+from pipeinfer.cluster.simulation import simulate
 from pipeinfer.errors import UserError
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
 
@@ -73,7 +73,7 @@ def run(setting: Setting, policy: str, options: PolicyOptions = DEFAULT, cancel:
     found = []
     for seed in SEEDS:
         choices, *larger = synthetic_team([ranks_for(share) for share in profile.acceptance], seed, N_PROMPT)
-        chosen = make_policy(policy, tuned(options, profile))
+        chosen = make_policy(policy, options)
         larger = larger if profile.drafts else []
         simulated = simulate(profile, choices, chosen, N_TOKENS, cancel=cancel, larger=larger)
         token_s = simulated.metrics.token_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pipeinfer.cli.context import CLOCK, Context
@@ -20,8 +20,6 @@ from pipeinfer.cli.load import (
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
 from pipeinfer.cluster.calibrate import (
-    cheapest_microbatch,
-    interpolate_cost,
     largest_question,
     slowest_stage,
     time_rows,
@@ -35,8 +33,8 @@ from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.ledger import HeadLedger
 from pipeinfer.metrics import RequestMetrics
 from pipeinfer.policies import Policy
-from pipeinfer.policies.factory import PolicyOptions
 from pipeinfer.requests import Request
+from pipeinfer.run_cost import RunCost
 from pipeinfer.sequences import SequencePool
 
 
@@ -121,7 +119,7 @@ class Session:
         pool = SequencePool(job.n_seq, job.n_cells, parked=options.numerics == "exact")
         engine = Engine(
             pipeline, pool, drafter, CLOCK, n_chunk=job.n_batch, n_rows_max=N_GUESS_ROWS, cancel=cancel,
-            run_cost=interpolate_cost(self._slowest), refiners=refiners, tracer=context.tracer,
+            run_cost=self._run_cost(), refiners=refiners, tracer=context.tracer,
         )  # fmt: skip
         request = Request(0, job.prompt, job.n_predict, job.sampling, job.n_ctx, job.end_tokens)
         metrics = engine.add(request, policy)
@@ -133,9 +131,9 @@ class Session:
         row_s = {rank: cost[1] for rank, cost in self._costs.items()}
         return Generation(request, metrics, pipeline.ledger, pipeline.n_cancel_messages, figures, ledgers, row_s)
 
-    @property
-    def _slowest(self) -> dict[int, float]:
-        return slowest_stage(list(self._costs.values()))
+    def _run_cost(self) -> RunCost | None:
+        slowest = slowest_stage(list(self._costs.values()))
+        return RunCost(slowest) if slowest else None
 
     def _drafts_of(self, rank: int) -> list[int]:
         """The numbers of the drafts on a rank."""
@@ -153,10 +151,6 @@ class Session:
             context.flag.check,
             courier,
         )
-
-    def tuned(self, options: PolicyOptions) -> PolicyOptions:
-        """The options with what they leave to the costs filled in."""
-        return replace(options, microbatch=options.microbatch or cheapest_microbatch(self._slowest))
 
     def close(self) -> None:
         """Send the stages home and free what this rank holds."""

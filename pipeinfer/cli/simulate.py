@@ -17,7 +17,7 @@ from pipeinfer.cli.simulated import make_result, write_trace
 from pipeinfer.cli.summary import print_summary
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.profile import ProfileFile, load_profile, shipped_profiles
-from pipeinfer.cluster.simulation import Simulated, simulate, tuned
+from pipeinfer.cluster.simulation import Simulated, simulate
 from pipeinfer.errors import UserError
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
 from pipeinfer.results import Row, append_result, as_read, check_results, result_row
@@ -138,15 +138,14 @@ class Question:
     def answer(self, policy: str, seed: int) -> tuple[Simulated, dict[str, Any]]:
         """One generation and its result object. Raises UserError when it cannot be simulated."""
         profile = self._lay_out(policy != "iterative")
-        options = tuned(self.options, profile)
         first, *larger = self._choices(profile, seed)
         simulated = simulate(
-            profile, first, make_policy(policy, options), self.predict, cancel=self.cancel, partitions=self.partitions,
-            larger=larger if profile.drafts else [],
+            profile, first, make_policy(policy, self.options), self.predict, cancel=self.cancel,
+            partitions=self.partitions, larger=larger if profile.drafts else [],
         )  # fmt: skip
         team = "+".join(["draft"] * len(profile.drafts))
         names = {"model": profile.name, "model_draft": team or None, "seed": seed}
-        settings, variant = settings_text(policy, options), self._variant
+        settings, variant = settings_text(policy, self.options), self._variant
         return simulated, make_result(simulated, policy, settings, variant, names)
 
     def _lay_out(self, has_draft: bool) -> Profile:

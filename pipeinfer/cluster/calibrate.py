@@ -1,4 +1,4 @@
-"""Time a loaded stage for runs of a few sizes, and choose the micro-batch by it. Knows no MPI."""
+"""Time a loaded model for runs of a few sizes. Knows no MPI."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipeinfer.interfaces import Batch, StageModel
+from pipeinfer.run_cost import RunCost
 from pipeinfer.runs import KvOp, OpKind
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-
-CHEAP = 1.25
-"""A run may cost this many times a single row: beyond it, two smaller runs use a pipeline better."""
 
 DEAR = 3.0
 """Beyond so many times a single row no run is chosen, and larger ones need not be timed."""
@@ -67,25 +65,6 @@ def slowest_stage(costs: Sequence[dict[int, float]]) -> dict[int, float]:
     return {n_rows: max(cost[n_rows] for cost in costs) for n_rows in sorted(sizes)}
 
 
-def cheapest_microbatch(cost: dict[int, float]) -> int:
-    """The most guesses a run may carry without costing much more than one; 1 if nothing is known."""
-    return max((n_rows for n_rows in cost if cost[n_rows] <= CHEAP * cost[1]), default=1)
-
-
 def largest_question(cost: dict[int, float]) -> int:
     """Nodes a larger draft is asked about at once: by the cost of rows, but enough to get ahead of the target."""
-    return max(QUESTION_ROWS_MIN, cheapest_microbatch(cost))
-
-
-def interpolate_cost(cost: dict[int, float]) -> Callable[[int], float] | None:
-    """Seconds that a run of any number of rows takes, from those timed: straight lines, the last one continued."""
-    if not cost:
-        return None
-    rows, seconds = list(cost), list(cost.values())
-    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else seconds[0]
-
-    def at(n_rows: int) -> float:
-        beyond = max(0, n_rows - rows[-1])
-        return float(np.interp(n_rows, rows, seconds)) + max(0.0, slope) * beyond
-
-    return at
+    return max(QUESTION_ROWS_MIN, RunCost(cost).n_cheap_rows(0) if cost else 1)

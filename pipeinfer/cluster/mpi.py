@@ -21,6 +21,7 @@ from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import N_STAMP, Courier
 from pipeinfer.cluster.stage import StageWorker, room_for
 from pipeinfer.cluster.wire import (
+    N_VERDICT,
     Buffer,
     Kind,
     Transaction,
@@ -191,7 +192,7 @@ class HeadPipeline:
         if worker:
             worker.is_cancelled = self._cancelled.__contains__
         if self.remote_ranks:
-            n_bytes = 4 * (3 + n_words)
+            n_bytes = 4 * (N_VERDICT + n_words)
             self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_ahead=4, courier=courier)
 
     def submit(self, run: Run) -> None:
@@ -240,7 +241,7 @@ class HeadPipeline:
         if self.remote_ranks:
             self.outbox.send_run(transaction.message, self.remote_ranks[0])
         else:
-            self._verdicts.append(Verdict(run.id, tuple(tokens), transaction.cancelled))
+            self._verdicts.append(Verdict(run.id, tuple(tokens), transaction.cancelled, transaction.slowest_s))
         if transaction.cancelled:
             self.ledger.cancelled.append((start_s, time.monotonic()))
 
@@ -309,7 +310,8 @@ def serve(
         if following is not None:
             sent = outbox.send_run(transaction.message, following)
         else:
-            outbox.send(encode_verdict(transaction.run_id, tokens, transaction.cancelled), 0, Tag.VERDICT)
+            verdict = Verdict(transaction.run_id, tuple(tokens), transaction.cancelled, transaction.slowest_s)
+            outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
             sent = MPI.REQUEST_NULL
         inbox.give_back(buffer, sent)
         end_s = time.monotonic()

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from pipeinfer.choices import Choices
 from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.wire import words_before_activations
+from pipeinfer.cluster.wire import N_VERDICT, words_before_activations
 from pipeinfer.ledger import HeadLedger, StageLedger
 from pipeinfer.runs import NO_TOKEN, Run, Verdict
 
@@ -45,6 +45,7 @@ class _Flight:
     bare_bytes: int
     full_bytes: int
     tokens: tuple[int, ...]
+    slowest_s: float = 0.0  # of the stages that evaluated it
     cancelled: bool = False  # a stage has noticed
     cancel_s: float = NEVER  # when the stages have the head's word
     answered_s: float = NEVER  # when its verdict is at the head
@@ -134,7 +135,7 @@ class SimPipeline:
         self._verdicts.popleft()
         del self._flying[flight.run_id]
         self.clock.advance(self.profile.head.verdict_s)
-        return Verdict(flight.run_id, () if flight.cancelled else flight.tokens, flight.cancelled)
+        return Verdict(flight.run_id, () if flight.cancelled else flight.tokens, flight.cancelled, flight.slowest_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Raises RuntimeError when nothing is in flight: the engine would wait for ever."""
@@ -249,8 +250,9 @@ class SimPipeline:
 
     def _finish(self, index: int, stage: SimStage, flight: _Flight, now_s: float) -> None:
         stage.ledger.note(flight.run_id, stage.idle_since_s, stage.start_s, now_s, flight.cancelled)
+        flight.slowest_s = max(flight.slowest_s, now_s - stage.start_s)
         if index + 1 == self.n_stages:
-            n_bytes = 12 + (0 if flight.cancelled else 4 * flight.n_rows)
+            n_bytes = 4 * (N_VERDICT + (0 if flight.cancelled else flight.n_rows))
         else:
             n_bytes = flight.bare_bytes if flight.cancelled else flight.full_bytes
         self._schedule(stage.out.arrival(now_s, n_bytes), index + 1, flight, None)

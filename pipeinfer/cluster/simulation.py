@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pipeinfer.choices import Choices
 from pipeinfer.cluster.calibrate import (
     ROWS,
-    cheapest_microbatch,
-    interpolate_cost,
     largest_question,
     slowest_stage,
 )
@@ -20,8 +18,8 @@ from pipeinfer.engine import Engine
 from pipeinfer.errors import UserError
 from pipeinfer.metrics import RequestMetrics
 from pipeinfer.policies import Policy
-from pipeinfer.policies.factory import PolicyOptions
 from pipeinfer.requests import Request
+from pipeinfer.run_cost import RunCost
 from pipeinfer.sampling import SamplingParams
 from pipeinfer.sequences import SequencePool
 from pipeinfer.trace import Tracer
@@ -75,7 +73,7 @@ def simulate(
     pool = SequencePool(n_seq, n_cells, parked=True)
     engine = Engine(
         pipeline, pool, drafter, clock, n_chunk=n_chunk, n_rows_max=N_GUESS_ROWS, cancel=cancel,
-        run_cost=interpolate_cost(row_costs(profile)), refiners=refiners, tracer=tracer,
+        run_cost=RunCost(row_costs(profile)), refiners=refiners, tracer=tracer,
     )  # fmt: skip
     request = Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)
     metrics = engine.add(request, policy)
@@ -98,8 +96,3 @@ def row_costs(profile: Profile) -> dict[int, float]:
     return slowest_stage(
         [{n_rows: stage.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS} for stage in profile.stages]
     )
-
-
-def tuned(options: PolicyOptions, profile: Profile) -> PolicyOptions:
-    """The options with what they leave to the costs filled in, as a session does from measured ones."""
-    return replace(options, microbatch=options.microbatch or cheapest_microbatch(row_costs(profile)))

@@ -75,7 +75,9 @@ class StageWorker:
                 self.stats.n_stopped += 1
                 self.stats.n_layers_saved += max(0, self.n_layers - self._n_asked)
         self.stats.n_runs += 1
-        self.stats.busy_s += self.clock() - start_s
+        busy_s = self.clock() - start_s
+        transaction.took(busy_s)
+        self.stats.busy_s += busy_s
         self.tracer.evaluated(start_s, transaction.run_id, transaction.n_rows, transaction.cancelled)
         return verdict
 

@@ -32,9 +32,11 @@ class RowFlag(IntFlag):
 
 
 _MAGIC = 0x50495046  # refuses a stray message early
-N_HEADER = 8  # magic, kind, run id, cancelled, n_ops, n_rows, n_extra, n_opens
+N_HEADER = 9  # magic, kind, run id, cancelled, n_ops, n_rows, n_extra, n_opens, µs in the slowest stage so far
 N_OP = 5  # kind, src, dst, first, last
 N_ROW = 5  # request, token, position, sequence, flags
+N_VERDICT = 4  # run id, cancelled, µs in the slowest stage, n_tokens; then the tokens
+MAX_US = 2**31 - 1
 N_OPEN = 20  # request, one spare word, then the sampling parameters as nine float64
 
 
@@ -50,7 +52,7 @@ class Transaction:
     def __init__(self, buffer: Buffer, n_embd: int) -> None:
         self.buffer, self.n_embd = buffer, n_embd
         self._words = words = buffer[: len(buffer) & ~3].view(np.int32)
-        magic, kind, self.run_id, cancelled, n_ops, self.n_rows, n_extra, n_opens = words[:N_HEADER].tolist()
+        magic, kind, self.run_id, cancelled, n_ops, self.n_rows, n_extra, n_opens, _ = words[:N_HEADER].tolist()
         assert magic == _MAGIC, f"not a transaction: starts with {magic:#x}"
         self.kind, self.cancelled = Kind(kind), bool(cancelled)
         rows_at = N_HEADER + N_OP * n_ops
@@ -98,6 +100,15 @@ class Transaction:
         """(n_rows, n_embd), writable; the buffer must be long enough."""
         return self._words[self._end : self._end + self.n_rows * self.n_embd].view(np.float32).reshape(-1, self.n_embd)
 
+    @property
+    def slowest_s(self) -> float:
+        """Seconds that the run took the slowest of the stages that evaluated it."""
+        return 1e-6 * int(self._words[8])
+
+    def took(self, seconds: float) -> None:
+        """A stage has evaluated the run in so long."""
+        self._words[8] = max(int(self._words[8]), min(round(1e6 * seconds), MAX_US))
+
     def cancel(self) -> None:
         """From here on the transaction carries its operations only."""
         self.cancelled = True
@@ -107,7 +118,7 @@ class Transaction:
 def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     """The transaction of a run as the head sends it: without activations."""
     extra = [(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
-    words: list[int] = [_MAGIC, kind, run.id, 0, len(run.ops), len(run.rows), len(extra), len(run.opens)]
+    words: list[int] = [_MAGIC, kind, run.id, 0, len(run.ops), len(run.rows), len(extra), len(run.opens), 0]
     for op in run.ops:
         words += astuple(op)
     for row in run.rows:
@@ -130,12 +141,14 @@ def encode_shutdown(kind: Kind = Kind.SHUTDOWN) -> Buffer:
     return encode(Run(0, []), kind)
 
 
-def encode_verdict(run_id: int, tokens: list[int], cancelled: bool) -> Buffer:
-    return np.array([run_id, cancelled, len(tokens), *tokens], np.int32).view(np.uint8)
+def encode_verdict(verdict: Verdict) -> Buffer:
+    us = min(round(1e6 * verdict.slowest_s), MAX_US)
+    words = [verdict.run_id, verdict.cancelled, us, len(verdict.tokens), *verdict.tokens]
+    return np.array(words, np.int32).view(np.uint8)
 
 
 def decode_verdict(message: Buffer) -> Verdict:
     """Inverse of `encode_verdict`; the buffer may be longer than the message."""
     words = message.view(np.int32)
-    run_id, cancelled, n_tokens = words[:3].tolist()
-    return Verdict(run_id, tuple(words[3 : 3 + n_tokens].tolist()), bool(cancelled))
+    run_id, cancelled, us, n_tokens = words[:N_VERDICT].tolist()
+    return Verdict(run_id, tuple(words[N_VERDICT : N_VERDICT + n_tokens].tolist()), bool(cancelled), 1e-6 * us)

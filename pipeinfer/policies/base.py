@@ -19,6 +19,7 @@ class View:
     n_stages: int
     depth_left: int  # tokens that can still come; deeper guesses are of no use
     fitting: Callable[[Sequence[Node]], list[Node]]  # which of unsent nodes there is room for, in their order
+    n_cheap_rows: int = 1  # what a run may carry without costing much more than a single row
     n_drafts: int = 1
 
     def in_reach(self, node: Node) -> bool:

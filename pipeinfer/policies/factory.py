@@ -14,11 +14,11 @@ POLICIES = ("iterative", "speculative", "pipeinfer")
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What the policies can be told; see their classes for the meanings. `microbatch` 0: by the costs."""
+    """What the policies can be told; see their classes for the meanings."""
 
     n_draft: int = Speculative.n_draft
     width: int = PipeInfer.width
-    microbatch: int = 0
+    microbatch: int = PipeInfer.microbatch
     inflight: int = PipeInfer.inflight
     accept_cutoff: float = PipeInfer.accept_cutoff
     split_cutoff: float = PipeInfer.split_cutoff
@@ -36,7 +36,7 @@ def make_policy(name: str, options: PolicyOptions) -> Policy:
         return Speculative(options.n_draft, options.width)
     assert name == "pipeinfer", f"no policy {name!r}; there are {', '.join(POLICIES)}"
     return PipeInfer(
-        microbatch=options.microbatch or 1,
+        microbatch=options.microbatch,
         inflight=options.inflight,
         width=options.width,
         accept_cutoff=options.accept_cutoff,

@@ -28,7 +28,8 @@ LEARNING_RATE, LARGEST_BIAS = 0.2, 4.0
 
 @dataclass
 class PipeInfer:
-    """`microbatch`: guesses a run at most. `inflight`: runs in flight at most (0: one more than there are stages).
+    """`microbatch`: guesses a run at most (0: as many as are cheap). `inflight`: runs in flight at most (0: one more
+    than there are stages).
 
     Cutoffs are probabilities under the draft: the likeliest guess after a node enters the tree from `accept_cutoff` on,
     a further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each expansion
@@ -47,7 +48,7 @@ class PipeInfer:
     without `asynchronous`, the draft works only while the pipeline is empty.
     """
 
-    microbatch: int = 1
+    microbatch: int = 0
     inflight: int = 0
     width: int = 4
     accept_cutoff: float = 0.02
@@ -72,11 +73,14 @@ class PipeInfer:
             return [] if waits_for_draft else [root]
         if view.n_inflight >= self._n_inflight_max(view):
             return []
-        return view.fitting(self._unsent(view))[: self.microbatch]
+        return view.fitting(self._unsent(view))[: self._n_rows(view)]
 
     def _n_inflight_max(self, view: View) -> int:
         # the root's run and one of guesses
         return (self.inflight or view.n_stages + 1) if self.continuous else 2
+
+    def _n_rows(self, view: View) -> int:
+        return self.microbatch or view.n_cheap_rows
 
     def _unsent(self, view: View) -> list[Node]:
         """Guesses in reach, likeliest first; a child never comes before its parent."""
@@ -91,12 +95,13 @@ class PipeInfer:
         if self._resting or (view.n_inflight and not self.asynchronous):
             return []
         ready = self._unsent(view)
-        worst = ready[self.microbatch - 1].score if len(ready) >= self.microbatch else float("-inf")
+        n_rows = self._n_rows(view)
+        worst = ready[n_rows - 1].score if len(ready) >= n_rows else float("-inf")
         # children score no higher than their parent
         open_nodes = [
             node for node in view.tree.nodes if not node.expanded and node.score > worst and view.may_branch(node)
         ]
-        return sorted(open_nodes, key=SCORE, reverse=True)[: self.microbatch]
+        return sorted(open_nodes, key=SCORE, reverse=True)[:n_rows]
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         cutoff = max(0.0, self.accept_cutoff + self._shift)

@@ -1,0 +1,66 @@
+"""What a run costs: timed at loading, then learned."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipeinfer.run_cost import RunCost
+
+TIMED = {1: 1.0, 2: 1.05, 4: 1.15, 8: 1.4, 16: 2.0}
+
+
+def learned(scale: float, slope: float, context: int, sizes: tuple[int, ...], noise: float = 0.0) -> RunCost:
+    """After 200 runs of random sizes that took scale × timed + slope × rows × context."""
+    rng, cost = random.Random(5), RunCost(TIMED)
+    truth = RunCost(TIMED)
+    for position in range(context, context + 200):
+        n_rows = rng.choice(sizes)
+        seconds = scale * truth.seconds(n_rows, 0) + slope * n_rows * position
+        cost.learn(n_rows, position, seconds * (1 + noise * rng.uniform(-1, 1)))
+    return cost
+
+
+def test_any_size() -> None:
+    cost = RunCost({1: 1.0, 2: 2.0, 4: 3.0})
+    assert [cost.seconds(n, 500) for n in (1, 2, 3, 4, 6)] == pytest.approx([1, 2, 2.5, 3, 4])
+    assert RunCost({1: 2.0}).seconds(3, 0) == 6.0
+    assert RunCost(TIMED).n_cheap_rows(9000) == 4
+
+
+def test_a_slow_machine_makes_everything_dearer_and_leaves_the_choice() -> None:
+    cost = learned(1.7, 0.0, 30, (1, 2, 4), noise=0.2)
+    assert cost.seconds(2, 230) == pytest.approx(1.7 * 1.05, rel=0.1)
+    assert cost.n_cheap_rows(230) == 4
+
+
+@pytest.mark.parametrize("context", [1000, 8000])
+def test_attention_makes_rows_dear_after_long_contexts(context: int) -> None:
+    slope = 0.4 / context  # a row's attention costs 0.4 of its layers
+    cost = learned(1.0, slope, context, (1, 2, 4, 8), noise=0.2)
+    for n_rows in (1, 2, 8):
+        expected = RunCost(TIMED).seconds(n_rows, 0) + slope * n_rows * (context + 200)
+        assert cost.seconds(n_rows, context + 200) == pytest.approx(expected, rel=0.1)
+    assert cost.n_cheap_rows(context + 200) == 1
+    assert cost.n_cheap_rows(0) == 4
+
+
+def test_single_rows_alone_say_what_the_context_costs_if_it_is_long() -> None:
+    cost = learned(1.0, 0.5 / 4000, 4000, (1,))
+    assert cost.seconds(1, 4200) == pytest.approx(1.525, rel=0.05)
+    assert cost.n_cheap_rows(4200) == 1
+
+
+def test_one_interruption_does_not_count_for_much() -> None:
+    cost = learned(1.0, 0.0, 100, (1, 2))
+    cost.learn(2, 300, 1000.0)
+    assert cost.seconds(2, 300) < 1.3
+
+
+def test_runs_that_get_faster_with_the_context_teach_no_negative_slope() -> None:
+    cost = RunCost(TIMED)
+    for position in range(1000, 3000, 10):
+        cost.learn(1, position, 2.0 - position / 2000)
+    assert cost.seconds(1, 10_000) == pytest.approx(cost.seconds(1, 0))
+    assert cost.seconds(1, 0) > 0
