@@ -22,6 +22,7 @@ from soaking import AuditedEngine, Memory, random_speculation, some
 
 from pipeinfer.choices import SyntheticChoices, ranks_for
 from pipeinfer.cli.context import resident_bytes
+from pipeinfer.cluster import costs
 from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.cluster.profile import ProfileFile, load_profile
 from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
@@ -35,7 +36,9 @@ from pipeinfer.sequences import SequencePool
 
 
 @click.command(help=__doc__)
-@click.option("--hours", default=2.0, show_default=True, help="Of simulated time.")
+@click.option(
+    "--hours", default=24.0, show_default=True, help="Of simulated time; the heap takes some ten to find its size."
+)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--first", default=0, show_default=True, help="The case to begin with.")
 def main(hours: float, seed: int, first: int) -> None:
@@ -58,6 +61,7 @@ def soak(seconds: float, seed: int, first: int, profile_name: str = "pipeinfer-b
         n_tokens += engine.request.n_generated
         n_cancelled += engine.metrics.n_cancelled
         del engine
+        costs._interpolate.cache_clear()  # bounded, but filling it for hours would look like growth
         gc.collect()
         memory.samples.append(resident_bytes())
         if virtual_s >= seconds:

@@ -25,7 +25,7 @@ OPTIONS = (
     ),
     click.option(
         "--microbatch", type=click.IntRange(0, 64), default=DEFAULT.microbatch, show_default=True,
-        help="Guesses a run at most (policy pipeinfer); 0: by the measured cost of rows.",
+        help="Guesses a run at most (policy pipeinfer); 0: as many as cost hardly more than one row.",
     ),
     click.option(
         "--inflight", type=click.IntRange(0), default=DEFAULT.inflight, show_default=True,
