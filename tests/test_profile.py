@@ -110,6 +110,7 @@ def test_a_measured_profile(tmp_path: Path) -> None:
         ("layers = 4", "layers = 4.5", "whole number"),
         ("layer_ms = [1.0, 1.5, 2.0]", "layer_ms = [1.0, 1.5]", "3 numbers"),
         ("rows = [1, 2, 4]", "rows = [2, 1, 4]", "ascend"),
+        ("layer_ms = [1.0, 1.5, 2.0]", "layer_ms = [0, 0.0, 2.0]", "above 0"),
         ("[link]", "[lin]", r"\[link\]"),
         ("[[stages]]", "[[stage]]", "stages"),
         ("embd = 288", "embd = ", "profile"),

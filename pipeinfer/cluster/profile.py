@@ -274,6 +274,8 @@ def _measured_slice(table: Table) -> ModelCost:
     if list(rows) != sorted(set(rows)) or rows[0] < 1:
         raise UserError(f"{table.where}: rows = {list(rows)}; they must ascend from 1")
     layer_s = tuple(1e-3 * value for value in table.numbers("layer_ms", len(rows)))
+    if not all(layer_s):
+        raise UserError(f"{table.where}: layer_ms = {table.values['layer_ms']}; give times above 0")
     output = NOTHING
     if "output_ms" in table.values:
         output = Work(rows, tuple(1e-3 * value for value in table.numbers("output_ms", len(rows))))
