@@ -97,13 +97,9 @@ def text_of(n_tokens: int) -> str:
 def check(name: str, target: Path, draft: Path, n_prompt: int, matrix: Matrix) -> Iterator[bool]:
     """Run the matrix for one prompt; whether each text is the expected one."""
     common = ["-m", str(target), "-md", str(draft), "-n", str(matrix.n_predict), "--ignore-eos", "--numerics", "exact"]
-    common += [
-        "-p",
-        text_of(n_prompt),
-        "--seed",
-        "7",
-        *(["-c", str(2 * n_prompt + matrix.n_predict)] if n_prompt > LONG else []),
-    ]
+    common += ["-p", text_of(n_prompt), "--seed", "7"]
+    if n_prompt > LONG:
+        common += ["-c", str(2 * n_prompt + matrix.n_predict)]
     expected = {temp: expected_tokens(target, [*common, "--temp", temp], matrix.n_predict) for temp in matrix.temps}
     for n_ranks, policy, variant, temp in matrix.cases():
         flags = [*matrix.flags, *([f"--{variant}"] if variant else [])]

@@ -32,7 +32,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from soaking import AuditedEngine, Memory, random_sampling, random_speculation, some
+from soaking import AuditedEngine, Memory, finish, random_sampling, random_speculation, some
 
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.interfaces import FloatArray
@@ -58,11 +58,7 @@ RANK_PART = "as-a-rank"
 @click.option("--extra", default="", help="Further options of the job, as in '--layer-split 1,2,3,3'.")
 @click.option("--delays", is_flag=True, help="Ranks pause at random; see tests/delayed.py.")
 def main(minutes: float, ranks: int, seed: int, first: int, extra: str, delays: bool) -> None:
-    faults = soak(ranks, minutes, seed, first, extra.split(), delays)
-    for fault in faults:
-        print(f"FAULT: {fault}")
-    print(f"{len(faults)} faults")
-    sys.exit(bool(faults))
+    finish(soak(ranks, minutes, seed, first, extra.split(), delays))
 
 
 # -- cases

@@ -18,16 +18,16 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from soaking import AuditedEngine, Memory, random_speculation, some
+from soaking import AuditedEngine, Memory, finish, random_speculation, some
 
 from pipeinfer.choices import SyntheticChoices, ranks_for
 from pipeinfer.cli.context import resident_bytes
-from pipeinfer.cluster import costs
 from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.cluster.profile import ProfileFile, load_profile
 from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
 from pipeinfer.cluster.simulated_drafts import SimDrafter, SimRefiner
 from pipeinfer.cluster.simulation import row_costs
+from pipeinfer.interpolation import interpolate
 from pipeinfer.policies.factory import POLICIES, make_policy
 from pipeinfer.requests import Finish, Request
 from pipeinfer.run_cost import RunCost
@@ -42,11 +42,7 @@ from pipeinfer.sequences import SequencePool
 @click.option("--seed", default=0, show_default=True)
 @click.option("--first", default=0, show_default=True, help="The case to begin with.")
 def main(hours: float, seed: int, first: int) -> None:
-    faults = soak(hours * 3600, seed, first)
-    for fault in faults:
-        print(f"FAULT: {fault}")
-    print(f"{len(faults)} faults")
-    sys.exit(bool(faults))
+    finish(soak(hours * 3600, seed, first))
 
 
 def soak(seconds: float, seed: int, first: int, profile_name: str = "pipeinfer-b") -> list[str]:
@@ -61,7 +57,7 @@ def soak(seconds: float, seed: int, first: int, profile_name: str = "pipeinfer-b
         n_tokens += engine.request.n_generated
         n_cancelled += engine.metrics.n_cancelled
         del engine
-        costs._interpolate.cache_clear()  # bounded, but filling it for hours would look like growth
+        interpolate.cache_clear()  # bounded, but filling it for hours would look like growth
         gc.collect()
         memory.samples.append(resident_bytes())
         if virtual_s >= seconds:

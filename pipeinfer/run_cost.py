@@ -5,8 +5,9 @@ Knows numbers of rows and tokens; no model, no pipeline and no clock.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
+
+from pipeinfer.interpolation import interpolate
 
 CHEAP = 1.25
 """A run may cost this many times a single row: beyond it, two smaller runs use a pipeline better."""
@@ -34,8 +35,8 @@ class RunCost:
 
     def __init__(self, timed: Mapping[int, float]) -> None:
         self._row_s = timed[1]
-        self._rows = list(timed)
-        self._shares = [seconds / self._row_s for seconds in timed.values()]  # in units of one row's time
+        self._rows = tuple(timed)
+        self._shares = tuple(seconds / self._row_s for seconds in timed.values())  # in units of one row's time
         self._scale, self._slope = 1.0, 0.0
         # moments of (timed, n × context) and their products with what was observed
         self._tt, self._tx, self._xx = 0.0, 0.0, 0.0
@@ -72,11 +73,8 @@ class RunCost:
 
     def _timed(self, n_rows: int) -> float:
         """In units of one row's time, at an empty cache."""
-        rows, shares = self._rows, self._shares
-        if len(rows) == 1:
-            return shares[0] * n_rows / rows[0]
-        right = min(max(bisect_left(rows, n_rows), 1), len(rows) - 1)
-        slope = (shares[right] - shares[right - 1]) / (rows[right] - rows[right - 1])
-        if n_rows > rows[-1]:
-            slope = max(0.0, slope)
-        return shares[right - 1] + slope * (n_rows - rows[right - 1])
+        if len(self._rows) == 1:
+            return float(n_rows)
+        share = interpolate(self._rows, self._shares, n_rows)
+        # more rows than the most that were timed never cost less than those
+        return max(share, self._shares[-1]) if n_rows > self._rows[-1] else share

@@ -253,7 +253,7 @@ class ToyPipeline:
         tokens = self.workers[index].process(transaction)
         self.n_messages += 1
         if index + 1 == self.n_stages:
-            self.queues[-1].append(encode_verdict(Verdict(transaction.run_id, tuple(tokens), transaction.cancelled)))
+            self.queues[-1].append(encode_verdict(transaction.verdict(tokens)))
         else:
             self.queues[index + 1].append(transaction.message.copy())
 

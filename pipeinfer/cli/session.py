@@ -19,11 +19,7 @@ from pipeinfer.cli.load import (
 )
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
-from pipeinfer.cluster.calibrate import (
-    largest_question,
-    slowest_stage,
-    time_rows,
-)
+from pipeinfer.cluster.calibrate import largest_question, slowest_stage, time_rows
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.mpi import HeadPipeline
 from pipeinfer.cluster.pace import Courier, LoadedModel

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+
+from pipeinfer.interpolation import interpolate
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class Work:
     context_s: float = 0.0
 
     def at(self, n_rows: int, context: int = 0) -> float:
-        return _interpolate(self.rows, self.seconds, n_rows) + self.context_s * n_rows * context
+        return interpolate(self.rows, self.seconds, n_rows) + self.context_s * n_rows * context
 
 
 NOTHING = Work((1.0,), (0.0,))
@@ -32,17 +31,6 @@ def roofline(n_bytes: float, flop_per_row: float, bytes_per_s: float, flop_per_s
     knee = max(1.0, read_s / row_s)
     first_s = max(read_s, row_s) + fixed_s
     return Work((1.0, knee, knee + 1.0), (first_s, first_s, first_s + row_s))
-
-
-@lru_cache(maxsize=1 << 14)
-def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    if len(xs) == 1 or x <= xs[0]:
-        return ys[0]
-    right = min(bisect_left(xs, x), len(xs) - 1)
-    left = right - 1
-    if xs[right] == xs[left]:
-        return ys[right]
-    return ys[left] + (ys[right] - ys[left]) * (x - xs[left]) / (xs[right] - xs[left])
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ class HeadPipeline:
         if self.remote_ranks:
             self.outbox.send_run(transaction.message, self.remote_ranks[0])
         else:
-            self._verdicts.append(Verdict(run.id, tuple(tokens), transaction.cancelled, transaction.slowest_s))
+            self._verdicts.append(transaction.verdict(tokens))
         if transaction.cancelled:
             self.ledger.cancelled.append((start_s, time.monotonic()))
 
@@ -310,8 +310,7 @@ def serve(
         if following is not None:
             sent = outbox.send_run(transaction.message, following)
         else:
-            verdict = Verdict(transaction.run_id, tuple(tokens), transaction.cancelled, transaction.slowest_s)
-            outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
+            outbox.send(encode_verdict(transaction.verdict(tokens)), 0, Tag.VERDICT)
             sent = MPI.REQUEST_NULL
         inbox.give_back(buffer, sent)
         end_s = time.monotonic()

@@ -7,6 +7,7 @@ stage passes on differs from what it received in the flags and the activations o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 from enum import IntEnum, IntFlag
 
@@ -107,7 +108,11 @@ class Transaction:
 
     def took(self, seconds: float) -> None:
         """A stage has evaluated the run in so long."""
-        self._words[8] = max(int(self._words[8]), min(round(1e6 * seconds), MAX_US))
+        self._words[8] = max(int(self._words[8]), _us(seconds))
+
+    def verdict(self, tokens: Sequence[int]) -> Verdict:
+        """What the last stage answers."""
+        return Verdict(self.run_id, tuple(tokens), self.cancelled, self.slowest_s)
 
     def cancel(self) -> None:
         """From here on the transaction carries its operations only."""
@@ -142,9 +147,12 @@ def encode_shutdown(kind: Kind = Kind.SHUTDOWN) -> Buffer:
 
 
 def encode_verdict(verdict: Verdict) -> Buffer:
-    us = min(round(1e6 * verdict.slowest_s), MAX_US)
-    words = [verdict.run_id, verdict.cancelled, us, len(verdict.tokens), *verdict.tokens]
+    words = [verdict.run_id, verdict.cancelled, _us(verdict.slowest_s), len(verdict.tokens), *verdict.tokens]
     return np.array(words, np.int32).view(np.uint8)
+
+
+def _us(seconds: float) -> int:
+    return min(round(1e6 * seconds), MAX_US)
 
 
 def decode_verdict(message: Buffer) -> Verdict:

@@ -1,0 +1,18 @@
+"""What was timed at a few points, at any point. Knows numbers only."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from functools import lru_cache
+
+
+@lru_cache(maxsize=1 << 14)
+def interpolate(xs: tuple[float, ...], ys: tuple[float, ...], x: float) -> float:
+    """Straight lines between the points, the first value before them, the last line continued. `xs` ascend."""
+    if len(xs) == 1 or x <= xs[0]:
+        return ys[0]
+    right = min(bisect_left(xs, x), len(xs) - 1)
+    left = right - 1
+    if xs[right] == xs[left]:
+        return ys[right]
+    return ys[left] + (ys[right] - ys[left]) * (x - xs[left]) / (xs[right] - xs[left])
