@@ -6,7 +6,8 @@
 PYTHON ?= python3
 MPI ?= mpich
 NP ?= 3
-export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
+# GCC 12 drops stores to the AMX tile configuration: the kernels that it makes crash on processors with AMX.
+export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'
 # Only Open MPI reads these: it refuses to start as root or with more ranks than cores, and binds ranks to cores.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1

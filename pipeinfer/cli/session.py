@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.cli.context import CLOCK, Context
+from pipeinfer.cli.context import CLOCK, Context, complain
 from pipeinfer.cli.load import (
     guess_words,
     load_drafts,
@@ -28,10 +28,17 @@ from pipeinfer.engine import Engine
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.ledger import HeadLedger
 from pipeinfer.metrics import RequestMetrics
+from pipeinfer.models.ggml import amx_works
 from pipeinfer.policies import Policy
 from pipeinfer.requests import Request
 from pipeinfer.run_cost import RunCost
 from pipeinfer.sequences import SequencePool
+
+NO_AMX = (
+    "this build of llama.cpp has AMX kernels that crash, so they are not used; for full speed install it again: "
+    "CMAKE_ARGS=\"-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'\" pip install --force-reinstall --no-cache-dir --no-deps "
+    "llama-cpp-python"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,8 @@ class Session:
         try:
             self._stage = load_stage(self.context, self.job, self._go_on)
             self._drafts = load_drafts(self.context, self.job, self._go_on)
+            if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
+                complain(NO_AMX)
             if self._stage:
                 self._costs[0] = time_rows(self._stage, CLOCK)
             self._refiner_costs = {number: time_rows(draft, CLOCK) for number, draft in self._drafts.items() if number}

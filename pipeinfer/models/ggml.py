@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
 import sys
 from collections import deque
 from functools import cache
@@ -23,6 +24,7 @@ from pipeinfer.models.gguf_header import Tensor
 
 TILED_MM = "GGML_CPU_TILED_MM"
 LOG_ERROR = 4
+PROBE_TIMEOUT_S = 20.0
 F32, F16 = 0, 1
 
 _errors: deque[str] = deque(maxlen=4)
@@ -61,6 +63,29 @@ def load_library() -> ModuleType:
     library.llama_log_set(on_log, None)
     library.llama_backend_init()
     return library
+
+
+@cache
+def amx_works() -> bool:
+    """False when libggml has kernels for this processor's matrix tiles, and they crash or multiply wrongly.
+
+    GCC 12 drops most of the tile configuration before it is loaded (its `_tile_loadconfig` claims to read 8 of the 64
+    bytes), and the first multiplication then ends the process: another process tries.
+    """
+    library = load_library()
+    if b"AMX_INT8 = 1" not in library.llama_print_system_info():
+        return True
+    return probe_amx(Path(str(library.__file__)).parent / "lib")
+
+
+def probe_amx(folder: Path) -> bool:
+    """Whether the libggml in `folder` multiplies rightly, or has no AMX kernels for this processor."""
+    probe = [sys.executable, "-I", "-S", str(Path(__file__).with_name("amx_probe.py")), str(folder)]
+    try:
+        done = subprocess.run(probe, capture_output=True, stdin=subprocess.DEVNULL, timeout=PROBE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 def last_errors() -> str:

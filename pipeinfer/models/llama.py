@@ -231,9 +231,9 @@ class LlamaStage:
                             "with CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
         options = lib.llama_model_default_params()
         options.n_gpu_layers = self._n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
-        options.use_extra_bufts = not params.exact
+        options.use_extra_bufts = not params.exact and ggml.amx_works()
         # repacking copies the weights: mapped, they would be in memory twice
-        options.load_mode = LOAD_BY_MAPPING if params.exact else LOAD_BY_READING
+        options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
         go_on = True
 
         def progress(done: float, _: object) -> bool:
