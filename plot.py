@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.outputs import whole_file
 from pipeinfer.results import read_results
 
 
@@ -41,7 +42,9 @@ def write_figures(results: Path, folder: Path) -> None:
     for name, figure in draw_all(rows):
         for suffix in (".png", ".svg"):
             path = folder / f"{name}{suffix}"
-            figure.savefig(path, dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
+            with whole_file(path, "the figure") as file:
+                metadata = {"Date": None} if suffix == ".svg" else None
+                figure.savefig(file, format=suffix.removeprefix("."), dpi=150, metadata=metadata)
             print(path)
 
 

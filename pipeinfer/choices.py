@@ -18,6 +18,7 @@ import numpy as np
 
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Guess
+from pipeinfer.outputs import write_file
 
 MAX_WIDTH = 16
 """Guesses after a context at most."""
@@ -221,10 +222,7 @@ class RecordedChoices:
         content = {
             "format": FORMAT, "about": self.about, "prompt": self.prompt, "tokens": self.tokens, "guesses": contexts,
         }  # fmt: skip
-        try:
-            path.write_text(json.dumps(content, separators=(",", ":")))
-        except OSError as error:
-            raise UserError(f"choices {path}: {error.strerror}") from None
+        write_file(path, "choices", json.dumps(content, separators=(",", ":")).encode())
 
     @staticmethod
     def load(path: Path) -> RecordedChoices:

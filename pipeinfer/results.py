@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import fcntl
 import io
@@ -9,10 +10,12 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pipeinfer.errors import UserError
+from pipeinfer.outputs import check_writable, write_error
 
 FIGURES = ("prompt_per_second", "predicted_per_second", "itl_mean_s", "ttft_s")
 """The original's columns: tokens a second of prompt and of text, mean inter-token latency, time to first token."""
@@ -42,6 +45,7 @@ COLUMNS = (
 ORIGINAL_POLICIES = ("iterative", "speculative", "pipeinfer")
 """Of a headerless file's rows, in threes; the original calls the first one sequential."""
 
+HEADER = ",".join(COLUMNS)
 MAX_CELL = 1 << 16
 Row = dict[str, Any]
 
@@ -73,13 +77,26 @@ def result_row(result: dict[str, Any], prompt: str = "", repetition: int = 0) ->
 
 
 def check_results(path: Path) -> None:
-    """Raises UserError when a row could not be appended: the file cannot be written or has other columns."""
-    _append(path, None)
+    """Raises UserError when a row could not be appended: the file cannot be written or has other columns.
+
+    Leaves nothing behind.
+    """
+    if not path.exists():
+        check_writable(path, "--results")
+        return
+    with _locked(path) as file:
+        _check_appendable(path, file)
 
 
 def append_result(path: Path, row: Row) -> None:
-    """Append a row, after a header in an empty file; safe when two jobs write at once. Raises as `check_results`."""
-    _append(path, row)
+    """Append a row, after a header in an empty file; safe when two jobs write at once. Raises as `check_results`, and
+    when there is no room for the row: then the file is as it was before.
+
+    A job that is killed here leaves a row cut off at worst, never two mixed.
+    """
+    with _locked(path) as file:
+        size = _check_appendable(path, file)
+        _write_whole(file, size, _encode(row, with_header=not size))
 
 
 def as_read(row: Row) -> Row:
@@ -87,32 +104,46 @@ def as_read(row: Row) -> Row:
     return _row(Path("row"), 1, [str(_cell(row.get(name, ""))) for name in COLUMNS])
 
 
-def _append(path: Path, row: Row | None) -> None:
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[FileIO]:
+    """The file, unbuffered and locked until it is closed. Raises UserError for any OSError."""
     try:
-        with path.open("a+b") as file:
+        with path.open("a+b", buffering=0) as file:
             # over NFS too, Linux makes this a lock on the server; it ends with the process that holds it
             fcntl.flock(file, fcntl.LOCK_EX)
-            size = file.seek(0, os.SEEK_END)
-            if size:
-                _check_appendable(path, file, size)
-            if row is not None:
-                # one write, so that a job that is killed here leaves a row cut off at worst, never two mixed
-                file.write(_encode(row, with_header=not size))
-                file.flush()
+            yield file
     except OSError as error:
-        raise UserError(f"--results {path}: {error.strerror}") from None
+        raise write_error(path, "--results", error) from None
 
 
-def _check_appendable(path: Path, file: IO[bytes], size: int) -> None:
+def _check_appendable(path: Path, file: FileIO) -> int:
+    """The size of a file to which a row can be appended. Raises UserError when it is none."""
+    size = file.seek(0, os.SEEK_END)
+    if not size:
+        return size
     file.seek(0)
-    header = file.readline(MAX_CELL).decode("utf-8", "replace").strip()
-    if header != ",".join(COLUMNS):
+    header = file.read(len(HEADER) + MAX_CELL).partition(b"\n")[0].decode("utf-8", "replace").strip()
+    if header != HEADER:
         raise UserError(f"--results {path} has other columns; name a new file, nothing was written")
     file.seek(size - 1)
     if file.read(1) != b"\n":
         file.seek(0)
-        n_lines = sum(1 for _ in file)
+        n_lines = file.readall().count(b"\n") + 1
         raise UserError(f"--results {path}, line {n_lines} is cut off; delete that line, nothing was written")
+    return size
+
+
+def _write_whole(file: FileIO, size: int, data: bytes) -> None:
+    """All of the data behind the first `size` bytes, or none: on a full disk the file gets its size back."""
+    left = memoryview(data)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        # a device has no size
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
 
 
 def _encode(row: Row, with_header: bool) -> bytes:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.outputs import write_file
+
 
 @dataclass(slots=True)
 class Span:
@@ -60,7 +62,7 @@ def write_chrome_trace(
 ) -> None:
     """Write one track for each (label, spans); all times on one clock. Opens in Perfetto and chrome://tracing.
 
-    Raises OSError when the file cannot be written.
+    Raises UserError when the file cannot be written.
     """
     zero = min((span.start_s for _, spans in tracks for span in spans), default=0.0)
     events = [event for index, message in enumerate(messages) for event in _arrow(index, message, zero)]
@@ -71,7 +73,7 @@ def write_chrome_trace(
             events.append(
                 shared | ({"ph": "X", "dur": span.duration_s * 1e6} if span.duration_s else {"ph": "i", "s": "t"})
             )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_file(path, "--trace", json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
 
 
 def _arrow(index: int, message: Message, zero: float) -> list[dict[str, Any]]:

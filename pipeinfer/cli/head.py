@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeinfer.cli.context import Context, complain
@@ -50,10 +50,10 @@ class Head:
         with contextlib.suppress(BrokenPipeError):
             self._print(self.stream.flush())
         session.close()
-        self._report(generation)
+        code = self._report(generation)
         if flag.reason and not self._reader_left:
             complain(f"{flag.reason}; the text up to here is complete")
-        return flag.exit_code
+        return flag.exit_code or code
 
     def _show_loaded(self, rank: int, loaded_s: float) -> None:
         self.console.print(f"rank {rank} ({self.job.plan.describe(rank)}) loaded in {loaded_s:.1f} s", style="dim")
@@ -81,7 +81,8 @@ class Head:
 
     # -- reporting
 
-    def _report(self, generation: Generation) -> None:
+    def _report(self, generation: Generation) -> int:
+        """Returns the exit code: 2 when a file could not be written."""
         result: dict[str, Any] = make_result(self.text, generation, self.job, self.options)
         if self.options.json and not self._reader_left:
             with contextlib.suppress(BrokenPipeError):
@@ -93,7 +94,21 @@ class Head:
         show_statistics(self.console, result)
         if self.options.verbose:
             show_ranks(self.console, result)
-        if self.options.results:
-            append_result(self.options.results, result_row(result))
-        if self.options.trace:
-            write_trace(self.options.trace, generation, self.job)
+        return self._write_files(result, generation)
+
+    def _write_files(self, result: dict[str, Any], generation: Generation) -> int:
+        """Every file that was asked for, whatever became of the others."""
+        results, trace = self.options.results, self.options.trace
+        writing: list[Callable[[], None]] = []
+        if results:
+            writing.append(lambda: append_result(results, result_row(result)))
+        if trace:
+            writing.append(lambda: write_trace(trace, generation, self.job))
+        code = 0
+        for write in writing:
+            try:
+                write()
+            except UserError as error:
+                complain(str(error))
+                code = 2
+        return code

@@ -138,9 +138,12 @@ class Bench:
     def _keep(self, case: Case, turn: Turn, generation: Generation) -> None:
         result = make_result("", generation, case.job, case.options)
         row = as_read(result_row(result, turn.name, case.repetition))
-        if case.options.results:
-            append_result(case.options.results, result_row(result, turn.name, case.repetition))
         self.rows.append(row)
+        if case.options.results:
+            try:
+                append_result(case.options.results, result_row(result, turn.name, case.repetition))
+            except UserError as error:  # a full disk: nothing more could be kept
+                self.crew.flag.note(str(error), 2)
         self.progress.advance(self.task)
         if self.progress.disable:
             speed = number(row["predicted_per_second"])

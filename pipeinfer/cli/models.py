@@ -11,6 +11,7 @@ import click
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import TARGET
+from pipeinfer.outputs import check_separate, check_writable, whole_file
 
 PATH = click.Path(path_type=Path)
 TEXTS = (
@@ -70,7 +71,7 @@ def grow(
     is that of the original pair at --noise 0, and falls with the noise. Measured rates are those of greedy text.
     """
     from pipeinfer.models.ggml import require_exact_kernels
-    from pipeinfer.models.grow import grow as write_grown
+    from pipeinfer.models.grow import write_grown
     from pipeinfer.models.model_info import read_model_info
 
     if acceptance is not None and noise:
@@ -78,16 +79,20 @@ def grow(
     require_exact_kernels()  # the measured rate is that of the default numerics
     info = read_model_info(model)
     draft = model_draft or (model if acceptance is not None else None)
+    check_separate({"--output": output}, {"--model": info.paths, "--model-draft": [draft] if draft else []})
+    check_writable(output, "--output")
     measure = _measuring(model, draft, predict, threads) if draft else None
+    with whole_file(output, "--output") as file:
 
-    def make(strength: float) -> float:
-        write_grown(info, output, layers, strength, seed)
-        return measure(output) if measure else float("nan")
+        def make(strength: float) -> float:
+            file.seek(0)
+            write_grown(info, file, layers, strength, seed)
+            return measure(Path(file.name)) if measure else float("nan")
 
-    if acceptance is None:
-        rate = make(noise)
-    else:
-        noise, rate = search_noise(make, acceptance)
+        if acceptance is None:
+            rate = make(noise)
+        else:
+            noise, rate = search_noise(make, acceptance)
     size = f"{layers} layers, {output.stat().st_size / 1e6:.1f} MB, noise {noise:.4g}"
     click.echo(f"{output}: {size}" + (f", acceptance rate of {draft} {rate:.3f}" if draft else ""))
 

@@ -14,7 +14,9 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.ggml import require_exact_kernels
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
 from pipeinfer.models.llama import LlamaParams, LlamaStage
+from pipeinfer.models.model_info import part_paths
 from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
+from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.recording import PathModel, draft_guesses, record
 from pipeinfer.sampling import SamplingParams
 
@@ -35,6 +37,8 @@ def record_command(
     model: Path, model_draft: Path, prompt: str, predict: int, threads: int | None, temp: float, seed: int, output: Path
 ) -> int:
     """Record the text that the target writes and what the draft guesses after each of its tokens."""
+    check_separate({"--output": output}, {"--model": part_paths(model), "--model-draft": part_paths(model_draft)})
+    check_writable(output, "--output")
     require_exact_kernels()  # before anything loads libllama
     tokenizer = Tokenizer(model)
     check_same_vocabulary(tokenizer, Tokenizer(model_draft))

@@ -14,7 +14,7 @@ from pipeinfer.choices import ranks_for, synthetic_team
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.profile import load_profile
 from pipeinfer.cluster.simulation import simulate
-from pipeinfer.errors import UserError
+from pipeinfer.outputs import check_writable, write_file
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
 
 SEEDS = (0, 1, 2)
@@ -248,11 +248,7 @@ def page() -> Iterator[str]:
 )  # fmt: skip
 def reproduce_command(output: Path) -> int:
     """Simulate the published set-ups and write the table of the papers' ratios beside ours (minutes, one core)."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("a").close()
-        output.write_text("\n".join(page()) + "\n")
-    except OSError as error:
-        raise UserError(f"--output {output}: {error.strerror}") from None
+    check_writable(output, "--output")
+    write_file(output, "--output", ("\n".join(page()) + "\n").encode())
     click.echo(output)
     return 0

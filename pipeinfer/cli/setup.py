@@ -14,7 +14,9 @@ from pipeinfer.cluster.pace import pace_profile
 from pipeinfer.cluster.plan import Plan, Sizes, make_plan, parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf_slice import ModelInfo, read_model_info
+from pipeinfer.models.model_info import part_paths
 from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
+from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.results import check_results
 from pipeinfer.sampling import SamplingParams
 
@@ -118,14 +120,22 @@ def make_job(
 
 
 def check_outputs(options: RunOptions) -> None:
-    """What is written at the end must not fail then."""
+    """What is written at the end must not fail then, and must not be what is read. Leaves nothing behind."""
+    check_separate({"--results": options.results, "--trace": options.trace}, inputs_of(options))
     if options.results:
         check_results(options.results)
     if options.trace:
-        try:
-            options.trace.open("w").close()
-        except OSError as error:
-            raise UserError(f"--trace {options.trace}: {error.strerror}") from None
+        check_writable(options.trace, "--trace")
+
+
+def inputs_of(options: RunOptions) -> dict[str, list[Path]]:
+    """The files that a job reads, by the options that name them."""
+    return {
+        "--model": part_paths(options.model),
+        "--model-draft": [part for draft in options.drafts for part in part_paths(draft)],
+        "--file": [Path(options.file)] if options.file not in (None, "-") else [],
+        "--pace": [Path(options.pace.partition(":")[0])] if options.pace else [],
+    }
 
 
 def sizes_of(info: ModelInfo) -> Sizes:

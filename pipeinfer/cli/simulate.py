@@ -19,6 +19,7 @@ from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.profile import ProfileFile, load_profile, shipped_profiles
 from pipeinfer.cluster.simulation import Simulated, simulate
 from pipeinfer.errors import UserError
+from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
 from pipeinfer.results import Row, append_result, as_read, check_results, result_row
 
@@ -89,8 +90,14 @@ def simulate_command(
     if listing:
         list_profiles()
         return 0
+    check_separate({"--results": results, "--trace": trace}, inputs_of(profile_name, files, drafts))
     if results:
         check_results(results)
+    if trace:
+        check_writable(trace, "--trace")
+    if drafts:
+        for path in files:
+            check_writable(path, "--choices")
     question = Question(
         file=open_profile(profile_name),
         nodes=nodes,
@@ -107,7 +114,7 @@ def simulate_command(
     )
     rows, last = ask(question, range(seed, seed + repetitions), results, as_json)
     if trace:
-        _write_trace(trace, last)
+        write_trace(trace, last)
     if drafts:
         for path, known in zip(files, question.known, strict=True):
             known.save(path)
@@ -192,6 +199,11 @@ def ask(question: Question, seeds: Sequence[int], results: Path | None, as_json:
     return rows, simulated
 
 
+def inputs_of(profile: str | None, files: Sequence[Path], drafts: Sequence[Path]) -> dict[str, list[Path]]:
+    """The files that are read, by the options that name them."""
+    return {"--profile": [Path(profile)] if profile else [], "--choices": list(files), "--model-draft": list(drafts)}
+
+
 def list_profiles() -> None:
     for name in shipped_profiles():
         file = load_profile(name)
@@ -247,10 +259,3 @@ def parse_ranks(text: str) -> Sequence[float]:
 def settings_text(policy: str, options: PolicyOptions) -> str:
     names = {"iterative": (), "speculative": ("n_draft", "width")}.get(policy, ("width", "microbatch", "inflight"))
     return ", ".join(f"{name.removeprefix('n_')} {getattr(options, name)}" for name in names)
-
-
-def _write_trace(path: Path, simulated: Simulated) -> None:
-    try:
-        write_trace(path, simulated)
-    except OSError as error:
-        raise UserError(f"--trace {path}: {error.strerror}") from None

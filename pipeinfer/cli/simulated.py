@@ -96,7 +96,7 @@ def _workers(simulated: Simulated) -> Iterator[tuple[int, str, SimPipeline, SimS
 
 
 def write_trace(path: Path, simulated: Simulated) -> None:
-    """One track a rank. Raises OSError when the file cannot be written."""
+    """One track a rank. Raises UserError when the file cannot be written."""
     main, first = simulated.pipeline, _first_rank(simulated)
     tracks: list[tuple[str, list[Span]]] = []
     if first:

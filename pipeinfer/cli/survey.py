@@ -24,6 +24,7 @@ from pipeinfer.cluster.survey import (
 )
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.outputs import check_separate, check_writable, write_file
 
 if TYPE_CHECKING:  # these import MPI
     from pipeinfer.cli.context import Context
@@ -75,14 +76,15 @@ measure_command.params += [copy.copy(option) for option in run.params if option.
 def _survey(crew: Crew, options: RunOptions, output: Path) -> int:
     """Every rank's part; returns the exit code."""
     from pipeinfer.cli.context import complain
-    from pipeinfer.cli.setup import prepare
+    from pipeinfer.cli.setup import inputs_of, prepare
 
     link, job, error = crew.link, None, ""
     if link.rank == 0:
         try:
             if link.size < 2:
                 raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
-            _check_writable(output)
+            check_separate({"--output": output}, inputs_of(options))
+            check_writable(output, "--output")
             job, _ = prepare(options, crew.hosts)
         except UserError as caught:
             error = str(caught)
@@ -100,13 +102,6 @@ def _survey(crew: Crew, options: RunOptions, output: Path) -> int:
         assert extra
         _write(output, crew, options, job, times, extra, gbit_per_s)
     return 0
-
-
-def _check_writable(output: Path) -> None:
-    try:
-        output.open("a").close()
-    except OSError as error:
-        raise UserError(f"--output {output}: {error.strerror}") from None
 
 
 def _time_own_models(crew: Crew, context: Context, job: Job) -> dict[str, ModelTimes]:
@@ -201,5 +196,6 @@ def _write(
     one_host = len({host.name for host in crew.hosts}) == 1
     slowdown = slowdowns([next(iter(found.values())).beside_s for found in times]) if one_host else []
     drafts = [times[rank]["draft"] for rank in job.plan.drafts]
-    output.write_text(profile_toml(title, job.n_embd, stages, drafts, extra, gbit_per_s, slowdown))
+    text = profile_toml(title, job.n_embd, stages, drafts, extra, gbit_per_s, slowdown)
+    write_file(output, "--output", text.encode())
     print(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import click
 
 from pipeinfer.errors import UserError
+from pipeinfer.outputs import check_separate, check_writable, write_file
 
 # Okabe and Ito's palette: told apart with any colour vision
 COLOURS = {"draft": "#0072B2", "evaluate": "#009E73", "cancelled": "#D55E00", "waiting": "#E8E8E8", "settle": "#000000",
            "cancel": "#CC79A7"}  # fmt: skip
 LABELS = {"draft": "draft step", "evaluate": "run evaluated", "cancelled": "run cancelled",
           "waiting": "waiting for a run", "settle": "tokens accepted", "cancel": "cancellation sent"}  # fmt: skip
+FORMATS = ("png", "svg", "pdf")
 MARKS = {"settle": "v", "cancel": "x"}
 N_SETTLED = 12
 """Verdicts that are drawn unless the user says from when to when."""
@@ -29,15 +32,22 @@ Event = dict[str, Any]
 @click.option("--for", "for_ms", type=float, help=f"Draw this long (ms). [default: {N_SETTLED} accepted verdicts]")
 def timeline(trace: Path, output: Path, from_ms: float | None, for_ms: float | None) -> None:
     """Draw what each rank did, from a file that `run --trace` wrote."""
+    check_separate({"--output": output}, {"TRACE": [trace]})
+    check_writable(output, "--output")
     labels, events = read_trace(trace)
     settles = [event["ts"] / 1e3 for event in events if event["name"] == "settle"] or [0.0]
     start = settles[0] if from_ms is None else from_ms
     end = start + for_ms if for_ms else settles[min(len(settles) - 1, N_SETTLED)]
-    try:
-        draw(labels, events, start, max(end, start + 1e-3), output)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--output {output}: {error}") from None
+    write_file(output, "--output", draw(labels, events, start, max(end, start + 1e-3), picture_format(output)))
     click.echo(output)
+
+
+def picture_format(output: Path) -> str:
+    """Raises UserError for a file that is named like none of the pictures that can be made."""
+    suffix = output.suffix.lower().removeprefix(".")
+    if suffix not in FORMATS:
+        raise UserError(f"--output {output}: pictures are .{', .'.join(FORMATS)}; name one of these")
+    return suffix
 
 
 def read_trace(path: Path) -> tuple[dict[int, str], list[Event]]:
@@ -59,8 +69,8 @@ def _checked(event: Event, labels: dict[int, str]) -> Event:
     return event | times | {"args": dict(event.get("args", {}))}
 
 
-def draw(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: float, output: Path) -> None:
-    """Raises OSError or ValueError when the picture cannot be written."""
+def draw(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: float, picture: str) -> bytes:
+    """The picture, in one of FORMATS."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -98,8 +108,10 @@ def draw(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: f
         ncols=len(COLOURS),
         frameon=False,
     )
-    figure.savefig(output, dpi=150)
+    file = io.BytesIO()
+    figure.savefig(file, format=picture, dpi=150)
     plt.close(figure)
+    return file.getvalue()
 
 
 def _bar(axes: Any, event: Event, at_ms: float, long_ms: float, window_ms: float) -> Any:

@@ -18,7 +18,7 @@ StageRun = tuple[int, float, float, float, bool]
 
 
 def write_trace(path: Path, generation: Generation, job: Job) -> None:
-    """Raises OSError when the file cannot be written."""
+    """Raises UserError when the file cannot be written."""
     tracks = []
     for rank, figures in sorted(generation.figures.items()):
         spans = [Span(**span) for span in figures["spans"]]

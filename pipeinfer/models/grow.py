@@ -8,7 +8,6 @@ quantised again, and a model of any size goes through in a stream.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf_header import ARRAY, BLOCKS, SCALARS, Tensor, metadata_spans
 from pipeinfer.models.gguf_slice import PER_LAYER_KEYS
 from pipeinfer.models.model_info import MAX_LAYERS, ModelInfo, layer_of
+from pipeinfer.outputs import whole_file
 
 ALIGNMENT = 32
 CHUNK_BYTES = 1 << 24
@@ -48,23 +48,23 @@ class Part:
 
 
 def grow(info: ModelInfo, path: Path, n_layer: int, noise: float, seed: int = 0) -> None:
-    """Write `info`'s model with `n_layer` layers to `path`, whole or not at all.
+    """Write `info`'s model with `n_layer` layers to `path`, whole or not at all. Raises as `write_grown`, and when the
+    file cannot be written."""
+    with whole_file(path, "--output") as file:
+        write_grown(info, file, n_layer, noise, seed)
 
-    Raises UserError when the depth, the noise or the model's quantisation does not do, or the file cannot be written.
+
+def write_grown(info: ModelInfo, file: BinaryIO, n_layer: int, noise: float, seed: int = 0) -> None:
+    """The same from the beginning of an open file, which it leaves flushed.
+
+    Raises UserError when the depth, the noise or the model's quantisation does not do.
     """
-    _check(info, path, n_layer, noise)
+    _check(info, n_layer, noise)
     parts = list(_parts(info, n_layer, noise, seed))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(_header(info, parts, n_layer))
-            for part in parts:
-                _write_tensor(file, part)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; name a file on a disk with room for it") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    file.write(_header(info, parts, n_layer))
+    for part in parts:
+        _write_tensor(file, part)
+    file.flush()
 
 
 def scaled(blocks: Bytes, kind: int, factor: float, rng: np.random.Generator) -> Bytes:
@@ -83,15 +83,13 @@ def scaled(blocks: Bytes, kind: int, factor: float, rng: np.random.Generator) ->
     return out
 
 
-def _check(info: ModelInfo, path: Path, n_layer: int, noise: float) -> None:
+def _check(info: ModelInfo, n_layer: int, noise: float) -> None:
     if not info.n_layer < n_layer <= MAX_LAYERS:
         raise UserError(
             f"--layers {n_layer}: the model has {info.n_layer}, a grown one has more, and {MAX_LAYERS} at most"
         )
     if not 0 <= noise <= 1000:
         raise UserError(f"--noise {noise:g} must be from 0 (the same function) to 1000")
-    if any(path.exists() and path.samefile(source) for source in info.paths):
-        raise UserError(f"{path} is the model that is read; name another file with -o")
     for tensor in info.tensors:
         if noise and _adds(tensor.name) and tensor.type not in (*SCALES_AT, F32, BF16):
             raise UserError(

@@ -118,17 +118,25 @@ def _read_parts(path: Path) -> list[Header]:
     count = head.metadata.get("split.count")
     if count is None or not isinstance(count.value, int) or count.value < 2:
         return [head]
-    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
-    if match is None or int(match.group(3)) != count.value:
+    paths = part_paths(path)
+    if len(paths) != count.value:
         raise UserError(f"{path} is one of {count.value} parts but is not named so; rename it to "
                         f"NAME-00001-of-{count.value:05}.gguf")  # fmt: skip
-    names = [f"{match.group(1)}-{i + 1:05}-of-{count.value:05}.gguf" for i in range(count.value)]
-    if path.name != names[0]:
-        raise UserError(f"{path} is a later part of a split model; give the first, {names[0]}")
-    for name in names:
-        if not path.with_name(name).exists():
-            raise UserError(f"part {name} of the split model {path} is missing; put it into the same directory")
-    return [head, *(read_header(path.with_name(name)) for name in names[1:])]
+    if path.name != paths[0].name:
+        raise UserError(f"{path} is a later part of a split model; give the first, {paths[0].name}")
+    for part in paths:
+        if not part.exists():
+            raise UserError(f"part {part.name} of the split model {path} is missing; put it into the same directory")
+    return [head, *map(read_header, paths[1:])]
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Where the parts of a model are by its name: all `-0000i-of-0000n` of a split one, in order, else the file."""
+    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if match is None:
+        return [path]
+    n_parts = int(match.group(3))
+    return [path.with_name(f"{match.group(1)}-{i + 1:05}-of-{n_parts:05}.gguf") for i in range(n_parts)]
 
 
 def _layer_bytes(path: Path, tensors: tuple[Tensor, ...], n_layer: int) -> tuple[int, ...]:

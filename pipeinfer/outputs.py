@@ -1,0 +1,111 @@
+"""Files that are written: made beside their place and renamed, so that each is whole or as it was before. Also what is
+checked before work begins: that they can be written, and are none of the files that are read. Knows no contents."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from pipeinfer.errors import UserError
+
+STREAM_FOLDERS = ("/dev", "/dev/fd", "/proc/self/fd")
+"""What is named here is a stream that somebody holds: renaming a file to it would not reach them."""
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
+    """A file to write to. It takes `path`'s place at the end of the block; if the block fails, `path` stays as it was.
+
+    A device or a pipe is written to at once. `what` is how messages call the file: an option. Raises UserError, which
+    names the file, for any OSError.
+    """
+    try:
+        if _is_stream(path):
+            with path.open("wb", buffering=0) as file:
+                yield file
+        else:
+            yield from _beside(path)
+    except OSError as error:
+        raise write_error(path, what, error) from None
+
+
+def write_file(path: Path, what: str, data: bytes) -> None:
+    """The same for a content that is at hand."""
+    with whole_file(path, what) as file:
+        file.write(data)
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raises UserError when `whole_file` could not make the file; leaves nothing behind."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if _is_stream(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        temporary = _temporary(path)
+        temporary.open("xb").close()
+        temporary.unlink()
+    except OSError as error:
+        raise write_error(path, what, error) from None
+
+
+def check_separate(outputs: Mapping[str, Path | None], inputs: Mapping[str, Iterable[Path]]) -> None:
+    """Raises UserError when an output, by any name, is an input or another output. Keys: the options that name them."""
+    known = {_identity(path): (option, "reads") for option, paths in inputs.items() for path in paths}
+    known.pop(None, None)
+    for option, path in outputs.items():
+        identity = _identity(path) if path else None
+        if identity in known:
+            other, does = known[identity]
+            raise UserError(f"{option} {path} is the file that {other} {does}; name another file")
+        if identity:
+            known[identity] = (option, "writes")
+
+
+def write_error(path: Path, what: str, error: OSError) -> UserError:
+    """What a user is told when a file could not be written."""
+    folder = path.parent
+    if not folder.is_dir():
+        return UserError(f"{what} {path}: there is no folder {folder}; make it, or name another file")
+    return UserError(f"{what} {path}: {error.strerror or error}; name a file where there is room and leave to write")
+
+
+def _beside(path: Path) -> Iterator[BinaryIO]:
+    place, temporary = Path(os.path.realpath(path)), _temporary(path)
+    try:
+        with temporary.open("xb") as file:
+            if place.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(place.stat().st_mode))
+            yield file
+        os.replace(temporary, place)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    """In the folder of the file itself where `path` is a link to it: only there can it be renamed to it."""
+    place = Path(os.path.realpath(path))
+    return place.with_name(f".{place.name[:40]}.{secrets.token_hex(4)}")
+
+
+def _is_stream(path: Path) -> bool:
+    return str(path.parent) in STREAM_FOLDERS or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+def _identity(path: Path) -> tuple[int, int] | str | None:
+    """Equal for all names of a file; None where it does not matter who else uses it."""
+    if _is_stream(path):
+        return None
+    try:
+        found = path.stat()
+    except OSError:
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino

@@ -1,0 +1,221 @@
+"""Files that are written: whole or as they were, never one that is read, and named when it cannot be."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.choices import RecordedChoices
+from pipeinfer.errors import UserError
+from pipeinfer.outputs import check_separate, check_writable, whole_file, write_file
+from pipeinfer.results import append_result, check_results, read_results
+from pipeinfer.trace import Span, write_chrome_trace
+from tests.gguf_factory import Shape, write_model
+from tests.jobs import COMMAND, environment, finish
+from tests.rows import make_row
+
+
+@contextmanager
+def room_for(n_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond so many bytes: as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("before", [None, b"what was there"])
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path, before: bytes | None) -> None:
+    path = tmp_path / "out"
+    if before is not None:
+        path.write_bytes(before)
+        path.chmod(0o640)
+
+    def untouched() -> bool:
+        return names(tmp_path) == ([] if before is None else ["out"]) and (
+            before is None or path.read_bytes() == before
+        )
+
+    with room_for(1000), pytest.raises(UserError, match=r"--out .*out: File too large"):
+        write_file(path, "--out", b"x" * 2000)
+    assert untouched()
+    with pytest.raises(KeyboardInterrupt), whole_file(path, "--out") as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert untouched()
+    check_writable(path, "--out")
+    assert untouched()
+    write_file(path, "--out", b"new")
+    assert path.read_bytes() == b"new" and names(tmp_path) == ["out"]
+    assert before is None or path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_link_stays_one_and_a_device_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder/file")
+    write_file(tmp_path / "link", "--out", b"1")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "folder/file").read_bytes() == b"1"
+    assert names(tmp_path) == ["folder", "link"] and names(tmp_path / "folder") == ["file"]
+    (tmp_path / "null").symlink_to("/dev/null")
+    for path in (Path("/dev/null"), tmp_path / "null"):
+        check_writable(path, "--out")
+        write_file(path, "--out", b"1")
+        assert path.is_char_device()
+    with pytest.raises(UserError, match="/dev/full: No space left"):
+        write_file(Path("/dev/full"), "--out", b"1")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("none/out", "there is no folder"), ("folder", "Is a directory"), ("", "Is a directory")],
+)
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for attempt in (lambda: check_writable(tmp_path / name, "-o"), lambda: write_file(tmp_path / name, "-o", b"")):
+        with pytest.raises(UserError, match=words):
+            attempt()
+    assert names(tmp_path) == ["folder"] and names(tmp_path / "folder") == []
+
+
+def test_an_output_is_no_input_by_any_name(tmp_path: Path) -> None:
+    model, hard, soft = tmp_path / "model", tmp_path / "hard", tmp_path / "soft"
+    model.write_bytes(b"m")
+    hard.hardlink_to(model)
+    soft.symlink_to(model)
+    (tmp_path / "folder").symlink_to(".")
+    for name in (model, hard, soft, tmp_path / "folder" / "model", Path(os.path.relpath(model))):
+        with pytest.raises(UserError, match="is the file that --model reads"):
+            check_separate({"--trace": name}, {"--model": [model]})
+    with pytest.raises(UserError, match=r"--trace .*new is the file that --results writes"):
+        check_separate({"--results": tmp_path / "folder/new", "--trace": tmp_path / "new"}, {})
+    check_separate({"--results": Path("/dev/null"), "--trace": Path("/dev/null")}, {"--file": [Path("/dev/null")]})
+    check_separate({"--results": tmp_path / "a", "--trace": tmp_path / "b", "--x": None}, {"--model": [model]})
+
+
+def test_no_part_of_a_row_stays_on_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    with room_for(700), pytest.raises(UserError, match=r"--results .*results\.csv: File too large"):
+        append_result(path, make_row())
+    assert path.read_bytes() == b""
+    append_result(path, make_row())
+    whole = path.read_bytes()
+    for n_more in (1, 50, 300):
+        with room_for(len(whole) + n_more), pytest.raises(UserError, match=r"results\.csv"):
+            append_result(path, make_row())
+        assert path.read_bytes() == whole
+    append_result(path, make_row())
+    assert len(read_results(path)) == 2
+
+
+def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    check_results(tmp_path / "results.csv")
+    assert names(tmp_path) == []
+
+
+def test_traces_and_choices_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    for name in ("trace", "choices"):
+        (tmp_path / name).write_text("before")
+    with room_for(100):
+        with pytest.raises(UserError, match="trace"):
+            write_chrome_trace(tmp_path / "trace", [("rank 0", [Span("draft", 0.0, 1.0)] * 99)])
+        with pytest.raises(UserError, match="choices"):
+            RecordedChoices([1] * 99, [2] * 99, {}).save(tmp_path / "choices")
+    assert {(tmp_path / name).read_text() for name in ("trace", "choices")} == {"before"}
+
+
+# -- commands
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model.gguf", Shape(n_layer=2))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "-m", "{model}", "-p", "x", "--trace", "{model}"],
+        ["run", "-m", "{model}", "-p", "x", "--results", "{model}"],
+        ["run", "-m", "{model}", "-p", "x", "--trace", "{link}"],
+        ["run", "-f", "{model}", "--trace", "{model}"],
+        ["bench", "-m", "{model}", "--results", "{model}"],
+        ["record", "-m", "{model}", "-md", "{link}", "-p", "x", "-o", "{model}"],
+        ["record", "-md", "{link}", "-p", "x", "-o", "{model}"],
+        ["models", "grow", "-m", "{model}", "--layers", "4", "-o", "{link}"],
+        ["models", "grow", "-md", "{model}", "--layers", "12", "-o", "{model}"],
+        ["simulate", "--profile", "pipeinfer-c", "--choices", "{model}", "--trace", "{model}"],
+        ["simulate", "--profile", "{model}", "--results", "{model}"],
+        ["timeline", "{model}", "-o", "{model}"],
+    ],
+)
+def test_no_command_writes_over_what_it_reads(tmp_path: Path, target: Path, arguments: list[str]) -> None:
+    model, link = tmp_path / "model.gguf", tmp_path / "link.png"
+    model.write_bytes(target.read_bytes())
+    link.symlink_to(model)
+    done = finish(1, [part.format(model=model, link=link) for part in arguments])
+    assert done.returncode == 2 and "reads; name another file" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not done.stdout
+    assert model.read_bytes() == target.read_bytes() and names(tmp_path) == ["link.png", "model.gguf"]
+
+
+def test_an_error_after_the_check_leaves_an_old_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text("before")
+    done = finish(1, ["run", "-p", "x", "-n", "9", "-c", "4", "--trace", str(trace), "--results", str(tmp_path / "r")])
+    assert done.returncode == 2 and trace.read_text() == "before" and names(tmp_path) == ["trace.json"]
+
+
+def test_a_killed_command_leaves_what_was_there(tmp_path: Path) -> None:
+    grown = tmp_path / "grown.gguf"
+    grown.write_bytes(b"before")
+    job = subprocess.Popen(
+        [*COMMAND, "models", "grow", "--layers", "40", "--acceptance", "0.3", "-o", str(grown)],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    while len(names(tmp_path)) == 1 and job.poll() is None:
+        pass
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=30)
+    assert job.returncode and grown.read_bytes() == b"before" and names(tmp_path) == ["grown.gguf"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_read_only_place_and_a_full_disk(tmp_path: Path) -> None:
+    """On a real file system of 64 kB: what fits stays, what does not is named, and the text is printed."""
+    place = tmp_path / "place"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no mounts here")
+    try:
+        common = ["run", "-p", "def f", "-n", "200", "--ignore-eos", "--policy", "iterative"]
+        outputs = ["--trace", str(place / "trace.json"), "--results", str(place / "results.csv")]
+        (place / "ballast").write_bytes(bytes(40 << 10))
+        done = finish(1, [*common, *outputs])
+        assert done.returncode == 2 and len(done.stdout) > 40, done.stderr
+        assert f"--trace {place}/trace.json: No space left" in done.stderr and "Traceback" not in done.stderr
+        assert names(place) == ["ballast", "results.csv"] and len(read_results(place / "results.csv")) == 1
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        for option in ("--trace", "--results"):
+            done = finish(1, [*common, option, str(place / "new")])
+            assert done.returncode == 2 and not done.stdout and "Read-only file system" in done.stderr
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+if sys.platform != "linux":
+    pytestmark = pytest.mark.skip(reason="devices and mounts of Linux")
