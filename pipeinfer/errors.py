@@ -7,3 +7,7 @@ class UserError(Exception):
 
 class StopRequested(Exception):
     """The user (Ctrl-C, SIGTERM) or a rank that was told to end asks for an orderly stop."""
+
+
+class ModelFault(Exception):
+    """A loaded model went bad: its file was changed, or what it computes is no number. Exit code 1."""

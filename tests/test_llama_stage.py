@@ -438,7 +438,7 @@ cache = Path(sys.argv[5]) if sys.argv[5] else None
 stage = LlamaStage(open_slice(info, first, last, cache), params)
 for at in (0, 512):
     wanted = np.arange(512) >= 480
-    hidden = None if first == 0 else np.zeros((512, info.n_embd), np.float32)
+    hidden = None if first == 0 else np.full((512, info.n_embd), 0.01, np.float32)
     stage.evaluate(Batch(np.arange(512, dtype=np.int32), np.arange(at, at + 512, dtype=np.int32), [(0,)] * 512,
                          hidden, wanted), lambda: False)
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeinfer.cli.bus_error import report_bus_errors
 from pipeinfer.cli.context import CLOCK, Context, complain
 from pipeinfer.cli.head import Head
 from pipeinfer.cli.options import RunOptions
@@ -54,7 +55,8 @@ def start_job(part: Callable[[Crew], int], exact: bool, verbose: bool) -> int:
         handle_signals(flag, link.rank, watch.ask_stop)
         hosts = link.all_gather(Host(socket.gethostname(), len(os.sched_getaffinity(0))))
         try:
-            code = part(Crew(link, flag, watch, hosts))
+            with report_bus_errors(watch.fault):
+                code = part(Crew(link, flag, watch, hosts))
         except Exception:
             if verbose:
                 traceback.print_exc()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeinfer.cli.context import CLOCK, Context
+from pipeinfer.cli.context import CLOCK, Context, complain
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
 from pipeinfer.cluster.pace import Courier, LoadedModel, PacedStage
@@ -40,8 +41,13 @@ def load_stage(context: Context, job: Job, on_progress: Progress) -> LoadedModel
         n_gpu_layers=options.n_gpu_layers,
         exact=options.numerics == "exact",
     )
-    model = LlamaStage(open_slice(info, stage.first, stage.last, options.slice_cache), params, on_progress)
+    layers = open_slice(info, stage.first, stage.last, options.slice_cache, lambda line: _notice(context, line))
+    model = LlamaStage(layers, params, on_progress)
     return PacedStage(model, job.pace.stages[index], CLOCK) if job.pace else model
+
+
+def _notice(context: Context, line: str) -> None:
+    complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
 
 
 def make_worker(context: Context, job: Job, model: LoadedModel) -> StageWorker:

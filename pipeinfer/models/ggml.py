@@ -7,7 +7,6 @@ libggml reads when it loads. Knows no stage and no cache.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.interfaces import FloatArray, IntArray
+from pipeinfer.models.contents import SourceFile
 from pipeinfer.models.gguf_header import Tensor
 
 TILED_MM = "GGML_CPU_TILED_MM"
@@ -128,36 +128,35 @@ class _TypeTraits(ctypes.Structure):
 class TokenTable:
     """The rows of a token embedding, read from the model file as tokens need them.
 
-    What libllama's own lookup computes, bit for bit (the same conversion of each row), but only the pages of rows in
-    use ever come into memory, and the slice that starts the pipeline needs no vocabulary.
+    What libllama's own lookup computes, bit for bit (the same conversion of each row), but only rows in use are ever
+    read, and the slice that starts the pipeline needs no vocabulary. Read, not mapped: a model file that is cut off
+    while the job runs is a fault with a name.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, source: SourceFile) -> None:
+        """`source` is the tensor's file, which the table closes."""
         self.n_embd, self.n_vocab = tensor.shape
         self._row_bytes = tensor.n_bytes // self.n_vocab
-        self._type = tensor.type
-        skip = tensor.offset % mmap.ALLOCATIONGRANULARITY
-        with open(tensor.path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), skip + tensor.n_bytes, access=mmap.ACCESS_READ,
-                                  offset=tensor.offset - skip)  # fmt: skip
-        if hasattr(mmap, "MADV_RANDOM"):
-            self._map.madvise(mmap.MADV_RANDOM)
-        self._rows = np.frombuffer(self._map, np.uint8, tensor.n_bytes, skip).reshape(self.n_vocab, self._row_bytes)
-        self._base = self._rows.ctypes.data
+        self._type, self._offset, self._source = tensor.type, tensor.offset, source
         self._to_float = ggml().ggml_get_type_traits(tensor.type).contents.to_float
 
     def lookup(self, tokens: IntArray) -> FloatArray:
-        """(n_rows,) token ids -> (n_rows, n_embd) embeddings. ValueError for an id outside the vocabulary."""
+        """(n_rows,) token ids -> (n_rows, n_embd) embeddings.
+
+        ValueError for an id outside the vocabulary, ModelFault when the file was changed.
+        """
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.n_vocab:
             raise ValueError(f"token ids {tokens.min()}..{tokens.max()} for a vocabulary of {self.n_vocab}")
-        if self._type == F32:
-            return self._rows[tokens].view(np.float32)
         out = np.empty((len(tokens), self.n_embd), np.float32)
         address, stride = out.ctypes.data, 4 * self.n_embd
         for i, token in enumerate(tokens.tolist()):
-            self._to_float(self._base + token * self._row_bytes, address + i * stride, self.n_embd)
+            row = self._source.read(self._row_bytes, self._offset + token * self._row_bytes)
+            if self._type == F32:
+                out[i] = np.frombuffer(row, np.float32)
+            else:
+                self._to_float(row, address + i * stride, self.n_embd)
+        self._source.check()
         return out
 
     def close(self) -> None:
-        del self._rows
-        self._map.close()
+        self._source.close()

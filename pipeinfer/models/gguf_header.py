@@ -7,13 +7,14 @@ UserError, never in a crash. Arrays of strings (vocabularies) are skipped, not m
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.models.contents import FileState, Span, sample_digest, spread
 
 Scalar = int | float | bool | str
 
@@ -34,6 +35,9 @@ MAX_ARRAY = 1 << 24
 MAX_NAME_BYTES = 1 << 16
 MAX_SMALL_ARRAY = 4096
 """Numeric arrays up to this length are kept; longer ones (token scores) belong to vocabularies."""
+READ_BYTES = 1 << 20
+N_SAMPLES = 3
+"""Blocks of each tensor's data that a file's digest covers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +73,44 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Header:
     path: Path
-    file_bytes: int
+    state: FileState
     metadata: dict[str, Value]
     tensors: tuple[Tensor, ...]
     digest: str
-    """Of the file's size and header: equal on two hosts that hold the same file, without reading its weights."""
+    """Of the file's size, its header and samples of every tensor: equal on two hosts that hold the same file."""
 
 
 class _Cursor:
-    """Reads forward through the mapped file; running over its end is a UserError."""
+    """Reads forward through a file; running over its end is a UserError.
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data = data
+    Read, not mapped: a file that is cut off at this moment must not end the process.
+    """
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self.fd = fd
         self.path = path
         self.at = 0
-        self.size = len(data)
+        self.state = FileState.of(fd)
+        self.size = self.state.n_bytes
+        self.data = bytearray()
 
     def take(self, n_bytes: int) -> int:
         """Advance by n_bytes; the position before."""
         start = self.at
-        if n_bytes > self.size - start:
+        if not self.reach(start + n_bytes):
             raise UserError(f"{self.path} is damaged or cut off: its header wants {n_bytes} bytes at byte {start} of "
                             f"{self.size}; copy or download the file again")  # fmt: skip
         self.at = start + n_bytes
         return start
+
+    def reach(self, end: int) -> bool:
+        """Whether the file has `end` bytes; they are in `data` then."""
+        while len(self.data) < end <= self.size:
+            piece = os.pread(self.fd, max(READ_BYTES, end - len(self.data)), len(self.data))
+            if not piece:
+                return False
+            self.data += piece
+        return end <= len(self.data)
 
     def number(self, kind: int) -> int | float | bool:
         layout = SCALARS[kind]
@@ -112,25 +130,23 @@ class _Cursor:
         return self.data[start : start + n_bytes].decode("utf-8", "replace")
 
     def skip_texts(self, count: int) -> None:
-        unpack, data, size = struct.Struct("<Q").unpack_from, self.data, self.size
+        unpack, data = struct.Struct("<Q").unpack_from, self.data
         at = self.at
         for _ in range(count):
-            if at + 8 > size:
+            if at + 8 > len(data) and not self.reach(at + 8):
                 break
             at += 8 + unpack(data, at)[0]
-        self.at = min(at, size)
+        self.at = min(at, self.size)
         self.take(at - self.at)
 
 
 def read_header(path: Path) -> Header:
     """Parse one GGUF file; UserError if it is missing, unreadable, not a GGUF, damaged or cut off."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open(path, "rb", buffering=0) as file:
             if file.read(4) != b"GGUF":
                 raise UserError(f"{path} is not a GGUF file (it does not start with 'GGUF'); give a .gguf model")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parse(_Cursor(data, path), path, size)
+            return _parse(_Cursor(file.fileno(), path))
     except FileNotFoundError:
         raise UserError(f"model file {path} does not exist; check the path (it must exist on every host)") from None
     except IsADirectoryError:
@@ -146,8 +162,8 @@ def metadata_spans(path: Path) -> dict[str, tuple[int, int]]:
     """
     read_header(path)
     spans: dict[str, tuple[int, int]] = {}
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        cursor = _Cursor(data, path)
+    with open(path, "rb") as file:
+        cursor = _Cursor(file.fileno(), path)
         cursor.take(16)  # magic, version, number of tensors
         for _ in range(cursor.count(10, MAX_KEYS, "metadata keys")):
             start = cursor.at
@@ -157,7 +173,13 @@ def metadata_spans(path: Path) -> dict[str, tuple[int, int]]:
     return spans
 
 
-def _parse(cursor: _Cursor, path: Path, size: int) -> Header:
+def sample_spans(tensors: Iterable[Tensor]) -> list[Span]:
+    """The places of one file that tell other weights from these."""
+    return [span for tensor in tensors for span in spread(tensor.offset, tensor.n_bytes, N_SAMPLES)]
+
+
+def _parse(cursor: _Cursor) -> Header:
+    path, size = cursor.path, cursor.size
     cursor.take(4)
     version = cursor.number(4)
     if version not in (2, 3):
@@ -178,9 +200,12 @@ def _parse(cursor: _Cursor, path: Path, size: int) -> Header:
                     for name, shape, kind, offset, n_bytes in infos)  # fmt: skip
     _check_extent(tensors, path, size)
     digest = hashlib.sha256(size.to_bytes(8, "little"))
-    with memoryview(cursor.data) as view:
-        digest.update(view[: cursor.at])
-    return Header(path, size, metadata, tensors, digest.hexdigest())
+    digest.update(cursor.data[: cursor.at])
+    try:
+        digest.update(sample_digest(cursor.fd, sample_spans(tensors)))
+    except EOFError:
+        raise UserError(f"{path} became shorter while it was read; start again when it is complete") from None
+    return Header(path, cursor.state, metadata, tensors, digest.hexdigest())
 
 
 def _read_value(cursor: _Cursor) -> Value:
@@ -188,17 +213,17 @@ def _read_value(cursor: _Cursor) -> Value:
     kind = int(cursor.number(4))
     if kind in SCALARS:
         number = cursor.number(kind)
-        return Value(kind, cursor.data[start : cursor.at], number)
+        return Value(kind, bytes(cursor.data[start : cursor.at]), number)
     if kind == STRING:
         text = cursor.text()
-        return Value(kind, cursor.data[start : cursor.at], text)
+        return Value(kind, bytes(cursor.data[start : cursor.at]), text)
     if kind != ARRAY:
         raise UserError(f"{cursor.path} is damaged: metadata of type {kind}; copy or download the file again")
     item = int(cursor.number(4))
     count = cursor.count(10, MAX_ARRAY, "items in an array")
     if item == STRING and count <= MAX_SMALL_ARRAY:
         texts = tuple(cursor.text() for _ in range(count))
-        return Value(kind, cursor.data[start : cursor.at], texts, item, count)
+        return Value(kind, bytes(cursor.data[start : cursor.at]), texts, item, count)
     if item == STRING:
         cursor.skip_texts(count)
         return Value(kind, b"", None, item, count)
@@ -209,7 +234,7 @@ def _read_value(cursor: _Cursor) -> Value:
     if count > MAX_SMALL_ARRAY:
         return Value(kind, b"", None, item, count)
     numbers = struct.unpack_from(f"<{count}{layout[1]}", cursor.data, items_at)
-    return Value(kind, cursor.data[start : cursor.at], numbers, item, count)
+    return Value(kind, bytes(cursor.data[start : cursor.at]), numbers, item, count)
 
 
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int, int]:

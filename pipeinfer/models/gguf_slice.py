@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import struct
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.models.contents import SourceFile
 from pipeinfer.models.gguf_header import ARRAY, SCALARS, STRING, Tensor
 from pipeinfer.models.model_info import ModelInfo, layer_of, read_model_info
 from pipeinfer.models.pages import collapse
+from pipeinfer.models.slice_cache import CachedSlice
 
 __all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes"]
 
@@ -30,6 +31,7 @@ class SliceFile:
     """A GGUF that libllama can load: layers [first, last) of `info`, renumbered from 0.
 
     `path` is valid until `close()`. The token table is not in a first slice: its rows are read from the model file.
+    `sources` are the files on disk that pages are mapped from; what goes on using them takes them out before `close`.
     """
 
     info: ModelInfo
@@ -38,6 +40,7 @@ class SliceFile:
     path: Path
     n_bytes: int
     fd: int = -1
+    sources: tuple[SourceFile, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -52,6 +55,8 @@ class SliceFile:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        for source in self.sources:
+            source.close()
 
 
 def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
@@ -59,49 +64,46 @@ def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
     return sum(tensor.n_bytes for _, tensor in _slice_tensors(info, first, last))
 
 
-def open_slice(info: ModelInfo, first: int, last: int, cache_dir: Path | None = None) -> SliceFile:
+def open_slice(
+    info: ModelInfo,
+    first: int,
+    last: int,
+    cache_dir: Path | None = None,
+    on_notice: Callable[[str], object] = lambda line: None,
+) -> SliceFile:
     """Layers [first, last) as a file for libllama: the model itself, else a file in cache_dir, else one in memory.
 
-    A file in cache_dir is named by fingerprint and range, and reused; several processes may ask for it at once.
+    A file in cache_dir is verified before it is used again, and written anew, with a line to `on_notice`, if it is not
+    what it should be; several processes may ask for it at once. Raises UserError when the slice cannot be made, or the
+    model changed since its header was read.
     """
     if not 0 <= first < last <= info.n_layer:
         raise ValueError(f"layers [{first}, {last}) of {info.n_layer}")
     if (first, last) == (0, info.n_layer):
-        return SliceFile(info, first, last, info.path, sum(path.stat().st_size for path in info.paths))
+        sources = tuple(info.source(path) for path in info.paths)
+        return SliceFile(info, first, last, info.path, sum(state.n_bytes for state in info.states), sources=sources)
     parts = _slice_tensors(info, first, last)
     head = _encode_header(info, first, last, parts)
     n_bytes = len(head) + sum(_padded(tensor.n_bytes) for _, tensor in parts)
-    if cache_dir is None:
-        fd = os.memfd_create(f"pipeinfer-{first}-{last}", os.MFD_CLOEXEC)
-        slice_file = SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), n_bytes, fd)
-        try:
-            _write(fd, head, parts, f"memory for {n_bytes} bytes of layers {first}-{last - 1}")
-        except BaseException:
-            slice_file.close()
-            raise
-        collapse(fd)
-        return slice_file
-    path = cache_dir / f"{info.fingerprint}-{first}-{last}.gguf"
-    if not path.exists() or path.stat().st_size != n_bytes:
-        _write_cached(path, head, parts)
-    return SliceFile(info, first, last, path, n_bytes)
-
-
-def _write_cached(path: Path, head: bytes, parts: list[tuple[str, Tensor]]) -> None:
+    if cache_dir is not None:
+        cached = CachedSlice(cache_dir / f"{info.fingerprint}-{first}-{last}.gguf", head, n_bytes, info.states)
+        sources = (cached.open(lambda fd, place: _cut(fd, head, parts, place, info), on_notice),)
+        return SliceFile(info, first, last, cached.path, n_bytes, sources=sources)
+    fd = os.memfd_create(f"pipeinfer-{first}-{last}", os.MFD_CLOEXEC)
+    slice_file = SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), n_bytes, fd)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise UserError(f"slice cache {path.parent} cannot be written: {error.strerror}; give another directory "
-                        "or none to keep slices in memory") from None  # fmt: skip
-    try:
-        _write(fd, head, parts, f"the slice cache {path.parent}")
-        os.replace(temporary, path)
+        _cut(fd, head, parts, f"memory for {n_bytes} bytes of layers {first}-{last - 1}", info)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        slice_file.close()
         raise
-    finally:
-        os.close(fd)
+    collapse(fd)
+    return slice_file
+
+
+def _cut(fd: int, head: bytes, parts: list[tuple[str, Tensor]], place: str, info: ModelInfo) -> None:
+    """Write a slice, all of it from the files that `info` describes."""
+    _write(fd, head, parts, place)
+    info.check_unchanged()
 
 
 def _write(fd: int, head: bytes, parts: list[tuple[str, Tensor]], place: str) -> None:
@@ -128,7 +130,7 @@ def _copy(tensor: Tensor, fd: int) -> None:
         while left:
             n_read = source.readinto(buffer[: min(left, COPY_BYTES)])
             if not n_read:
-                raise UserError(f"{tensor.path} became shorter while it was read; start again with a complete file")
+                raise UserError(f"{tensor.path} became shorter while it was read; start again when it is complete")
             done = 0
             while done < n_read:
                 done += os.write(fd, buffer[done:n_read])

@@ -17,7 +17,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Batch, FloatArray
 from pipeinfer.models import ggml
 from pipeinfer.models.batch import LlamaBatch
-from pipeinfer.models.gguf_header import Tensor
+from pipeinfer.models.check_result import check_result
+from pipeinfer.models.contents import SourceFile
 from pipeinfer.models.gguf_slice import SliceFile
 from pipeinfer.runs import POSITION_END, KvOp, OpKind
 
@@ -79,25 +80,31 @@ class LlamaStage:
             ggml.require_exact_kernels()
         self._lib = ggml.load_library()
         self._callback = self._make_callback()
+        self._sources: tuple[SourceFile, ...] = ()
+        if params.exact:  # its pages are mapped, and must stay as they are
+            self._sources, slice_file.sources = slice_file.sources, ()
+        self._table: ggml.TokenTable | None = None
         try:
             self._model = self._load(slice_file, on_progress)
-        finally:
-            slice_file.close()
-        try:
+            self._table = _token_table(slice_file) if self.is_first and not self.is_last else None
             self._context = self._create_context()
         except BaseException:
             self.close()
             raise
+        finally:
+            slice_file.close()
         self._memory = self._lib.llama_get_memory(self._context)
         self.n_cells = int(self._lib.llama_n_ctx(self._context))
         self.kv_bytes = self.n_cells * sum(info.kv_bytes_per_cell[slice_file.first : slice_file.last])
-        self._table = ggml.TokenTable(_token_table(slice_file)) if self.is_first and not self.is_last else None
         self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
         # untouched pages of this array cost no memory: a stage that only sees small batches stays small
         self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
-        """See StageModel. On the first stage batch.hidden is ignored. Raises KvCacheFull, and what `stop` raises."""
+        """See StageModel. On the first stage batch.hidden is ignored. Raises KvCacheFull, and what `stop` raises.
+
+        ModelFault when the model's file was changed, or the result is no number.
+        """
         n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
         self._check(n_rows, wanted)
@@ -110,7 +117,11 @@ class LlamaStage:
         self._fault: BaseException | None = None
         code = self._lib.llama_decode(self._context, call)
         if code == 0 and not self._stopped:
-            return self._logits(wanted) if wanted is not None else self._out[:n_rows]
+            result = self._logits(wanted) if wanted is not None else self._out[:n_rows]
+            for source in self._sources:
+                source.check()
+            check_result(result, self.is_last, self._where)
+            return result
         if code not in (NO_SLOT, INVALID_BATCH):
             self._forget(batch)
         if self._fault is not None:
@@ -149,6 +160,10 @@ class LlamaStage:
         if self._model is not None:
             self._lib.llama_model_free(self._model)
         self._context = self._model = None
+        for source in self._sources:
+            source.close()
+        if self._table is not None:
+            self._table.close()
 
     def _check(self, n_rows: int, wanted: npt.NDArray[np.bool_] | None) -> None:
         # libllama ends the whole process on these
@@ -272,7 +287,7 @@ class LlamaStage:
         return context
 
 
-def _token_table(slice_file: SliceFile) -> Tensor:
+def _token_table(slice_file: SliceFile) -> ggml.TokenTable:
     table = slice_file.info.tensor("token_embd.weight")
     assert table is not None, slice_file.info.path
-    return table
+    return ggml.TokenTable(table, slice_file.info.source(table.path))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf_header import Header, Tensor, Value, read_header
+from pipeinfer.models.contents import FileState, SourceFile, check_unchanged, sample_digest
+from pipeinfer.models.gguf_header import Header, Tensor, Value, read_header, sample_spans
 
 ARCHITECTURES = ("falcon", "llama", "phi3", "qwen2", "qwen3", "qwen3moe")
 """Those whose chained slices have been tested against the whole model, bit for bit. Mixtral is a `llama`."""
@@ -32,7 +33,8 @@ class ModelInfo:
     input_bytes              the token table
     output_bytes             the output head and norms; with tied embeddings the token table counts again
     kv_bytes_per_cell        one entry a layer: K and V of one token, 2 bytes an element
-    fingerprint              equal on two hosts that hold the same file
+    fingerprint              equal on two hosts that hold the same file: of its header and samples of every tensor
+    states                   of each path when its header was read: whether it was written to since, on this host
     """
 
     path: Path
@@ -51,6 +53,7 @@ class ModelInfo:
     kv_bytes_per_cell: tuple[int, ...]
     tied: bool
     fingerprint: str
+    states: tuple[FileState, ...] = field(repr=False, compare=False)
     metadata: dict[str, Value] = field(repr=False, compare=False)
     tensors: tuple[Tensor, ...] = field(repr=False, compare=False)
 
@@ -61,6 +64,16 @@ class ModelInfo:
 
     def tensor(self, name: str) -> Tensor | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
+
+    def check_unchanged(self) -> None:
+        """UserError unless the files are those whose headers were read."""
+        for path, state in zip(self.paths, self.states, strict=True):
+            check_unchanged(path, state)
+
+    def source(self, path: Path) -> SourceFile:
+        """One of `paths`, to compute from. Raises UserError when it has changed."""
+        spans = sample_spans(tensor for tensor in self.tensors if tensor.path == path)
+        return SourceFile(path, lambda fd: sample_digest(fd, spans), self.states[self.paths.index(path)])
 
 
 def read_model_info(path: str | Path) -> ModelInfo:
@@ -102,6 +115,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
         kv_bytes_per_cell=_kv_bytes(path, metadata, architecture, n_layer, n_embd),
         tied=output is None,
         fingerprint=hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest()[:32],
+        states=tuple(header.state for header in headers),
         metadata=metadata,
         tensors=tensors,
     )

@@ -1,0 +1,126 @@
+"""Is a file what it was? By its identity on this host, and by samples of its contents. Knows no GGUF.
+
+An identity (`FileState`) changes with every write and costs nothing, but means nothing on another host. A digest of
+samples means the same everywhere, and finds other weights, without reading all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeinfer.errors import ModelFault, UserError
+
+BLOCK_BYTES = 4096
+CHANGED_WHILE_COMPUTING = ("was truncated or overwritten while the job computed from it; restore the file and start "
+                           "again (a file that is renamed into its place does no harm)")  # fmt: skip
+Span = tuple[int, int]
+"""(first byte, number of bytes)"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What changes on this host when a file is written or replaced."""
+
+    n_bytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: int | Path) -> FileState:
+        """Of an open file or a path. Raises OSError."""
+        found = os.stat(file)
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def spread(start: int, n_bytes: int, n_blocks: int) -> list[Span]:
+    """`n_blocks` blocks over [start, start + n_bytes), first and last included; all of it where that is no more."""
+    if n_bytes <= n_blocks * BLOCK_BYTES:
+        return [(start, n_bytes)]
+    room = n_bytes - BLOCK_BYTES
+    return [(start + room * i // (n_blocks - 1), BLOCK_BYTES) for i in range(n_blocks)]
+
+
+def sample_digest(fd: int, spans: Iterable[Span]) -> bytes:
+    """32 bytes of what these places of a file hold. Raises OSError, EOFError where the file ends before."""
+    digest = hashlib.sha256()
+    for start, n_bytes in spans:
+        data = os.pread(fd, n_bytes, start)
+        if len(data) != n_bytes:
+            raise EOFError(f"byte {start + len(data)} is the end")
+        digest.update(data)
+    return digest.digest()
+
+
+def check_unchanged(path: Path, state: FileState) -> None:
+    """UserError unless the file at `path` is still the one whose header was read."""
+    try:
+        same = FileState.of(path) == state
+    except OSError:
+        same = False
+    if not same:
+        raise _changed(path)
+
+
+def _changed(path: Path) -> UserError:
+    return UserError(f"{path} was changed while it was read; start again when it is complete")
+
+
+class SourceFile:
+    """A file that is computed from as long as a model is loaded: `check` finds out that it was changed.
+
+    One that was replaced by renaming another over it goes on to be read from as it was.
+    """
+
+    def __init__(self, path: Path, digest_of: Callable[[int], bytes], state: FileState | None = None) -> None:
+        """`digest_of` samples the open file. Raises UserError when the file is not the one of `state` any more."""
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        found = FileState.of(self._fd)
+        self._n_bytes, self._mtime_ns = found.n_bytes, found.mtime_ns
+        self._digest_of = digest_of
+        try:
+            self._digest = digest_of(self._fd)
+            if state is not None and found != state:
+                raise _changed(path)
+        except (UserError, EOFError, OSError):
+            self.close()
+            raise _changed(path) from None
+
+    def check(self) -> None:
+        """ModelFault when the contents are not what they were. Costs a system call, unless the file was touched."""
+        try:
+            found = os.fstat(self._fd)
+            if found.st_mtime_ns == self._mtime_ns and found.st_size == self._n_bytes:
+                return
+            same = found.st_size == self._n_bytes and self._digest_of(self._fd) == self._digest
+        except (OSError, EOFError):
+            same = False
+        if not same:
+            raise self.fault()
+        self._mtime_ns = found.st_mtime_ns  # touched, not changed
+
+    def fault(self) -> ModelFault:
+        return ModelFault(f"{self.path} {CHANGED_WHILE_COMPUTING}")
+
+    def read(self, n_bytes: int, start: int) -> bytes:
+        """ModelFault where the file ends before."""
+        try:
+            data = os.pread(self._fd, n_bytes, start)
+        except OSError:
+            data = b""
+        if len(data) != n_bytes:
+            raise self.fault()
+        return data
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
