@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +12,7 @@ from pipeinfer.cli.outcome import make_result
 from pipeinfer.cli.report import show_plan, show_ranks, show_statistics, stderr_console
 from pipeinfer.cli.session import Generation, Session
 from pipeinfer.cli.setup import Job
+from pipeinfer.cli.streams import exit_code, lost
 from pipeinfer.cli.tracks import write_trace
 from pipeinfer.errors import UserError
 from pipeinfer.models.tokenizer import TextStream, Tokenizer
@@ -47,11 +46,10 @@ class Head:
             self._push,
             cancel=self.options.cancel,
         )
-        with contextlib.suppress(BrokenPipeError):
-            self._print(self.stream.flush())
+        self._print(self.stream.flush())
         session.close()
         code = self._report(generation)
-        if flag.reason and not self._reader_left:
+        if flag.reason and not lost(sys.stdout):
             complain(f"{flag.reason}; the text up to here is complete")
         return flag.exit_code or code
 
@@ -60,33 +58,25 @@ class Head:
 
     # -- text
 
-    @property
-    def _reader_left(self) -> bool:
-        return self.context.flag.exit_code == 141
-
     def _push(self, tokens: Sequence[int]) -> None:
         self._print("".join(self.stream.push(token) for token in tokens))
 
     def _print(self, text: str) -> None:
         self.text += text
-        if self.options.json or self._reader_left:
+        if self.options.json:
             return
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # the interpreter flushes once more at its end: give it something that takes it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        if error := lost(sys.stdout):
+            self.context.flag.set("standard output is lost", exit_code(error))  # the next wait ends the request
 
     # -- reporting
 
     def _report(self, generation: Generation) -> int:
         """Returns the exit code: 2 when a file could not be written."""
         result: dict[str, Any] = make_result(self.text, generation, self.job, self.options)
-        if self.options.json and not self._reader_left:
-            with contextlib.suppress(BrokenPipeError):
-                print(json.dumps(result), flush=True)
+        if self.options.json:
+            print(json.dumps(result), flush=True)
         if not self.text.endswith("\n"):
             self.console.print()  # on a terminal the statistics begin on a line of their own
         for notice in generation.metrics.notices:

@@ -15,6 +15,7 @@ from pipeinfer.cli.record import record_command
 from pipeinfer.cli.reproduce import reproduce_command
 from pipeinfer.cli.run import run
 from pipeinfer.cli.simulate import simulate_command
+from pipeinfer.cli.streams import settle, take_streams
 from pipeinfer.cli.survey import measure_command
 from pipeinfer.cli.timeline import timeline
 from pipeinfer.cluster.launch import exit_together, rank_from_environment
@@ -40,6 +41,9 @@ cli.add_command(timeline)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script. Exit codes: 0, 2 for bad input, 130 after Ctrl-C, 1 for a fault."""
     speaks = rank_from_environment() == 0
+    if not take_streams():
+        print("pipeinfer: standard output is closed; give it a place, such as > /dev/null", file=sys.stderr)
+        exit_together(2)
     if not speaks:  # every rank parses the same command line; one prints help, version and usage errors
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (kept for the process)
     try:
@@ -51,4 +55,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 2
     except click.exceptions.Abort:
         code = 130
-    exit_together(code if isinstance(code, int) else 0)
+    exit_together(settle(code if isinstance(code, int) else 0))

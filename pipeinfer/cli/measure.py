@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -99,8 +98,7 @@ class Bench:
                 if not go_on:
                     break
                 code = self._measure_group(group)
-        with contextlib.suppress(BrokenPipeError):
-            print_summary(self.rows, output)
+        print_summary(self.rows, output)
         if flag.reason:
             complain(f"{flag.reason}; what was measured up to here is kept, --resume goes on from it")
         return code or flag.exit_code

@@ -100,7 +100,7 @@ class Session:
         on_tokens: Callable[[Sequence[int]], None],
         cancel: bool = True,
     ) -> Generation:
-        """One request from an empty cache to its end; also when the user stops it, or `on_tokens` finds no reader.
+        """One request from an empty cache to its end, also when the user stops it.
 
         `cancel`: tell the stages of runs that cannot count any more.
         """
@@ -186,9 +186,6 @@ class Session:
             for emission in engine.generate():
                 on_tokens(emission.tokens)
         except StopRequested:
-            _drain(engine, request)
-        except BrokenPipeError:
-            self.context.flag.note("nobody reads the output", 141)
             _drain(engine, request)
 
 

@@ -148,6 +148,8 @@ def read_prompt(options: RunOptions) -> str:
     if options.prompt is not None:
         return options.prompt
     try:
+        if options.file == "-" and sys.stdin is None:
+            raise UserError("--file -: standard input is closed; give the prompt with -p, or name a file")
         if options.file == "-":
             return sys.stdin.buffer.read().decode()
         return Path(str(options.file)).read_text(encoding="utf-8")

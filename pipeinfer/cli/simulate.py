@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -119,8 +118,7 @@ def simulate_command(
         for path, known in zip(files, question.known, strict=True):
             known.save(path)
     if not as_json:
-        with contextlib.suppress(BrokenPipeError):
-            print_summary(rows, output)
+        print_summary(rows, output)
     return 0
 
 

@@ -47,7 +47,7 @@ def _combination(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def print_summary(rows: Sequence[Row], output: str) -> None:
-    """`output`: md, csv, json or jsonl. Raises BrokenPipeError when nobody reads."""
+    """`output`: md, csv, json or jsonl."""
     summaries = summarise(rows)
     if output == "md":
         for line in markdown(summaries):
