@@ -9,14 +9,14 @@ import numpy.typing as npt
 
 from pipeinfer.interfaces import Batch, FloatArray, Guess, StageModel
 from pipeinfer.requests import Request
-from pipeinfer.sampling import SamplingParams, penalise, perturbed
+from pipeinfer.sampling import SamplingParams, largest, penalise, perturbed
 from pipeinfer.sequences import Placement, SequencePool
 from pipeinfer.tree import Node
 
 
 def likeliest(logits: FloatArray, width: int) -> list[Guess]:
     """The `width` most likely tokens of one row of logits (n_vocab,), most likely first."""
-    ids = np.argpartition(logits, -width)[-width:] if width < len(logits) else np.arange(len(logits))
+    ids = largest(logits, width) if width < len(logits) else np.arange(len(logits))
     ids = ids[np.argsort(-logits[ids], kind="stable")]
     weights = np.exp(logits - logits[ids[0]])
     total = float(weights.sum())
@@ -24,7 +24,7 @@ def likeliest(logits: FloatArray, width: int) -> list[Guess]:
 
 
 def coupled(logits: FloatArray, width: int, params: SamplingParams, position: int) -> list[Guess]:
-    """The `width` tokens that the target would sample first if its logits were these, with its own noise (n_vocab,).
+    """The `width` tokens that the target would sample first if its logits (n_vocab,) were these, with its own noise.
 
     The target keys its noise by (seed, position), so draft and target share it (Gumbel-max coupling): they agree far
     more often than two independent samples. The gap between the perturbed scores says how surely.
@@ -38,8 +38,11 @@ def coupled(logits: FloatArray, width: int, params: SamplingParams, position: in
 def guess_next(
     logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], width: int, couple: bool
 ) -> list[Guess]:
-    """A draft's guesses for the token at `position`, from its logits (n_vocab,) and the newest tokens before it."""
-    logits = penalise(logits, params, history)
+    """A draft's guesses for the token at `position`, from its logits (n_vocab,) and the newest tokens before it.
+
+    The logits are penalised in place.
+    """
+    penalise(logits, params, history)
     if params.temp > 0 and couple:
         return coupled(logits, width, params, position)
     return likeliest(logits, width)

@@ -53,7 +53,7 @@ class StageModel(Protocol):
         """The residual stream after the slice (n_rows, n_embd), or, on the last stage, the logits (n_wanted, n_vocab).
 
         `stop` is asked between layers; once it answers True the evaluation ends, leaves the KV cache as it was before,
-        and returns None. The result is only valid until the next call.
+        and returns None. The result is only valid until the next call; the caller may change it.
         """
         ...
 

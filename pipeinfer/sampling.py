@@ -1,7 +1,7 @@
 """Choose a token from logits: the same choice for the same (logits, seed, position), wherever and whenever asked.
 
-Knows no tree and no model. Random numbers come from a counter-based generator keyed by (seed, position), so a token
-does not depend on how many were drawn before it, nor on the rank that draws.
+Knows no tree and no model. A choice costs about a look at every logit: nothing is sorted and no noise is drawn but for
+the tokens that can be chosen.
 """
 
 from __future__ import annotations
@@ -11,6 +11,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from pipeinfer.noise import gumbel, gumbel_bound, random_words
+
+Ids = npt.NDArray[np.intp]
+Logits = npt.NDArray[np.float32]
+
+BLOCKS_A_TOKEN = 32
+"""`largest` looks at so many blocks for each token wanted: few others are then as large as what it finds."""
+
+BLOCK = 4096  # weights added up at once
+CHUNK = 16_384  # candidates scored at once: what is computed of them stays in the processor's cache
+
+N_EXACT = 512  # candidates whose noise is computed without asking first whether it can matter
+
+BELOW_BEST = 8.0
+"""Of many candidates those whose scores lie further below the best are left out: each is less than e^-8 as likely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,63 +53,126 @@ class SamplingParams:
         return 0 if off else self.repeat_last_n
 
 
-def gumbel_noise(seed: int, position: int, n_vocab: int) -> npt.NDArray[np.float64]:
-    """Standard Gumbel noise (n_vocab,), a pure function of its arguments (Philox, Salmon et al. 2011)."""
-    raw = np.random.Philox(key=seed, counter=[0, 0, 0, position]).random_raw(n_vocab)
-    # 53 bits into the open interval (0, 1): neither logarithm below can meet 0
-    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return -np.log(-np.log(uniform))
-
-
-def candidates(logits: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray[np.intp]:
-    """Token ids left by top-k, then top-p, then min-p (llama.cpp's order), most likely first, ties by token id."""
-    ids = np.arange(len(logits))
-    if 0 < params.top_k < len(logits):
-        # all that tie with the k-th stay in the running, so that the choice among them is by id, not by chance
-        threshold = np.partition(logits, -params.top_k)[-params.top_k]
-        ids = np.flatnonzero(logits >= threshold)
-    ids = ids[np.argsort(-logits[ids], kind="stable")]
-    if params.top_k > 0:
-        ids = ids[: params.top_k]
-    if params.top_p < 1.0:
-        weight = np.exp(logits[ids].astype(np.float64) - float(logits[ids[0]]))
-        reached = np.cumsum(weight / weight.sum()) >= params.top_p
-        ids = ids[: int(np.argmax(reached)) + 1] if reached.any() else ids
-    if params.min_p > 0.0:
-        ids = ids[logits[ids] >= logits[ids[0]] + np.log(params.min_p)]
-    return ids
-
-
-def penalise(
-    logits: npt.NDArray[np.float32], params: SamplingParams, history: Sequence[int]
-) -> npt.NDArray[np.float32]:
-    """Logits (n_vocab,) after the penalties for the tokens of `history`, which has `params.looks_back` at most."""
-    if not history or not params.looks_back:
-        return logits
-    ids, counts = np.unique(np.asarray(history), return_counts=True)
-    logits = logits.copy()
-    seen = logits[ids]
-    seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
-    logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty
-    return logits
-
-
-def choose(logits: npt.NDArray[np.float32], params: SamplingParams, position: int, history: Sequence[int] = ()) -> int:
+def choose(logits: Logits, params: SamplingParams, position: int, history: Sequence[int] = ()) -> int:
     """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates.
 
-    `history` is what `penalise` wants.
+    `history` is what `penalise` wants; the logits are penalised in place.
     """
-    logits = penalise(logits, params, history)
+    penalise(logits, params, history)
     if params.temp <= 0.0:
         return int(np.argmax(logits))
     ids, scores = perturbed(logits, params, position)
     return int(ids[np.argmax(scores)])
 
 
-def perturbed(
-    logits: npt.NDArray[np.float32], params: SamplingParams, position: int
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-    """The candidates and their scores, the highest of which is the sample (Gumbel-max), for `params.temp` above 0."""
+def penalise(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
+    """Change logits (n_vocab,) for the tokens of `history`, which has `params.looks_back` at most."""
+    if not history or not params.looks_back:
+        return
+    ids, counts = np.unique(np.asarray(history), return_counts=True)
+    seen = logits[ids]
+    seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
+    logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty
+
+
+def perturbed(logits: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """Candidates and their scores, the highest of which is the sample (Gumbel-max), for `params.temp` above 0.
+
+    All candidates if they are few, else those that come near the best.
+    """
     ids = candidates(logits, params)
-    noise = gumbel_noise(params.seed, position, len(logits))
-    return ids, logits[ids].astype(np.float64) / params.temp + noise[ids]
+    values = logits if len(ids) == len(logits) else logits[ids]
+    if len(ids) > N_EXACT:
+        return contenders(ids, values, params, position)
+    return ids, scores(values, random_words(params.seed, position, ids), params.temp)
+
+
+def scores(values: Logits, words: npt.NDArray[np.uint64], temp: float) -> npt.NDArray[np.float64]:
+    """Logits over the temperature, with the noise of their random words."""
+    return values.astype(np.float64) / temp + gumbel(words)
+
+
+def contenders(ids: Ids, values: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """The candidates that are not `BELOW_BEST` below the best, and some others, with their scores."""
+    reached, found = -np.inf, []
+    for start in range(0, len(ids), CHUNK):
+        part = slice(start, start + CHUNK)
+        words = random_words(params.seed, position, ids[part])
+        bounds = values[part] * np.float32(1.0 / params.temp) + gumbel_bound(words)
+        hopeful = slice(best := int(np.argmax(bounds)), best + 1)
+        reached = max(reached, float(scores(values[part][hopeful], words[hopeful], params.temp)[0]))
+        near = np.flatnonzero(bounds >= np.float32(reached - BELOW_BEST))
+        found.append((ids[part][near], scores(values[part][near], words[near], params.temp)))
+    return np.concatenate([some for some, _ in found]), np.concatenate([score for _, score in found])
+
+
+# -- candidates
+
+
+def candidates(logits: Logits, params: SamplingParams) -> Ids:
+    """Token ids left by top-k, then top-p, then min-p (llama.cpp's order), ascending; ties go to the smaller id."""
+    if 0 < params.top_k < len(logits):
+        ids = largest(logits, params.top_k)
+        return ids[likely(logits[ids], params)]
+    return likely(logits, params)
+
+
+def largest(logits: Logits, n: int) -> Ids:
+    """The ids of the `n` largest of more logits (n_vocab,), ascending; ties go to the smaller id."""
+    n_blocks = BLOCKS_A_TOKEN * n
+    n_rows = len(logits) // n_blocks
+    if n_rows < 2:
+        return _first(logits, n, np.partition(logits, -n)[-n])
+    # the n-th largest of the maxima of blocks is reached by n tokens at least, and hardly more
+    maxima = logits[: n_rows * n_blocks].reshape(n_rows, n_blocks).max(axis=0)
+    ids = np.flatnonzero(logits >= np.partition(maxima, -n)[-n])
+    values = logits[ids]
+    return ids[_first(values, n, np.partition(values, -n)[-n])]
+
+
+def _first(values: Logits, n: int, least: np.float32) -> Ids:
+    """Indices of the `n` largest, ascending, the last of which is `least`; ties go to the smaller index."""
+    found = np.flatnonzero(values >= least)
+    if len(found) == n:
+        return found
+    ties = np.flatnonzero(values[found] == least)
+    return np.delete(found, ties[n - len(found) :])
+
+
+def likely(values: Logits, params: SamplingParams) -> Ids:
+    """Indices of the logits that top-p and then min-p leave, ascending."""
+    top = values.max()
+    if params.min_p <= 0.0:
+        return nucleus(values, top, params.top_p) if params.top_p < 1.0 else np.arange(len(values))
+    # what top-p leaves does not depend on what is less likely, so min-p may go first
+    kept = np.flatnonzero(values >= top + np.float32(np.log(params.min_p)))
+    if params.top_p >= 1.0:
+        return kept
+    weights = _weights(values - top)
+    return kept[nucleus(values[kept], top, params.top_p, float(weights.sum(dtype=np.float64)))]
+
+
+def _weights(values: Logits) -> Logits:
+    """What the tokens' probabilities are proportional to, in place of their logits."""
+    return np.exp(values, out=values)
+
+
+def nucleus(values: Logits, top: np.float32, top_p: float, total: float | None = None) -> Ids:
+    """Indices, ascending, of the fewest largest logits whose weights together reach `top_p` of `total`, or of all.
+
+    A weight is e to what the logit lies below `top`. `total`: what all weigh, if there were more than these.
+    """
+    ordered = np.sort(values)
+    weights = _weights(ordered[::-1] - top)
+    n = min(_n_until(weights, top_p, total), len(values))
+    return _first(values, n, ordered[-n])
+
+
+def _n_until(weights: Logits, top_p: float, total: float | None) -> int:
+    """How many of the weights, from the first on, it takes to reach the share of the total; one more if all do not."""
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
+    reached = np.cumsum(sums)
+    target = top_p * (reached[-1] if total is None else total)
+    block = int(np.searchsorted(reached[:-1], target))
+    inside = reached[block] - sums[block] + np.cumsum(weights[block * BLOCK :][:BLOCK], dtype=np.float64)
+    return block * BLOCK + int(np.searchsorted(inside, target)) + 1

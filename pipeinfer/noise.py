@@ -1,0 +1,50 @@
+"""Random numbers for sampling: of a seed, a position and a token id, and of nothing else. Knows no logits.
+
+The generator is counter-based (Philox 4x64-10, Salmon et al. 2011): the number of one token is had without those of the
+others, and none depends on how many were drawn before it, on the batch, or on the rank that draws.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+IDS_A_JUMP = 700
+"""Drawing so many numbers in a row takes as long as going to one in particular."""
+
+WORDS_A_BLOCK = 4  # the generator's counter counts blocks
+
+
+def random_words(seed: int, position: int, ids: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
+    """64 random bits for each of the token ids (n,), at least one, which must ascend."""
+    block = int(ids[0]) // WORDS_A_BLOCK
+    generator = np.random.Philox(key=seed, counter=[block, 0, 0, position])
+    n_between = int(ids[-1]) + 1 - block * WORDS_A_BLOCK
+    if n_between < IDS_A_JUMP * len(ids):
+        return np.asarray(generator.random_raw(n_between))[ids - block * WORDS_A_BLOCK]
+    words = np.empty(len(ids), np.uint64)
+    drawn, block = generator.random_raw(WORDS_A_BLOCK), block + 1  # the next block
+    for index, token in enumerate(ids.tolist()):
+        wanted, offset = divmod(token, WORDS_A_BLOCK)
+        if wanted >= block:
+            generator.advance(wanted - block)
+            drawn, block = generator.random_raw(WORDS_A_BLOCK), wanted + 1
+        words[index] = drawn[offset]
+    return words
+
+
+def gumbel(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Standard Gumbel noise (n,) from 64 random bits each."""
+    # 53 bits into the open interval (0, 1), where the last one would be rounded up to 1: no logarithm below meets 0
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return -np.log(-np.log(np.minimum(uniform, 1.0 - 2.0**-53)))
+
+
+def gumbel_bound(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """What `gumbel` cannot exceed (n,), but for rounding; infinite where the bits are near their end.
+
+    With u the uniform number, -log(-log(u)) <= -log(1 - u): one logarithm of 32 bits instead of two of 53.
+    """
+    high_halves = words.astype("<u8", copy=False).view("<u4")[1::2]
+    with np.errstate(divide="ignore"):
+        return np.float32(32 * np.log(2)) - np.log((~high_halves).astype(np.float32))
