@@ -97,7 +97,7 @@ def test_the_command_measures_and_the_model_runs(tmp_path: Path) -> None:
     [
         (["--layers", "2"], "--layers 2"),
         (["--layers", "9999"], "512"),
-        (["--layers", "6", "--noise", "-1"], "--noise -1"),
+        (["--layers", "6", "--noise", "-1"], "--noise"),
         (["--layers", "6", "--noise", "1", "--acceptance", "0.5"], "give one of them"),
         (["--layers", "6", "-o", "{folder}/none/x.gguf"], "x.gguf"),
         (["--layers", "6", "-o", "{folder}/model.gguf"], "another file"),

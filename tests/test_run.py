@@ -108,7 +108,8 @@ def test_prompt_from_standard_input(tmp_path: Path) -> None:
         [*launcher(2), *COMMAND, "run", "--json", "-f", "-", "-n", "8", "--temp", "0"],
         input=PROMPT, capture_output=True, text=True, env=environment(), timeout=60,
     )  # fmt: skip
-    assert json.loads(done.stdout)["text"] == run_json(1, ["-p", PROMPT, "-n", "8", "--temp", "0"])["text"]
+    expected = run_json(1, ["-p", PROMPT.removesuffix("\n"), "-n", "8", "--temp", "0"])
+    assert json.loads(done.stdout)["text"] == expected["text"]
 
 
 def test_no_rank_holds_more_than_its_part(tmp_path: Path) -> None:

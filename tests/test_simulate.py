@@ -270,7 +270,7 @@ def test_the_command_prints_a_table_and_writes_results_and_trace(tmp_path: Path)
         (["--profile", "pipeinfer-c", "--pair", "x"], "dolphin-tinyllama"),
         (["--profile", "pipeinfer-c", "--policy", "x"], "iterative"),
         (["--profile", "pipeinfer-c", "--acceptance", "2"], "0 to 1"),
-        (["--profile", "pipeinfer-c", "--ranks", "a,b"], "0.7,0.1"),
+        (["--profile", "pipeinfer-c", "--ranks", "a,b"], "'a,b'"),
         (["--profile", "pipeinfer-c", "--ranks", "0.5", "--acceptance", "0.5"], "one of"),
         ([], "--profile"),
     ],

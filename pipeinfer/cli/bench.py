@@ -8,50 +8,64 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.options import RunOptions, choose_policy, parse_threads
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.options import RunOptions, choose_policy
 from pipeinfer.cli.policy_options import take_policy_options
 from pipeinfer.cli.run import run
 from pipeinfer.cli.sweep import ABLATIONS, Sweep, read_prompts
+from pipeinfer.cli.values import File, Listed, Split, Text, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.factory import POLICIES
 
-PATH = click.Path(path_type=Path)
 NOT_SHARED = (
-    "model", "drafts", "prompt", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel", "partitions",
-    "continuous", "asynchronous", "results", "trace", "json", "verbose",
+    "model", "drafts", "prompt", "escape", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel",
+    "partitions", "continuous", "asynchronous", "results", "trace", "json", "verbose",
 )  # fmt: skip
 DEFAULTS = {"temp": 0.0, "seed": 0}
 """Other than those of `run`: a benchmark can be repeated."""
 
 
-@click.command()
-@click.option("-m", "--model", "models", type=PATH, multiple=True, help="Target; repeatable. [default: shipped]")
+@click.command(cls=Command)
+@click.option("-m", "--model", "models", type=File(), multiple=True, help="Target; repeatable. [default: shipped]")
 @click.option(
     "-md",
     "--model-draft",
     "drafts",
+    type=Listed(File()),
     multiple=True,
     help="Draft; repeatable. SMALL,LARGE is one team of drafts, of which the larger refines what the smaller guesses.",
 )
-@click.option("--policy", "policies", help="One or more, as in iterative,pipeinfer. [default: all the models allow]")
+@click.option(
+    "--policy", "policies", type=Listed(click.Choice(POLICIES)),
+    help="One or more, as in iterative,pipeinfer. [default: all the models allow]",
+)  # fmt: skip
 @click.option(
     "-p",
     "--prompt",
     "sources",
+    type=Text(),
     multiple=True,
     help="A number of tokens, a text file, or a .jsonl whose objects have `turns`; may be given again. [default: 128]",
 )
-@click.option("-n", "--predict", "predicts", default="128", show_default=True, help="Tokens to generate: 64,128.")
-@click.option("--layer-split", "splits", multiple=True, help="As for run; used where it has one part a stage.")
-@click.option("--ablate", default="", help=f"Measure pipeinfer also without these: {','.join(ABLATIONS)}.")
-@click.option("-r", "--repetitions", type=click.IntRange(1), default=5, show_default=True, help="Of everything.")
-@click.option("--warm-up", type=click.IntRange(0), default=1, show_default=True, help="Generations not counted.")
-@click.option("--questions", type=click.IntRange(0), default=0, help="Of each .jsonl at most. [default: all]")
-@click.option("--turns", type=click.IntRange(0), default=0, help="Of each question at most. [default: all]")
+@click.option(
+    "-n", "--predict", "--n-predict", "predicts", type=Listed(Whole(1)), default="128", show_default=True,
+    help="Tokens to generate: 64,128.",
+)  # fmt: skip
+@click.option(
+    "--layer-split", "splits", type=Split(), multiple=True, help="As for run; used where it has one part a stage."
+)
+@click.option(
+    "--ablate", type=Listed(click.Choice(ABLATIONS)), default=(),
+    help=f"Measure pipeinfer also without these: {','.join(ABLATIONS)}.",
+)  # fmt: skip
+@click.option("-r", "--repetitions", type=Whole(1), default=5, show_default=True, help="Of everything.")
+@click.option("--warm-up", type=Whole(0), default=1, show_default=True, help="Generations not counted.")
+@click.option("--questions", type=Whole(0), default=0, help="Of each .jsonl at most. [default: all]")
+@click.option("--turns", type=Whole(0), default=0, help="Of each question at most. [default: all]")
 @click.option(
     "--cut",
-    type=click.IntRange(0),
+    type=Whole(0),
     default=0,
     help="Tokens of a prompt at most: the first ones, of a later turn the newest. [default: all]",
 )
@@ -63,17 +77,17 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
     show_default=True,
     help="What to print: means, deviations and percentiles of each combination.",
 )
-@click.option("--results", type=PATH, help="Append a row for every generation to this CSV file.")
+@click.option("--results", type=File(), help="Append a row for every generation to this CSV file.")
 @click.option("--resume", is_flag=True, help="Leave out what --results has already.")
 @click.option("-v", "--verbose", is_flag=True, help="A traceback when something fails.")
 def bench(
     models: tuple[Path, ...],
-    drafts: tuple[str, ...],
-    policies: str | None,
+    drafts: tuple[tuple[Path, ...], ...],
+    policies: tuple[str, ...] | None,
     sources: tuple[str, ...],
-    predicts: str,
+    predicts: tuple[int, ...],
     splits: tuple[str, ...],
-    ablate: str,
+    ablate: tuple[str, ...],
     repetitions: int,
     warm_up: int,
     questions: int,
@@ -83,7 +97,7 @@ def bench(
     results: Path | None,
     resume: bool,
     verbose: bool,
-    threads: str | None,
+    threads: tuple[int, ...] | None,
     **others: Any,
 ) -> int:
     """Measure speed and latency of every combination of models, policies, prompts and lengths, in one job.
@@ -94,9 +108,9 @@ def bench(
     if resume and not results:
         raise UserError("--resume needs --results: the file that has what was measured before")
     if not models:
-        models, drafts = (TARGET,), drafts or (str(DRAFT),)
+        models, drafts = (TARGET,), drafts or ((DRAFT,),)
     others |= dict.fromkeys(("continuous", "asynchronous"), True)  # --ablate is this command's way to say it
-    chosen = tuple((policies or ",".join(POLICIES if drafts else ("iterative",))).split(","))
+    chosen = policies or (POLICIES if drafts else ("iterative",))
     base = RunOptions(
         model=models[0],
         drafts=(),
@@ -105,7 +119,7 @@ def bench(
         predict=0,
         policy=chosen[0],
         layer_split=None,
-        threads=parse_threads(threads) if threads else (),
+        threads=threads or (),
         ignore_eos=True,
         speculation=take_policy_options(others),
         cancel=True,
@@ -118,12 +132,12 @@ def bench(
     )
     sweep = Sweep(
         base=base,
-        pairs=tuple((model, team) for model in models for team in (list(map(_team, drafts)) or [()])),
-        policies=tuple(_known(name, POLICIES, "--policy", bool(drafts)) for name in chosen),
+        pairs=tuple((model, team) for model in models for team in drafts or ((),)),
+        policies=tuple(choose_policy(name, bool(drafts)) for name in chosen),
         splits=splits,
         prompts=tuple(prompt for source in sources or ("128",) for prompt in read_prompts(source, questions, turns)),
-        predicts=_lengths(predicts),
-        ablations=tuple(_known(name, ABLATIONS, "--ablate") for name in ablate.split(",") if name),
+        predicts=predicts,
+        ablations=ablate,
         repetitions=repetitions,
         cut=cut,
     )
@@ -141,22 +155,3 @@ def _shared_options() -> list[click.Parameter]:
 
 
 bench.params += _shared_options()
-
-
-def _known(name: str, names: tuple[str, ...], flag: str, has_draft: bool = True) -> str:
-    if name not in names:
-        raise UserError(f"{flag} {name!r} is unknown; choose from {', '.join(names)}")
-    return choose_policy(name, has_draft) if flag == "--policy" else name
-
-
-def _team(text: str) -> tuple[Path, ...]:
-    if not all(text.split(",")):
-        raise UserError(f"-md {text!r} has an empty name; give a draft, or several as SMALL,LARGE")
-    return tuple(map(Path, text.split(",")))
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"-n {text!r} must be numbers from 1 on, as in 64,128")
-    return tuple(map(int, parts))

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from pipeinfer.cli.context import CLOCK, Context, complain
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
+from pipeinfer.cli.values import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.cluster.pace import Courier, LoadedModel, PacedStage
 from pipeinfer.cluster.stage import DraftWorker, StageWorker
 from pipeinfer.drafting import ModelDrafter
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Pipeline
+from pipeinfer.models.ggml import load_library
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
 from pipeinfer.models.llama import LlamaParams, LlamaStage
 from pipeinfer.refining import PipelineRefiner
@@ -38,7 +40,7 @@ def load_stage(context: Context, job: Job, on_progress: Progress) -> LoadedModel
         n_batch=job.n_rows_max,
         n_outputs_max=N_GUESS_ROWS + 1,
         n_threads=job.threads[context.rank],
-        n_gpu_layers=options.n_gpu_layers,
+        n_gpu_layers=gpu_layers(options),
         exact=options.numerics == "exact",
     )
     layers = open_slice(info, stage.first, stage.last, options.slice_cache, lambda line: _notice(context, line))
@@ -48,6 +50,13 @@ def load_stage(context: Context, job: Job, on_progress: Progress) -> LoadedModel
 
 def _notice(context: Context, line: str) -> None:
     complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
+
+
+def gpu_layers(options: RunOptions) -> int:
+    """How many of a model's layers this rank puts on its GPU; negative: all."""
+    if options.n_gpu_layers != AUTO_LAYERS:
+        return options.n_gpu_layers
+    return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
 
 
 def make_worker(context: Context, job: Job, model: LoadedModel) -> StageWorker:
@@ -79,7 +88,7 @@ def _load_draft(context: Context, job: Job, number: int, on_progress: Progress) 
         n_batch=N_GUESS_ROWS,
         n_outputs_max=N_GUESS_ROWS,
         n_threads=job.threads[context.rank],
-        n_gpu_layers=context.options.n_gpu_layers,
+        n_gpu_layers=gpu_layers(context.options),
         exact=False,  # guesses need not be reproducible to the bit: the target decides
     )
     model = LlamaStage(open_slice(info, 0, info.n_layer, None), params, on_progress)

@@ -10,6 +10,7 @@ import click
 
 from pipeinfer import __version__
 from pipeinfer.cli.bench import bench
+from pipeinfer.cli.command import Group
 from pipeinfer.cli.models import models
 from pipeinfer.cli.record import record_command
 from pipeinfer.cli.reproduce import reproduce_command
@@ -22,8 +23,19 @@ from pipeinfer.cluster.launch import exit_together, rank_from_environment
 from pipeinfer.errors import UserError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="pipeinfer")
+def show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        from pipeinfer.models.build import describe_build
+
+        click.echo(f"pipeinfer {__version__}, {describe_build()}")
+        ctx.exit()
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
+    help="Show this version and llama.cpp's.",
+)  # fmt: skip
 def cli() -> None:
     """Generate text with a model spread over MPI ranks, kept busy by speculation."""
 
@@ -48,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (kept for the process)
     try:
         code = cli.main(args=arguments, prog_name="pipeinfer", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        if speaks:
+            print(error.format_message(), file=sys.stderr)
+        code = 2
     except (click.ClickException, UserError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         if speaks:

@@ -9,48 +9,52 @@ from pathlib import Path
 
 import click
 
+from pipeinfer.cli.command import Command, Group
+from pipeinfer.cli.values import MAX_LAYERS, THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import TARGET
 from pipeinfer.outputs import check_separate, check_writable, whole_file
 
-PATH = click.Path(path_type=Path)
 TEXTS = (
     "def fibonacci(n):\n",
     "Once upon a time there was a warrior",
     "import os\n\n\nclass Reader:\n    def __init__(self, path):\n",
 )
+MAX_NOISE = 1000
 TOLERANCE = 0.03
 N_TRIALS = 12
 
 
-@click.group()
+@click.group(cls=Group)
 def models() -> None:
     """Make models for experiments."""
 
 
-@models.command()
-@click.option("-m", "--model", type=PATH, default=TARGET, help="Model to grow, GGUF. [default: the shipped target]")
-@click.option("-o", "--output", type=PATH, required=True, help="The grown model's file.")
-@click.option("--layers", type=click.IntRange(1), required=True, help="Layers it shall have.")
+@models.command(cls=Command)
+@click.option("-m", "--model", type=File(), default=TARGET, help="Model to grow, GGUF. [default: the shipped target]")
+@click.option("-o", "--output", type=File(), required=True, help="The grown model's file.")
+@click.option("--layers", type=Whole(1, MAX_LAYERS), required=True, help="Layers it shall have.")
 @click.option(
     "--noise",
-    type=float,
+    type=Number(0, MAX_NOISE),
     default=0.0,
     show_default=True,
     help="What added layers add to the residual stream, as a share of what the originals add; 0: the same function.",
 )
 @click.option(
     "--acceptance",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, above=True),
     help="Search the noise with which the draft is right this often.",
 )
-@click.option("-md", "--model-draft", type=PATH, help="Draft to measure with. [with --acceptance: the original model]")
-@click.option("-n", "--predict", type=click.IntRange(1), default=64, show_default=True, help="Tokens a measured text.")
-@click.option("-s", "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the noise.")
+@click.option(
+    "-md", "--model-draft", type=File(), help="Draft to measure with. [with --acceptance: the original model]"
+)
+@click.option("-n", "--predict", type=Whole(1), default=64, show_default=True, help="Tokens a measured text.")
+@click.option("-s", "--seed", type=Whole(0), default=0, show_default=True, help="Of the noise.")
 @click.option(
     "-t",
     "--threads",
-    type=click.IntRange(1),
+    type=THREADS,
     default=max(1, (os.cpu_count() or 1) // 2),
     help="[default: half the cores]",
 )

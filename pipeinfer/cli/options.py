@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
 from pipeinfer.policies.factory import PolicyOptions
 from pipeinfer.sampling import SamplingParams
+
+MIN_TEMP = 1e-30  # what is below is greedy, and would overflow as a divisor
+ESCAPE = re.compile(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})")
+PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +22,7 @@ class RunOptions:
     model: Path
     drafts: tuple[Path, ...]
     prompt: str | None
-    file: str | None
+    file: Path | None
     predict: int
     ctx_size: int
     batch_size: int
@@ -51,7 +56,7 @@ class RunOptions:
     def sampling(self, seed: int) -> SamplingParams:
         return SamplingParams(
             seed,
-            self.temp,
+            self.temp if self.temp >= MIN_TEMP else 0.0,
             self.top_k,
             self.top_p,
             self.min_p,
@@ -67,15 +72,19 @@ class RunOptions:
         return () if self.policy == "iterative" else self.drafts
 
 
-def parse_threads(text: str) -> tuple[int, ...]:
-    """`4`, or `6,32,20`, one value a rank. Raises UserError."""
+def unescape(text: str) -> str:
+    """A prompt with llama.cpp's escapes replaced; what is none of them stays. Raises UserError."""
     try:
-        values = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        values = (0,)
-    if min(values) < 1:
-        raise UserError(f"--threads {text!r} must be a number from 1 on, or one a rank such as 6,32,20")
-    return values
+        return ESCAPE.sub(_escaped, text.encode()).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--prompt has escapes for bytes that are not UTF-8 (byte {error.start}); with --no-escape they are text"
+        ) from None
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    word = found[1]
+    return bytes.fromhex(word[1:].decode()) if word[:1] == b"x" else PLAIN.get(word, word)
 
 
 def threads_of_rank(threads: tuple[int, ...], rank: int, n_ranks: int, default: int) -> int:

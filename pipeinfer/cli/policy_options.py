@@ -8,35 +8,36 @@ from typing import Any, TypeVar
 
 import click
 
+from pipeinfer.cli.values import PROBABILITY, Whole
 from pipeinfer.policies.factory import PolicyOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-PROBABILITY = click.FloatRange(0, 1)
+MAX_RUNS = 1000
 DEFAULT = PolicyOptions()
 
 OPTIONS = (
     click.option(
-        *("--draft", "--draft-max", "--spec-draft-n-max", "n_draft"), type=click.IntRange(1, 64),
+        *("--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", "n_draft"), type=Whole(1, 64),
         default=DEFAULT.n_draft, show_default=True, help="Guesses a tree (policy speculative).",
     ),
     click.option(
-        "--width", type=click.IntRange(1, 16), default=DEFAULT.width, show_default=True,
+        "--width", type=Whole(1, 16), default=DEFAULT.width, show_default=True,
         help="Guesses after each token at most.",
     ),
     click.option(
-        "--microbatch", type=click.IntRange(0, 64), default=DEFAULT.microbatch, show_default=True,
+        "--microbatch", type=Whole(0, 64), default=DEFAULT.microbatch, show_default=True,
         help="Guesses a run at most (policy pipeinfer); 0: as many as cost hardly more than one row.",
     ),
     click.option(
-        "--inflight", type=click.IntRange(0), default=DEFAULT.inflight, show_default=True,
+        "--inflight", type=Whole(0, MAX_RUNS), default=DEFAULT.inflight, show_default=True,
         help="Runs in flight at most (policy pipeinfer); 0: one more than there are stages.",
     ),
     click.option(
-        *("-pa", "--accept-cutoff", "--spec-draft-p-min", "accept_cutoff"), type=PROBABILITY,
+        *("-pa", "--accept-cutoff", "--draft-p-min", "--spec-draft-p-min", "accept_cutoff"), type=PROBABILITY,
         default=DEFAULT.accept_cutoff, show_default=True, help="Probability from which the draft's first guess counts.",
     ),
     click.option(
-        *("-ps", "--split-cutoff", "--spec-draft-p-split", "split_cutoff"), type=PROBABILITY,
+        *("-ps", "--split-cutoff", "--draft-p-split", "--spec-draft-p-split", "split_cutoff"), type=PROBABILITY,
         default=DEFAULT.split_cutoff, show_default=True, help="The same for further guesses, which make branches.",
     ),
     click.option(

@@ -9,6 +9,9 @@ from typing import Any
 import click
 
 from pipeinfer.choices import RecordedChoices
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.run import MAX_TEMP
+from pipeinfer.cli.values import THREADS, File, Number, Text, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.ggml import require_exact_kernels
@@ -20,19 +23,18 @@ from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.recording import PathModel, draft_guesses, record
 from pipeinfer.sampling import SamplingParams
 
-PATH = click.Path(path_type=Path)
 N_BATCH = 128
 
 
-@click.command("record")
-@click.option("-m", "--model", type=PATH, default=TARGET, help="Target, GGUF. [default: the shipped pair]")
-@click.option("-md", "--model-draft", type=PATH, default=DRAFT, help="Draft, GGUF.")
-@click.option("-p", "--prompt", required=True, help="The text to continue.")
-@click.option("-n", "--predict", type=click.IntRange(1), default=512, show_default=True, help="Tokens to record.")
-@click.option("-t", "--threads", type=click.IntRange(1), help="[default: the cores]")
-@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("-s", "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
-@click.option("-o", "--output", type=PATH, required=True, help="The file to write.")
+@click.command("record", cls=Command)
+@click.option("-m", "--model", type=File(), default=TARGET, help="Target, GGUF. [default: the shipped pair]")
+@click.option("-md", "--model-draft", type=File(), default=DRAFT, help="Draft, GGUF.")
+@click.option("-p", "--prompt", type=Text(blank=True), required=True, help="The text to continue.")
+@click.option("-n", "--predict", type=Whole(1), default=512, show_default=True, help="Tokens to record.")
+@click.option("-t", "--threads", type=THREADS, help="[default: the cores]")
+@click.option("--temp", type=Number(0, MAX_TEMP), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("-s", "--seed", type=Whole(0, 2**32 - 1), default=0, show_default=True)
+@click.option("-o", "--output", type=File(), required=True, help="The file to write.")
 def record_command(
     model: Path, model_draft: Path, prompt: str, predict: int, threads: int | None, temp: float, seed: int, output: Path
 ) -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 import click
 
 from pipeinfer.choices import ranks_for, synthetic_team
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.values import File
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.profile import load_profile
 from pipeinfer.cluster.simulation import simulate
@@ -241,9 +243,9 @@ def page() -> Iterator[str]:
         yield from section()
 
 
-@click.command("reproduce")
+@click.command("reproduce", cls=Command)
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), default=Path("docs/reproduction.md"), show_default=True,
+    "-o", "--output", type=File(), default=Path("docs/reproduction.md"), show_default=True,
     help="The page to write.",
 )  # fmt: skip
 def reproduce_command(output: Path) -> int:

@@ -7,38 +7,55 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.options import RunOptions, choose_policy, parse_threads
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.options import RunOptions, choose_policy, unescape
 from pipeinfer.cli.policy_options import policy_options, take_policy_options
+from pipeinfer.cli.values import PROBABILITY, THREADS, File, Folder, GpuLayers, Listed, Number, Split, Text, Whole
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.factory import POLICIES
 
-PATH = click.Path(path_type=Path)
+MAX_TEMP = 1000
+PENALTY = Number(-1000, 1000)
 
 
-@click.command()
-@click.option("-m", "--model", type=PATH, help="Target model, GGUF. [default: the shipped demonstration pair]")
+@click.command(cls=Command)
+@click.option("-m", "--model", type=File(), help="Target model, GGUF. [default: the shipped demonstration pair]")
 @click.option(
     "-md",
     "--model-draft",
+    "--spec-draft-model",
     "drafts",
-    type=PATH,
+    type=File(),
     multiple=True,
     help="Draft model, GGUF, with the target's vocabulary. Of several the smallest guesses, larger ones refine.",
 )
-@click.option("-p", "--prompt", help="The text to continue.")
-@click.option("-f", "--file", help="Read the prompt from this file; - is standard input.")
+@click.option("-p", "--prompt", type=Text(blank=True), help="The text to continue.")
+@click.option(
+    "-f",
+    "--file",
+    type=File(stdin=True),
+    help="Read the prompt from this file, without a newline at its end; - is standard input.",
+)
+@click.option(
+    "--escape/--no-escape",
+    "-e",
+    default=True,
+    show_default=True,
+    help=r"In -p, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
+)
 @click.option(
     "-n",
     "--predict",
-    type=click.IntRange(-1),
+    "--n-predict",
+    type=Whole(-2),
     default=-1,
     show_default=True,
-    help="Tokens to generate; -1: until the model ends or the context is full.",
+    help="Tokens to generate; -1 or -2: until the model ends or the context is full.",
 )
 @click.option(
     "-c",
     "--ctx-size",
-    type=click.IntRange(0),
+    type=Whole(0),
     default=0,
     show_default=True,
     help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.",
@@ -46,31 +63,37 @@ PATH = click.Path(path_type=Path)
 @click.option(
     "-b",
     "--batch-size",
-    type=click.IntRange(1, 2048),
+    type=Whole(1),
     default=128,
     show_default=True,
-    help="Prompt tokens a run; a prompt is cut into such chunks so that they fill the pipeline.",
+    help="Prompt tokens a run, 2048 at most; a prompt is cut into such chunks so that they fill the pipeline.",
 )
 @click.option(
-    "-t", "--threads", help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]"
+    "-t",
+    "--threads",
+    type=Listed(THREADS),
+    help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]",
 )
 @click.option(
     "-ngl",
+    "--gpu-layers",
     "--n-gpu-layers",
-    type=click.IntRange(0),
+    "n_gpu_layers",
+    type=GpuLayers(),
     default=0,
     show_default=True,
-    help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python).",
+    help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where there "
+    "is one.",
 )
 @click.option("--policy", type=click.Choice(POLICIES), help="[default: pipeinfer with a draft, iterative without]")
-@click.option("--layer-split", help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size]")
-@click.option("--temp", "--temperature", type=click.FloatRange(0), default=0.8, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=40, show_default=True, help="0 switches it off.")
-@click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="1 switches it off.")
-@click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="0 switches it off.")
 @click.option(
-    "-s", "--seed", type=click.IntRange(-1, 2**32 - 1), default=-1, show_default=True, help="-1: a random one."
+    "--layer-split", type=Split(), help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size]"
 )
+@click.option("--temp", "--temperature", type=Number(0, MAX_TEMP), default=0.8, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=Whole(-1), default=40, show_default=True, help="0 switches it off.")
+@click.option("--top-p", type=PROBABILITY, default=0.95, show_default=True, help="1 switches it off.")
+@click.option("--min-p", type=PROBABILITY, default=0.05, show_default=True, help="0 switches it off.")
+@click.option("-s", "--seed", type=Whole(-1, 2**32 - 1), default=-1, show_default=True, help="-1: a random one.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
 @click.option(
     "--numerics",
@@ -80,17 +103,17 @@ PATH = click.Path(path_type=Path)
     help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
 )
 @click.option(
-    "--slice-cache", type=PATH, help="Keep each rank's slice in this directory of its host, for the next start."
+    "--slice-cache", type=Folder(), help="Keep each rank's slice in this directory of its host, for the next start."
 )
 @click.option(
-    "--pace", help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models."
+    "--pace",
+    type=Text(),
+    help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models.",
 )
-@click.option("--repeat-last-n", type=click.IntRange(0, 4096), default=64, show_default=True, help="Tokens penalised.")
-@click.option(
-    "--repeat-penalty", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True, help="1: off."
-)
-@click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="0: off.")
-@click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="0: off.")
+@click.option("--repeat-last-n", type=Whole(0, 4096), default=64, show_default=True, help="Tokens penalised.")
+@click.option("--repeat-penalty", type=Number(0.01, 100), default=1.0, show_default=True, help="1: off.")
+@click.option("--frequency-penalty", type=PENALTY, default=0.0, show_default=True, help="0: off.")
+@click.option("--presence-penalty", type=PENALTY, default=0.0, show_default=True, help="0: off.")
 @click.option(
     "--couple-draft/--no-couple-draft",
     "couple",
@@ -110,20 +133,22 @@ PATH = click.Path(path_type=Path)
 )
 @click.option(
     "--sequences",
-    type=click.IntRange(1, 255),
+    type=Whole(1, 255),
     default=31,
     show_default=True,
     help="Branches that trees may have at a time; when they run out, trees get narrower.",
 )
-@click.option("--results", type=PATH, help="Append a row of figures to this CSV file.")
-@click.option("--trace", type=PATH, help="Write the timeline of all ranks, as Chrome trace events.")
+@click.option("--results", type=File(), help="Append a row of figures to this CSV file.")
+@click.option("--trace", type=File(), help="Write the timeline of all ranks, as Chrome trace events.")
 @click.option("--json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("-v", "--verbose", is_flag=True, help="More about loading and about each rank.")
 def run(
     model: Path | None,
     drafts: tuple[Path, ...],
     policy: str | None,
-    threads: str | None,
+    threads: tuple[int, ...] | None,
+    prompt: str | None,
+    escape: bool,
     **others: Any,
 ) -> int:
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
@@ -137,7 +162,8 @@ def run(
         model=model,
         drafts=drafts,
         policy=choose_policy(policy, bool(drafts)),
-        threads=parse_threads(threads) if threads else (),
+        threads=threads or (),
+        prompt=unescape(prompt) if prompt and escape else prompt,
         speculation=take_policy_options(others),
         **others,
     )

@@ -21,7 +21,9 @@ from pipeinfer.results import check_results
 from pipeinfer.sampling import SamplingParams
 
 N_GUESS_ROWS = 32  # guesses a run carries at most
+STDIN = Path("-")
 DEFAULT_CTX = 4096
+MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
 
 
@@ -110,7 +112,7 @@ def make_job(
         n_ctx=n_ctx,
         n_cells=n_cells,
         n_seq=options.sequences if options.partitions else 1,
-        n_batch=options.batch_size,
+        n_batch=min(options.batch_size, MAX_BATCH, n_ctx),
         threads=spread_threads(options.threads, plan, hosts),
         hosts=tuple(hosts),
         sampling=options.sampling(seed),
@@ -122,6 +124,9 @@ def make_job(
 def check_outputs(options: RunOptions) -> None:
     """What is written at the end must not fail then, and must not be what is read. Leaves nothing behind."""
     check_separate({"--results": options.results, "--trace": options.trace}, inputs_of(options))
+    cache = options.slice_cache
+    if cache and cache.exists() and not cache.is_dir():
+        raise UserError(f"--slice-cache {cache} is no directory; name one, it is made if it is not there")
     if options.results:
         check_results(options.results)
     if options.trace:
@@ -133,7 +138,7 @@ def inputs_of(options: RunOptions) -> dict[str, list[Path]]:
     return {
         "--model": part_paths(options.model),
         "--model-draft": [part for draft in options.drafts for part in part_paths(draft)],
-        "--file": [Path(options.file)] if options.file not in (None, "-") else [],
+        "--file": [options.file] if options.file not in (None, STDIN) else [],
         "--pace": [Path(options.pace.partition(":")[0])] if options.pace else [],
     }
 
@@ -143,16 +148,15 @@ def sizes_of(info: ModelInfo) -> Sizes:
 
 
 def read_prompt(options: RunOptions) -> str:
-    if (options.prompt is None) == (options.file is None):
-        raise UserError("give the prompt with -p TEXT or with -f FILE (- is standard input), one of them")
-    if options.prompt is not None:
+    if options.prompt is not None and options.file is None:
         return options.prompt
+    if options.prompt is not None or options.file is None:
+        raise UserError("give the prompt with -p TEXT or with -f FILE (- is standard input), one of them")
     try:
-        if options.file == "-" and sys.stdin is None:
+        if options.file == STDIN and sys.stdin is None:
             raise UserError("--file -: standard input is closed; give the prompt with -p, or name a file")
-        if options.file == "-":
-            return sys.stdin.buffer.read().decode()
-        return Path(str(options.file)).read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if options.file == STDIN else options.file.read_bytes()
+        return data.decode().removesuffix("\n")
     except OSError as error:
         raise UserError(f"--file {options.file}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -11,9 +11,11 @@ from typing import Any
 import click
 
 from pipeinfer.choices import Choices, RecordedChoices, ranks_for, synthetic_team
+from pipeinfer.cli.command import Command
 from pipeinfer.cli.policy_options import policy_options, take_policy_options
 from pipeinfer.cli.simulated import make_result, write_trace
 from pipeinfer.cli.summary import print_summary
+from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.profile import ProfileFile, load_profile, shipped_profiles
 from pipeinfer.cluster.simulation import Simulated, simulate
@@ -22,39 +24,46 @@ from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
 from pipeinfer.results import Row, append_result, as_read, check_results, result_row
 
-PATH = click.Path(path_type=Path)
 DEFAULT_ACCEPTANCE = 0.7
+MAX_GBIT = 10**6
+MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
+POLICY_LIST = Listed(click.Choice(POLICIES))
 
 
-@click.command("simulate")
-@click.option("--profile", "profile_name", help="A TOML file, or the name of a shipped profile: --list names them.")
+@click.command("simulate", cls=Command)
+@click.option(
+    "--profile", "profile_name", type=Text(), help="A TOML file, or the name of a shipped profile: --list names them."
+)
 @click.option("--list", "listing", is_flag=True, help="List the shipped profiles with their model pairs.")
-@click.option("--pair", default="", help="Models of the profile. [default: its first pair]")
-@click.option("--nodes", type=click.IntRange(0), default=0, help="Nodes of the profile to use. [default: all]")
+@click.option("--pair", type=Text(), help="Models of the profile. [default: its first pair]")
+@click.option("--nodes", type=Whole(0), default=0, help="Nodes of the profile to use. [default: all]")
+@click.option("--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links, in place of the profile's.")
 @click.option(
-    "--gbit", type=click.FloatRange(0, min_open=True), help="Bandwidth of the links, in place of the profile's."
+    "--policy", "policies", type=POLICY_LIST, default=",".join(POLICIES), show_default=True, help="One or more."
 )
-@click.option("--policy", "policies", default=",".join(POLICIES), show_default=True, help="One or more.")
-@click.option("-n", "--predict", type=click.IntRange(1), default=512, show_default=True, help="Tokens to generate.")
+@click.option("-n", "--predict", type=Whole(1, MAX_TOKENS), default=512, show_default=True, help="Tokens to generate.")
 @click.option(
-    "-p", "--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="Synthetic choices."
+    "-p", "--prompt-tokens", type=Whole(1, MAX_TOKENS), default=128, show_default=True, help="Synthetic choices."
 )
-@click.option("-s", "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of synthetic choices.")
-@click.option("-r", "--repetitions", type=click.IntRange(1), default=1, show_default=True, help="With the next seeds.")
+@click.option("-s", "--seed", type=Whole(0), default=0, show_default=True, help="Of synthetic choices.")
+@click.option("-r", "--repetitions", type=Whole(1), default=1, show_default=True, help="With the next seeds.")
 @click.option(
     "--acceptance",
     "acceptances",
-    type=float,
+    type=PROBABILITY,
     multiple=True,
     help="How often the draft's best guess is right; of several drafts, once for each. [default: the pair's]",
 )
 @click.option(
-    "--ranks", multiple=True, help="How often its first, second, … guess is right, as in 0.7,0.1,0.05; likewise."
+    "--ranks",
+    type=Listed(PROBABILITY),
+    multiple=True,
+    help="How often its first, second, … guess is right, as in 0.7,0.1,0.05; likewise.",
 )
 @click.option(
     "--choices",
     "files",
-    type=PATH,
+    type=File(),
     multiple=True,
     help="Recorded choices, instead of synthetic ones; likewise. See `pipeinfer record`.",
 )
@@ -62,7 +71,7 @@ DEFAULT_ACCEPTANCE = 0.7
     "-md",
     "--model-draft",
     "drafts",
-    type=PATH,
+    type=File(),
     multiple=True,
     help="Ask this draft for branches that --choices lacks, and add them to the file; likewise.",
 )
@@ -74,12 +83,13 @@ DEFAULT_ACCEPTANCE = 0.7
     help="What to print, as for `bench`.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for every generation instead.")
-@click.option("--results", type=PATH, help="Append a row for every generation to this CSV file.")
-@click.option("--trace", type=PATH, help="Write the timeline of the last generation, as Chrome trace events.")
+@click.option("--results", type=File(), help="Append a row for every generation to this CSV file.")
+@click.option("--trace", type=File(), help="Write the timeline of the last generation, as Chrome trace events.")
 def simulate_command(
-    profile_name: str | None, listing: bool, pair: str, nodes: int, gbit: float | None, policies: str, predict: int,
-    prompt_tokens: int, seed: int, repetitions: int, acceptances: tuple[float, ...], ranks: tuple[str, ...],
-    files: tuple[Path, ...], drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
+    profile_name: str | None, listing: bool, pair: str | None, nodes: int, gbit: float | None,
+    policies: tuple[str, ...], predict: int, prompt_tokens: int, seed: int, repetitions: int,
+    acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...],
+    drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
     results: Path | None, trace: Path | None, **others: Any,
 ) -> int:  # fmt: skip
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
@@ -100,9 +110,9 @@ def simulate_command(
     question = Question(
         file=open_profile(profile_name),
         nodes=nodes,
-        pair=pair,
+        pair=pair or "",
         gbit=gbit,
-        policies=chosen_policies(policies),
+        policies=policies,
         options=take_policy_options(others),
         predict=predict,
         prompt_tokens=prompt_tokens,
@@ -131,7 +141,7 @@ class Question:
     nodes: int
     pair: str
     gbit: float | None
-    policies: list[str]
+    policies: Sequence[str]
     options: PolicyOptions
     predict: int
     prompt_tokens: int
@@ -214,15 +224,6 @@ def open_profile(name: str | None) -> ProfileFile:
     return load_profile(name)
 
 
-def chosen_policies(text: str) -> list[str]:
-    """Raises UserError for an unknown one."""
-    names = text.split(",")
-    for name in names:
-        if name not in POLICIES:
-            raise UserError(f"--policy {name!r} is unknown; choose from {', '.join(POLICIES)}")
-    return names
-
-
 def open_choices(paths: Sequence[Path], drafts: Sequence[Path]) -> list[RecordedChoices]:
     """Raises UserError when a file is none or not of the same text, or a draft cannot be loaded."""
     if drafts and len(drafts) != len(paths):
@@ -240,18 +241,13 @@ def open_choices(paths: Sequence[Path], drafts: Sequence[Path]) -> list[Recorded
     return found
 
 
-def ranks_asked(acceptances: Sequence[float], ranks: Sequence[str], has_choices: bool) -> Sequence[Sequence[float]]:
+def ranks_asked(
+    acceptances: Sequence[float], ranks: Sequence[Sequence[float]], has_choices: bool
+) -> Sequence[Sequence[float]]:
     """Probabilities by rank of each draft; empty if the pair's are to be taken. Raises UserError."""
     if bool(acceptances) + bool(ranks) + has_choices > 1:
         raise UserError("give one of --choices, --acceptance and --ranks")
-    return [ranks_for(share) for share in acceptances] or [parse_ranks(text) for text in ranks]
-
-
-def parse_ranks(text: str) -> Sequence[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--ranks {text!r} is no list of numbers; write 0.7,0.1,0.05") from None
+    return [ranks_for(share) for share in acceptances] or ranks
 
 
 def settings_text(policy: str, options: PolicyOptions) -> str:

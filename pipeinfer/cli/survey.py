@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeinfer.cli.options import RunOptions, parse_threads
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.policy_options import take_policy_options
 from pipeinfer.cli.run import run
+from pipeinfer.cli.values import File
 from pipeinfer.cluster.survey import (
     ModelTimes,
     Overheads,
@@ -32,7 +34,6 @@ if TYPE_CHECKING:  # these import MPI
     from pipeinfer.cli.setup import Job
     from pipeinfer.cluster.pace import LoadedModel
 
-PATH = click.Path(path_type=Path)
 SHARED = ("model", "drafts", "threads", "n_gpu_layers", "layer_split", "numerics", "slice_cache", "verbose")
 ALONE_S, BESIDE_S = 0.5, 1.0  # how long ranks of one host compute alone, beside each other
 SLOT_S = 3.0
@@ -42,10 +43,10 @@ N_TOKENS = 128
 PROMPT = "measure"
 
 
-@click.command("measure")
-@click.option("-o", "--output", type=PATH, required=True, help="The profile to write, TOML.")
+@click.command("measure", cls=Command)
+@click.option("-o", "--output", type=File(), required=True, help="The profile to write, TOML.")
 def measure_command(
-    output: Path, model: Path | None, drafts: tuple[Path, ...], threads: str | None, **others: Any
+    output: Path, model: Path | None, drafts: tuple[Path, ...], threads: tuple[int, ...] | None, **others: Any
 ) -> int:
     """Measure stage, draft and link times of this cluster, under mpirun, and write a profile for `simulate`.
 
@@ -55,7 +56,7 @@ def measure_command(
         model, drafts = TARGET, drafts or (DRAFT,)
     if not drafts:
         raise UserError("measure needs the draft model too; give -md")
-    given = others | {"model": model, "drafts": drafts, "threads": parse_threads(threads) if threads else ()}
+    given = others | {"model": model, "drafts": drafts, "threads": threads or ()}
     options = _options(given)
     from pipeinfer.cli.job import start_job  # initialises MPI
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.values import File, Number
 from pipeinfer.errors import UserError
 from pipeinfer.outputs import check_separate, check_writable, write_file
 
@@ -19,17 +21,23 @@ LABELS = {"draft": "draft step", "evaluate": "run evaluated", "cancelled": "run 
           "waiting": "waiting for a run", "settle": "tokens accepted", "cancel": "cancellation sent"}  # fmt: skip
 FORMATS = ("png", "svg", "pdf")
 MARKS = {"settle": "v", "cancel": "x"}
+MAX_MS = 10**9
 N_SETTLED = 12
 """Verdicts that are drawn unless the user says from when to when."""
 
 Event = dict[str, Any]
 
 
-@click.command()
-@click.argument("trace", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Picture; .png, .svg or .pdf.")
-@click.option("--from", "from_ms", type=float, help="Begin here (ms). [default: the first token]")
-@click.option("--for", "for_ms", type=float, help=f"Draw this long (ms). [default: {N_SETTLED} accepted verdicts]")
+@click.command(cls=Command)
+@click.argument("trace", type=File())
+@click.option("-o", "--output", type=File(), required=True, help="Picture; .png, .svg or .pdf.")
+@click.option("--from", "from_ms", type=Number(0, MAX_MS), help="Begin here (ms). [default: the first token]")
+@click.option(
+    "--for",
+    "for_ms",
+    type=Number(0, MAX_MS, above=True),
+    help=f"Draw this long (ms). [default: {N_SETTLED} accepted verdicts]",
+)
 def timeline(trace: Path, output: Path, from_ms: float | None, for_ms: float | None) -> None:
     """Draw what each rank did, from a file that `run --trace` wrote."""
     check_separate({"--output": output}, {"TRACE": [trace]})

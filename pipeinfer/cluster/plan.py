@@ -148,6 +148,8 @@ def parse_split(text: str) -> list[float]:
         draft_value = float(draft) if draft else 1.0
     except ValueError:
         raise UserError(f"--layer-split {text!r} is not a list of numbers; write 4,4,8 or 0.25,0.25,0.5") from None
+    if not all(0 < value < float("inf") for value in values):
+        raise UserError(f"--layer-split {text!r}: every part must be above 0")
     if draft_value != 1.0:
         raise UserError(f"--layer-split {text!r} splits the draft; it lives on one rank, write /1.0 or leave it out")
     return values
@@ -161,8 +163,6 @@ def split_layers(split: Sequence[float], n_layers: int, n_stages: int) -> list[i
             f"--layer-split {shown} has {len(split)} parts for {n_stages} stages; "
             "give one part a stage, or leave it out to split by size"
         )
-    if not all(0 < part < float("inf") for part in split):
-        raise UserError(f"--layer-split {shown}: every part must be above 0")
     if all(part == int(part) for part in split) and not (n_stages == 1 and split[0] == 1):
         counts = [int(part) for part in split]
         if sum(counts) != n_layers:

@@ -242,8 +242,9 @@ class LlamaStage:
     def _load(self, slice_file: SliceFile, on_progress: Callable[[float], bool] | None) -> object:
         lib, params = self._lib, self.params
         if params.n_gpu_layers and not lib.llama_supports_gpu_offload():
-            raise UserError(f"this llama-cpp-python has no GPU support: -ngl {params.n_gpu_layers} needs 0, or a build "
-                            "with CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
+            shown = "all" if params.n_gpu_layers < 0 else params.n_gpu_layers
+            raise UserError(f"this llama-cpp-python has no GPU support: -ngl {shown} needs 0, or a build with "
+                            "CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
         options = lib.llama_model_default_params()
         options.n_gpu_layers = self._n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
         options.use_extra_bufts = not params.exact and ggml.amx_works()

@@ -1,0 +1,87 @@
+"""How a command reads its words: options of several letters behind one dash, as llama.cpp has them, and llama.cpp's own
+flags recognised. click would take `-fa` for `-f a`. Knows no command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+import click
+
+from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
+
+ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")
+"""`-n8`: the only thing that may stand behind an option's letter is its number."""
+
+
+class Command(click.Command):
+    """Raises click.NoSuchOption or UsageError for words that are no option here, with the way out."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = args if ctx.resilient_parsing else list(read_words(args, self.get_params(ctx)))
+        return super().parse_args(ctx, words)
+
+
+class Group(click.Group):
+    """A group of such commands, whose own options are few: those of a command, written before it, are told so."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        first = args[0] if args else ""
+        ours = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        if first.startswith("-") and first not in ours and not ctx.resilient_parsing:
+            names = ", ".join(self.list_commands(ctx))
+            raise click.UsageError(f"{first}: options come after a command, as in {ctx.command_path} run …; "
+                                   f"there are {names}")  # fmt: skip
+        return super().parse_args(ctx, args)
+
+
+def read_words(args: list[str], params: list[click.Parameter]) -> Iterator[str]:
+    """The words that click shall parse: llama.cpp's spellings in ours, its harmless flags left out."""
+    known = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
+    words = iter(args)
+    for word in words:
+        name = _name(word, known)
+        if name in known:
+            yield name + word[len(name) :]
+            if word == name and _takes_value(known[name]):
+                yield from _next(words)
+        elif word == "--":
+            yield word
+            yield from words
+        elif not word.startswith("-") or word == "-" or (ATTACHED.fullmatch(word) and word[:2] in known):
+            yield word
+        elif name in HARMLESS:
+            _check_harmless(name, HARMLESS[name], words)
+        elif name in INSTEAD:
+            raise click.UsageError(f"{name}: {INSTEAD[name]}")
+        else:
+            raise click.NoSuchOption(name, possibilities=get_close_matches(name, known))
+
+
+def _name(word: str, known: dict[str, click.Parameter]) -> str:
+    """The option of `--name=value`; llama.cpp takes `--n_predict` for `--n-predict`."""
+    if not word.startswith("--"):
+        return word
+    name = word.partition("=")[0]
+    return name if name in known else name.replace("_", "-")
+
+
+def _takes_value(param: click.Parameter) -> bool:
+    return isinstance(param, click.Option) and not param.is_flag and not param.count
+
+
+def _next(words: Iterator[str]) -> Iterator[str]:
+    word = next(words, None)
+    if word is not None:
+        yield word
+
+
+def _check_harmless(name: str, values: tuple[str, ...] | None, words: Iterator[str]) -> None:
+    """Take the flag's value. Raises click.UsageError for one that is not harmless."""
+    if values is None:
+        return
+    value = next(words, "")
+    if value not in values:
+        raise click.UsageError(f"{name} {value}: {INSTEAD.get(name, 'it cannot be had here')}; "
+                               f"accepted, and without effect: {', '.join(values)}")  # fmt: skip

@@ -1,0 +1,124 @@
+"""llama.cpp's flags that no command here has: what to write instead, and those that ask for what happens anyway.
+
+The names are those of the pinned llama.cpp and of a few older ones. Knows no click.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OFF = ("off", "0", "false", "disabled", "auto", "-1")
+
+HARMLESS: Mapping[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(("-fa", "--flash-attn"), ("on", "1", "true", "enabled", "auto", "-1")),
+    **dict.fromkeys(("-co", "--color", "--log-colors"), OFF),
+    **dict.fromkeys(("-fit", "--fit"), OFF[:4]),
+    **dict.fromkeys(("-sm", "--split-mode"), ("layer",)),
+    **dict.fromkeys(("-np", "--parallel"), ("1",)),
+    **dict.fromkeys(
+        ("-no-cnv", "--no-conversation", "--no-display-prompt", "--simple-io", "--perf", "--warmup", "--no-warmup",
+         "--no-context-shift", "-kvu", "--kv-unified", "--swa-full", "--no-op-offload", "--offline", "--no-jinja",
+         "--no-show-timings"),
+    ),
+}  # fmt: skip
+"""Flag -> the values that change nothing here; None: it takes none. They are accepted and do nothing."""
+
+_CHAT = "there is no chat: -p is continued as it stands; write the model's chat format into it"
+_DOWNLOAD = "nothing is downloaded; get the GGUF file and give it with -m FILE (a draft with -md FILE)"
+_SAMPLER = "there is no such sampler; --temp, --top-k, --top-p, --min-p and the penalties are there"
+_GRAMMAR = "there are no grammars; the text is not constrained"
+_SERVER = "there is no server; `pipeinfer run` answers one prompt a job"
+_MEDIA = "there are no images, sounds or videos; models read text"
+_CONTEXT = "a model's context is used as its file says; -c sets the size"
+_CACHE = "the cache's types follow from --numerics (exact or fast)"
+_DEVICES = "each rank uses its own GPUs; -ngl and --layer-split say how many layers, CUDA_VISIBLE_DEVICES which GPU"
+_DRAFT_DEVICES = "a draft follows -ngl of its rank, which CUDA_VISIBLE_DEVICES can choose a GPU for"
+_OFFLOAD = "weights go to a GPU by whole layers: -ngl N"
+_CORES = "cores are the launcher's: mpirun --bind-to, srun --cpu-bind; -t sets the threads of each rank"
+_THREADS = "a rank has one number of threads for prompts and text: -t, one value or one a rank (rank 0 drafts)"
+_LOADING = "a rank maps its layers or reads them, as --numerics wants; --slice-cache DIR keeps them on disk"
+_LORA = "there are no adapters and no control vectors; merge them into the model file"
+_KEPT = "no prompt is kept between runs"
+_SPLIT_DRAFT = "-pa, -ps, --width and --draft shape what is guessed"
+_NGRAM = "guesses come from draft models: -md FILE; " + _SPLIT_DRAFT
+_LOGS = "-v says more; what is said goes to standard error"
+_MEASURE = "no quality is measured; `pipeinfer bench` measures speed"
+_TEXT = "no such text is added; write it into -p or the file of -f"
+
+_INSTEAD = {
+    "-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo -cl --cache-list -hfd -hfrd "
+    "--hf-repo-draft --spec-draft-hf --spec-default --mtp --dflash --eagle3": _DOWNLOAD,
+    "-cnv --conversation -sys --system-prompt -sysf --system-prompt-file -st --single-turn -i --interactive -if "
+    "--interactive-first -mli --multiline-input --chat-template --chat-template-file --chat-template-kwargs --jinja "
+    "-rea --reasoning --reasoning-format --reasoning-effort --reasoning-budget --reasoning-budget-message "
+    "--reasoning-preserve --no-reasoning-preserve --skip-chat-parsing --no-skip-chat-parsing --prefill-assistant "
+    "--no-prefill-assistant -ins --instruct": _CHAT,
+    "--in-prefix --in-suffix --in-prefix-bos": _TEXT,
+    "-r --reverse-prompt": "no word ends the text; -n sets its length, an end token ends it",
+    "-sp --special": "tokens are shown as text, special ones as the vocabulary writes them",
+    "--display-prompt": "the prompt is not repeated; standard output is the text that follows it",
+    "--verbose-prompt": "--json tells the prompt's tokens",
+    "-bf --binary-file": "a prompt is UTF-8 text: -f FILE",
+    "--in-file --context-file": "one prompt a job: -f FILE; `bench -p` takes several",
+    "-o --output --output-file": "redirect standard output: > FILE",
+    "-td --threads-draft --spec-draft-threads -tb --threads-batch -tbd --threads-batch-draft "
+    "--spec-draft-threads-batch": _THREADS,
+    "-C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll -Cb --cpu-mask-batch -Crb --cpu-range-batch "
+    "--cpu-strict-batch --prio-batch --poll-batch -Cd --cpu-mask-draft --spec-draft-cpu-mask -Crd --cpu-range-draft "
+    "--spec-draft-cpu-range --cpu-strict-draft --spec-draft-cpu-strict --prio-draft --spec-draft-prio --poll-draft "
+    "--spec-draft-poll -Cbd --cpu-mask-batch-draft --spec-draft-cpu-mask-batch -Crbd --cpu-range-batch-draft "
+    "--spec-draft-cpu-range-batch --cpu-strict-batch-draft --spec-draft-cpu-strict-batch --prio-batch-draft "
+    "--spec-draft-prio-batch --poll-batch-draft --spec-draft-poll-batch --numa": _CORES,
+    "-ub --ubatch-size": "-b is the prompt tokens of a run; a run is not cut further",
+    "-cd --ctx-size-draft": "a draft has the target's context: -c",
+    "--keep --context-shift": "the text ends when the context is full; -c N makes it larger",
+    "-fa --flash-attn": "attention is flash attention wherever --numerics allows it; it cannot be switched off",
+    "-fit --fit -fitp --fit-print -fitt --fit-target -fitc --fit-ctx": "nothing is changed to make a model fit; -c, "
+    "-ngl and --layer-split do, or more ranks",
+    "-co --color --log-colors": "nothing is coloured; the text is printed as it comes",
+    "-np --parallel -cb --cont-batching -nocb --no-cont-batching": "one prompt a job; "
+    "mpirun -np N starts ranks, --sequences sets the branches of a tree",
+    "--no-perf --show-timings": "the figures go to standard error (2>/dev/null), and into --json",
+    "--samplers --sampler-seq --sampling-seq --top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical "
+    "--typical-p --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker "
+    "--adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent -l "
+    "--logit-bias -bs --backend-sampling --spec-draft-backend-sampling --no-spec-draft-backend-sampling "
+    "--tfs": _SAMPLER,
+    "--grammar --grammar-file -j --json-schema -jf --json-schema-file": _GRAMMAR,
+    "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor "
+    "--yarn-attn-factor --yarn-beta-slow --yarn-beta-fast -gan --grp-attn-n -gaw --grp-attn-w --override-kv "
+    "--pooling --attention": _CONTEXT,
+    "-ctk --cache-type-k -ctv --cache-type-v -ctkd --cache-type-k-draft --spec-draft-type-k -ctvd "
+    "--cache-type-v-draft --spec-draft-type-v -dt --defrag-thold -no-kvu --no-kv-unified": _CACHE,
+    "-kvo --kv-offload -nkvo --no-kv-offload -ot --override-tensor -otd --override-tensor-draft "
+    "--spec-draft-override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn -cmoed --cpu-moe-draft "
+    "--spec-draft-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe --op-offload "
+    "--no-host": _OFFLOAD,
+    "--repack -nr --no-repack": "weights are repacked with --numerics fast, and left as they are with exact",
+    "-sm --split-mode -ts --tensor-split -mg --main-gpu -dev --device --list-devices": _DEVICES,
+    "-devd --device-draft --spec-draft-device": _DRAFT_DEVICES,
+    "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl": "-ngl holds for a draft too",
+    "--rpc": "the machines are those that mpirun starts ranks on: mpirun -f hosts -np N pipeinfer run …",
+    "-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload "
+    "-mmdev --mmproj-device --image --audio --video --image-min-tokens --image-max-tokens": _MEDIA,
+    "-lm --load-mode -lzm --lazy-mode --mmap --no-mmap --mlock -dio --direct-io --check-tensors": _LOADING,
+    "--lora --lora-scaled --control-vector --control-vector-scaled --control-vector-layer-range": _LORA,
+    "--prompt-cache --prompt-cache-all --prompt-cache-ro -lcs --lookup-cache-static -lcd --lookup-cache-dynamic": _KEPT,
+    "--draft-min --draft-n-min --spec-draft-n-min": "a tree has no least size; " + _SPLIT_DRAFT,
+    "--spec-type --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n "
+    "--spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m "
+    "--spec-ngram-map-k-min-hits --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits": _NGRAM,
+    "-ptc --print-token-count": "progress and the count of tokens are on standard error",
+    "--log-disable --log-file --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --log-jsonl "
+    "--no-log-jsonl --log-prompts-dir -lv --verbosity --log-verbosity --log-verbose": _LOGS,
+    "--host --port --path --api-prefix --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --timeout "
+    "--threads-http --metrics --props --slots --no-slots --slot-save-path -a --alias --embedding --embeddings "
+    "--rerank --reranking --server-base --webui --no-webui --ui --no-ui --tools -cram --cache-ram --cache-reuse "
+    "-ctxcp --ctx-checkpoints --swa-checkpoints -sps --slot-prompt-similarity --models-dir --models-max": _SERVER,
+    "--hellaswag --winogrande --multiple-choice --kl-divergence --ppl-stride --chunks": _MEASURE,
+    "--completion-bash": "_PIPEINFER_COMPLETE=bash_source pipeinfer prints the completion script",
+    "--usage": "-h lists the options",
+}
+
+INSTEAD: Mapping[str, str] = {name: says for names, says in _INSTEAD.items() for name in names.split()}
+"""Flag -> why there is none, and the nearest that there is."""

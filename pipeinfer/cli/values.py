@@ -1,0 +1,175 @@
+"""The types of all options: what a command line may say, checked by its text alone.
+
+Every rank parses the same command line and must come to the same end, so nothing here looks at a file system: rank 0
+does, later. Knows no command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from pipeinfer.cluster.plan import parse_split
+from pipeinfer.errors import UserError
+
+INT32_MAX = 2**31 - 1
+"""What libllama and the messages between ranks hold: tokens, positions, counts."""
+
+MAX_THREADS = 512  # libggml's limit
+MAX_LAYERS = 512  # libllama's limit
+ALL_LAYERS, AUTO_LAYERS = -1, -2
+"""All of a rank's layers on its GPU; the same where there is a GPU, else none."""
+
+MAX_SHOWN = 60
+WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
+DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
+
+
+class Whole(click.IntRange):
+    """A whole number from `least` to `most`, in ASCII digits."""
+
+    name = "number"
+
+    def __init__(self, least: int, most: int = INT32_MAX) -> None:
+        super().__init__(least, most)
+        self.wanted = f"a whole number from {least} to {most}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return convert_number(super().convert, WHOLE, self.wanted, value, param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number from `least` to `most`, so neither infinite nor NaN. `above`: `least` itself is too little."""
+
+    name = "number"
+
+    def __init__(self, least: float, most: float, above: bool = False) -> None:
+        super().__init__(least, most, min_open=above)
+        self.wanted = f"a number above {least} and up to {most}" if above else f"a number from {least} to {most}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return convert_number(super().convert, DECIMAL, self.wanted, value, param, ctx)
+
+
+def convert_number(
+    convert: Callable[[Any, click.Parameter | None, click.Context | None], Any], spelling: re.Pattern[str],
+    wanted: str, value: Any, param: click.Parameter | None, ctx: click.Context | None,
+) -> Any:  # fmt: skip
+    """A number in this spelling and range. Raises click.BadParameter with the value as it was given."""
+    try:
+        if not isinstance(value, str) or spelling.fullmatch(value):
+            return convert(value, param, ctx)
+    except click.BadParameter:
+        pass
+    shown = value if len(str(value)) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}…"
+    raise click.BadParameter(f"{shown!r} is not {wanted}", ctx, param)
+
+
+class Text(click.ParamType):
+    """UTF-8 text. `blank`: may be empty or white space only."""
+
+    name = "text"
+
+    def __init__(self, blank: bool = False) -> None:
+        self.blank = blank
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = str(value)
+        if not self.blank and not text.strip():
+            self.fail(f"{text!r} is empty; give a {self.name}, or leave the option out", param, ctx)
+        if any("\ud800" <= char <= "\udfff" for char in text):  # how Python holds bytes that are not UTF-8
+            self.fail(f"{text!r} is not UTF-8", param, ctx)
+        return text
+
+
+class File(Text):
+    """A path, which `shell` completion looks for: `file` or `dir`. `stdin`: may be - for standard input."""
+
+    name = "file"
+    shell = "file"
+
+    def __init__(self, stdin: bool = False) -> None:
+        super().__init__()
+        self.stdin = stdin
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        text = super().convert(value, param, ctx)
+        if text.startswith("-") and not (self.stdin and text == "-"):
+            self.fail(f"{text!r} is no {self.name}; for one of this name write ./{text}", param, ctx)
+        return Path(text)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type=self.shell)]
+
+
+class Folder(File):
+    """The path of a directory."""
+
+    name = "directory"
+    shell = "dir"
+
+
+class Listed(click.ParamType):
+    """Values of one type with commas between them, as a tuple."""
+
+    def __init__(self, item: click.ParamType) -> None:
+        self.item, self.name = item, f"{item.name}, …"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if not isinstance(value, str):
+            return tuple(value)
+        parts = value.split(",")
+        if not all(parts):
+            self.fail(f"{value!r} has an empty part; write values with one comma between them", param, ctx)
+        return tuple(self._convert(part, value, param, ctx) for part in parts)
+
+    def _convert(self, part: str, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self.item.convert(part, param, ctx)
+        except click.BadParameter as error:
+            if part == value:
+                raise
+            self.fail(f"{value!r}: {error.message}", param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [] if "," in incomplete else self.item.shell_complete(ctx, param, incomplete)
+
+
+class Split(Text):
+    """Layers or proportions a stage, as `parse_split` reads them; the text itself."""
+
+    name = "split"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(super().convert(value, param, ctx))
+        try:
+            parse_split(text)
+        except UserError as error:
+            self.fail(str(error).removeprefix("--layer-split "), param, ctx)
+        return text
+
+
+class GpuLayers(click.ParamType):
+    """Layers on a rank's GPU: a number, ALL_LAYERS, or AUTO_LAYERS."""
+
+    name = "number, all or auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        named = {"all": ALL_LAYERS, "auto": AUTO_LAYERS, "-1": AUTO_LAYERS}
+        if isinstance(value, str) and not (value in named or WHOLE.fullmatch(value)):
+            self.fail(f"{value!r} is neither a whole number nor all nor auto", param, ctx)
+        found: int = named[value] if value in named else Whole(0).convert(value, param, ctx)
+        return found
+
+
+THREADS = Whole(1, MAX_THREADS)
+PROBABILITY = Number(0, 1)
+TYPES: Sequence[type[click.ParamType]] = (
+    Whole, Number, Text, Listed, Split, GpuLayers, click.Choice, type(click.BOOL),
+)  # fmt: skip
+"""What an option may have for a type: a new one checks as much, or is added here."""
