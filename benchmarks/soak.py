@@ -180,11 +180,11 @@ class SoakHead:
 
 def run_as_rank(arguments: Sequence[str]) -> None:
     """What every rank of the job runs: `pipeinfer run` with another part for rank 0."""
-    from pipeinfer.cli import job, main, session
+    from pipeinfer.cli import head, main, session
 
     if os.environ["SOAK_DELAYS"]:
         pause_everywhere(Pauses(f"{os.environ['SOAK_SEED']}/{rank_from_environment()}", 1e-3))
-    job.Head = SoakHead  # type: ignore[assignment, misc]
+    head.Head = SoakHead  # type: ignore[assignment, misc]
     session.Engine = AuditedEngine  # type: ignore[misc]
     main.main(["run", *arguments])
 

@@ -39,6 +39,8 @@ class Head:
         except UserError as error:
             complain(str(error))
             return 2
+        for warning in self.job.warnings:
+            complain(warning)
         generation = session.generate(
             self.job,
             self.options,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -10,11 +9,10 @@ from dataclasses import dataclass
 
 from pipeinfer.cli.bus_error import report_bus_errors
 from pipeinfer.cli.context import CLOCK, Context, complain
-from pipeinfer.cli.head import Head
 from pipeinfer.cli.options import RunOptions
-from pipeinfer.cli.setup import Host, Job, prepare
+from pipeinfer.cli.setup import Job, prepare
 from pipeinfer.cli.stop import StopFlag, handle_signals
-from pipeinfer.cli.worker import run_stage
+from pipeinfer.cluster.cores import Host, this_host
 from pipeinfer.cluster.launch import check_size
 from pipeinfer.cluster.mpi import Link
 from pipeinfer.cluster.watch import Watch, start_watch
@@ -53,7 +51,7 @@ def start_job(part: Callable[[Crew], int], exact: bool, verbose: bool) -> int:
     check_size(link.size)
     with start_watch(link.rank, link.size, link.broadcast, link.abort, lambda reason: flag.set(reason, 1)) as watch:
         handle_signals(flag, link.rank, watch.ask_stop)
-        hosts = link.all_gather(Host(socket.gethostname(), len(os.sched_getaffinity(0))))
+        hosts = link.all_gather(this_host(socket.gethostname()))
         try:
             with report_bus_errors(watch.fault):
                 code = part(Crew(link, flag, watch, hosts))
@@ -74,7 +72,13 @@ def _run(crew: Crew, options: RunOptions) -> int:
             complain(error)
         return 2
     context = crew.context(options, job)
-    return Head(context, job, tokenizer).run() if tokenizer else run_stage(context, job)
+    if not tokenizer:
+        from pipeinfer.cli.worker import run_stage
+
+        return run_stage(context, job)
+    from pipeinfer.cli.head import Head  # draws: only rank 0 pays for importing what it draws with
+
+    return Head(context, job, tokenizer).run()
 
 
 def _prepare(options: RunOptions, hosts: list[Host]) -> tuple[Job | None, Tokenizer | None, str]:

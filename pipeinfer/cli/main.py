@@ -5,22 +5,41 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import click
 
 from pipeinfer import __version__
-from pipeinfer.cli.bench import bench
 from pipeinfer.cli.command import Group
-from pipeinfer.cli.models import models
-from pipeinfer.cli.record import record_command
-from pipeinfer.cli.reproduce import reproduce_command
-from pipeinfer.cli.run import run
-from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cli.streams import settle, take_streams
-from pipeinfer.cli.survey import measure_command
-from pipeinfer.cli.timeline import timeline
 from pipeinfer.cluster.launch import exit_together, rank_from_environment
 from pipeinfer.errors import UserError
+
+COMMANDS = {
+    "run": "run:run",
+    "bench": "bench:bench",
+    "models": "models:models",
+    "simulate": "simulate:simulate_command",
+    "record": "record:record_command",
+    "measure": "survey:measure_command",
+    "reproduce": "reproduce:reproduce_command",
+    "timeline": "timeline:timeline",
+}
+"""Of each command the module in `pipeinfer.cli` and its function."""
+
+
+class LazyGroup(Group):
+    """Imports a command when it is called: every rank of a job would pay for what only the others need."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name].split(":")
+        command: click.Command = getattr(import_module(f"pipeinfer.cli.{module}"), name)
+        return command
 
 
 def show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:
@@ -31,23 +50,13 @@ def show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) ->
         ctx.exit()
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
     help="Show this version and llama.cpp's.",
 )  # fmt: skip
 def cli() -> None:
     """Generate text with a model spread over MPI ranks, kept busy by speculation."""
-
-
-cli.add_command(run)
-cli.add_command(bench)
-cli.add_command(models)
-cli.add_command(simulate_command)
-cli.add_command(record_command)
-cli.add_command(measure_command)
-cli.add_command(reproduce_command)
-cli.add_command(timeline)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.cli.options import RunOptions, threads_of_rank
+from pipeinfer.cluster.cores import Host, crowded_hosts, share_cores
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.pace import pace_profile
 from pipeinfer.cluster.plan import Plan, Sizes, make_plan, parse_split
@@ -25,12 +26,6 @@ STDIN = Path("-")
 DEFAULT_CTX = 4096
 MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    name: str
-    n_cores: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +64,11 @@ class Job:
     def n_rows_max(self) -> int:
         """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
         return max(self.n_batch + 1, N_GUESS_ROWS)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What will make this job slow, a line each."""
+        return crowded_hosts(self.hosts, self.plan.computing, self.threads)
 
 
 def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Job, Tokenizer]:
@@ -183,11 +183,6 @@ def fit_context(options: RunOptions, info: ModelInfo, n_prompt: int) -> tuple[in
 
 
 def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) -> tuple[int, ...]:
-    """Threads of each rank: as given, else each host's cores shared by the stages and the larger drafts on it."""
-    chosen = []
-    workers = {*(stage.rank for stage in plan.stages), *plan.refiners}
-    for rank, host in enumerate(hosts):
-        n_workers = sum(hosts[worker].name == host.name for worker in workers)
-        default = max(1, host.n_cores // max(1, n_workers))
-        chosen.append(threads_of_rank(threads, rank, len(hosts), default))
-    return tuple(chosen)
+    """Threads of each rank: as given, else the cores of each host shared by all ranks that compute there."""
+    defaults = share_cores(hosts, plan.computing)
+    return tuple(threads_of_rank(threads, rank, len(hosts), default) for rank, default in enumerate(defaults))

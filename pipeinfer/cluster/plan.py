@@ -48,6 +48,11 @@ class Plan:
         """The ranks of the larger drafts."""
         return self.drafts[1:]
 
+    @property
+    def computing(self) -> frozenset[int]:
+        """The ranks that evaluate a model."""
+        return frozenset({*(stage.rank for stage in self.stages), *self.drafts})
+
     def stage_of(self, rank: int) -> int | None:
         return next((index for index, stage in enumerate(self.stages) if stage.rank == rank), None)
 

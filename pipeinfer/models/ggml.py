@@ -21,6 +21,7 @@ import numpy as np
 from pipeinfer.interfaces import FloatArray, IntArray
 from pipeinfer.models.contents import SourceFile
 from pipeinfer.models.gguf_header import Tensor
+from pipeinfer.models.threads import spin_briefly
 
 TILED_MM = "GGML_CPU_TILED_MM"
 LOG_ERROR = 4
@@ -52,6 +53,7 @@ def _exact_at_load() -> bool:
 def load_library() -> ModuleType:
     """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`)."""
     _exact_at_load()
+    spin_briefly(os.environ)
     import llama_cpp.llama_cpp as library
 
     @library.llama_log_callback

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from pipeinfer.models.batch import LlamaBatch
 from pipeinfer.models.check_result import check_result
 from pipeinfer.models.contents import SourceFile
 from pipeinfer.models.gguf_slice import SliceFile
+from pipeinfer.models.threads import ThreadShare
 from pipeinfer.runs import POSITION_END, KvOp, OpKind
 
 MAX_SEQUENCES = 256
@@ -43,6 +45,7 @@ class LlamaParams:
     n_batch        rows of the largest batch
     n_outputs_max  rows of a batch that may want logits, on the last stage; for the larger of this and n_seq_max it
                    takes 8 bytes a row and token of the vocabulary
+    n_threads      at most; fewer while other processes want the cores
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
     exact          the same row gives the same bits in every batch and tree
     """
@@ -84,6 +87,8 @@ class LlamaStage:
         if params.exact:  # its pages are mapped, and must stay as they are
             self._sources, slice_file.sources = slice_file.sources, ()
         self._table: ggml.TokenTable | None = None
+        self.threads = ThreadShare(params.n_threads)
+        self._n_threads = params.n_threads  # as libllama has it
         try:
             self._model = self._load(slice_file, on_progress)
             self._table = _token_table(slice_file) if self.is_first and not self.is_last else None
@@ -115,7 +120,7 @@ class LlamaStage:
         call = self._batch.fill(batch, hidden, wanted)
         self._stop, self._stopped, self._n_rows = stop, False, n_rows
         self._fault: BaseException | None = None
-        code = self._lib.llama_decode(self._context, call)
+        code = self._decode(call)
         if code == 0 and not self._stopped:
             result = self._logits(wanted) if wanted is not None else self._out[:n_rows]
             for source in self._sources:
@@ -131,6 +136,16 @@ class LlamaStage:
         if code == NO_SLOT:
             raise KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells} cells")
         raise RuntimeError(f"llama_decode of {n_rows} rows in {self._where} failed with {code}: {ggml.last_errors()}")
+
+    def _decode(self, call: Any) -> int:
+        n_threads = self.threads.begin()
+        if n_threads != self._n_threads:
+            self._lib.llama_set_n_threads(self._context, n_threads, n_threads)
+            self._n_threads = n_threads
+        try:
+            return int(self._lib.llama_decode(self._context, call))
+        finally:
+            self.threads.end()
 
     def apply(self, ops: Sequence[KvOp]) -> None:
         """See StageModel. Exact numerics park removed cells instead of freeing them, until the next COMPACT."""

@@ -1,0 +1,73 @@
+"""Which cores a rank may use, and how the ranks of a host share them. Knows no model and no MPI."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where a rank runs: the numbers of the cores that it may use, and as how many cores' time it may take (a container
+    may be allowed less)."""
+
+    name: str
+    cores: frozenset[int]
+    n_cores: int
+
+
+def this_host(name: str) -> Host:
+    cores = frozenset(os.sched_getaffinity(0))
+    return Host(name, cores, max(1, int(min(len(cores), _quota()))))
+
+
+def share_cores(hosts: Sequence[Host], computing: Set[int]) -> tuple[int, ...]:
+    """Threads of each rank: its cores shared by all ranks that compute on them, at least 1."""
+    return tuple(max(1, host.n_cores // max(1, len(_rivals(hosts, computing, host)))) for host in hosts)
+
+
+def crowded_hosts(hosts: Sequence[Host], computing: Set[int], threads: Sequence[int]) -> list[str]:
+    """A line for each host on which the ranks that compute have more threads than cores, so that they wait in turns."""
+    lines: dict[str, str] = {}
+    for host in hosts:
+        rivals = _rivals(hosts, computing, host)
+        n_threads = sum(threads[rank] for rank in rivals)
+        if n_threads > host.n_cores and host.name not in lines:
+            lines[host.name] = (
+                f"host {host.name} has {_count(host.n_cores, 'core')} for {_count(n_threads, 'thread')} of "
+                f"{_count(len(rivals), 'rank')} that compute; fewer ranks there"
+                f"{', or fewer threads (-t),' if n_threads > len(rivals) else ''} may be faster"
+            )
+    return list(lines.values())
+
+
+def _rivals(hosts: Sequence[Host], computing: Set[int], host: Host) -> list[int]:
+    """The ranks that compute on some of a rank's cores. A launcher may have given each rank cores of its own."""
+    return [rank for rank in sorted(computing) if hosts[rank].name == host.name and hosts[rank].cores & host.cores]
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def _quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float:
+    """Cores' worth of time that this process's control groups (version 2) allow it; infinite where they do not say."""
+    try:
+        path = next(line[4:] for line in own.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return math.inf
+    inner = root / path
+    return min(_limit(folder / "cpu.max") for folder in (inner, *inner.parents) if folder.is_relative_to(root))
+
+
+def _limit(file: Path) -> float:
+    try:
+        most, period = file.read_text().split()
+        return int(most) / int(period)
+    except (OSError, ValueError):  # "max": no limit
+        return math.inf

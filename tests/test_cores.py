@@ -1,0 +1,69 @@
+"""How the ranks of a host share its cores."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from pipeinfer.cli.setup import spread_threads
+from pipeinfer.cluster.cores import Host, _quota, crowded_hosts, share_cores, this_host
+from pipeinfer.cluster.plan import Sizes, make_plan
+from tests.jobs import finish
+
+
+def host(name: str, *cores: int, quota: int = 99) -> Host:
+    return Host(name, frozenset(cores), min(len(cores), quota))
+
+
+TWO = host("a", 0, 1)
+SIZES = Sizes((8,) * 8, (1,) * 8, 0, 0)
+
+
+def test_the_draft_is_counted() -> None:
+    plan = make_plan(3, 1, SIZES, 256, None)  # rank 0 drafts, 1 and 2 are stages
+    assert spread_threads((), plan, [host("a", *range(8))] * 3) == (2, 2, 2)
+    assert spread_threads((), make_plan(2, 1, SIZES, 256, None), [TWO] * 2) == (1, 1)
+    assert spread_threads((4,), plan, [TWO] * 3) == (4, 4, 4)
+    lone = make_plan(1, 1, SIZES, 256, None)
+    assert spread_threads((), lone, [TWO]) == (2,)
+
+
+def test_ranks_share_only_the_cores_that_they_have_in_common() -> None:
+    bound = [host("a", 0, 1, 2, 3), host("a", 4, 5, 6, 7), host("b", 0, 1)]
+    assert share_cores(bound, {0, 1, 2}) == (4, 4, 2)
+    assert share_cores([host("a", *range(8))] * 3, {1, 2}) == (4, 4, 4)  # rank 0 computes nothing
+    assert share_cores([host("a", *range(8), quota=2)] * 2, {0, 1}) == (1, 1)
+
+
+def test_more_threads_than_cores_are_said() -> None:
+    assert crowded_hosts([TWO] * 2, {0, 1}, (1, 1)) == []
+    assert crowded_hosts([TWO] * 3, {1, 2}, (9, 1, 1)) == []  # rank 0 computes nothing
+    (line,) = crowded_hosts([TWO] * 3 + [host("b", 0)], {0, 1, 2, 3}, (1, 1, 1, 1))
+    assert line.startswith("host a has 2 cores for 3 threads of 3 ranks that compute; fewer ranks there may")
+    (line,) = crowded_hosts([TWO], {0}, (3,))
+    assert "2 cores for 3 threads of 1 rank " in line and "-t" in line
+
+
+def test_a_job_warns_once() -> None:
+    n = len(os.sched_getaffinity(0)) + 1
+    done = finish(2, ["run", "-p", "x", "-n", "1", "-t", f"{n},1"])
+    lines = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: host ")]
+    assert done.returncode == 0 and len(lines) == 1 and f"{n + 1} threads of 2 ranks" in lines[0]
+
+
+def test_what_this_process_may_use() -> None:
+    here = this_host("x")
+    assert here.cores == os.sched_getaffinity(0) and 1 <= here.n_cores <= len(here.cores)
+
+
+def test_a_container_may_be_allowed_less(tmp_path: Path) -> None:
+    own, root = tmp_path / "own", tmp_path / "cgroup"
+    (root / "job" / "step").mkdir(parents=True)
+    own.write_text("1:cpu:/old\n0::/job/step\n")
+    assert _quota(root, own) == math.inf
+    (root / "job" / "step" / "cpu.max").write_text("max 100000\n")
+    (root / "job" / "cpu.max").write_text("250000 100000\n")
+    assert _quota(root, own) == 2.5
+    (root / "cpu.max").write_text("junk\n")
+    assert _quota(root, own) == 2.5 and _quota(root, tmp_path / "none") == math.inf
