@@ -231,7 +231,7 @@ class RecordedChoices:
             content = json.loads(path.read_text())
         except OSError as error:
             raise UserError(f"choices {path}: {error.strerror}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(
                 f"choices {path}: not JSON; record it anew with `pipeinfer simulate -m … --choices`"
             ) from None
@@ -243,10 +243,11 @@ class RecordedChoices:
                 for start, branch, found in content["guesses"]
             }
             prompt, tokens = [int(token) for token in content["prompt"]], [int(token) for token in content["tokens"]]
-            if not prompt or not tokens:
+            shares = [share for found in known.values() for _, share in found]
+            if not prompt or not tokens or not all(0 <= share <= 1 for share in shares):
                 raise ValueError
             return RecordedChoices(prompt, tokens, known, content["about"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(
                 f"choices {path}: not a file of {FORMAT!r}; record it anew with `pipeinfer simulate -m … --choices`"
             ) from None

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
 
+from pipeinfer.choices import RecordedChoices, ranks_for, synthetic_team
+from pipeinfer.cli.timeline import read_trace
 from pipeinfer.cluster.costs import Work, roofline
-from pipeinfer.cluster.profile import load_profile, share_layers, shipped_profiles
+from pipeinfer.cluster.profile import SHIPPED, load_profile, share_layers, shipped_profiles
+from pipeinfer.cluster.simulation import simulate
 from pipeinfer.cluster.survey import ModelTimes, StageRun, overheads, profile_toml, slowdowns
 from pipeinfer.errors import UserError
 from pipeinfer.ledger import HeadLedger
+from pipeinfer.policies.factory import PolicyOptions, make_policy
 from tests.jobs import finish
 
 MEASURED = """
@@ -121,6 +127,38 @@ def test_wrong_profiles_are_refused_with_the_place_and_the_way_out(
 ) -> None:
     with pytest.raises(UserError, match=words):
         load_profile(write(tmp_path, MEASURED.replace(old, new))).lay_out()
+
+
+NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1e308", "1e-308", "1e-9", "1e12", "1" + "0" * 400, "1" + "0" * 5000)
+
+
+@pytest.mark.parametrize("text", [MEASURED, (SHIPPED / "flowspec.toml").read_text()], ids=["measured", "hardware"])
+def test_odd_numbers_anywhere_are_refused_or_simulated(tmp_path: Path, text: str) -> None:
+    text = re.sub("#.*", "", text)
+    places = list(re.finditer(r"(?<![\w.])[0-9][0-9.]*(?![\w.\"])", text))
+    assert len(places) > 10
+    n_simulated = 0
+    for place in places:
+        for number in NUMBERS:
+            path = write(tmp_path, text[: place.start()] + number + text[place.end() :])
+            try:
+                profile = load_profile(path).lay_out()
+                first, *larger = synthetic_team([ranks_for(share) for share in profile.acceptance or (0.7,)], 0, 4)
+                simulated = simulate(profile, first, make_policy("pipeinfer", PolicyOptions()), 4, larger=larger)
+            except UserError as error:
+                assert len(str(error)) < 400
+            else:
+                n_simulated += 1
+                assert all(map(math.isfinite, simulated.metrics.token_s)), (number, text[place.start() - 20 :])
+    assert n_simulated > 5
+
+
+def test_files_that_are_deep_nests_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "embd = " + "[" * 100_000)
+    for read in (load_profile, lambda name: RecordedChoices.load(Path(name)), lambda name: read_trace(Path(name))):
+        with pytest.raises(UserError, match=r"profile\.toml"):
+            read(path)
+        write(tmp_path, "[" * 100_000)
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:

@@ -224,7 +224,14 @@ def test_recorded_choices_survive_a_file(tmp_path: Path) -> None:
     assert loaded.guesses(3, (9, 9), 2), "a branch that was not recorded gets some recorded guesses"
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "other"}', '{"format": "pipeinfer choices 1"}'])
+CHOICES = '{"format":"pipeinfer choices 1","about":{},"prompt":[1],"tokens":[2],"guesses":[[0,[],[[2,%s]]]]}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"format": "other"}', '{"format": "pipeinfer choices 1"}', CHOICES % "NaN", CHOICES % "2",
+     CHOICES.replace("[2]", "[Infinity]") % "0.5"],
+)  # fmt: skip
 def test_a_wrong_choices_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "c.json"
     path.write_text(content)

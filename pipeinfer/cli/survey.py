@@ -66,6 +66,7 @@ def measure_command(
 def _options(given: dict[str, Any]) -> RunOptions:
     """What `run` would do with these and otherwise its defaults, greedily and without end."""
     defaults = run.make_context("run", [], resilient_parsing=True).params
+    defaults.pop("escape")  # how `run` reads a prompt from its words
     fixed = {"prompt": PROMPT, "predict": N_TOKENS, "temp": 0.0, "seed": 0, "ignore_eos": True, "policy": "pipeinfer"}
     values: dict[str, Any] = defaults | fixed | given
     return RunOptions(speculation=take_policy_options(values), **values)

@@ -275,7 +275,7 @@ def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[Prompt
 def _question(path: Path, number: int, line: str, n_turns: int) -> Prompt:
     try:
         turns = json.loads(line)["turns"]
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         turns = None
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
         raise UserError(f"{path}, line {number}: no JSON object with a list of texts named turns")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def read_trace(path: Path) -> tuple[dict[int, str], list[Event]]:
         drawn = [_checked(event, labels) for event in events if event["ph"] != "M" and event["name"] in COLOURS]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} is not a trace that `pipeinfer run --trace` wrote: {error!r}") from None
     return labels, drawn
 
@@ -74,6 +75,8 @@ def read_trace(path: Path) -> tuple[dict[int, str], list[Event]]:
 def _checked(event: Event, labels: dict[int, str]) -> Event:
     labels[event["tid"]]  # a track that nobody named is a KeyError
     times = {"ts": float(event["ts"]), "dur": float(event.get("dur", 0.0))}
+    if not all(map(math.isfinite, times.values())):
+        raise ValueError(f"times of {event['name']}: {times}")
     return event | times | {"args": dict(event.get("args", {}))}
 
 

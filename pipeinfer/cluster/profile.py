@@ -35,6 +35,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+LEAST, MOST = 1e-9, 1e12
+"""Far beyond any machine in any of the units, and near enough to 1 that no sum or product of them overflows."""
+
+MAX_EMBD = 1 << 20
+MAX_SHOWN = 80
 SHIPPED = Path(__file__).parent / "profiles"
 
 
@@ -77,12 +82,14 @@ class Table:
     where: str
     values: Mapping[str, Any]
 
-    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
+        """0, or a number from LEAST to MOST. Raises UserError."""
         value = self.values.get(key, default)
         if value is None:
             raise UserError(f"{self.where} lacks {key}; give a number")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
-            raise UserError(f"{self.where}: {key} = {value!r}; give a number from {least:g} on")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not (value == 0 or LEAST <= value <= MOST):
+            raise UserError(f"{self.where}: {key} = {_shown(value)}; give 0, or a number from {LEAST:g} to {MOST:g}")
         return float(value)
 
     def positive(self, key: str) -> float:
@@ -91,16 +98,16 @@ class Table:
             raise UserError(f"{self.where}: {key} = 0; give a number above 0")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.number(key, default, least=1)
-        if value != int(value):
-            raise UserError(f"{self.where}: {key} = {value:g}; give a whole number")
+    def count(self, key: str, default: int | None = None, most: int = 10_000) -> int:
+        value = self.number(key, default)
+        if value != int(value) or not 1 <= value <= most:
+            raise UserError(f"{self.where}: {key} = {value:g}; give a whole number from 1 to {most}")
         return int(value)
 
     def text(self, key: str, among: Sequence[str]) -> str:
         value = self.values.get(key)
         if value not in among:
-            raise UserError(f"{self.where}: {key} = {value!r}; there are {', '.join(among) or 'none'}")
+            raise UserError(f"{self.where}: {key} = {_shown(value)}; there are {', '.join(among) or 'none'}")
         return str(value)
 
     def texts(self, one: str, several: str, among: Sequence[str]) -> list[str]:
@@ -109,7 +116,7 @@ class Table:
         if values is None:
             return [self.text(one, among)]
         if not isinstance(values, list) or not values:
-            raise UserError(f"{self.where}: {several} = {values!r}; give a list of names")
+            raise UserError(f"{self.where}: {several} = {_shown(values)}; give a list of names")
         return [Table(f"{self.where}, {several}", {several: value}).text(several, among) for value in values]
 
     def numbers(self, key: str, n: int | None = None) -> tuple[float, ...]:
@@ -119,7 +126,7 @@ class Table:
             return (self.number(key),)
         if not isinstance(values, list) or not values or (n is not None and len(values) != n):
             wanted = "numbers" if n is None else f"{n} numbers"
-            raise UserError(f"{self.where}: {key} = {values!r}; give a list of {wanted}")
+            raise UserError(f"{self.where}: {key} = {_shown(values)}; give a list of {wanted}")
         return tuple(Table(f"{self.where}, {key}", {key: value}).number(key) for value in values)
 
     def table(self, key: str, default: Mapping[str, Any] | None = None) -> Table:
@@ -203,7 +210,7 @@ class ProfileFile:
         drafts = tuple(map(_measured_slice, [self.top.table("draft"), *self._refiners]))
         return Profile(
             name=self.name,
-            n_embd=self.top.count("embd"),
+            n_embd=self.top.count("embd", most=MAX_EMBD),
             stages=stages if has_draft else spread_over(stages, n_ranks),
             drafts=drafts if has_draft else (),
             link=self._link(),
@@ -260,7 +267,7 @@ def _model(name: str, table: Table) -> Model:
     return Model(
         name,
         table.count("layers"),
-        table.count("embd"),
+        table.count("embd", most=MAX_EMBD),
         1e6 * table.positive("layer_mb"),
         1e6 * table.positive("layer_mparam"),
         1e6 * table.positive("output_mb"),
@@ -353,9 +360,14 @@ def load_profile(name: str) -> ProfileFile:
         raise UserError(f"no profile {name}; give a TOML file or one of {', '.join(shipped_profiles())}") from None
     except OSError as error:
         raise UserError(f"profile {name}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of thousands of digits, a deep nest
         raise UserError(f"profile {name}: {error}") from None
     return ProfileFile(path.stem, Table(f"profile {path.name}", top))
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < MOST else f"{'-' * (value < 0)}{MOST:g} and more"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def shipped_profiles() -> list[str]:
