@@ -48,6 +48,11 @@ def guess_next(
     return likeliest(logits, width)
 
 
+def to_the_end(interrupted: Callable[[], bool]) -> Callable[[], bool]:
+    """Asks as often, so that what comes meanwhile is heard, and goes on whatever the answer is."""
+    return lambda: interrupted() and False
+
+
 def newest_tokens(request: Request, node: Node, n: int) -> list[int]:
     """The last `n` tokens of the path that ends with `node`."""
     below: list[int] = []
@@ -96,13 +101,17 @@ class ModelDrafter:
         return guess_next(logits, params, node.position + 1, history, width, self.couple)
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
-        """Evaluate the certain tokens below the root that the draft has not seen; False when interrupted."""
+        """Evaluate the certain tokens below the root that the draft has not seen; False when the root moved meanwhile.
+
+        What is certain stays so: a run of it is never given up, or a draft slower than the target would not get on.
+        """
         root = request.tree.root
         while not self.pool.is_placed(root) and (end := self.pool.placed_end(request.id)) < root.position:
             tokens = request.tokens[end : min(root.position, end + self.n_batch, end + self.pool.n_free_cells)]
             assert tokens, "the draft's context is smaller than the target's"
             placement = self.pool.place(request.id, len(tokens), [])
-            if self._evaluate(placement, tokens, interrupted) is None:
+            self._evaluate(placement, tokens, to_the_end(interrupted))
+            if request.tree.root is not root or request.finish:
                 return False
         return request.tree.root is root  # nodes below a root that has moved meanwhile are not where they were
 

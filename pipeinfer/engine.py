@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeinfer.interfaces import Clock, Drafter, Guess, Pipeline, Refiner
-from pipeinfer.metrics import RequestMetrics
+from pipeinfer.metrics import RequestMetrics, why_no_guess
 from pipeinfer.policies import Policy, View
 from pipeinfer.requests import Finish, Request
 from pipeinfer.run_cost import RunCost
@@ -212,6 +212,9 @@ class Engine:
         request = job.request
         del self._jobs[request.id]
         job.metrics.finished_s = self.clock()
+        notice = why_no_guess(job.metrics)
+        if notice:
+            job.metrics.notices.append(notice)
         self._cancel_dead(job)
         self.pool.close(request.id)
         for refiner in self.refiners:
@@ -282,7 +285,7 @@ class Engine:
             rows.append(Row(request.id, node.token, node.position, seqs))
         opens = {request.id: request.sampling} if not job.metrics.n_runs else {}
         self._flights[run_id] = _Flight(request, nodes, n_context)
-        job.metrics.count_run(len(rows), request.tree.root in nodes)
+        job.metrics.count_run(len(rows), len(nodes), request.tree.root in nodes)
         if self.run_cost:
             self._free_s = max(self._free_s, self.clock()) + self.run_cost.seconds(len(rows), rows[0].position)
         self.pipeline.submit(Run(run_id, rows, placement.ops, opens))
@@ -304,6 +307,7 @@ class Engine:
             self._drafting = None
         job.metrics.draft_s += self.clock() - start_s
         job.metrics.n_draft_steps += 1
+        job.metrics.n_draft_lost += guesses is None
         self.tracer.drafted(start_s, len(nodes), guesses is not None)
         for node, found in zip(nodes, guesses or [], strict=False):
             if node.live and not node.refined:
@@ -344,7 +348,9 @@ class Engine:
         answers = self.refiners[draft - 1].poll()
         for request, node, guesses in answers or []:
             job = self._jobs.get(request.id)
-            if job and node.refined < draft:
+            if guesses is None:
+                node.passed_over = max(node.passed_over, draft)
+            elif job and node.refined < draft:
                 kept = job.policy.keep(node, guesses, draft)
                 job.metrics.n_refined += 1
                 job.metrics.n_drafted += len(request.tree.refine(node, kept, _log_probs(kept), draft))

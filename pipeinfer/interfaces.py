@@ -123,8 +123,9 @@ class Refiner(Protocol):
         """Ask what follows these nodes, the most important first; False if no answer will come of it. Never blocks."""
         ...
 
-    def poll(self) -> list[tuple[Request, Node, list[Guess]]] | None:
-        """The next answer if one has come, without what died meanwhile; guesses are likeliest first."""
+    def poll(self) -> list[tuple[Request, Node, list[Guess] | None]] | None:
+        """The next answer if one has come, without what died meanwhile; guesses are likeliest first, None where there
+        was no room for the node."""
         ...
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:

@@ -11,6 +11,9 @@ import numpy as np
 
 from pipeinfer.tree import Settled
 
+UNGUESSED_MIN = 8
+"""Of shorter texts it is not said that they went without a guess."""
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -24,6 +27,7 @@ class RequestMetrics:
     n_runs: int = 0
     n_rows: int = 0
     n_root_runs: int = 0
+    n_sent: int = 0  # guesses that went to the target
     n_cancelled: int = 0
     n_saved: int = 0  # cancelled runs that at least one stage did not evaluate
     n_drafted: int = 0
@@ -34,12 +38,15 @@ class RequestMetrics:
     by_depth: dict[int, list[int]] = field(default_factory=dict)  # depth -> [likeliest guesses judged, right ones]
     draft_s: float = 0.0
     n_draft_steps: int = 0
+    n_draft_lost: int = 0  # steps given up because the target had decided otherwise meanwhile
     notices: list[str] = field(default_factory=list)  # what the policy wants the user to know
 
-    def count_run(self, n_rows: int, has_root: bool) -> None:
+    def count_run(self, n_rows: int, n_nodes: int, has_root: bool) -> None:
+        """`n_nodes`: of the rows, the root and guesses."""
         self.n_runs += 1
         self.n_rows += n_rows
         self.n_root_runs += has_root
+        self.n_sent += n_nodes - has_root
 
     def count_settled(self, now_s: float, n_tokens: int, settled: Settled) -> None:
         self.token_s += [now_s] * n_tokens
@@ -71,6 +78,22 @@ class RequestMetrics:
     def hit_rate(self) -> float:
         """Tokens that had been guessed / tokens in whose place a guess stood, however many."""
         return self.n_matched / self.n_contested if self.n_contested else float("nan")
+
+
+def why_no_guess(metrics: RequestMetrics) -> str:
+    """What the user should know of a draft that worked and of which no guess was sent to the target; else empty."""
+    n = len(metrics.token_s)
+    if metrics.n_sent or not metrics.n_draft_steps or n < UNGUESSED_MIN:
+        return ""
+    said = "no guess was ever sent to the target: "
+    if metrics.n_draft_steps > metrics.n_draft_lost and not metrics.n_drafted:
+        return said + "the draft was never sure enough of one; lower -pa, or take another draft"
+    step_ms = 1e3 * metrics.draft_s / metrics.n_draft_steps
+    token_ms = 1e3 * (metrics.token_s[-1] - metrics.token_s[0]) / (n - 1)
+    return (
+        f"{said}the target answers in {token_ms:.2g} ms, before the draft is done (steps of {step_ms:.2g} ms, "
+        f"{metrics.n_draft_lost} of {metrics.n_draft_steps} given up); take a smaller draft, or none"
+    )
 
 
 def percentiles(values: Sequence[float], ranks: Sequence[float] = (50, 95, 99)) -> list[float]:
@@ -114,6 +137,7 @@ def speculation(metrics: RequestMetrics) -> dict[str, Any]:
         "by_depth": {str(depth): {"n": n, "right": right} for depth, (n, right) in sorted(metrics.by_depth.items())},
         "accepted_length": len(metrics.token_s) / n_settled if n_settled else float("nan"),
         "accepted_length_histogram": {str(length): n for length, n in sorted(metrics.accepted_lengths.items())},
+        "draft_n_sent": metrics.n_sent,
         "runs": metrics.n_runs,
         "rows": metrics.n_rows,
         "runs_cancelled": metrics.n_cancelled,

@@ -68,7 +68,7 @@ class PipelineRefiner:
         n_context = min(n_context, self.pool.n_free_cells)
         chosen = [] if n_context else self.pool.fitting(self.pool.unplaced(nodes)[: self.n_rows])
         if not n_context and not chosen:
-            # all of them are being answered, or there is no room for any: the answer is that nothing is known
+            # all of them are being answered, or there is no room for any: nobody shall wait for those
             self._refused = [(request, node) for node in nodes if not self.pool.is_placed(node)]
             return bool(self._refused)
         placement = self.pool.place(request.id, n_context, chosen)
@@ -85,10 +85,10 @@ class PipelineRefiner:
 
     # -- answers
 
-    def poll(self) -> list[tuple[Request, Node, list[Guess]]] | None:
+    def poll(self) -> list[tuple[Request, Node, list[Guess] | None]] | None:
         if self._refused:
             refused, self._refused = self._refused, []
-            return [(request, node, []) for request, node in refused if node.live]
+            return [(request, node, None) for request, node in refused if node.live]
         verdict = self.pipeline.poll()
         if verdict is None:
             return None

@@ -30,6 +30,7 @@ class Node:
     verdict: int | None = None
     expanded: bool = False  # a draft has guessed what follows it
     refined: int = 0  # the largest draft that has: 0 the first, smallest one
+    passed_over: int = 0  # the largest draft that had no room for it since the root last moved
     guessed_by: int = 0  # the draft that `log_prob` is of
     depth: int = 0  # tokens beyond the certain ones when it was guessed
     state: State = State.LIVE
@@ -37,6 +38,10 @@ class Node:
     @property
     def live(self) -> bool:
         return self.state is State.LIVE
+
+    def is_open(self, draft: int) -> bool:
+        """Whether the larger draft may yet say what follows."""
+        return max(self.refined, self.passed_over) < draft
 
     def child(self, token: int) -> Node | None:
         return next((child for child in self.children if child.token == token), None)
@@ -137,6 +142,8 @@ class TokenTree:
             node.state = State.DEAD
         if len(path) > 1:
             self.nodes = [node for node in self.nodes if node.live] or [self.root]
+            for node in self.nodes:
+                node.passed_over = 0
         return Settled(path, n_judged, n_matched, firsts, dead)
 
     def unsent(self) -> Iterator[Node]:

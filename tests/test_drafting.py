@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.drafting import coupled, likeliest, newest_tokens
+from pipeinfer.drafting import ModelDrafter, coupled, likeliest, newest_tokens
 from pipeinfer.interfaces import Guess
 from pipeinfer.requests import Request
 from pipeinfer.sampling import SamplingParams, choose
+from pipeinfer.sequences import SequencePool
+from tests.toy import N_VOCAB, ToyStage
 
 
 def test_likeliest_are_sorted_with_their_probabilities() -> None:
@@ -45,3 +47,13 @@ def test_newest_tokens_reach_over_the_root() -> None:
     (leaf,) = request.tree.grow(child, [Guess(5, 1.0)], [0.0])
     assert [newest_tokens(request, leaf, n) for n in (0, 1, 2, 3, 9)] == [[], [5], [4, 5], [3, 4, 5], [1, 2, 3, 4, 5]]
     assert newest_tokens(request, request.tree.root, 2) == [2, 3]
+
+
+def test_certain_tokens_stay_evaluated_however_often_the_draft_is_interrupted() -> None:
+    """A draft slower than the target is told to give up in every step: it must get through the prompt all the same."""
+    pool = SequencePool(4, 100)
+    drafter = ModelDrafter(ToyStage(0, 2, True), pool, n_batch=4, n_vocab=N_VOCAB)
+    request = Request(0, list(range(11)), 9, SamplingParams(temp=0.0), 99)
+    assert drafter.expand(request, [request.tree.root], 2, lambda: True) is None
+    assert pool.placed_end(request.id) == request.tree.root.position
+    assert drafter.expand(request, [request.tree.root], 2, lambda: False)

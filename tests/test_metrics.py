@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 
+from pipeinfer.engine import Engine
 from pipeinfer.interfaces import Guess
 from pipeinfer.ledger import HeadLedger, StageLedger, head_time, stage_time
-from pipeinfer.metrics import RequestMetrics, percentiles, speculation, timings
+from pipeinfer.metrics import RequestMetrics, percentiles, speculation, timings, why_no_guess
+from pipeinfer.policies import Iterative, PipeInfer
+from pipeinfer.requests import Request
+from pipeinfer.sampling import SamplingParams
+from pipeinfer.sequences import SequencePool
 from pipeinfer.tree import TokenTree
+from tests.test_engine import N_LAYERS, toy_pipeline
+from tests.toy import OracleDrafter, Reference
 
 
 def test_latencies_from_timestamps() -> None:
@@ -74,3 +83,31 @@ def test_guesses_are_judged_by_how_far_ahead_they_were_made() -> None:
     metrics.count_settled(2.0, 2, tree.settle())
     assert metrics.by_depth == {1: [1, 1], 2: [2, 1]}
     assert speculation(metrics)["by_depth"] == {"1": {"n": 1, "right": 1}, "2": {"n": 2, "right": 1}}
+
+
+def test_a_draft_of_which_nothing_was_sent_is_explained() -> None:
+    """Too slow, or never sure; nothing is said of texts with guesses, of short ones, and of jobs without a draft."""
+    slow = RequestMetrics(submitted_s=0.0, n_prompt=1, n_draft_steps=10, n_draft_lost=10, draft_s=0.05)
+    slow.token_s = [0.002 * index for index in range(20)]
+    assert "answers in 2 ms" in why_no_guess(slow) and "steps of 5 ms, 10 of 10 given up" in why_no_guess(slow)
+    late = replace(slow, n_draft_lost=0, n_drafted=12)
+    assert "before the draft is done" in why_no_guess(late)
+    unsure = replace(slow, n_draft_lost=0)
+    assert "never sure enough" in why_no_guess(unsure)
+    for fine in (replace(slow, n_sent=1), replace(slow, token_s=[0.1, 0.2]), replace(slow, n_draft_steps=0)):
+        assert not why_no_guess(fine)
+
+
+@pytest.mark.parametrize("policy", [PipeInfer, Iterative])
+def test_the_engine_says_why_no_guess_was_sent(policy: type[PipeInfer] | type[Iterative]) -> None:
+    """With a drafter that is always interrupted."""
+    rng, reference = random.Random(1), Reference(N_LAYERS)
+    drafter = OracleDrafter(reference, 1.0)
+    drafter.expand = lambda *_: None  # type: ignore[method-assign]
+    engine = Engine(toy_pipeline(rng, 2, 500, False), SequencePool(4, 500), drafter, lambda: 0.0)
+    request = Request(0, [4], 30, SamplingParams(temp=0.0), 400)
+    metrics = engine.add(request, policy())
+    for _ in engine.generate():
+        pass
+    assert len(metrics.notices) == (policy is PipeInfer) and metrics.n_sent == 0
+    assert speculation(metrics)["draft_n_sent"] == 0

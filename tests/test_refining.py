@@ -164,3 +164,28 @@ def test_without_sequences_a_tree_gets_narrower_before_it_gets_shorter() -> None
     assert pool.fitting(nodes) == [tree.root, first, below_first]
     assert SequencePool(2, 10).fitting(nodes) == nodes
     assert SequencePool(4, 2).fitting(nodes) == nodes[:2], "and never more than there are cells"
+
+
+def test_no_room_is_not_taken_for_a_draft_that_knows_nothing() -> None:
+    """One sequence: of two branches the second cannot be asked about. Its guesses stay what they were, until the root
+    has moved and there is room."""
+    rng, request = random.Random(5), Request(0, [4], 100, SamplingParams(temp=0.0), 400)
+    (refiner,) = add_refiners(toy_pipeline(rng, 2, 500, False), rng, 400, [0.5], n_seqs=(1,))
+    engine = Engine(
+        toy_pipeline(rng, 2, 500, False), SequencePool(16, 500), None, lambda: 0.0, refiners=[refiner]
+    )  # fmt: skip
+    metrics = engine.add(request, PipeInfer())
+    tree = request.tree
+    one, other = tree.grow(tree.root, [Guess(1, 0.5), Guess(2, 0.25)], [-0.7, -1.4])
+    (below,) = tree.grow(other, [Guess(3, 0.5)], [-0.7])
+    refiner.ask(request, [tree.root, one])
+    while refiner.busy:
+        refiner.pipeline.wait()
+        refiner.poll()
+    assert refiner.ask(request, [other])
+    assert engine._refine_next(1)
+    assert (other.refined, below.guessed_by, below.log_prob, metrics.n_refined) == (0, 0, -0.7, 0)
+    assert not other.is_open(1), "nobody waits for it"
+    tree.answer([tree.root], [2])
+    tree.settle()
+    assert tree.root is other and other.is_open(1), "asked again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import gguf
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.tokenizer import TextStream, Tokenizer, check_same_vocabulary
+from pipeinfer.models.tokenizer import TextStream, Tokenizer, check_draft, check_same_vocabulary
 from tests.gguf_factory import NORMAL, UNUSED, vocabulary, write_model
 
 TEXTS = ["", "the model", "  two  spaces\nand a line", "ÄÖÜ ß", "日本語 🎉", "<s> is text", "\x00\x01", "a" * 3000]
@@ -131,3 +132,23 @@ def test_large_vocabularies_are_compared_quickly(tmp_path: Path) -> None:
     start = time.process_time()
     check_same_vocabulary(target, target)
     assert time.process_time() - start < 2.0
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_drafts_vocabulary_is_freed_when_it_was_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    closed: list[Path] = []
+    free = Tokenizer.close
+
+    def close(tokenizer: Tokenizer) -> None:
+        closed.append(tokenizer.path)
+        free(tokenizer)
+
+    monkeypatch.setattr(Tokenizer, "close", close)
+    target = Tokenizer(write_vocabulary(tmp_path / "target.gguf"))
+    draft = write_vocabulary(tmp_path / "draft.gguf", bos=1 if fits else 2)
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="cannot draft"):
+        check_draft(target, draft)
+    assert closed == [draft]
+    target.close()

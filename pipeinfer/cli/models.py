@@ -127,10 +127,10 @@ def search_noise(make: Callable[[float], float], wanted: float) -> tuple[float, 
 def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Callable[[Path], float]:
     """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is another."""
     from pipeinfer.models.agreement import acceptance
-    from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
+    from pipeinfer.models.tokenizer import Tokenizer, check_draft
 
     tokenizer = Tokenizer(model)
-    check_same_vocabulary(tokenizer, Tokenizer(draft))
+    check_draft(tokenizer, draft)
     prompts = [tokens for text in TEXTS if (tokens := tokenizer.encode(text))]
     if not prompts:
         raise UserError(

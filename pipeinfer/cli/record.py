@@ -18,7 +18,7 @@ from pipeinfer.models.ggml import require_exact_kernels
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
 from pipeinfer.models.llama import LlamaParams, LlamaStage
 from pipeinfer.models.model_info import part_paths
-from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
+from pipeinfer.models.tokenizer import Tokenizer, check_draft
 from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.recording import PathModel, draft_guesses, record
 from pipeinfer.sampling import SamplingParams
@@ -43,7 +43,7 @@ def record_command(
     check_writable(output, "--output")
     require_exact_kernels()  # before anything loads libllama
     tokenizer = Tokenizer(model)
-    check_same_vocabulary(tokenizer, Tokenizer(model_draft))
+    check_draft(tokenizer, model_draft)
     tokens = tokenizer.encode(prompt)
     if not tokens:
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")

@@ -12,6 +12,7 @@ from rich.table import Table
 from pipeinfer.cli.setup import Job
 
 DEPTHS_SHOWN = 8
+WIDEST = 10_000
 USES = ("busy", "waiting", "idle", "cancelled")  # of a rank's time
 
 
@@ -37,6 +38,11 @@ def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
+    if console.measure(table, options=console.options.update(max_width=WIDEST)).maximum > console.width:
+        # cut columns would hide what the user looks for
+        for row in rows:
+            console.print(", ".join(f"{column} {cell}" for column, cell in zip(columns, row, strict=True)))
+        return
     console.print(table)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class Session:
             self._refiner_costs |= costs
             if not costs:
                 self._costs[rank] = report.get("cost_s", {})
-        error = next((report["error"] for _, report in sorted(reports.items()) if "error" in report), error)
+        error = first_error({0: {"error": error}} | reports)
         if error:
             self.close()
             raise UserError(error)
@@ -187,6 +187,11 @@ class Session:
                 on_tokens(emission.tokens)
         except StopRequested:
             _drain(engine, request)
+
+
+def first_error(reports: Mapping[int, Mapping[str, Any]]) -> str:
+    """That of the lowest rank; empty if all is well."""
+    return next((report["error"] for _, report in sorted(reports.items()) if report.get("error")), "")
 
 
 def _drain(engine: Engine, request: Request) -> None:

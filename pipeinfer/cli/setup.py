@@ -16,7 +16,7 @@ from pipeinfer.cluster.plan import Plan, Sizes, make_plan, parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf_slice import ModelInfo, read_model_info
 from pipeinfer.models.model_info import part_paths
-from pipeinfer.models.tokenizer import Tokenizer, check_same_vocabulary
+from pipeinfer.models.tokenizer import Tokenizer, check_draft
 from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.results import check_results
 from pipeinfer.sampling import SamplingParams
@@ -87,7 +87,7 @@ def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
     tokenizer = Tokenizer(options.model)
     for path in options.drafts_in_use:
         read_model_info(path)
-        check_same_vocabulary(tokenizer, Tokenizer(path))
+        check_draft(tokenizer, path)
     return info, tokenizer
 
 

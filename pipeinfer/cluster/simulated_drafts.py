@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pipeinfer.choices import MAX_WIDTH, Choices
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.simulate import SimPipeline
+from pipeinfer.drafting import to_the_end
 from pipeinfer.interfaces import Guess
 from pipeinfer.refining import PipelineRefiner
 from pipeinfer.requests import Request
@@ -41,13 +42,17 @@ class SimDrafter:
         return [guesses_after(node, self.choices, width) if node in self._placed else [] for node in nodes]
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
-        """Evaluate the certain tokens below the root that the draft has not seen; False when interrupted."""
+        """Evaluate the certain tokens below the root that the draft has not seen; False when the root moved meanwhile.
+
+        As ModelDrafter does it, to the end of each run.
+        """
         root = request.tree.root
         while root not in self._placed and self._end < root.position:
             n_rows = min(self.n_batch, root.position - self._end)
-            if not self._compute(n_rows, self._end, interrupted):
-                return False
+            self._compute(n_rows, self._end, to_the_end(interrupted))
             self._end += n_rows
+            if request.tree.root is not root or request.finish:
+                return False
         return True
 
     def _compute(self, n_rows: int, context: int, interrupted: Callable[[], bool]) -> bool:

@@ -90,6 +90,15 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
+def check_draft(target: Tokenizer, path: Path) -> None:
+    """UserError unless the model at `path` can be read and its token ids mean the same to the target."""
+    draft = Tokenizer(path)
+    try:
+        check_same_vocabulary(target, draft)
+    finally:
+        draft.close()
+
+
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """UserError unless a draft's token ids mean the same to the target.
 

@@ -127,7 +127,7 @@ class PipeInfer:
         """The likeliest nodes, those first after which nothing was sent: there its guesses come in time."""
         if self._resting or (view.n_inflight and not self.asynchronous):
             return []
-        open_nodes = [node for node in view.tree.nodes if node.refined < draft and view.may_branch(node)]
+        open_nodes = [node for node in view.tree.nodes if node.is_open(draft) and view.may_branch(node)]
         return sorted(open_nodes, key=lambda node: (any(child.run_id for child in node.children), -node.score))
 
     # -- learning

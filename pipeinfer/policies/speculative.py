@@ -54,9 +54,9 @@ class Speculative:
         if view.n_inflight or not view.may_branch(view.tree.root) or self.draft(view):
             return []
         nodes = [view.tree.root, *self._best(view)]
-        if any(node.refined < draft - 1 for node in nodes if view.may_branch(node)):
+        if draft > 1 and any(node.is_open(draft - 1) for node in nodes if view.may_branch(node)):
             return []
-        return [node for node in nodes if node.refined < draft and view.may_branch(node)]
+        return [node for node in nodes if node.is_open(draft) and view.may_branch(node)]
 
     def settled(self, settled: Settled) -> str:
         return ""
