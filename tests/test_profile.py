@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeinfer.choices import RecordedChoices, ranks_for, synthetic_team
@@ -13,10 +15,12 @@ from pipeinfer.cli.timeline import read_trace
 from pipeinfer.cluster.costs import Work, roofline
 from pipeinfer.cluster.profile import SHIPPED, load_profile, share_layers, shipped_profiles
 from pipeinfer.cluster.simulation import simulate
-from pipeinfer.cluster.survey import ModelTimes, StageRun, overheads, profile_toml, slowdowns
+from pipeinfer.cluster.survey import ModelTimes, StageRun, overheads, profile_toml, slowdowns, time_model
 from pipeinfer.errors import UserError
+from pipeinfer.interfaces import Batch, FloatArray
 from pipeinfer.ledger import HeadLedger
 from pipeinfer.policies.factory import PolicyOptions, make_policy
+from pipeinfer.runs import KvOp
 from tests.jobs import finish
 
 MEASURED = """
@@ -51,7 +55,7 @@ def write(tmp_path: Path, text: str) -> str:
 
 
 def test_work_is_straight_between_its_points_and_goes_on_after_them() -> None:
-    work = Work((1.0, 2.0, 4.0), (1.0, 1.5, 2.0), context_s=0.001)
+    work = Work((1.0, 2.0, 4.0), (1.0, 1.5, 2.0), context_s=(0.001,))
     assert [work.at(n) for n in (1, 2, 3, 4, 8)] == pytest.approx([1.0, 1.5, 1.75, 2.0, 3.0])
     assert work.at(2, context=100) == pytest.approx(1.5 + 0.2)
     assert Work((1.0,), (0.5,)).at(9) == 0.5
@@ -174,7 +178,10 @@ def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
 def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     """A job of single rows through two stages of 1 and 2 ms, the second 4 µs more for each token of context: overheads
     of 0.1 ms a stage, 0.05 a hop, 0.3 the head."""
-    stages = [ModelTimes(2, {1: 1e-3, 4: 2e-3}), ModelTimes(4, {1: 2e-3, 4: 4e-3}, 100, 2.4e-3, reshape_s=0.2e-3)]
+    stages = [
+        ModelTimes(2, {1: 1e-3, 4: 2e-3}),
+        ModelTimes(4, {1: 2e-3, 4: 4e-3}, 100, {1: 2.4e-3, 4: 4.8e-3}, reshape_s=0.2e-3),
+    ]
     runs: tuple[list[StageRun], list[StageRun]] = ([], [])
     ledger = HeadLedger()
     at_s = 5.0
@@ -198,8 +205,49 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     assert profile.stages[0].seconds(1, 0) == pytest.approx(1.1e-3, rel=1e-3)
     assert profile.stages[1].seconds(1, 100) == pytest.approx(2.5e-3, rel=1e-3)
     assert profile.stages[1].seconds(1, 100, reshapes=True) == pytest.approx(2.7e-3, rel=1e-3)
+    assert profile.stages[1].seconds(4, 100) == pytest.approx(4.9e-3, rel=1e-3), "attention costs rows in batches less"
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
     assert profile.slowdown == (1.0, 1.25, 2.0) and profile.link.bytes_per_s == pytest.approx(1e9)
+
+
+class TimedModel:
+    """A model on a clock of its own: a run takes 1 ms, 0.1 ms a row, 1 µs a row and token before it, and 2 ms more if
+    it has another size than the one before. Every seventh run is disturbed."""
+
+    n_embd, is_last = 8, True
+
+    def __init__(self) -> None:
+        self.now_s, self.n_runs, self.n_rows_before = 0.0, 0, 0
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
+        n_rows, self.n_runs = len(batch.positions), self.n_runs + 1
+        disturbed_s = 0.5 if self.n_runs % 7 == 0 else 0.0
+        reshape_s = 2e-3 if n_rows != self.n_rows_before else 0.0
+        context_s = 1e-6 * n_rows * int(batch.positions[0])
+        self.now_s += 1e-3 + 1e-4 * n_rows + reshape_s + context_s + disturbed_s
+        self.n_rows_before = n_rows
+        return np.zeros((1, 4), np.float32)
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        pass
+
+    def next_position(self, seq: int) -> int:
+        return 0
+
+
+def test_a_model_is_timed_from_single_rows_to_chunks_of_prompts() -> None:
+    model = TimedModel()
+    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=1e9)
+    assert list(found.by_rows)[-2:] == [64, 128]
+    assert all(seconds == pytest.approx(1e-3 + 1e-4 * n_rows) for n_rows, seconds in found.by_rows.items())
+    assert found.reshape_s == pytest.approx(2e-3) and found.rest_s == pytest.approx(0, abs=1e-9)
+    assert [found.context_s(n_rows) for n_rows in (1, 5, 128, 500)] == pytest.approx([0.5e-6] * 4)
+
+
+def test_little_time_is_enough_for_single_rows() -> None:
+    model = TimedModel()
+    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=0.0)
+    assert list(found.by_rows) == [1] and found.context_s(1) >= 0
 
 
 def test_ranks_of_one_host_slow_each_other_down() -> None:

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -48,6 +49,32 @@ def a_run(run_id: int, position: int) -> Run:
 
 def a_pipeline(n_stages: int) -> SimPipeline:
     return SimPipeline(even_profile(n_stages), SyntheticChoices((1.0,), n_prompt=4), VirtualClock())
+
+
+def test_a_chunk_of_the_prompt_pays_for_the_tokens_before_it_alone() -> None:
+    """128 rows as they were timed, at an empty cache; then 72, each after 128 tokens; single rows after 200."""
+    stage = ModelCost("stage", 2, Work((1.0, 128.0), (0.001, 0.1), (1e-4, 1e-5)))
+    profile = Profile("one", 64, (stage,), (), LinkCost(0.0, math.inf), HeadCost(), head_is_first=True)
+    choices = SyntheticChoices((1.0,), n_prompt=200)
+    found = simulate(profile, choices, make_policy("iterative", PolicyOptions()), 2)
+    per_row_s = 1e-4 + (1e-5 - 1e-4) * 71 / 127
+    chunks_s = 2 * 0.1 + 2 * (0.001 + 0.099 * 71 / 127 + 72 * 128 * per_row_s)
+    assert found.metrics.ttft_s == pytest.approx(chunks_s)
+    assert found.metrics.itl_s == pytest.approx([2 * (0.001 + 200 * 1e-4)])
+
+
+def test_only_a_stage_that_had_nothing_to_do_pays_for_the_rest() -> None:
+    pipeline = a_pipeline(1)
+    stage = pipeline.stages[0]
+    stage.cost = replace(stage.cost, rest_s=0.005)
+    for run_id in (1, 2):
+        pipeline.submit(a_run(run_id, run_id))
+    times = []
+    for _ in range(2):
+        pipeline.wait()
+        times.append(pipeline.clock())
+        pipeline.poll()
+    assert times == pytest.approx([0.002 + 0.005 + N_LAYERS * LAYER_S, 0.002 + 0.005 + 2 * N_LAYERS * LAYER_S])
 
 
 def test_a_run_takes_its_stages_and_hops() -> None:

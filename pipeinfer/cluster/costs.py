@@ -11,15 +11,21 @@ from pipeinfer.interpolation import interpolate
 class Work:
     """How long something takes: `seconds[i]` for `rows[i]` rows, straight lines between, the last one continued.
 
-    `context_s` comes on top for every row and token of its context: attention.
+    `context_s` comes on top for every row and token before the run: attention. One number, or one for each of `rows`:
+    a chunk of a prompt is worked on in another way than single rows.
     """
 
     rows: tuple[float, ...]
     seconds: tuple[float, ...]
-    context_s: float = 0.0
+    context_s: tuple[float, ...] = (0.0,)
 
     def at(self, n_rows: int, context: int = 0) -> float:
-        return interpolate(self.rows, self.seconds, n_rows) + self.context_s * n_rows * context
+        """`context`: tokens before the run."""
+        token_s = self.context_s[0]
+        if len(self.context_s) > 1:
+            # beyond the sizes that were timed it is that of the largest
+            token_s = interpolate(self.rows, self.context_s, min(n_rows, int(self.rows[-1])))
+        return interpolate(self.rows, self.seconds, n_rows) + token_s * n_rows * context
 
 
 NOTHING = Work((1.0,), (0.0,))
@@ -37,8 +43,8 @@ def roofline(n_bytes: float, flop_per_row: float, bytes_per_s: float, flop_per_s
 class ModelCost:
     """A slice of a model on one node: `layers` alike, each `layer`, then `output` (the vocabulary), and `run_s` a run.
 
-    `reshape_s` comes on top when a run has another number of rows than the one before: libllama builds its graph anew.
-    A whole draft model is such a slice too.
+    `reshape_s` comes on top when a run has another number of rows than the one before: libllama builds its graph anew;
+    `rest_s` when the stage had nothing to do before it: its threads are woken. A whole draft model is such a slice too.
     """
 
     name: str
@@ -47,12 +53,14 @@ class ModelCost:
     output: Work = NOTHING
     run_s: float = 0.0
     reshape_s: float = 0.0
+    rest_s: float = 0.0
 
-    def before_layers_s(self, reshapes: bool) -> float:
-        return self.run_s + (self.reshape_s if reshapes else 0.0)
+    def before_layers_s(self, reshapes: bool, rested: bool = False) -> float:
+        return self.run_s + self.reshape_s * reshapes + self.rest_s * rested
 
-    def seconds(self, n_rows: int, context: int, reshapes: bool = False) -> float:
-        return self.before_layers_s(reshapes) + self.layers * self.layer.at(n_rows, context) + self.output.at(n_rows)
+    def seconds(self, n_rows: int, context: int, reshapes: bool = False, rested: bool = False) -> float:
+        layers_s = self.layers * self.layer.at(n_rows, context)
+        return self.before_layers_s(reshapes, rested) + layers_s + self.output.at(n_rows)
 
 
 @dataclass(frozen=True, slots=True)

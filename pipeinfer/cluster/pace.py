@@ -52,7 +52,7 @@ class PacedStage:
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         start_s, n_rows = self.clock(), len(batch.positions)
-        context = int(batch.positions[-1])
+        context = int(batch.positions[0])
         reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
         end_s = start_s + self.cost.seconds(n_rows, context, reshapes) - self.cost.run_s
         begin_s = end_s - self._own_s.get(n_rows, 0.0)

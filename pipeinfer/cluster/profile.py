@@ -15,7 +15,8 @@ By measurement:
     embd
     [host]              slowdown: of a host that all ranks share: how many times as long work takes when 1, 2, … of
                         them compute (optional)
-    [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, context_ns, run_us, reshape_us
+    [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, run_us, reshape_us,
+                        rest_us; context_ns: a row and token before the run (one, or one for each number of rows)
     [[refiners]]        the same, of larger drafts on ranks of their own (optional)
 """
 
@@ -56,7 +57,7 @@ class Node:
 
     def slice_of(self, model: Model, layers: int, is_last: bool) -> ModelCost:
         layer = roofline(model.layer_bytes, 2 * model.layer_params, self.bytes_per_s, self.flop_per_s, self.layer_s)
-        layer = Work(layer.rows, layer.seconds, model.kv_bytes / self.bytes_per_s)
+        layer = Work(layer.rows, layer.seconds, (model.kv_bytes / self.bytes_per_s,))
         output = roofline(model.output_bytes, 2 * model.output_params, self.bytes_per_s, self.flop_per_s)
         return ModelCost(f"{layers} layers on {self.name}", layers, layer, output if is_last else NOTHING, self.run_s)
 
@@ -286,10 +287,17 @@ def _measured_slice(table: Table) -> ModelCost:
     output = NOTHING
     if "output_ms" in table.values:
         output = Work(rows, tuple(1e-3 * value for value in table.numbers("output_ms", len(rows))))
-    layer = Work(rows, layer_s, 1e-9 * table.number("context_ns", 0.0))
+    layer = Work(rows, layer_s, _context_s(table, len(rows)))
     layers = table.count("layers")
-    fixed_s = [1e-6 * table.number(name, 0.0) for name in ("run_us", "reshape_us")]
+    fixed_s = [1e-6 * table.number(name, 0.0) for name in ("run_us", "reshape_us", "rest_us")]
     return ModelCost(f"{layers} layers", layers, layer, output, *fixed_s)
+
+
+def _context_s(table: Table, n: int) -> tuple[float, ...]:
+    """Of each number of rows, or one for all."""
+    if isinstance(table.values.get("context_ns"), list):
+        return tuple(1e-9 * value for value in table.numbers("context_ns", n))
+    return (1e-9 * table.number("context_ns", 0.0),)
 
 
 def share_layers(nodes: Sequence[Node], model: Model) -> list[int]:

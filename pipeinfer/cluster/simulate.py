@@ -124,7 +124,7 @@ class SimPipeline:
         bare_bytes = 4 * words_before_activations(len(run.ops), len(run.rows), n_extra, len(run.opens))
         full_bytes = bare_bytes + 4 * len(run.rows) * self.profile.n_embd
         tokens = tuple(self.choices.target(row.position + 1) if row.wanted else NO_TOKEN for row in run.rows)
-        flight = _Flight(run.id, len(run.rows), run.rows[-1].position, bare_bytes, full_bytes, tokens)
+        flight = _Flight(run.id, len(run.rows), run.rows[0].position, bare_bytes, full_bytes, tokens)
         self._flying[run.id] = flight
         self._schedule(self.first_hop.arrival(self.clock.now, bare_bytes), 0, flight, None)
 
@@ -230,8 +230,9 @@ class SimPipeline:
         else:
             stage.slower = self.crowding()
             reshapes, stage.n_rows_before = flight.n_rows != stage.n_rows_before, flight.n_rows
-            stage.layers_s = now_s + stage.slower * stage.cost.before_layers_s(reshapes)
-            end_s = now_s + stage.slower * stage.cost.seconds(flight.n_rows, flight.context, reshapes)
+            rested = now_s > stage.idle_since_s
+            stage.layers_s = now_s + stage.slower * stage.cost.before_layers_s(reshapes, rested)
+            end_s = now_s + stage.slower * stage.cost.seconds(flight.n_rows, flight.context, reshapes, rested)
         self._schedule(end_s, index, flight, stage.version)
         if flight.cancel_s < end_s:
             self._cut_short(index, stage, flight)

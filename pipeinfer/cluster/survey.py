@@ -7,6 +7,7 @@ costs on top: in a stage, between two stages, on the head.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,65 +15,93 @@ from itertools import pairwise
 import numpy as np
 
 from pipeinfer.interfaces import Batch, StageModel
+from pipeinfer.interpolation import interpolate
 from pipeinfer.ledger import HeadLedger
 from pipeinfer.runs import KvOp, OpKind
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
-GUESSES_MAX = 32  # rows of a run of guesses
+GUESSES_MAX = 32  # rows of a run of guesses; more are a chunk of a prompt
 CONTEXT = 256  # tokens, for the cost of attention
-REPEATS = 15
+SIZES_IN_CONTEXT = (1, 8, 32, 128)
+REPEATS, CHUNK_REPEATS = 15, 5
+REST_S = 0.003
 StageRun = tuple[int, float, float, float, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTimes:
-    """What one rank timed: rows of a run -> seconds at an empty cache, after another run of that size, and what a run
-    of another size adds; seconds of one row after `context` tokens; how many ranks of its host computed at once, 1
-    being itself -> seconds of one row."""
+    """What one rank timed: rows of a run -> seconds at an empty cache, after another run of that size; what a run of
+    another size adds, and what one after a rest adds; rows -> seconds of a run after `context` tokens; how many ranks
+    of its host computed at once, 1 being itself -> seconds of one row."""
 
     layers: int
     by_rows: dict[int, float]
     context: int = 0
-    after_context_s: float = 0.0
+    in_context_s: dict[int, float] = field(default_factory=dict)
     reshape_s: float = 0.0
+    rest_s: float = 0.0
     beside_s: dict[int, float] = field(default_factory=dict)
 
-    @property
-    def context_s(self) -> float:
-        """Seconds a layer, row and token of context."""
-        grown_s = self.after_context_s - self.by_rows[1]
-        return max(0.0, grown_s / self.context / self.layers) if self.context else 0.0
+    def context_s(self, n_rows: int) -> float:
+        """Seconds a layer, row and token before a run of so many rows."""
+        sizes = tuple(map(float, self.in_context_s))
+        grown_s = tuple(
+            max(0.0, seconds - self.by_rows[size]) / (self.context * self.layers * size)
+            for size, seconds in self.in_context_s.items()
+        )
+        return interpolate(sizes, grown_s, min(n_rows, sizes[-1])) if sizes else 0.0
 
     def row_s(self, context: float) -> float:
-        """Seconds of one row after so many tokens."""
-        return self.by_rows[1] + self.context_s * self.layers * context
+        """Seconds of one row after so many tokens and a rest."""
+        return self.by_rows[1] + self.context_s(1) * self.layers * context + self.rest_s
 
 
 def time_model(
     model: StageModel, layers: int, n_rows_max: int, n_cells: int, clock: Callable[[], float], budget_s: float
 ) -> ModelTimes:
     """The cache must be empty and is empty afterwards."""
-    start_s = clock()
+    start_s, until_s = clock(), clock() + budget_s
     _evaluate(model, 0, 1)  # maps the weights in
     _forget(model)
-    times: dict[int, list[tuple[float, float]]] = {}
-    for size in SIZES:
-        if size > n_rows_max or (times and clock() - start_s > budget_s):
-            break
-        times[size] = [_time_twice(model, size, clock)]
-    # In turns, so that what disturbs for a moment does not disturb all that is known of one size. Chunks of prompts are
-    # left out: they slow down the small runs that follow.
-    small = [size for size in times if size <= GUESSES_MAX]
-    for _ in range(REPEATS - 1):
-        if clock() - start_s > budget_s:
-            break
-        for size in small:
-            times[size].append(_time_twice(model, size, clock))
+    sizes = [size for size in SIZES if size <= n_rows_max]
+    times = _time_in_turns(
+        model, [size for size in sizes if size <= GUESSES_MAX], REPEATS, clock, start_s + budget_s / 2
+    )
+    reshape_s = statistics.median(first - second for found in times.values() for first, second in found[1:] or found)
+    rested_s = statistics.median(_time_after_rest(model, clock) for _ in range(REPEATS))
+    # chunks of prompts come last: they slow down the small runs that follow
+    chunks = [size for size in sizes if size > GUESSES_MAX and clock() < until_s]
+    times |= _time_in_turns(model, chunks, CHUNK_REPEATS, clock, until_s)
     by_rows = {size: statistics.median(second for _, second in found) for size, found in times.items()}
-    reshape_s = statistics.median(first - second for size in small for first, second in times[size][1:] or times[size])
     context = min(CONTEXT, n_cells // 2)
-    after_s = _time_after(model, context, max(by_rows), clock)
-    return ModelTimes(layers, by_rows, context, after_s, max(0.0, reshape_s))
+    in_context_s = _time_in_context(model, context, by_rows, n_cells, clock, until_s)
+    return ModelTimes(layers, by_rows, context, in_context_s, max(0.0, reshape_s), max(0.0, rested_s - by_rows[1]))
+
+
+def _time_in_turns(
+    model: StageModel, sizes: Sequence[int], n_times: int, clock: Callable[[], float], until_s: float
+) -> dict[int, list[tuple[float, float]]]:
+    """Of each size, what `_time_twice` found each time; of fewer sizes or times when it lasts beyond `until_s`.
+
+    In turns, so that what disturbs for a moment does not disturb all that is known of one size.
+    """
+    times: dict[int, list[tuple[float, float]]] = {}
+    for turn in range(n_times):
+        for size in list(times) if turn else sizes:
+            if times and clock() > until_s:
+                return times
+            times.setdefault(size, []).append(_time_twice(model, size, clock))
+    return times
+
+
+def _time_after_rest(model: StageModel, clock: Callable[[], float]) -> float:
+    """Seconds of one row."""
+    time.sleep(REST_S)
+    start_s = clock()
+    _evaluate(model, 0, 1)
+    took_s = clock() - start_s
+    _forget(model)
+    return took_s
 
 
 def time_over_and_over(model: StageModel, clock: Callable[[], float], until_s: float) -> float:
@@ -108,20 +137,32 @@ def _time_twice(model: StageModel, n_rows: int, clock: Callable[[], float]) -> t
     return times[0], times[1]
 
 
-def _forget(model: StageModel) -> None:
-    model.apply([KvOp(OpKind.REMOVE, 0), KvOp(OpKind.COMPACT, 0)])
+def _forget(model: StageModel, first: int = 0) -> None:
+    """What is at position `first` and after it."""
+    model.apply([KvOp(OpKind.REMOVE, 0, first=first), KvOp(OpKind.COMPACT, 0)])
 
 
-def _time_after(model: StageModel, context: int, n_batch: int, clock: Callable[[], float]) -> float:
+def _time_in_context(
+    model: StageModel, context: int, by_rows: Mapping[int, float], n_cells: int, clock: Callable[[], float],
+    until_s: float,
+) -> dict[int, float]:  # fmt: skip
+    """Rows -> seconds of a run after `context` tokens, of a few of the sizes; at least of one row."""
+    n_batch = max(by_rows)
     for start in range(0, context, n_batch):
         _evaluate(model, start, min(n_batch, context - start))
-    times = []
-    for position in range(context, context + REPEATS):
-        start_s = clock()
-        _evaluate(model, position, 1)
-        times.append(clock() - start_s)
+    found: dict[int, float] = {}
+    for size in SIZES_IN_CONTEXT:
+        if size not in by_rows or context + size > n_cells or (found and clock() > until_s):
+            break
+        times = []
+        for _ in range(1 + CHUNK_REPEATS):  # the first one has another size than the one before
+            start_s = clock()
+            _evaluate(model, context, size)
+            times.append(clock() - start_s)
+            _forget(model, context)
+        found[size] = statistics.median(times[1:])
     _forget(model)
-    return statistics.median(times)
+    return found
 
 
 def _evaluate(model: StageModel, position: int, n_rows: int) -> None:
@@ -209,7 +250,8 @@ def profile_toml(
 def _slice(header: str, times: ModelTimes, run_s: float) -> list[str]:
     layer_ms = [1e3 * seconds / times.layers for seconds in times.by_rows.values()]
     content: dict[str, object] = {"layers": times.layers, "rows": list(times.by_rows), "layer_ms": layer_ms}
-    fixed = {"context_ns": 1e9 * times.context_s, "run_us": 1e6 * run_s, "reshape_us": 1e6 * times.reshape_s}
+    content["context_ns"] = [1e9 * times.context_s(n_rows) for n_rows in times.by_rows]
+    fixed = {"run_us": 1e6 * run_s, "reshape_us": 1e6 * times.reshape_s, "rest_us": 1e6 * times.rest_s}
     return _table(header, content | fixed)
 
 
