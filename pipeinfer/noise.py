@@ -21,7 +21,8 @@ def random_words(seed: int, position: int, ids: npt.NDArray[np.intp]) -> npt.NDA
     generator = np.random.Philox(key=seed, counter=[block, 0, 0, position])
     n_between = int(ids[-1]) + 1 - block * WORDS_A_BLOCK
     if n_between < IDS_A_JUMP * len(ids):
-        return np.asarray(generator.random_raw(n_between))[ids - block * WORDS_A_BLOCK]
+        drawn = np.asarray(generator.random_raw(n_between))
+        return drawn if n_between == len(ids) else drawn[ids - block * WORDS_A_BLOCK]
     words = np.empty(len(ids), np.uint64)
     drawn, block = generator.random_raw(WORDS_A_BLOCK), block + 1  # the next block
     for index, token in enumerate(ids.tolist()):
