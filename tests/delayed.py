@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.jobs import environment, launcher
 
@@ -97,15 +97,20 @@ def run_delayed(n_ranks: int, arguments: Sequence[str], seed: int, timeout_s: fl
 
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
+    from pipeinfer.cluster import launch
     from pipeinfer.cluster.launch import rank_from_environment
 
     seed = f"{os.environ.get('DELAY_SEED', '0')}/{rank_from_environment()}"
     pauses = Pauses(seed, 1e-3 * float(os.environ.get("DELAY_MS", MEAN_MS)))
     pause_everywhere(pauses)
-    try:
-        pipeinfer()
-    finally:
+    leave = launch.leave
+
+    def report_and_leave(code: int) -> NoReturn:
         print(f"{REPORT} {pauses.n} pauses", file=sys.stderr, flush=True)
+        leave(code)
+
+    launch.leave = report_and_leave
+    pipeinfer()
 
 
 if __name__ == "__main__":

@@ -55,5 +55,5 @@ def test_one_file_imports_mpi() -> None:
 
 
 def test_importing_the_package_and_its_command_does_not_start_mpi() -> None:
-    code = "import sys, pipeinfer, pipeinfer.cli.main; sys.exit('mpi4py' in sys.modules or 'llama_cpp' in sys.modules)"
+    code = "import sys, pipeinfer.cli.commands; sys.exit('mpi4py' in sys.modules or 'llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -14,8 +14,8 @@ import click
 import pytest
 
 from pipeinfer.cli.command import Command, Group
+from pipeinfer.cli.commands import cli
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
-from pipeinfer.cli.main import cli
 from pipeinfer.cli.options import unescape
 from pipeinfer.cli.values import TYPES, File, GpuLayers, Listed, Number, Split, Text, Whole
 from pipeinfer.errors import UserError

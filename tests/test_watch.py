@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.watch import Meeting, start_watch
+from pipeinfer.cluster.handshake import answer, new_nonce
+from pipeinfer.cluster.watch import Meeting, Watch, _connect, _own_addresses, own_place
 
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
-from pipeinfer.cluster.watch import Meeting, start_watch
+from pipeinfer.cluster.watch import Meeting, Watch, own_place
 
 rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 meeting_file = place / "meeting"
 
 def broadcast(meeting):  # through a file
     if meeting:
-        (place / "part").write_text(json.dumps([meeting.host, meeting.addresses, meeting.port, meeting.token]))
+        (place / "part").write_text(json.dumps([meeting.place, meeting.addresses, meeting.port, meeting.key]))
         (place / "part").rename(meeting_file)
         return meeting
     while not meeting_file.exists():
         time.sleep(0.01)
-    host, addresses, port, token = json.loads(meeting_file.read_text())
-    return Meeting(host, tuple(addresses), port, token)
+    where, addresses, port, key = json.loads(meeting_file.read_text())
+    return Meeting(where, tuple(addresses), port, key)
 
 def on_stop(reason):
     os.write(2, f"asked to stop: {reason}\\n".encode())
     (place / "stopping").touch()
 
-with start_watch(rank, size, broadcast, os._exit, on_stop) as watch:
+with Watch(rank, size, os._exit, on_stop) as watch:
+    if what == "absent" and rank == 2:
+        os._exit(2)
+    watch.join([own_place()] * size, broadcast)
     assert watch.connected
     watch.describe(f"stage {rank}, layers {8 * rank}-{8 * rank + 7}")
     (place / f"ready{rank}").touch()
@@ -113,7 +120,7 @@ def test_a_killed_rank_is_named_and_the_others_end(start: Callable[[str], Job], 
     job.wait_ready()
     job.ranks[victim].kill()
     about = f"host {HOST}, stage {victim}, layers {8 * victim}-{8 * victim + 7}"
-    assert job.errors(within_s=5) == [f"pipeinfer: rank {victim} ({about}) died; ending the job"]
+    assert job.errors(within_s=5) == [f"pipeinfer: rank {victim} ({about}) died of SIGKILL; ending the job"]
     assert all(rank.returncode for rank in job.ranks)
 
 
@@ -148,7 +155,8 @@ def test_a_request_to_stop_reaches_rank_0_and_goodbyes_are_no_deaths(start: Call
 
 
 def test_the_sentinel_ignores_signals_and_leaves_with_rank_0(tmp_path: Path) -> None:
-    watch = start_watch(0, 1, lambda meeting: meeting or pytest.fail("no meeting"), os._exit, print)
+    watch = Watch(0, 1, os._exit, print)
+    watch.join([own_place()], lambda meeting: meeting or pytest.fail("no meeting"))
     sentinel = watch._sentinel
     assert sentinel is not None
     time.sleep(0.5)
@@ -160,7 +168,30 @@ def test_the_sentinel_ignores_signals_and_leaves_with_rank_0(tmp_path: Path) -> 
     assert sentinel.poll() == 0
 
 
-def test_strangers_are_turned_away() -> None:
+def test_a_killed_sentinel_is_not_taken_for_a_rank(start: Callable[[str], Job]) -> None:
+    job = start("wait")
+    job.wait_ready()
+    os.kill(sentinel_of(job.ranks[0].pid), signal.SIGKILL)
+    first, *others = job.errors(within_s=10)
+    assert first == "pipeinfer: the watch, the process that notices dead ranks, was killed by SIGKILL; ending the job"
+    assert not any("died" in line for line in others)
+    assert all(rank.returncode for rank in job.ranks)
+
+
+def sentinel_of(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def test_a_rank_that_never_comes_is_named(start: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEINFER_JOIN_TIMEOUT", "2")
+    job = start("absent")
+    assert job.errors(within_s=30) == [f"pipeinfer: rank 2 (host {HOST}) did not join within 2 s; ending the job"]
+    assert job.ranks[0].returncode and job.ranks[1].returncode
+
+
+def head_alone(n_ranks: int) -> tuple[Watch, Meeting]:
+    """Rank 0 and its sentinel, waiting for others."""
     meetings: list[Meeting] = []
 
     def broadcast(meeting: Meeting | None) -> Meeting:
@@ -168,25 +199,96 @@ def test_strangers_are_turned_away() -> None:
         meetings.append(meeting)
         return meeting
 
-    with start_watch(0, 2, broadcast, os._exit, print) as watch:
-        assert watch._sentinel is not None
-        address = ("127.0.0.1", meetings[0].port)
-        hellos = [b'{"token": "wrong", "rank": 1, "host": "x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"7\n", b"\xff\xff", b""]
-        hellos.append(f'{{"token": "{meetings[0].token}", "rank": 2, "host": "x"}}\n'.encode())  # no such rank
-        for hello in hellos:
+    watch = Watch(0, n_ranks, os._exit, print)
+    watch.join([own_place()] * n_ranks, broadcast)
+    return watch, meetings[0]
+
+
+def challenge_of(stranger: socket.socket) -> str:
+    return stranger.makefile("rb").readline().decode().strip()
+
+
+def is_turned_away(stranger: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        while stranger.recv(1000):
+            pass
+    return True
+
+
+def test_strangers_are_turned_away_and_stop_nothing() -> None:
+    """Whatever they say: random bytes, deep JSON, answers with a wrong proof, another rank's or an old one."""
+    rng = random.Random(5)
+    watch, meeting = head_alone(3)
+    with watch:
+        address = ("127.0.0.1", meeting.port)
+        words = [b"[" * 4000 + b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\n", b"\xff\xff\n", b"", b"1 2\n", b"x" * 10_000]
+        words += [rng.randbytes(rng.randrange(1, 600)) + b"\n" for _ in range(200)]
+        words.append(answer("another key", 1, "0" * 32, new_nonce()))
+        for number in (0, 3, 10**8):  # right proofs of ranks that cannot come
             with socket.create_connection(address, timeout=10) as stranger:
-                stranger.sendall(hello)
+                stranger.sendall(answer(meeting.key, number, challenge_of(stranger), new_nonce()))
+                assert is_turned_away(stranger)
+        with socket.create_connection(address, timeout=10) as stranger:
+            old = answer(meeting.key, 1, "0" * 32, new_nonce())  # to a challenge that was somebody else's
+            stranger.sendall(old)
+            assert is_turned_away(stranger)
+        for said in words:
+            with socket.create_connection(address, timeout=10) as stranger, contextlib.suppress(ConnectionError):
+                stranger.sendall(said)
                 stranger.shutdown(socket.SHUT_WR)
-                assert stranger.recv(100) == b""
-        assert watch._sentinel.poll() is None
+                assert is_turned_away(stranger)
+        assert watch._sentinel is not None and watch._sentinel.poll() is None
+        assert _connect(meeting, 1) is not None, "ranks still can come"
+
+
+def test_silent_strangers_are_few_and_keep_nobody_out() -> None:
+    watch, meeting = head_alone(3)
+    with watch, contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", meeting.port))) for _ in range(60)]
+        links = [_connect(meeting, rank) for rank in (1, 2)]
+        assert all(links)
+        # now that all ranks are here, nobody else is: those that waited are turned away, no other can come
+        assert all(map(is_turned_away, strangers))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", meeting.port))
+        assert watch._sentinel is not None and watch._sentinel.poll() is None
+
+
+def test_a_job_on_one_host_listens_on_that_host_alone() -> None:
+    watch, meeting = head_alone(2)
+    with watch:
+        assert meeting.addresses == ("127.0.0.1",)
+        for address in _own_addresses():
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, meeting.port), timeout=10)
+
+
+def test_a_rank_does_not_trust_who_cannot_prove_to_be_the_sentinel() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        heard: list[bytes] = []
+
+        def pretend() -> None:
+            while not heard:
+                link, _ = listener.accept()
+                with link:
+                    link.sendall(b"0" * 32 + b"\n")
+                    heard.append(link.recv(1000))
+                    link.sendall(b"0" * 64 + b"\n")
+            listener.close()
+
+        thread = threading.Thread(target=pretend, daemon=True)
+        thread.start()
+        meeting = Meeting("elsewhere", ("127.0.0.1",), listener.getsockname()[1], "the key")
+        assert _connect(meeting, 1) is None
+        thread.join(timeout=20)
+    assert b"the key" not in heard[0]
 
 
 def test_a_rank_that_comes_after_the_sentinel_ended_does_not_wait_for_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     started = time.monotonic()
-    watch = start_watch(1, 2, lambda _: Meeting("elsewhere", ("127.0.0.1",), port, "token"), os._exit, print)
-    assert not watch.connected
+    assert _connect(Meeting("elsewhere", ("127.0.0.1",), port, "key"), 1) is None
     assert time.monotonic() - started < 5
 
 
@@ -196,10 +298,11 @@ MPI_PROGRAM = """
 import ctypes, os, sys, time
 from pathlib import Path
 from mpi4py import MPI
-from pipeinfer.cluster.watch import start_watch
+from pipeinfer.cluster.watch import Watch, own_place
 
 comm, place, kind = MPI.COMM_WORLD, Path(sys.argv[1]), sys.argv[2]
-watch = start_watch(comm.rank, comm.size, comm.bcast, comm.Abort, print)
+watch = Watch(comm.rank, comm.size, comm.Abort, print)
+watch.join([own_place()] * comm.size, comm.bcast)
 watch.describe(f"stage {comm.rank}")
 comm.Barrier()
 (place / f"pid{comm.rank}").write_text(str(os.getpid()))
@@ -242,7 +345,9 @@ def test_under_mpirun_a_killed_rank_is_named(tmp_path: Path, kind: str, victim: 
     killed = time.monotonic()
     errors = job.communicate(timeout=20)[1]
     assert time.monotonic() - killed < 3
-    assert errors.count(f"pipeinfer: rank {victim} (host {HOST}, stage {victim}) died; ending the job\n") == 1
+    assert (
+        errors.count(f"pipeinfer: rank {victim} (host {HOST}, stage {victim}) died of SIGKILL; ending the job\n") == 1
+    )
     assert errors.count("pipeinfer:") == 1
     assert job.returncode
 

@@ -41,6 +41,7 @@ class Head:
             return 2
         for warning in self.job.warnings:
             complain(warning)
+        flag.orderly = True  # from now on there is a text to be kept
         generation = session.generate(
             self.job,
             self.options,

@@ -6,16 +6,20 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pipeinfer.cli.bus_error import report_bus_errors
 from pipeinfer.cli.context import CLOCK, Context, complain
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import Job, prepare
-from pipeinfer.cli.stop import StopFlag, handle_signals
+from pipeinfer.cli.signals import on_signals
+from pipeinfer.cli.stop import StopFlag, Stopper
 from pipeinfer.cluster.cores import Host, this_host
-from pipeinfer.cluster.launch import check_size
-from pipeinfer.cluster.mpi import Link
-from pipeinfer.cluster.watch import Watch, start_watch
+from pipeinfer.cluster.launch import check_size, end_job, rank_from_environment, size_from_environment
+from pipeinfer.cluster.mpi import Link, abort
+from pipeinfer.cluster.roster import check_alike, own_words, places
+from pipeinfer.cluster.segments import mark_own, sweep
+from pipeinfer.cluster.watch import Watch
 from pipeinfer.errors import UserError
 from pipeinfer.models.ggml import require_exact_kernels
 from pipeinfer.models.tokenizer import Tokenizer
@@ -40,19 +44,28 @@ class Crew:
 
 def run_job(options: RunOptions) -> int:
     """`pipeinfer run`, on every rank; returns the exit code, the same on all of them when the input is at fault."""
-    return start_job(lambda crew: _run(crew, options), options.numerics == "exact", options.verbose)
+    return start_job(lambda crew: _run(crew, options), options, options.numerics == "exact", options.verbose)
 
 
-def start_job(part: Callable[[Crew], int], exact: bool, verbose: bool) -> int:
-    """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code."""
+def start_job(part: Callable[[Crew], int], settings: object, exact: bool, verbose: bool) -> int:
+    """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code.
+
+    `settings`: a dataclass of all that was asked for, which must be the same on every rank. Raises UserError, on every
+    rank and with MPI ended, when ranks do not fit together.
+    """
     if exact:
         require_exact_kernels()  # before anything loads libllama
-    link, flag = Link(), StopFlag()
-    check_size(link.size)
-    with start_watch(link.rank, link.size, link.broadcast, link.abort, lambda reason: flag.set(reason, 1)) as watch:
-        handle_signals(flag, link.rank, watch.ask_stop)
-        hosts = link.all_gather(this_host(socket.gethostname()))
+    flag, end = StopFlag(), partial(end_job, abort=abort)
+    watch = Watch(rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason))
+    stopper = Stopper(flag, watch, end)
+    on_signals(stopper.on_signal)
+    sweep()
+    link = Link()
+    mark_own()
+    _meet(link, watch, settings)
+    with watch:
         try:
+            hosts = link.all_gather(this_host(socket.gethostname()))
             with report_bus_errors(watch.fault):
                 code = part(Crew(link, flag, watch, hosts))
         except Exception:
@@ -60,7 +73,20 @@ def start_job(part: Callable[[Crew], int], exact: bool, verbose: bool) -> int:
                 traceback.print_exc()
             raise  # the watch says it in one line and ends the job
         link.finalize()
-    return code
+    return flag.exit_code or code
+
+
+def _meet(link: Link, watch: Watch, settings: object) -> None:
+    """Join the watch, if the ranks fit together."""
+    try:
+        check_size(link.size)
+        all_words = link.all_gather(own_words(settings))
+        check_alike(all_words)
+    except UserError:
+        link.finalize()
+        watch.close()
+        raise
+    watch.join(places(all_words), link.broadcast)
 
 
 def _run(crew: Crew, options: RunOptions) -> int:

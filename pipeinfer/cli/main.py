@@ -1,83 +1,18 @@
-"""The `pipeinfer` command: dispatches to one file a command and turns errors into one line and an exit code."""
+"""Where the `pipeinfer` command begins: ready for a Ctrl-C before anything that takes time, the imports included."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
-from importlib import import_module
 
-import click
-
-from pipeinfer import __version__
-from pipeinfer.cli.command import Group
-from pipeinfer.cli.streams import settle, take_streams
-from pipeinfer.cluster.launch import exit_together, rank_from_environment
-from pipeinfer.errors import UserError
-
-COMMANDS = {
-    "run": "run:run",
-    "bench": "bench:bench",
-    "models": "models:models",
-    "simulate": "simulate:simulate_command",
-    "record": "record:record_command",
-    "measure": "survey:measure_command",
-    "reproduce": "reproduce:reproduce_command",
-    "timeline": "timeline:timeline",
-}
-"""Of each command the module in `pipeinfer.cli` and its function."""
-
-
-class LazyGroup(Group):
-    """Imports a command when it is called: every rank of a job would pay for what only the others need."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, name = COMMANDS[cmd_name].split(":")
-        command: click.Command = getattr(import_module(f"pipeinfer.cli.{module}"), name)
-        return command
-
-
-def show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:
-    if is_asked and not ctx.resilient_parsing:
-        from pipeinfer.models.build import describe_build
-
-        click.echo(f"pipeinfer {__version__}, {describe_build()}")
-        ctx.exit()
-
-
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
-    help="Show this version and llama.cpp's.",
-)  # fmt: skip
-def cli() -> None:
-    """Generate text with a model spread over MPI ranks, kept busy by speculation."""
+from pipeinfer.cli.signals import end_at_once, on_signals
+from pipeinfer.cli.streams import take_streams
+from pipeinfer.cluster.launch import rank_from_environment
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script. Exit codes: 0, 2 for bad input, 130 after Ctrl-C, 1 for a fault."""
-    speaks = rank_from_environment() == 0
-    if not take_streams():
-        print("pipeinfer: standard output is closed; give it a place, such as > /dev/null", file=sys.stderr)
-        exit_together(2)
-    if not speaks:  # every rank parses the same command line; one prints help, version and usage errors
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (kept for the process)
-    try:
-        code = cli.main(args=arguments, prog_name="pipeinfer", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        if speaks:
-            print(error.format_message(), file=sys.stderr)
-        code = 2
-    except (click.ClickException, UserError) as error:
-        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        if speaks:
-            print(f"pipeinfer: {' '.join(message.split())}", file=sys.stderr)
-        code = 2
-    except click.exceptions.Abort:
-        code = 130
-    exit_together(settle(code if isinstance(code, int) else 0))
+    has_output = take_streams()  # first: a file that is opened shall not take the number of a closed stream
+    on_signals(end_at_once(rank_from_environment()))
+    from pipeinfer.cli.commands import run_command
+
+    run_command(arguments, has_output)

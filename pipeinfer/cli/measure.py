@@ -28,7 +28,7 @@ Plan = tuple[RunOptions, Job]
 def run_sweep(sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
     """`pipeinfer bench`, on every rank; returns the exit code."""
     exact = sweep.base.numerics == "exact"
-    return start_job(lambda crew: _run(crew, sweep, warm_up, output, resume), exact, sweep.base.verbose)
+    return start_job(lambda crew: _run(crew, sweep, warm_up, output, resume), sweep, exact, sweep.base.verbose)
 
 
 def _run(crew: Crew, sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
@@ -90,6 +90,7 @@ class Bench:
         n_left = sum(case.n_left for group in self.groups for case in group.cases)
         self.console.print(f"{n_left} generations to measure, {self.crew.link.size} ranks")
         flag, code = self.crew.flag, 0
+        flag.orderly = True  # what was measured is kept
         with self.progress:
             self.task = self.progress.add_task("loading", total=n_left)
             for group in self.groups:

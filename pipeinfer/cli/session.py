@@ -72,8 +72,8 @@ class Session:
         """Load. Raises UserError, all ranks sent home, when one of them could not: the error of the lowest rank."""
         error = ""
         try:
-            self._stage = load_stage(self.context, self.job, self._go_on)
-            self._drafts = load_drafts(self.context, self.job, self._go_on)
+            self._stage = load_stage(self.context, self.job, lambda fraction: True)
+            self._drafts = load_drafts(self.context, self.job, lambda fraction: True)
             if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
                 complain(NO_AMX)
             if self._stage:
@@ -165,9 +165,6 @@ class Session:
         for model in (self._stage, *self._drafts.values()):
             if model:
                 model.close()
-
-    def _go_on(self, fraction: float) -> bool:
-        return not self.context.flag.reason
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         """One report of every remote rank."""

@@ -1,19 +1,32 @@
-"""Ctrl-C and SIGTERM: rank 0 stops in order and keeps the text; the other ranks leave when rank 0 tells them to."""
+"""Ctrl-C and SIGTERM in a job: rank 0 stops it, in order and with the text kept once there is one."""
 
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from pipeinfer.cli.signals import HEAD_FIRST_S, show_cursor
+from pipeinfer.cluster.handshake import write_line
+from pipeinfer.cluster.watch import Watch
 from pipeinfer.errors import StopRequested
+
+ORDERLY_S = 1.2
+"""How long an orderly stop may take before the job is ended where it stands."""
 
 
 class StopFlag:
-    """Set by a signal or by another rank; `check` turns it into `StopRequested`, once."""
+    """Set by a signal or by another rank; `check` turns it into `StopRequested`, once.
+
+    `orderly`: there is something to keep, so rank 0 stops in order; before, the job is ended where it stands.
+    """
 
     def __init__(self) -> None:
         self.reason = ""
         self.exit_code = 0
+        self.orderly = False
         self._raised = False
 
     def set(self, reason: str, exit_code: int = 1) -> None:
@@ -31,14 +44,35 @@ class StopFlag:
             raise StopRequested(self.reason)
 
 
-def handle_signals(flag: StopFlag, rank: int, ask_head: Callable[[str], object]) -> None:
-    """Rank 0: a first Ctrl-C or SIGTERM asks for an orderly stop. Others leave SIGINT to rank 0 and pass SIGTERM on."""
+@dataclass(frozen=True, slots=True)
+class Stopper:
+    """What a rank of a job does when it is asked to stop. `end` ends all ranks at once."""
 
-    def stop_head(number: int, frame: object) -> None:
-        flag.set("interrupted" if number == signal.SIGINT else "terminated", 128 + number)
+    flag: StopFlag
+    watch: Watch
+    end: Callable[[int], object]
 
-    def stop_other(number: int, frame: object) -> None:
-        ask_head(f"rank {rank} was terminated")
+    def on_signal(self, number: int) -> None:
+        """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes SIGTERM on."""
+        name = "interrupted" if number == signal.SIGINT else "terminated"
+        if self.watch.rank == 0:
+            self._stop(name, 128 + number)
+        elif not self.watch.joined:
+            time.sleep(HEAD_FIRST_S)
+            self.end(128 + number)
+        elif number == signal.SIGTERM:
+            self.watch.ask_stop(f"rank {self.watch.rank} was {name}")
 
-    signal.signal(signal.SIGINT, stop_head if rank == 0 else signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, stop_head if rank == 0 else stop_other)
+    def on_request(self, reason: str) -> None:
+        """On rank 0, when another rank was asked to stop."""
+        if not self.flag.reason:
+            threading.Thread(target=self._stop, args=(reason, 1), daemon=True).start()
+
+    def _stop(self, reason: str, code: int) -> None:
+        self.flag.set(reason, code)
+        self.watch.ask_stop(reason)  # so that the deaths that follow are no news
+        if self.flag.orderly:
+            time.sleep(ORDERLY_S)
+            write_line(f"{reason}; ended where it stood, after {ORDERLY_S:g} s without an orderly end")
+        show_cursor()
+        self.end(code)

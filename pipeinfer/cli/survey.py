@@ -60,7 +60,8 @@ def measure_command(
     options = _options(given)
     from pipeinfer.cli.job import start_job  # initialises MPI
 
-    return start_job(lambda crew: _survey(crew, options, output), options.numerics == "exact", options.verbose)
+    exact = options.numerics == "exact"
+    return start_job(lambda crew: _survey(crew, options, output), options, exact, options.verbose)
 
 
 def _options(given: dict[str, Any]) -> RunOptions:

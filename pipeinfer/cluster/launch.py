@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from pipeinfer.errors import UserError
 
 LAST_TO_LEAVE_S = 0.5
 """Open MPI adds a banner to a failing rank unless it is the last to end."""
+
+HYDRA_KILLS_S = 1.0
+"""How long hydra has to kill a rank that asked for the job's end."""
+
+HYDRA_FORWARDS_S = 0.3
+"""How long hydra has to hand on what ranks have written; once it kills them it forgets the rest."""
+
+HEAD_SPEAKS_S = 4.0
+"""How long rank 0 has to say what is wrong before another rank does."""
 
 RANK_AND_SIZE = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun
@@ -52,10 +63,67 @@ def exit_together(code: int) -> NoReturn:
     Either no rank has initialised MPI, or every rank has finalised it.
     """
     if rank_from_environment() > 0:
-        sys.exit(0)
+        leave(0)
     if code and size_from_environment() > 1:
         time.sleep(LAST_TO_LEAVE_S)
-    sys.exit(code)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with all that it has written.
+
+    Not by way of the interpreter's end: threads of libllama and MPI may still call into what that takes down. But
+    through libc's: in an exit handler MPICH tells its launcher that the end is in order.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    ctypes.CDLL(None).exit(code)
+    os._exit(code)
+
+
+def end_job(code: int, abort: Callable[[int], object] | None = None) -> NoReturn:
+    """End every rank at once with this exit code, without a word, at any moment: before, within and after MPI_Init.
+
+    hydra takes the request from any of its ranks. Under other launchers `abort`, which is MPI's, ends the others, or
+    the launcher does when this process ends.
+    """
+    if (control := _hydra_socket()) is not None:
+        time.sleep(HYDRA_FORWARDS_S)
+        with contextlib.suppress(OSError):
+            os.write(control, b"cmd=abort exitcode=%d\n" % code)
+            time.sleep(HYDRA_KILLS_S)
+    elif abort:
+        abort(code)
+    os._exit(code)
+
+
+def fail_together(code: int, message: str) -> NoReturn:
+    """End a job whose input is wrong with one line: as a rule every rank has found the same and rank 0 says it.
+
+    A rank that finds what rank 0 does not, because its host has another version, speaks for itself.
+    """
+    rank, by_hydra = rank_from_environment(), _hydra_socket() is not None
+    if rank > 0 and not by_hydra:
+        leave(0)
+    if rank > 0:
+        time.sleep(HEAD_SPEAKS_S)  # rank 0's end is this one's
+        message = f"rank {rank} (host {os.uname().nodename}): {message}"
+    print(f"pipeinfer: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    if by_hydra:
+        end_job(code)
+    exit_together(code)
+
+
+def _hydra_socket() -> int | None:
+    """The socket over which hydra (MPICH, Intel MPI) takes requests of the PMI protocol, version 1."""
+    number = os.environ.get("PMI_FD", "")
+    if not number.isdecimal():
+        return None
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/comm") as name:
+        if name.read().startswith("hydra"):  # Slurm sets PMI_FD too and speaks version 2
+            return int(number)
+    return int(number) if "HYDI_CONTROL_FD" in os.environ else None
 
 
 def _rank_and_size(environ: Mapping[str, str] | None) -> tuple[int, int]:

@@ -4,8 +4,10 @@ One message per run and hop on the PIPELINE tag, whose order MPI keeps; verdicts
 cancellations out of band, from the head straight to every stage.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections import deque
@@ -14,7 +16,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
 
+import mpi4py
 import numpy as np
+
+mpi4py.rc(initialize=False, finalize=False)  # `Link` does both, without holding the interpreter's lock
 from mpi4py import MPI
 
 from pipeinfer.cluster.idle import Idle
@@ -322,10 +327,22 @@ def serve(
     return Served(transaction.kind, outbox, ledger)
 
 
+def abort(code: int) -> None:
+    """End all ranks at once, if MPI runs."""
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(code)
+
+
 class Link:
     """This rank's connection to the others, and the collective steps before and after the pipeline runs."""
 
     def __init__(self) -> None:
+        """Start MPI: returns when every rank has come here."""
+        # mpi4py would hold the interpreter's lock, so that a signal could do nothing against a rank that never comes
+        self._mpi = ctypes.CDLL(MPI.__file__)
+        if not MPI.Is_initialized():
+            self._mpi.MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+            MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm: MPI.Comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self._outgoing: list[MPI.Request] = []
@@ -387,12 +404,8 @@ class Link:
         delay_s = clock() - start_s
         return delay_s, theirs_s - (start_s + delay_s / 2)
 
-    def abort(self, code: int) -> None:
-        """End all ranks at once."""
-        self.comm.Abort(code)
-
     def finalize(self) -> None:
         """Leave in order with the others, so that the launcher sees no failure but the exit code."""
         for request in self._outgoing:
             Idle().until(lambda request=request: request.Test() or None)  # type: ignore[misc]
-        MPI.Finalize()
+        self._mpi.MPI_Finalize()

@@ -1,24 +1,18 @@
-"""Notice that a rank died, say which one in one line, and end the job. Knows no MPI and no model.
+"""A rank's end of the watch: notice that a rank died, say which one in one line, and end the job. Knows no MPI.
 
 Launchers kill the rest of a job when a rank dies, but say neither which machine nor which layers are gone, and they
-would kill a thread of ours before it could. So rank 0 starts a *sentinel*: this file as a small process of its own,
-in its own session, out of reach of the launcher's kill. Every rank holds a TCP connection to it (rank 0 a socket pair)
-on which the kernel reports a death at once; keepalive reports a vanished host. Nobody polls.
+would kill a thread of ours before it could. So rank 0 starts a *sentinel*, a small process of its own, before MPI,
+which may wait for a rank that never comes. Every rank holds a TCP connection to it (rank 0 a socket pair) on which the
+kernel reports a death at once; keepalive reports a vanished host. Nobody polls once all are there.
 
     rank 1..n ── TCP ──> sentinel <── socket pair ── rank 0
-
-Messages are JSON objects, one a line. Only the standard library may be imported here: the sentinel runs isolated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
-import json
 import os
-import secrets
-import selectors
 import signal
 import socket
 import struct
@@ -26,62 +20,84 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-EXIT_CODE = 1
-KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 6000}
-"""A vanished host is noticed after 2 + 4 × 1 s; data it never acknowledged after 6 s."""
+from pipeinfer.cluster.handshake import Message, encode, introduce, messages, new_key, title, write_line
+from pipeinfer.cluster.sentinel import ABORT_GRACE_S, EXIT_CODE, keep_alive
 
-HELLO_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 20.0
-ABORT_GRACE_S = 1.0
-"""How long rank 0 has to end the job by MPI before the sentinel kills it, which makes the launcher end the job."""
+HELLO_TIMEOUT_S = 5.0
+JOIN_S = 60.0
+"""How long ranks wait for each other at the start; the environment variable may say otherwise."""
 
-LAUNCHER_GRACE_S = 0.3
-"""How long the launcher has to end the job when a process died: it does so without the many lines of MPI_Abort."""
+JOIN_VARIABLE = "PIPEINFER_JOIN_TIMEOUT"
+HEAD_FIRST_S = 3.0
+"""How much longer the others wait than rank 0, which can name who did not come."""
 
-MAX_LINE_BYTES = 64 * 1024
-Message = dict[str, Any]
+START = "import sys; sys.path.append(sys.argv.pop(1)); from pipeinfer.cluster.sentinel import main; main(*sys.argv[1:])"
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """Where the sentinel listens; rank 0 broadcasts it."""
 
-    host: str
+    place: str
     addresses: tuple[str, ...]
     port: int
-    token: str
+    key: str
 
 
 class Watch:
-    """One rank's link to the sentinel.
+    """One rank's link to the sentinel, made before MPI starts; `join` is the rest of it, once MPI has started.
 
     As a context manager it says goodbye at the end of the block, and reports an exception that leaves the block as this
     rank's fault; `SystemExit` and `KeyboardInterrupt` are goodbyes.
     """
 
-    def __init__(
-        self, rank: int, link: socket.socket | None, abort: Callable[[int], object], on_stop: Callable[[str], object]
-    ) -> None:
+    def __init__(self, rank: int, size: int, end: Callable[[int], object], on_stop: Callable[[str], object]) -> None:
+        """Rank 0 starts the sentinel. `end(code)` ends all ranks, is called from a thread and may return; `on_stop`
+        is called on rank 0, from a thread, when a rank asks for an orderly stop."""
         self.rank = rank
-        self._link = link
-        self._abort = abort
+        self._end_all = end
         self._on_stop = on_stop
+        self._link: socket.socket | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._about = ""
-        self._about_head = _title(0, "", "")
+        self._about_head = title(0, "", "")
         self._closing = False
-        self._sending = threading.RLock()  # a signal handler may interrupt a sender
-        if link is not None:
-            threading.Thread(target=self._listen, args=(link,), name="watch", daemon=True).start()
+        self._sending = threading.RLock()  # a signal's thread may send too
+        self._joined = threading.Event()
+        if rank == 0:
+            self._link, self._sentinel = _start_sentinel(size)
+            self._start(self._listen, self._link)
+        else:
+            self._start(self._await_joining)
 
     @property
     def connected(self) -> bool:
         """False when the sentinel could not be reached: then only the launcher notices this rank's death."""
         return self._link is not None
+
+    @property
+    def joined(self) -> bool:
+        """Whether every rank has come, and the others may be told what happens here."""
+        return self._joined.is_set()
+
+    def join(self, places: Sequence[Place], broadcast: Callable[[Meeting | None], Meeting]) -> None:
+        """Meet the others, on every rank together, before anything slow: loading is watched too.
+
+        `places`: of every rank; `broadcast` hands rank 0's argument to all ranks.
+        """
+        if self.rank == 0:
+            broadcast(self._invite(places))
+        else:
+            self._link = _connect(broadcast(None), self.rank)
+            if self._link:
+                self._start(self._listen, self._link)
+        self._joined.set()
 
     def describe(self, about: str) -> None:
         """What this rank does, for the line about its death: `stage 1, layers 8-15`."""
@@ -89,16 +105,13 @@ class Watch:
         self._send({"about": about})
 
     def ask_stop(self, reason: str) -> None:
-        """Ask rank 0 to stop the job in an orderly way: its `on_stop` is called. Deaths that follow are not reported.
-
-        May be called in a signal handler, on rank 0 too.
-        """
+        """Ask rank 0 to stop the job in an orderly way: its `on_stop` is called. Later deaths are not reported."""
         self._send({"stop": reason})
 
     def fault(self, message: str) -> None:
         """Report why this rank cannot go on, once, and end the job. Does not return."""
         if not self._send({"fault": message}):
-            _write_line(f"{_title(self.rank, socket.gethostname(), self._about)}: {message}")
+            write_line(f"{title(self.rank, socket.gethostname(), self._about)}: {message}")
             self._end()
         time.sleep(2 * ABORT_GRACE_S)
         self._end()
@@ -108,6 +121,7 @@ class Watch:
         if self._closing:
             return
         self._closing = True
+        self._joined.set()
         self._send({"bye": True})
         if self._sentinel is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -121,33 +135,75 @@ class Watch:
             self.fault(f"{kind.__name__}: {error}")
         self.close()
 
+    def _invite(self, places: Sequence[Place]) -> Meeting:
+        """Open the door, to this host alone if all ranks are here, and hand it to the sentinel."""
+        assert self._link
+        key, alone = new_key(), len({place.where for place in places}) == 1
+        word = encode({"key": key, "size": len(places), "hosts": [place.host for place in places]})
+        if len(places) == 1:
+            self._link.sendall(word)
+            return Meeting("", (), 0, "")
+        with _listener(len(places), alone) as listener:
+            socket.send_fds(self._link, [word], [listener.fileno()])
+            addresses = ("127.0.0.1",) if alone else (*_own_addresses(), places[0].host)
+            return Meeting(places[0].where, addresses, listener.getsockname()[1], key)
+
+    def _start(self, what: Callable[..., object], *arguments: Any) -> None:
+        threading.Thread(target=what, args=arguments, name="watch", daemon=True).start()
+
     def _send(self, message: Message) -> bool:
         if self._link is None:
             return False
         try:
             with self._sending:
-                self._link.sendall(_encode(message))
+                self._link.sendall(encode(message))
         except OSError:
             return False
         return True
 
+    def _await_joining(self) -> None:
+        """MPI may wait for ever for a rank that ended before: rank 0's sentinel says so, if rank 0 has come."""
+        limit_s = join_limit_s() + HEAD_FIRST_S
+        if not self._joined.wait(limit_s):
+            here = title(self.rank, socket.gethostname(), "")
+            write_line(
+                f"{here} has waited {limit_s:g} s for the other ranks to join, and rank 0 says nothing; ending the job"
+            )
+            self._end()
+
     def _listen(self, link: socket.socket) -> None:
-        for message in _messages(link):
-            if "stop" in message:
-                self._on_stop(message["stop"])
-            elif "head" in message:
-                self._about_head = message["head"]
-            elif "bye" in message:
-                return
-            elif "end" in message:
-                self._leave()
-        if self._closing:
-            return
+        lost = "ended"
+        try:
+            for message in messages(link):
+                if "stop" in message:
+                    self._on_stop(message["stop"])
+                elif "head" in message:
+                    self._about_head = message["head"]
+                elif "bye" in message:
+                    return
+                elif "end" in message:
+                    self._leave()
+        except OSError as error:
+            lost = f"cannot be reached any more ({error.strerror or error})"
+        if not self._closing:
+            self._lost_sentinel(lost)
+
+    def _lost_sentinel(self, how: str) -> None:
+        """Rank 0 says what became of its sentinel; the others only when rank 0 does not."""
         if self.rank == 0:
-            _write_line("the process that watches the ranks was killed; ending the job")
-        elif self.rank == 1:
-            _write_line(f"{self._about_head} died; ending the job")
+            write_line(f"the watch, the process that notices dead ranks,{self._sentinel_end()}; ending the job")
+            self._end()
+        time.sleep(2 * ABORT_GRACE_S)
+        if self.rank == 1:
+            write_line(f"the watch on the host of {self._about_head} {how}, and rank 0 says nothing; ending the job")
         self._end()
+
+    def _sentinel_end(self) -> str:
+        assert self._sentinel
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._sentinel.wait(timeout=ABORT_GRACE_S)
+            return f" was killed by {signal.Signals(-code).name}" if code < 0 else f" ended with exit code {code}"
+        return " does not answer"
 
     def _leave(self) -> None:
         """The job ends: rank 0 does it through MPI; the others wait for that, but not for long."""
@@ -160,62 +216,60 @@ class Watch:
         with contextlib.suppress(OSError):  # MPI_Abort prints a line of its own; ours has been printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            self._abort(EXIT_CODE)
+            self._end_all(EXIT_CODE)
         finally:
             os._exit(EXIT_CODE)
 
 
-def start_watch(
-    rank: int,
-    size: int,
-    broadcast: Callable[[Meeting | None], Meeting],
-    abort: Callable[[int], object],
-    on_stop: Callable[[str], object],
-) -> Watch:
-    """Start the watch on every rank together, before anything slow: loading is watched too.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is. `where` differs between hosts, also of one name, and between networks of one host."""
 
-    `broadcast` hands rank 0's argument to all ranks; `abort` is MPI's and is called from a thread; `on_stop(reason)` is
-    called on rank 0, from a thread, when a rank asks for an orderly stop.
-    """
-    if rank > 0:
-        return Watch(rank, _connect(broadcast(None), rank), abort, on_stop)
-    with _listener(size) as listener:
-        host = socket.gethostname()
-        meeting = Meeting(host, (*_own_addresses(), host), listener.getsockname()[1], secrets.token_hex(16))
-        link, sentinel = _start_sentinel(listener, meeting.token, size)
-    broadcast(meeting)
-    watch = Watch(0, link, abort, on_stop)
-    watch._sentinel = sentinel
-    return watch
+    host: str
+    where: str
 
 
-def _start_sentinel(listener: socket.socket, token: str, size: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def own_place() -> Place:
+    where = socket.gethostname()
+    with contextlib.suppress(OSError):
+        where += Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
+    return Place(socket.gethostname(), where)
+
+
+def join_limit_s() -> float:
+    """Seconds that ranks wait for each other at the start."""
+    with contextlib.suppress(ValueError):
+        return max(1.0, float(os.environ.get(JOIN_VARIABLE, JOIN_S)))
+    return JOIN_S
+
+
+def _start_sentinel(size: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
+    root = str(Path(__file__).parents[2])
+    about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s()]
     with theirs:
-        fds = (listener.fileno(), theirs.fileno())
-        command = [sys.executable, "-I", "-S", os.path.abspath(__file__), *map(str, fds), str(os.getpid()), str(size)]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, start_new_session=True
-        )
-    # The token travels on the socket pair: command lines are public.
-    ours.sendall(_encode({"token": token, "host": socket.gethostname()}))
+            [sys.executable, "-I", "-S", "-c", START, root, *map(str, about)], stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
+        )  # fmt: skip
     return ours, process
 
 
 def _connect(meeting: Meeting, rank: int) -> socket.socket | None:
-    host = socket.gethostname()
-    addresses = (("127.0.0.1",) if host == meeting.host else ()) + meeting.addresses
-    hello = _encode({"token": meeting.token, "rank": rank, "host": host})
+    """A link on which each end has proved to the other that it is of this job; None when there is no way to it."""
+    here = own_place().where == meeting.place
+    addresses = tuple(dict.fromkeys(("127.0.0.1",) * here + meeting.addresses))
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     refused: set[str] = set()  # for good: the sentinel has listened since before the meeting was broadcast
     while time.monotonic() < deadline and not refused.issuperset(addresses):
         for address in addresses:
             try:
                 link = socket.create_connection((address, meeting.port), timeout=HELLO_TIMEOUT_S)
-                _keep_alive(link)
-                link.sendall(hello)
-                if link.recv(1) == b"\n":  # the sentinel's welcome: an empty line
+                if introduce(link, meeting.key, rank):
+                    keep_alive(link)
                     link.settimeout(None)
+                    if here:
+                        link.sendall(encode({"pid": os.getpid()}))
                     return link
                 link.close()
             except ConnectionRefusedError:
@@ -226,165 +280,9 @@ def _connect(meeting: Meeting, rank: int) -> socket.socket | None:
     return None
 
 
-# The sentinel ---------------------------------------------------------------------------------------------------------
-
-
-class Sentinel:
-    """The process that holds a connection to every rank and speaks for those that died."""
-
-    def __init__(self, listener: socket.socket, head: socket.socket, head_pid: int, size: int) -> None:
-        self._listener = listener
-        self._head_pid = head_pid
-        self._size = size
-        self._token = ""
-        self._links: dict[int, socket.socket] = {0: head}
-        self._hosts = {0: ""}
-        self._abouts: dict[int, str] = {}
-        self._partial: dict[socket.socket, bytes] = {}
-        self._stopping = False
-        # epoll reports in the order of the events: the first to die comes first, even if the launcher killed the others
-        # before we woke.
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(head, selectors.EVENT_READ, 0)
-
-    def run(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.data is None:
-                    self._welcome(key.fileobj)  # type: ignore[arg-type]
-                else:
-                    self._receive(key.data)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            link, _ = self._listener.accept()
-            _keep_alive(link)
-            self._selector.register(link, selectors.EVENT_READ, None)
-
-    def _welcome(self, link: socket.socket) -> None:
-        """Let a rank in that knows the token; drop everybody else at the first thing they send."""
-        self._selector.unregister(link)
-        try:
-            link.settimeout(HELLO_TIMEOUT_S)
-            hello = json.loads(link.recv(4096))
-            rank = hello["rank"]
-            if not hmac.compare_digest(hello["token"], self._token) or rank in self._links or not 0 < rank < self._size:
-                raise ValueError("not one of us")
-            self._hosts[rank] = hello["host"]
-            link.sendall(b"\n" + _encode({"head": self._title(0)}))
-        except (OSError, ValueError, KeyError, TypeError):
-            link.close()
-            return
-        self._links[rank] = link
-        self._selector.register(link, selectors.EVENT_READ, rank)
-
-    def _receive(self, rank: int) -> None:
-        link = self._links[rank]
-        try:
-            data = link.recv(MAX_LINE_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            self._end("" if self._stopping else f"{self._who_died(rank)} died; ending the job", died=True)
-        *lines, self._partial[link] = (self._partial.get(link, b"") + data).split(b"\n")
-        for line in lines:
-            self._handle(rank, json.loads(line))
-
-    def _handle(self, rank: int, message: Message) -> None:
-        if "fault" in message:
-            self._end(f"{self._title(rank)}: {message['fault']}", died=False)
-        elif "stop" in message:
-            self._stopping = True
-            self._tell(0, message)
-        elif "about" in message:
-            self._abouts[rank] = message["about"]
-            if rank == 0:
-                self._tell_all({"head": self._title(0)})
-        elif "token" in message:  # rank 0's first message; now the others may come
-            self._token, self._hosts[0] = message["token"], message["host"]
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-        elif "bye" in message:
-            if rank == 0:
-                self._tell_all(message)
-                os._exit(0)
-            self._tell(rank, message)
-            self._selector.unregister(self._links[rank])
-
-    def _end(self, line: str, died: bool) -> None:
-        if line:
-            _write_line(line)
-        self._tell_all({"end": True})
-        if died:
-            self._await_head(LAUNCHER_GRACE_S)
-        self._tell(0, {"end": True})
-        self._await_head(ABORT_GRACE_S)
-        if os.getppid() == self._head_pid:
-            os.kill(self._head_pid, signal.SIGKILL)
-        os._exit(EXIT_CODE)
-
-    def _await_head(self, timeout_s: float) -> None:
-        """Until rank 0 has ended. The launcher waits for us, the last to hold its pipe, so go as soon as possible."""
-        head = self._links[0]
-        head.settimeout(timeout_s)
-        with contextlib.suppress(OSError):
-            while head.recv(MAX_LINE_BYTES):
-                pass
-
-    def _tell(self, rank: int, message: Message) -> None:
-        with contextlib.suppress(OSError):
-            self._links[rank].send(_encode(message), socket.MSG_DONTWAIT)
-
-    def _tell_all(self, message: Message) -> None:
-        for rank in self._links:
-            if rank > 0:
-                self._tell(rank, message)
-
-    def _who_died(self, rank: int) -> str:
-        """A rank may die before it has joined; then the launcher's kill of another one is all we see."""
-        absent = ", ".join(str(other) for other in range(self._size) if other not in self._links)
-        return f"{self._title(rank)}, or a rank that had not joined yet ({absent})," if absent else self._title(rank)
-
-    def _title(self, rank: int) -> str:
-        return _title(rank, self._hosts[rank], self._abouts.get(rank, ""))
-
-
-# What both ends need --------------------------------------------------------------------------------------------------
-
-
-def _title(rank: int, host: str, about: str) -> str:
-    details = ", ".join(part for part in (host and f"host {host}", about) if part)
-    return f"rank {rank} ({details})" if details else f"rank {rank}"
-
-
-def _write_line(text: str) -> None:
-    """One line in one system call: it cannot be torn, nor wait in a buffer for a process that is being killed."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"pipeinfer: {' '.join(text.split())}\n".encode())
-
-
-def _encode(message: Message) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _messages(link: socket.socket) -> Iterator[Message]:
-    """Messages until the other end closes or is gone."""
-    with contextlib.suppress(OSError), link.makefile("rb") as lines:
-        for line in lines:
-            if line.endswith(b"\n") and line != b"\n":
-                yield json.loads(line)
-
-
-def _keep_alive(link: socket.socket) -> None:
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):  # macOS lacks some
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _listener(size: int) -> socket.socket:
+def _listener(size: int, alone: bool) -> socket.socket:
+    if alone:
+        return socket.create_server(("127.0.0.1", 0), backlog=size + 16)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=size + 16)
@@ -392,7 +290,7 @@ def _listener(size: int) -> socket.socket:
 
 
 def _own_addresses() -> list[str]:
-    """The IPv4 address of every interface that has one, loopback last left out."""
+    """The IPv4 address of every interface that has one, without loopback."""
     siocgifaddr = 0x8915  # Linux
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -401,13 +299,3 @@ def _own_addresses() -> list[str]:
                 reply = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", name.encode()[:15]))
                 addresses.append(socket.inet_ntoa(reply[20:24]))
     return [address for address in addresses if not address.startswith("127.")]
-
-
-def _sentinel_main(listener_fd: int, head_fd: int, head_pid: int, size: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
-    Sentinel(socket.socket(fileno=listener_fd), socket.socket(fileno=head_fd), head_pid, size).run()
-
-
-if __name__ == "__main__":
-    _sentinel_main(*map(int, sys.argv[1:]))

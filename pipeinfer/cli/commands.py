@@ -1,0 +1,80 @@
+"""The commands: dispatches to one file a command and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+from pipeinfer import __version__
+from pipeinfer.cli.command import Group
+from pipeinfer.cli.streams import settle
+from pipeinfer.cluster.launch import exit_together, fail_together, rank_from_environment
+from pipeinfer.errors import UserError
+
+COMMANDS = {
+    "run": "run:run",
+    "bench": "bench:bench",
+    "models": "models:models",
+    "simulate": "simulate:simulate_command",
+    "record": "record:record_command",
+    "measure": "survey:measure_command",
+    "reproduce": "reproduce:reproduce_command",
+    "timeline": "timeline:timeline",
+}
+"""Of each command the module in `pipeinfer.cli` and its function."""
+
+
+class LazyGroup(Group):
+    """Imports a command when it is called: every rank of a job would pay for what only the others need."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name].split(":")
+        command: click.Command = getattr(import_module(f"pipeinfer.cli.{module}"), name)
+        return command
+
+
+def show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not ctx.resilient_parsing:
+        from pipeinfer.models.build import describe_build
+
+        click.echo(f"pipeinfer {__version__}, {describe_build()}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
+    help="Show this version and llama.cpp's.",
+)  # fmt: skip
+def cli() -> None:
+    """Generate text with a model spread over MPI ranks, kept busy by speculation."""
+
+
+def run_command(arguments: Sequence[str] | None, has_output: bool) -> NoReturn:
+    """Run one command and end the process with its exit code."""
+    if not has_output:
+        fail_together(2, "standard output is closed; give it a place, such as > /dev/null")
+    # every rank parses the same command line; one prints help and version
+    if rank_from_environment() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (kept for the process)
+    try:
+        code = cli.main(args=arguments, prog_name="pipeinfer", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        if rank_from_environment() == 0:
+            print(error.format_message(), file=sys.stderr)
+        code = 2
+    except click.ClickException as error:
+        fail_together(2, error.format_message())
+    except UserError as error:
+        fail_together(2, str(error))
+    exit_together(settle(code if isinstance(code, int) else 0))

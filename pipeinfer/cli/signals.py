@@ -1,0 +1,61 @@
+"""SIGINT and SIGTERM at any moment, also while C code runs that never returns to Python, as MPI_Init may.
+
+The interpreter's own handlers run between two Python instructions of the main thread, which may be minutes away. So the
+byte that Python writes for every signal wakes a thread. Imports next to nothing: it is there before all else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from pipeinfer.cluster.launch import end_job
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HEAD_FIRST_S = 0.3
+"""How much longer another rank waits than rank 0, which tells the watch that what follows is no death."""
+
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+def on_signals(act: Callable[[int], object]) -> None:
+    """Call `act(number)`, in a thread, for every SIGINT and SIGTERM from now on. Asked for by the main thread."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    threading.Thread(target=_listen, args=(reading, act), name="signals", daemon=True).start()
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: None)  # the default would raise KeyboardInterrupt anywhere
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # scripts/pipeinfer has held them back
+    if before >= 0:
+        os.close(before)  # ends the thread that listened before
+
+
+def end_at_once(rank: int) -> Callable[[int], None]:
+    """What a process does on a signal before it is part of a job, or without one: nothing is there to be kept."""
+
+    def end(number: int) -> None:
+        if rank > 0:
+            time.sleep(HEAD_FIRST_S)
+        show_cursor()
+        end_job(128 + number)
+
+    return end
+
+
+def show_cursor() -> None:
+    """A progress bar may have hidden it."""
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            os.write(2, SHOW_CURSOR)
+
+
+def _listen(reading: int, act: Callable[[int], object]) -> None:
+    with open(reading, "rb", buffering=0) as numbers:
+        while number := numbers.read(1):
+            if number[0] in SIGNALS:
+                act(number[0])

@@ -1,0 +1,88 @@
+"""How a process of this host ended, and which ranks live here. Knows /proc and pidfds; standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import struct
+import time
+from pathlib import Path
+
+from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
+
+INFO_LAYOUT = "QQ11IiQ"  # struct pidfd_info up to its exit code; the kernel takes any longer buffer
+INFO_BYTES = struct.calcsize(INFO_LAYOUT)
+GET_INFO = 3 << 30 | INFO_BYTES << 16 | 0xFF << 8 | 11  # PIDFD_GET_INFO, Linux 6.13
+INFO_EXIT = 1 << 3  # PIDFD_INFO_EXIT, Linux 6.15
+LOOK_S = 0.15
+
+
+class Process:
+    """A process of this host that somebody else waits for."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = -1
+        with contextlib.suppress(OSError, AttributeError):  # macOS has no pidfds
+            self._fd = os.pidfd_open(pid)
+
+    def how_it_ended(self) -> str:
+        """` of SIGKILL`, ` with exit code 3`, or nothing where it cannot be known, or it lives."""
+        if self._fd < 0 or not select.select([self._fd], [], [], LOOK_S)[0]:
+            return ""
+        deadline = time.monotonic() + LOOK_S
+        while (status := self._status()) is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return "" if status is None else _in_words(status)
+
+    def is_alive(self) -> bool:
+        return self._fd >= 0 and not select.select([self._fd], [], [], 0)[0]
+
+    def _status(self) -> int | None:
+        """Its wait status: before its parent has asked for it from /proc, then from the kernel's memory of it."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] in "ZX" and self.pid:
+                return int(fields[49])
+        with contextlib.suppress(OSError):
+            info = bytearray(struct.pack(INFO_LAYOUT, INFO_EXIT, *[0] * 14))
+            fcntl.ioctl(self._fd, GET_INFO, info)
+            mask, *_, exit_code, _ = struct.unpack(INFO_LAYOUT, info)
+            if mask & INFO_EXIT:
+                return int(exit_code)
+        return None
+
+
+def ranks_beside(pid: int) -> set[int]:
+    """The ranks of the same job that live on this host: processes with the same launcher as `pid`, one of them."""
+    parent, found = _parent(pid), set[int]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        other = int(folder.name)
+        if _parent(other) != parent:
+            continue
+        with contextlib.suppress(OSError):
+            pairs = (entry.partition(b"=") for entry in (folder / "environ").read_bytes().split(b"\0"))
+            environ = {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, _, value in pairs}
+            if size_from_environment(environ) > 1:
+                found.add(rank_from_environment(environ))
+    return found
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        return int(parent) if state not in "ZX" else 0
+    return 0
+
+
+def _in_words(status: int) -> str:
+    if os.WIFEXITED(status):
+        return f" with exit code {os.WEXITSTATUS(status)}"
+    number = os.WTERMSIG(status)
+    try:
+        return f" of {signal.Signals(number).name}"
+    except ValueError:
+        return f" of signal {number}"

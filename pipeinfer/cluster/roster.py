@@ -1,0 +1,58 @@
+"""Who takes part in a job: what each rank says of itself at the start, and whether they fit together. Knows no MPI."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pipeinfer
+from pipeinfer.cluster.watch import Place, own_place
+from pipeinfer.errors import UserError
+
+Words = tuple[str, str, str, dict[str, str]]
+"""(version, host, where it is, what it was asked for by name): plain data, which another version can read too."""
+
+SHOWN = 60
+
+
+def own_words(settings: object) -> Words:
+    """What this rank says; `settings`: a dataclass of what it was asked for."""
+    assert is_dataclass(settings)
+    place, asked = own_place(), {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
+    return version_text(), place.host, place.where, asked
+
+
+def places(all_words: Sequence[Words]) -> list[Place]:
+    return [Place(host, where) for _, host, where, _ in all_words]
+
+
+def version_text() -> str:
+    """The version and, as not every change gets one, a digest of the program's files."""
+    root = Path(pipeinfer.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return f"{pipeinfer.__version__} ({digest.hexdigest()[:8]})"
+
+
+def check_alike(all_words: Sequence[Words]) -> None:
+    """Raises UserError when a rank has another version of the program than rank 0, or was asked something else."""
+    our_version, our_host, _, ours = all_words[0]
+    for rank, (version, host, _, theirs) in enumerate(all_words):
+        if version != our_version:
+            raise UserError(
+                f"rank {rank} (host {host}) runs pipeinfer {version} and rank 0 (host {our_host}) {our_version}; "
+                "install the same on every host"
+            )
+        for name in sorted(ours.keys() | theirs.keys()):
+            if theirs.get(name) != ours.get(name):
+                raise UserError(
+                    f"rank {rank} (host {host}) was started with {name} {_shown(theirs.get(name))} and rank 0 "
+                    f"(host {our_host}) with {_shown(ours.get(name))}; give every rank the same command line"
+                )
+
+
+def _shown(text: str | None) -> str:
+    return "nothing" if text is None else text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

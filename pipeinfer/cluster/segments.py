@@ -1,0 +1,70 @@
+"""Shared memory that MPI leaves in /dev/shm when its ranks are killed, about 1 MB a rank: marked, found and removed.
+
+Every rank marks the segments it maps, so that a later start on this host knows them as this program's. Nothing is
+removed that a living process maps. Knows /proc; standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+FOLDER = Path("/dev/shm")
+MARK = "user.pipeinfer"  # an extended attribute; tmpfs has them since Linux 6.6, before nothing is marked or swept
+
+
+def segments_of(pid: int) -> set[Path]:
+    """The segments that a process of this user maps now."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+            name = line.partition(f" {FOLDER}/")[2]
+            if name and not name.endswith(" (deleted)"):
+                found.add(FOLDER / name)
+    return found
+
+
+def mark_own() -> None:
+    """Mark what this process maps as this program's, in this process namespace: elsewhere we see no other's maps."""
+    with contextlib.suppress(OSError, AttributeError):
+        for path in segments_of(os.getpid()):
+            os.setxattr(path, MARK, _namespace())
+
+
+def sweep() -> None:
+    """Remove what killed jobs of this user left on this host."""
+    with contextlib.suppress(OSError, AttributeError):
+        remove_dead(path for path in FOLDER.iterdir() if _is_marked(path))
+
+
+def remove_dead(paths: Iterable[Path]) -> bool:
+    """Remove those that no living process maps; True when all of them are gone."""
+    left = {path for path in paths if path.exists()}
+    if not left:
+        return True
+    used = set[Path]().union(*(segments_of(pid) for pid in _own_processes()))
+    for path in left - used:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return not left & used
+
+
+def _is_marked(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_uid == os.getuid() and os.getxattr(path, MARK) == _namespace()
+    return False
+
+
+def _namespace() -> bytes:
+    return os.readlink("/proc/self/ns/pid").encode()
+
+
+def _own_processes() -> list[int]:
+    owned = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.getuid():
+                owned.append(int(folder.name))
+    return owned
