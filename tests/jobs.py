@@ -27,7 +27,12 @@ def launcher(n_ranks: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
+    return os.environ | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(ROOT / ".pytest_cache"),  # what is kept of test models is not the user's
+    }
 
 
 def start(n_ranks: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:

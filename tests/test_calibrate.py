@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.calibrate import ROWS, largest_question, slowest_stage, time_rows
+from pipeinfer.cluster.calibrate import ROWS, largest_question, recall_rows, slowest_stage, time_rows
 from pipeinfer.interfaces import Batch, FloatArray
+from pipeinfer.kept import Kept
 from tests.toy import ToyStage
 
 
@@ -65,3 +67,59 @@ class DearStage(ToyStage):
 def test_sizes_that_cost_too_much_are_not_timed() -> None:
     stage = DearStage(0, 2, False, n_cells=64)
     assert time_rows(stage, lambda: stage.elapsed_s, budget_s=1000) == {1: 1, 2: 2, 3: 3, 4: 4}
+
+
+class CountingStage(ToyStage):
+    """A run of any size takes `run_s`."""
+
+    elapsed_s, n, run_s = 0.0, 0, 1e-3
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        self.n += 1
+        self.elapsed_s += self.run_s
+        return super().evaluate(batch, stop)
+
+
+def recall(kept: Kept, run_s: float, name: str = "m") -> tuple[dict[int, float], int]:
+    """What is found, and how many evaluations it took."""
+    stage = CountingStage(0, 2, False, n_cells=64)
+    stage.run_s = run_s
+    return recall_rows(stage, lambda: stage.elapsed_s, kept, name), stage.n
+
+
+def test_what_was_timed_is_kept_and_follows_the_speed_of_now(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    first, n_first = recall(kept, 1e-3)
+    again, n_again = recall(kept, 1e-3)
+    assert tuple(first) == tuple(again) == ROWS and again == pytest.approx(first) and n_again < 5 < n_first
+    slower, n_slower = recall(kept, 3e-3)  # others compute here now
+    assert slower == pytest.approx({n_rows: 3 * seconds for n_rows, seconds in first.items()}) and n_slower < 5
+    _, n_other = recall(kept, 1e-3, "another model")
+    assert n_other == n_first
+
+
+def test_what_was_timed_on_a_busy_host_is_timed_anew(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    recall(kept, 1e-3)
+    faster, n = recall(kept, 1e-4)
+    assert n > 5 and recall(kept, 1e-4)[0] == pytest.approx(faster)
+
+
+@pytest.mark.parametrize("junk", [[], "x", {"1": 0.0}, {"1": "a"}, {"2": 1.0}, {"1": 1.0, "5": 1.0}, {"1": 1e999}])
+def test_a_kept_value_that_is_no_cost_is_timed_anew(tmp_path: Path, junk: object) -> None:
+    kept = Kept(tmp_path)
+    kept.put("m", junk)
+    found, n = recall(kept, 1e-3)
+    assert tuple(found) == ROWS and n > 5
+
+
+def test_a_table_that_a_disturbance_cut_short_is_not_kept(tmp_path: Path) -> None:
+    class DisturbedOnce(CountingStage):
+        def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+            if len(batch.tokens) == 3 and self.n < 8:
+                self.elapsed_s += 0.05
+            return super().evaluate(batch, stop)
+
+    stage, kept = DisturbedOnce(0, 2, False, n_cells=64), Kept(tmp_path)
+    assert max(recall_rows(stage, lambda: stage.elapsed_s, kept, "m")) == 3
+    assert kept.get("m") is None

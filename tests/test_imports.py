@@ -57,3 +57,28 @@ def test_one_file_imports_mpi() -> None:
 def test_importing_the_package_and_its_command_does_not_start_mpi() -> None:
     code = "import sys, pipeinfer.cli.commands; sys.exit('mpi4py' in sys.modules or 'llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_rank_imports_only_what_it_needs() -> None:
+    """Every rank of a job pays for its imports."""
+    code = """
+import sys
+import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.cli.job, pipeinfer.cli.worker
+from pipeinfer.models.ggml import load_library
+load_library()
+heavy = {"rich", "matplotlib", "jinja2", "gguf", "pipeinfer.cli.bench", "pipeinfer.cli.head", "llama_cpp.llama"}
+sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_llama_cpp_can_still_be_imported_whole() -> None:
+    code = """
+from pipeinfer.models.ggml import load_library
+library = load_library()
+import llama_cpp
+assert llama_cpp.Llama and llama_cpp.llama_cpp is library
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ from pipeinfer.cluster.roster import check_alike, own_words, places
 from pipeinfer.cluster.segments import mark_own, sweep
 from pipeinfer.cluster.watch import Watch
 from pipeinfer.errors import UserError
-from pipeinfer.models.ggml import require_exact_kernels
+from pipeinfer.models.ggml import load_library, require_exact_kernels
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.trace import Tracer
 
@@ -87,6 +87,13 @@ def _meet(link: Link, watch: Watch, settings: object) -> None:
         watch.close()
         raise
     watch.join(places(all_words), link.broadcast)
+
+
+def _get_ready() -> None:
+    """What every other rank can do while rank 0 plans."""
+    import pipeinfer.cli.worker  # noqa: F401
+
+    load_library()
 
 
 def _run(crew: Crew, options: RunOptions) -> int:

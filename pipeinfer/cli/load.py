@@ -6,15 +6,18 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pipeinfer import __version__
 from pipeinfer.cli.context import CLOCK, Context, complain
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
 from pipeinfer.cli.values import ALL_LAYERS, AUTO_LAYERS
+from pipeinfer.cluster.calibrate import recall_rows, time_rows
 from pipeinfer.cluster.pace import Courier, LoadedModel, PacedStage
 from pipeinfer.cluster.stage import DraftWorker, StageWorker
 from pipeinfer.drafting import ModelDrafter
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Pipeline
+from pipeinfer.kept import user_kept
 from pipeinfer.models.ggml import load_library
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
 from pipeinfer.models.llama import LlamaParams, LlamaStage
@@ -93,6 +96,22 @@ def _load_draft(context: Context, job: Job, number: int, on_progress: Progress) 
     )
     model = LlamaStage(open_slice(info, 0, info.n_layer, None), params, on_progress)
     return PacedStage(model, job.pace.drafts[number], CLOCK) if job.pace else model
+
+
+def time_loaded(context: Context, job: Job, model: LoadedModel, draft: int | None = None) -> dict[int, float]:
+    """What rows cost a loaded model: the stage of this rank, or the draft of that number. Paced ones are timed anew."""
+    if job.pace:
+        return time_rows(model, CLOCK)
+    rank, options = context.rank, context.options
+    if draft is None:
+        index = job.plan.stage_of(rank)
+        assert index is not None, f"rank {rank} has a model and no stage"
+        part = f"{job.fingerprint} {job.plan.stages[index].layers} {options.numerics}"
+    else:
+        part = f"{job.drafts[draft].fingerprint} whole fast"
+    where = f"{job.hosts[rank].name}, {job.hosts[rank].n_cores} cores, {job.threads[rank]} threads"
+    name = f"rows: {part}, {where}, -ngl {options.n_gpu_layers}, pipeinfer {__version__}"
+    return recall_rows(model, CLOCK, user_kept(), name)
 
 
 def make_drafter(job: Job, model: LoadedModel, couple: bool) -> ModelDrafter:

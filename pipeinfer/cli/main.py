@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from pipeinfer.cli.signals import end_at_once, on_signals
@@ -13,6 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script. Exit codes: 0, 2 for bad input, 130 after Ctrl-C, 1 for a fault."""
     has_output = take_streams()  # first: a file that is opened shall not take the number of a closed stream
     on_signals(end_at_once(rank_from_environment()))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start a thread a core, and nothing here uses them
     from pipeinfer.cli.commands import run_command
 
     run_command(arguments, has_output)

@@ -16,10 +16,11 @@ from pipeinfer.cli.load import (
     make_drafter,
     make_refiner,
     make_worker,
+    time_loaded,
 )
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import N_GUESS_ROWS, Job
-from pipeinfer.cluster.calibrate import largest_question, slowest_stage, time_rows
+from pipeinfer.cluster.calibrate import largest_question, slowest_stage
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.mpi import HeadPipeline
 from pipeinfer.cluster.pace import Courier, LoadedModel
@@ -77,8 +78,12 @@ class Session:
             if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
                 complain(NO_AMX)
             if self._stage:
-                self._costs[0] = time_rows(self._stage, CLOCK)
-            self._refiner_costs = {number: time_rows(draft, CLOCK) for number, draft in self._drafts.items() if number}
+                self._costs[0] = time_loaded(self.context, self.job, self._stage)
+            self._refiner_costs = {
+                number: time_loaded(self.context, self.job, draft, number)
+                for number, draft in self._drafts.items()
+                if number
+            }
         except UserError as caught:
             error = str(caught)
         reports = self._reports()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 
 from pipeinfer.cli.context import CLOCK, Context
-from pipeinfer.cli.load import load_drafts, load_stage, make_courier, make_draft_worker, make_worker
+from pipeinfer.cli.load import load_drafts, load_stage, make_courier, make_draft_worker, make_worker, time_loaded
 from pipeinfer.cli.setup import Job
-from pipeinfer.cluster.calibrate import time_rows
 from pipeinfer.cluster.mpi import serve
 from pipeinfer.cluster.pace import LoadedModel
 from pipeinfer.cluster.stage import StageWorker
@@ -23,11 +22,12 @@ def run_stage(context: Context, job: Job) -> int:
     start_s = ready_s = CLOCK()
     model = None
     try:
-        model = load_stage(context, job, lambda fraction: True)
-        for draft in load_drafts(context, job, lambda fraction: True).values():
-            model = draft
+        model, number = load_stage(context, job, lambda fraction: True), None
+        drafts = load_drafts(context, job, lambda fraction: True)
+        if drafts:
+            ((number, model),) = drafts.items()
         loaded_s = CLOCK() - start_s
-        cost_s = time_rows(model, CLOCK) if model else {}
+        cost_s = time_loaded(context, job, model, number) if model else {}
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
         context.link.report({"loaded_s": loaded_s, "cost_s": cost_s})
     except UserError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from pipeinfer.interfaces import Batch, StageModel
+from pipeinfer.kept import Kept
 from pipeinfer.run_cost import RunCost
 from pipeinfer.runs import KvOp, OpKind
 
@@ -16,6 +19,8 @@ DEAR = 3.0
 """Beyond so many times a single row no run is chosen, and larger ones need not be timed."""
 
 QUESTION_ROWS_MIN = 4
+CREDIBLE = 0.8  # of the kept time of one row: a host that is faster now was busy then
+N_CHECKS = 3  # times that one row is timed to compare
 N_PASSES, PASSES_S = 10, 0.2
 """Further times that each size is timed, as long as no more time has passed: short runs vary the most."""
 
@@ -39,6 +44,36 @@ def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1
             break
         found = {n_rows: min(seconds, _time(model, n_rows, clock)) for n_rows, seconds in found.items()}
     return found
+
+
+def recall_rows(
+    model: StageModel, clock: Callable[[], float], kept: Kept, name: str, budget_s: float = 1.0
+) -> dict[int, float]:
+    """The same as `time_rows`, kept under a name that says all it depends on.
+
+    What was kept is scaled to a single row's time now; it is timed anew when that was longer then: the host was busy.
+    """
+    known = _read(kept.get(name))
+    if known:
+        _evaluate(model, 1)
+        row_s = min(_time(model, 1, clock) for _ in range(N_CHECKS))
+        if row_s >= CREDIBLE * known[1]:
+            return {n_rows: seconds * row_s / known[1] for n_rows, seconds in known.items()}
+    start_s = clock()
+    found = time_rows(model, clock, budget_s)
+    # a disturbance may look like a size that is too dear: that table ends too early to be kept
+    if len(found) == len(ROWS) or max(found.values()) > DEAR * found[1] or clock() - start_s > budget_s:
+        kept.put(name, {str(n_rows): seconds for n_rows, seconds in found.items()})
+    return found
+
+
+def _read(value: Any) -> dict[int, float]:
+    """What `recall_rows` has kept; empty when it is anything else."""
+    if not isinstance(value, dict) or "1" not in value or not value.keys() <= set(map(str, ROWS)):
+        return {}
+    if not all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in value.values()):
+        return {}
+    return {n_rows: value[str(n_rows)] for n_rows in ROWS if str(n_rows) in value}
 
 
 def _time(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:

@@ -49,6 +49,7 @@ class Tag(IntEnum):
     CANCEL = 3
     REPORT = 4  # a rank's progress while loading, its statistics at the end
     CLOCK = 5
+    SHARED = 6  # what rank 0 tells all others
 
 
 N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 64  # room in a transaction, far above what 256 sequences need
@@ -351,8 +352,17 @@ class Link:
         return self.comm.allgather(value)
 
     def broadcast(self, value: T | None) -> T:
-        """Rank 0's value, on every rank."""
-        return self.comm.bcast(value, 0)
+        """Rank 0's value, on every rank. The others leave their cores to rank 0 while they wait, as MPI's would not."""
+        if self.rank:
+            (shared,) = Idle().until(self._next_shared)
+            return shared
+        for rank in range(1, self.size):
+            self._outgoing.append(self.comm.isend((value,), rank, Tag.SHARED))
+        return value  # type: ignore[return-value]
+
+    def _next_shared(self) -> tuple[Any] | None:
+        message = self.comm.improbe(0, Tag.SHARED)
+        return None if message is None else message.recv()
 
     def report(self, value: object) -> None:
         """Send a value to rank 0 without waiting for it to be taken."""

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from collections import deque
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.interfaces import FloatArray, IntArray
+from pipeinfer.kept import user_kept
 from pipeinfer.models.contents import SourceFile
 from pipeinfer.models.gguf_header import Tensor
 from pipeinfer.models.threads import spin_briefly
@@ -37,7 +40,7 @@ def require_exact_kernels() -> None:
 
     Raises RuntimeError when llama_cpp has been imported without it: then exact numerics cannot be had any more.
     """
-    if "llama_cpp" in sys.modules and not _exact_at_load():
+    if "llama_cpp.llama_cpp" in sys.modules and not _exact_at_load():
         raise RuntimeError(f"llama_cpp was loaded before exact numerics were asked for; set {TILED_MM}=0 before")
     if os.environ.setdefault(TILED_MM, "0") != "0":
         raise RuntimeError(f"exact numerics need {TILED_MM}=0, but it is {os.environ[TILED_MM]!r}; unset it")
@@ -54,7 +57,7 @@ def load_library() -> ModuleType:
     """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`)."""
     _exact_at_load()
     spin_briefly(os.environ)
-    import llama_cpp.llama_cpp as library
+    library = _bindings()
 
     @library.llama_log_callback
     def on_log(level: int, text: bytes, _: object) -> None:
@@ -67,6 +70,19 @@ def load_library() -> ModuleType:
     return library
 
 
+def _bindings() -> ModuleType:
+    """llama_cpp's ctypes module, without the package around it: importing that takes longer than loading a small model,
+    and nothing of it is used here."""
+    spec = find_spec("llama_cpp")
+    if "llama_cpp" in sys.modules or spec is None:
+        return import_module("llama_cpp.llama_cpp")
+    sys.modules["llama_cpp"] = module_from_spec(spec)
+    try:
+        return import_module("llama_cpp.llama_cpp")
+    finally:
+        del sys.modules["llama_cpp"]  # whoever imports it gets it whole
+
+
 @cache
 def amx_works() -> bool:
     """False when libggml has kernels for this processor's matrix tiles, and they crash or multiply wrongly.
@@ -77,7 +93,13 @@ def amx_works() -> bool:
     library = load_library()
     if b"AMX_INT8 = 1" not in library.llama_print_system_info():
         return True
-    return probe_amx(Path(str(library.__file__)).parent / "lib")
+    folder = Path(str(library.__file__)).parent / "lib"
+    name, kept = f"amx: {folder} of {folder.stat().st_mtime_ns} on {os.uname().nodename}", user_kept()
+    works = kept.get(name)
+    if not isinstance(works, bool):
+        works = probe_amx(folder)
+        kept.put(name, works)
+    return works
 
 
 def probe_amx(folder: Path) -> bool:

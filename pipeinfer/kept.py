@@ -1,0 +1,62 @@
+"""What was found out once and need not be again: small values by name, a file each, in the user's cache folder.
+
+A value that cannot be read, or was written by something else, is no value; a folder that cannot be written keeps none.
+Knows no model and no cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import UserError
+from pipeinfer.outputs import write_file
+
+N_KEPT = 256
+"""Values that the folder holds at most; the oldest go."""
+BYTES_MAX = 64 * 1024
+
+
+class Kept:
+    """Values in a folder that several processes and hosts may share."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, name: str) -> Any:
+        """The value of that name, as JSON gives it; None if there is none."""
+        path = self._path(name)
+        try:
+            if not path.is_file() or path.stat().st_size > BYTES_MAX:
+                return None
+            entry = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        return entry.get("value") if isinstance(entry, dict) and entry.get("name") == name else None
+
+    def put(self, name: str, value: Any) -> None:
+        """Keep a value that JSON can hold, if the folder can be written."""
+        with contextlib.suppress(OSError, UserError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_file(self._path(name), "a kept value", json.dumps({"name": name, "value": value}).encode())
+            self._forget_oldest()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+
+    def _forget_oldest(self) -> None:
+        with os.scandir(self._folder) as entries:
+            files = [(entry.stat().st_mtime, entry.path) for entry in entries if entry.name.endswith(".json")]
+        for _, path in sorted(files)[: max(0, len(files) - N_KEPT)]:
+            Path(path).unlink(missing_ok=True)
+
+
+def user_kept(environ: Mapping[str, str] = os.environ) -> Kept:
+    """The user's own: under XDG_CACHE_HOME, or ~/.cache."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    return Kept((Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "pipeinfer" / "kept")
