@@ -131,4 +131,4 @@ def test_measure_times_every_draft_and_simulate_takes_it(tmp_path: Path) -> None
 
 def test_bench_refuses_a_team_with_an_empty_name() -> None:
     done = finish(1, ["bench", "-m", str(TARGET), "-md", f"{DRAFT},", "-n", "4"], timeout_s=20)
-    assert done.returncode == 2 and "empty name" in done.stderr, done.stderr
+    assert done.returncode == 2 and "empty part" in done.stderr, done.stderr
