@@ -66,6 +66,8 @@ def start_job(part: Callable[[Crew], int], settings: object, exact: bool, verbos
     with watch:
         try:
             hosts = link.all_gather(this_host(socket.gethostname()))
+            if link.rank:
+                _get_ready()
             with report_bus_errors(watch.fault):
                 code = part(Crew(link, flag, watch, hosts))
         except Exception:
