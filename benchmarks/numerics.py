@@ -39,7 +39,8 @@ from tests.gguf_factory import Shape, write_model
 from tests.jobs import run_json
 
 SIZES = (1, 2, 4, 8, 32)
-N_CONTEXT, N_PROMPT, N_CHUNK = 256, 512, 128
+N_CONTEXT, N_CHUNK = 256, 128
+PROMPTS_OF = (512, 2048)  # rows
 N_LAYER = 96  # of the grown target: 75 MB
 WIDE = Shape(n_layer=6, n_embd=1024, n_head=16, n_head_kv=4, n_ff=2816, n_vocab=4096, peaky=12.0, n_strong=2, weak=0.04)
 VERBS = ("read", "write", "find", "count", "parse")
@@ -62,7 +63,6 @@ def main(
     parts: str, models: str, threads: int, rounds: int, prompts: int, tokens: int, numerics: str, ranks: int,
     folder: Path | None,
 ) -> None:  # fmt: skip
-    os.environ.pop(ggml.TILED_MM, None)  # set by the import of the tests' models; what starts here decides for itself
     with tempfile.TemporaryDirectory() as scratch:
         kept = folder or Path(scratch)
         kept.mkdir(parents=True, exist_ok=True)
@@ -123,25 +123,24 @@ def report_speed(name: str, target: Path, n_threads: int, rounds: int) -> None:
 
 
 def in_process(target: Path, exact: bool, n_threads: int) -> Times:
-    """`time_batches` in a process of its own: libggml chooses its kernels when it loads."""
+    """`time_batches` in a process of its own, so that neither finds what the other left."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(time_batches, target, exact, n_threads).result()
 
 
 def time_batches(target: Path, exact: bool, n_threads: int) -> Times:
     """Seconds of a prompt, and of batches of some sizes after a context; medians."""
-    if not exact:
-        os.environ.pop(ggml.TILED_MM, None)
     info = read_model_info(target)
+    n_cells = max(PROMPTS_OF) + N_CHUNK
     params = LlamaParams(
-        N_PROMPT + N_CHUNK, n_seq_max=2, n_batch=N_CHUNK, n_outputs_max=max(SIZES), n_threads=n_threads, exact=exact
+        n_cells, n_seq_max=2, n_batch=N_CHUNK, n_outputs_max=max(SIZES), n_threads=n_threads, exact=exact
     )
     model = LlamaStage(open_slice(info, 0, info.n_layer, None), params)
-    prompt = statistics.median(_timed(model, 0, N_PROMPT) for _ in range(3))
+    prompts = {f"prompt of {n}": statistics.median(_timed(model, 0, n, True) for _ in range(3)) for n in PROMPTS_OF}
     _evaluate(model, 0, N_CONTEXT)
     times = {f"{size} row{'s' if size > 1 else ''}": _median_of(model, size) for size in SIZES}
     model.close()
-    return times | {f"prompt of {N_PROMPT}": prompt}
+    return times | prompts
 
 
 def _median_of(model: LlamaStage, n_rows: int) -> float:
@@ -149,22 +148,23 @@ def _median_of(model: LlamaStage, n_rows: int) -> float:
     return statistics.median(_timed(model, N_CONTEXT, n_rows) for _ in range(12))
 
 
-def _timed(model: LlamaStage, start: int, n_rows: int) -> float:
+def _timed(model: LlamaStage, start: int, n_rows: int, is_prompt: bool = False) -> float:
     """Seconds of these rows, which are taken back."""
     start_s = time.perf_counter()
-    _evaluate(model, start, n_rows)
+    _evaluate(model, start, n_rows, is_prompt and model.params.exact)
     took_s = time.perf_counter() - start_s
     model.apply([KvOp(OpKind.REMOVE, 0, first=start), KvOp(OpKind.COMPACT, 0)])
     return took_s
 
 
-def _evaluate(model: LlamaStage, start: int, n_rows: int) -> None:
-    """In chunks; a prompt wants logits of its last row only."""
+def _evaluate(model: LlamaStage, start: int, n_rows: int, in_blocks: bool = False) -> None:
+    """In chunks; a prompt wants logits of its last row only, and in blocks of none."""
     for first in range(start, start + n_rows, N_CHUNK):
         positions = np.arange(first, min(first + N_CHUNK, start + n_rows), dtype=np.int32)
         wanted = np.full(len(positions), n_rows <= max(SIZES))
-        wanted[-1] = True
-        batch = Batch(3 + positions % 200, positions, [(0,)] * len(positions), None, wanted)
+        wanted[-1] = not in_blocks
+        blocks_of = n_rows if in_blocks else 0
+        batch = Batch(3 + positions % 200, positions, [(0,)] * len(positions), None, wanted, blocks_of)
         assert model.evaluate(batch, lambda: False) is not None
 
 

@@ -24,8 +24,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-os.environ["GGML_CPU_TILED_MM"] = "0"  # plain llama.cpp in this process shall add up as the exact numerics do
-
 import click
 import llama_cpp
 import numpy as np
@@ -34,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from soaking import AuditedEngine, Memory, finish, random_sampling, random_speculation, some
 
+from pipeinfer.blocks import BLOCK
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.interfaces import FloatArray
 from pipeinfer.models.demo import TARGET
@@ -43,6 +42,7 @@ from pipeinfer.requests import Finish
 from pipeinfer.sampling import SamplingParams, choose
 from tests.delayed import Pauses, pause_everywhere
 from tests.jobs import ROOT, environment, launcher
+from tests.plain_llama import BF16, FEW, decode, make_context, read_blocks
 
 N_CTX, N_PROMPT_MAX, N_PREDICT_MAX = 1000, 700, 300
 N_SEQ_MAX, N_BATCH_MAX = 63, 128
@@ -301,7 +301,7 @@ class Tally:
 
 
 class PlainLlama:
-    """Plain llama-cpp-python, the whole model, one token at a time; under the settings of `tests.plain_llama`."""
+    """Plain llama-cpp-python, the whole model, one token at a time, as `tests.plain_llama` has it."""
 
     def __init__(self, path: Path) -> None:
         self._silent = llama_cpp.llama_log_callback(lambda *_: None)  # kept: libllama calls it for as long as it lives
@@ -309,18 +309,16 @@ class PlainLlama:
         model_params = llama_cpp.llama_model_default_params()
         model_params.use_extra_bufts = False
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = N_CTX + 24, 512, 512
-        params.n_threads = params.n_threads_batch = 1
-        params.flash_attn_type, params.type_k, params.type_v = 1, 1, 30
-        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        self._context = make_context(self._model, N_CTX + 24, FEW, BF16, 1)
         self._n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
     def generate(self, case: Case) -> tuple[list[int], Finish]:
         """The tokens of a case that nobody stops, and why they end."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         tokens, params = list(case.prompt), case.sampling
-        logits = self._decode(tokens)
+        if len(tokens) > BLOCK:
+            read_blocks(self._model, self._context, tokens[:-1], 1)
+        logits = self._decode(tokens[-1:] if len(tokens) > BLOCK else tokens)
         while True:
             history = tokens[max(0, len(tokens) - params.looks_back) :] if params.looks_back else ()
             tokens.append(choose(logits, params, len(tokens), history))
@@ -330,10 +328,7 @@ class PlainLlama:
 
     def _decode(self, tokens: Sequence[int]) -> FloatArray:
         """Logits after these further tokens."""
-        for start in range(0, len(tokens), 512):
-            chunk = tokens[start : start + 512]
-            ids = (llama_cpp.llama_token * len(chunk))(*chunk)
-            assert llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(ids, len(chunk))) == 0
+        decode(self._context, tokens, [*range(0, len(tokens), FEW), len(tokens)])
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, -1), (self._n_vocab,))
 
 

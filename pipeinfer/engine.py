@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pipeinfer.blocks import chunk_end, rows_in_blocks
 from pipeinfer.interfaces import Clock, Drafter, Guess, Pipeline, Refiner
 from pipeinfer.metrics import RequestMetrics, why_no_guess
 from pipeinfer.policies import Policy, View
@@ -48,6 +49,7 @@ class _Job:
     policy: Policy
     metrics: RequestMetrics
     n_sent: int = 0
+    n_heard: int = 0  # rows of the prompt that every stage has evaluated
 
     @property
     def n_prompt_left(self) -> int:
@@ -62,6 +64,8 @@ class Engine:
     stages of runs that cannot count any more (off only for ablation studies). `run_cost`: what runs cost the slowest
     stage, learned further here; with it guesses are held back until a stage is about to want them, so that what goes is
     the best known then. `refiners`: larger drafts, the smallest of them first; what `drafter` guesses they refine.
+    `blocks`: a prompt is cut where its length alone says, see there. `on_prompt` hears how many rows of a request's
+    prompt have been evaluated.
     """
 
     def __init__(
@@ -77,10 +81,13 @@ class Engine:
         run_cost: RunCost | None = None,
         refiners: Sequence[Refiner] = (),
         tracer: Tracer = NO_TRACE,
+        blocks: bool = False,
+        on_prompt: Callable[[Request, int], None] | None = None,
     ) -> None:
         self.pipeline, self.pool, self.drafter, self.clock = pipeline, pool, drafter, clock
         self.n_chunk, self.n_rows_max, self.cancel, self.tracer = n_chunk, n_rows_max, cancel, tracer
         self.run_cost, self.refiners = run_cost, tuple(refiners)
+        self.blocks, self.on_prompt = blocks, on_prompt
         self._free_s = -math.inf  # when the slowest stage will have done what was sent, by `run_cost`
         self._held_s: float | None = None  # when guesses may go that were held back
         self._jobs: dict[int, _Job] = {}
@@ -147,11 +154,17 @@ class Engine:
             return True
         if self.run_cost and verdict.slowest_s and not flight.n_context:
             self.run_cost.learn(len(flight.nodes), flight.nodes[0].position, verdict.slowest_s)
+        self._note_prompt(job, flight.n_context)
         flight.request.tree.answer(flight.nodes, verdict.tokens[flight.n_context :])
         settled = flight.request.tree.settle()
         if len(settled.path) > 1:
             self._take(job, settled)
         return True
+
+    def _note_prompt(self, job: _Job, n_rows: int) -> None:
+        job.n_heard += n_rows
+        if n_rows and self.on_prompt:
+            self.on_prompt(job.request, job.n_heard)
 
     def _take(self, job: _Job, settled: Settled) -> None:
         """Emit what the target settled, and free and cancel what it refuted."""
@@ -230,12 +243,18 @@ class Engine:
         )
 
     def _send_prompt(self, job: _Job) -> bool:
-        """The next chunk of the prompt; the root, its last token, travels with the last chunk."""
+        """The next chunk of the prompt; the root, its last token, travels with or right behind the last chunk."""
+        n_blocks = rows_in_blocks(len(job.request.prompt)) if self.blocks else 0
         n_rows = min(self.n_chunk, job.n_prompt_left)
+        if n_blocks:
+            n_rows = chunk_end(n_blocks, job.n_sent, self.n_chunk) - job.n_sent
         if self._n_live_flights(job.request) > 2 * self.pipeline.n_stages or not self._has_cells(n_rows + 1):
             return False
         start, job.n_sent = job.n_sent, job.n_sent + n_rows
-        self._submit(job, start, n_rows, [] if job.n_prompt_left else [job.request.tree.root])
+        last = [] if job.n_prompt_left else [job.request.tree.root]
+        self._submit(job, start, n_rows, [] if n_blocks else last, n_blocks)
+        if n_blocks and last:
+            self._submit(job, job.n_sent, 0, last)
         return True
 
     def _send_nodes(self, job: _Job) -> bool:
@@ -271,7 +290,7 @@ class Engine:
             self.pool.compact()
         return n_rows <= self.pool.n_free_cells
 
-    def _submit(self, job: _Job, start: int, n_context: int, nodes: list[Node]) -> None:
+    def _submit(self, job: _Job, start: int, n_context: int, nodes: list[Node], n_prompt: int = 0) -> None:
         request = job.request
         run_id, self._next_run_id = self._next_run_id, self._next_run_id + 1
         placement = self.pool.place(request.id, n_context, nodes)
@@ -288,7 +307,7 @@ class Engine:
         job.metrics.count_run(len(rows), len(nodes), request.tree.root in nodes)
         if self.run_cost:
             self._free_s = max(self._free_s, self.clock()) + self.run_cost.seconds(len(rows), rows[0].position)
-        self.pipeline.submit(Run(run_id, rows, placement.ops, opens))
+        self.pipeline.submit(Run(run_id, rows, placement.ops, opens, n_prompt))
 
     # -- drafting
 

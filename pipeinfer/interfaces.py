@@ -26,6 +26,8 @@ class Batch:
     seqs               per row its sequence ids, the one it sees first
     hidden             (n_rows, n_embd) float32, the residual stream before this stage; None on the first stage
     wanted             (n_rows,) bool, rows whose logits the last stage must return
+    n_prompt           more than 0: the rows are whole blocks of a prompt of which so many rows are evaluated in blocks
+                       (see `blocks`), all in the same one sequence, and none is wanted
     """
 
     tokens: IntArray
@@ -33,6 +35,7 @@ class Batch:
     seqs: list[tuple[int, ...]]
     hidden: FloatArray | None
     wanted: npt.NDArray[np.bool_]
+    n_prompt: int = 0
 
 
 class StageModel(Protocol):

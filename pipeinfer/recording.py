@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeinfer.blocks import chunk_end, rows_in_blocks
 from pipeinfer.choices import MAX_WIDTH, RecordedChoices
 from pipeinfer.drafting import guess_next
 from pipeinfer.interfaces import Batch, FloatArray, Guess, StageModel
@@ -15,14 +16,19 @@ from pipeinfer.sampling import SamplingParams, choose
 
 
 class PathModel:
-    """A whole model that is asked what follows any tokens; it evaluates only what differs from the question before."""
+    """A whole model that is asked what follows any tokens; it evaluates only what differs from the question before.
 
-    def __init__(self, model: StageModel, n_batch: int) -> None:
-        self.model, self.n_batch = model, n_batch
+    `blocks`: what it is asked first is a prompt, which is evaluated in blocks; see there.
+    """
+
+    def __init__(self, model: StageModel, n_batch: int, blocks: bool = False) -> None:
+        self.model, self.n_batch, self.blocks = model, n_batch, blocks
         self._tokens: list[int] = []  # those whose cells the model holds
 
     def logits_after(self, tokens: Sequence[int]) -> FloatArray:
         """(n_vocab,), valid until the next call."""
+        if self.blocks and not self._tokens:
+            self._read_prompt(tokens)
         n_known = _common(self._tokens, tokens)
         n_known = min(n_known, len(tokens) - 1)  # the last one is always evaluated: its logits are wanted
         if n_known < len(self._tokens):
@@ -34,9 +40,17 @@ class PathModel:
         assert logits is not None
         return logits[0]
 
-    def _evaluate(self, start: int, tokens: Sequence[int], end: int) -> FloatArray | None:
+    def _read_prompt(self, tokens: Sequence[int]) -> None:
+        n_rows, start = rows_in_blocks(len(tokens)), 0
+        while start < n_rows:
+            end = chunk_end(n_rows, start, self.n_batch)
+            self._evaluate(start, tokens[start:end], len(tokens), n_rows)
+            start = end
+        self._tokens = list(tokens[:n_rows])
+
+    def _evaluate(self, start: int, tokens: Sequence[int], end: int, n_prompt: int = 0) -> FloatArray | None:
         positions = np.arange(start, start + len(tokens), dtype=np.int32)
-        batch = Batch(np.array(tokens, np.int32), positions, [(0,)] * len(tokens), None, positions == end - 1)
+        batch = Batch(np.array(tokens, np.int32), positions, [(0,)] * len(tokens), None, positions == end - 1, n_prompt)
         return self.model.evaluate(batch, lambda: False)
 
 

@@ -57,6 +57,8 @@ class Run:
     ops: list[KvOp] = field(default_factory=list)
     opens: dict[int, SamplingParams] = field(default_factory=dict)
     """Requests whose first run this is: how the last stage shall sample for them."""
+    n_prompt: int = 0
+    """More than 0: the rows are whole blocks of a prompt that has so many rows in blocks; see `blocks`."""
 
 
 @dataclass(frozen=True, slots=True)

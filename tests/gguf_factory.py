@@ -12,8 +12,6 @@ import numpy as np
 
 from pipeinfer.models import ggml
 
-ggml.require_exact_kernels()
-
 UNKNOWN, CONTROL, NORMAL, BYTE, UNUSED = 2, 3, 1, 6, 5
 PLAIN_TYPES = {
     "F32": gguf.GGMLQuantizationType.F32,

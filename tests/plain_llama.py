@@ -1,48 +1,98 @@
 """Plain llama-cpp-python, whole model, one process, greedy: what every run must reproduce.
 
 Run as `python -m tests.plain_llama MODEL N ID,ID,…`; prints the generated token ids as JSON.
+
+A row alone: no repacked weights, flash attention, K in F16 and V in BF16. A prompt of more than 64 tokens: all but the
+last of them in batches of 64, the last batch of up to 127, with K and V in F16; then V rounded to BF16.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
 import sys
-
-os.environ["GGML_CPU_TILED_MM"] = "0"  # before libggml loads
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
 
 SILENT = llama_cpp.llama_log_callback(lambda *_: None)  # kept: libllama calls it for as long as it lives
+F16, BF16 = 1, 30
+FEW = 4  # rows that no kernel computes otherwise than one
 
 
 def greedy(path: str, prompt: list[int], n_predict: int, n_threads: int = 2) -> list[int]:
-    """Token ids under the exact settings: no repacked weights, flash attention, K in F16 and V in BF16."""
     llama_cpp.llama_log_set(SILENT, None)
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = len(prompt) + n_predict + 8
-    params.n_batch = params.n_ubatch = 512
-    params.n_threads = params.n_threads_batch = n_threads
-    params.flash_attn_type, params.type_k, params.type_v = 1, 1, 30
-    context = llama_cpp.llama_init_from_model(model, params)
+    context = make_context(model, len(prompt) + n_predict + 8, FEW, BF16, n_threads)
     n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     out: list[int] = []
     feed = list(prompt)
+    if len(prompt) > 64:
+        read_blocks(model, context, prompt[:-1], n_threads)
+        feed = prompt[-1:]
     while len(out) < n_predict:
-        for start in range(0, len(feed), 512):
-            chunk = feed[start : start + 512]
-            ids = (llama_cpp.llama_token * len(chunk))(*chunk)
-            assert llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, len(chunk))) == 0
+        decode(context, feed, [*range(0, len(feed), FEW), len(feed)])
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,))
         out.append(int(np.argmax(logits)))
         feed = out[-1:]
     llama_cpp.llama_free(context)
     llama_cpp.llama_model_free(model)
     return out
+
+
+def make_context(model: Any, n_ctx: int, n_batch: int, type_v: int, n_threads: int) -> Any:
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
+    params.n_threads = params.n_threads_batch = n_threads
+    params.flash_attn_type, params.type_k, params.type_v = 1, F16, type_v
+    return llama_cpp.llama_init_from_model(model, params)
+
+
+def decode(context: Any, tokens: Sequence[int], cuts: Sequence[int]) -> None:
+    for start, end in pairwise(cuts):
+        ids = (llama_cpp.llama_token * (end - start))(*tokens[start:end])
+        assert llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, end - start)) == 0
+
+
+def read_blocks(model: Any, context: Any, tokens: Sequence[int], n_threads: int) -> None:
+    """Evaluate the tokens in batches of 64 and more, and give `context` the cells."""
+    n_tokens = len(tokens)
+    reader = make_context(model, n_tokens, 127, F16, n_threads)
+    decode(reader, tokens, [*(64 * block for block in range(n_tokens // 64)), n_tokens])
+    n_bytes = llama_cpp.llama_state_seq_get_size(reader, 0)
+    state = (ctypes.c_uint8 * n_bytes)()
+    assert llama_cpp.llama_state_seq_get_data(reader, state, n_bytes, 0) == n_bytes
+    llama_cpp.llama_free(reader)
+    round_values(memoryview(state).cast("B"), n_tokens, llama_cpp.llama_model_n_layer(model))
+    assert llama_cpp.llama_state_seq_set_data(context, state, n_bytes, 0) == n_bytes
+
+
+def round_values(state: memoryview, n_tokens: int, n_layers: int) -> None:
+    """At the end of the state are the records of all layers' K, then of their V, all of one size: a type (int32), the
+    bytes of a row (uint64), the rows."""
+    base = ctypes.CDLL(str(Path(str(llama_cpp.llama_cpp.__file__)).parent / "lib" / "libggml-base.so"))
+    record = 2 * n_layers * (4 + 8)
+    row_bytes = next(n for n in range(2, 1 << 20, 2) if is_row_size(state, n, record + 2 * n_layers * n_tokens * n))
+    n_values = n_tokens * row_bytes // 2
+    for layer in range(1, n_layers + 1):
+        start = len(state) - layer * (12 + 2 * n_values)
+        state[start : start + 4] = BF16.to_bytes(4, "little")
+        halves = (ctypes.c_uint16 * n_values).from_buffer(state[start + 12 : start + 12 + 2 * n_values])
+        floats = (ctypes.c_float * n_values)()
+        base.ggml_fp16_to_fp32_row(halves, floats, ctypes.c_int64(n_values))
+        base.ggml_fp32_to_bf16_row(floats, halves, ctypes.c_int64(n_values))
+
+
+def is_row_size(state: memoryview, n: int, n_bytes: int) -> bool:
+    """Whether the records could begin so many bytes before the end: with K of type F16 and rows of n bytes."""
+    start = len(state) - n_bytes
+    return start > 0 and bytes(state[start : start + 12]) == F16.to_bytes(4, "little") + n.to_bytes(8, "little")
 
 
 if __name__ == "__main__":

@@ -105,6 +105,40 @@ def test_any_tree_split_order_and_cancellation_gives_the_targets_text(block: int
     assert n_trees > 1000
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_prompts_in_blocks(seed: int) -> None:
+    """Long and short prompts, two at a time, in chunks of any size: the toy stage looks at every block."""
+    rng = random.Random(seed)
+    reference = Reference(N_LAYERS)
+    pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), 700, True)
+    pool = SequencePool(8, 700, True)
+    heard: dict[int, list[int]] = {0: [], 1: []}
+    engine = Engine(
+        pipeline, pool, random_drafter(rng, reference, 300, seed), lambda: 0.0, n_chunk=rng.choice([3, 64, 128, 999]),
+        blocks=True, on_prompt=lambda request, n_rows: heard[request.id].append(n_rows),
+    )  # fmt: skip
+    lengths = [rng.choice([1, 40, 64, 65, 66, 129, 200, 260]) for _ in heard]
+    prompts = [[rng.randrange(N_VOCAB) for _ in range(length)] for length in lengths]
+    requests = [Request(i, prompt, 12, SamplingParams(temp=0.0), 300) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        engine.add(request, random_policy(rng))
+    given_up = requests[1] if rng.random() < 0.3 else None
+    for _ in range(10_000):
+        if not engine.busy:
+            break
+        engine.step()
+        engine.audit()
+        if given_up and rng.random() < 0.1:
+            engine.stop(given_up)
+    for request, prompt in zip(requests, prompts, strict=True):
+        expected = reference.generate(prompt, 12, SamplingParams(temp=0.0))
+        assert request.tokens[len(prompt) :] == expected[: request.n_generated]
+        if request is not given_up:
+            assert request.n_generated == 12
+            assert heard[request.id][-1:] == ([len(prompt) - 1] if len(prompt) > 1 else [])
+    assert pool.n_free == 8
+
+
 @pytest.mark.parametrize("parked", [False, True])
 def test_a_long_generation_leaks_nothing(parked: bool) -> None:
     """2 000 tokens with few cells to spare: removed cells are won back again and again, and all ends in order."""

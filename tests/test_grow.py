@@ -11,13 +11,11 @@ import pytest
 from pipeinfer.cli.models import search_noise
 from pipeinfer.errors import UserError
 from pipeinfer.models.agreement import acceptance
-from pipeinfer.models.ggml import require_exact_kernels
 from pipeinfer.models.grow import grow, scaled
 from pipeinfer.models.model_info import read_model_info
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import COMMAND, finish, run_json
 
-require_exact_kernels()
 PROMPT = [1, 40, 50, 60, 270]
 MODELS = [
     (Shape(n_layer=2), "Q8_0"),

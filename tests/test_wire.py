@@ -21,7 +21,7 @@ params = st.builds(
     st.integers(0, 4096), st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2),
 )  # fmt: skip
 runs = st.builds(
-    Run, ids, st.lists(rows, max_size=8), st.lists(ops, max_size=8), st.dictionaries(ids, params, max_size=3)
+    Run, ids, st.lists(rows, max_size=8), st.lists(ops, max_size=8), st.dictionaries(ids, params, max_size=3), ids
 )
 
 
@@ -29,7 +29,7 @@ runs = st.builds(
 def test_run_survives(run: Run, n_embd: int) -> None:
     transaction = room_for(encode(run), n_embd)
     assert (transaction.kind, transaction.run_id, transaction.cancelled) == (Kind.RUN, run.id, False)
-    assert transaction.ops == run.ops and transaction.opens == run.opens
+    assert transaction.ops == run.ops and transaction.opens == run.opens and transaction.n_prompt == run.n_prompt
     assert transaction.seqs == [row.seqs for row in run.rows]
     for row, (request, token, position, _, flags) in zip(run.rows, transaction.rows.tolist(), strict=True):
         assert (row.request, row.token, row.position, row.wanted) == (

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pipeinfer.blocks import block_edges
 from pipeinfer.cluster.stage import DraftWorker, StageWorker, room_for
 from pipeinfer.cluster.wire import Transaction, decode_verdict, encode, encode_verdict
 from pipeinfer.interfaces import Batch, FloatArray, Guess
@@ -83,6 +84,7 @@ class ToyStage:
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         n_rows = len(batch.tokens)
+        check_blocks(batch)
         assert len(self.cells()) + self.n_parked + n_rows <= self.n_cells, "no KV slot"
         added: list[tuple[int, int]] = []
         hidden = []
@@ -115,6 +117,14 @@ class ToyStage:
                 -1, N_VOCAB
             )
         return np.array([pack(h) for h in hidden], np.float32)
+
+
+def check_blocks(batch: Batch) -> None:
+    """Rows of a prompt in blocks are whole blocks, in one sequence, and none is wanted."""
+    if batch.n_prompt:
+        edges = block_edges(batch.n_prompt)
+        assert {int(batch.positions[0]), int(batch.positions[-1]) + 1} <= set(edges), f"{batch.positions} cut blocks"
+        assert len(set(batch.seqs)) == 1 and not batch.wanted.any()
 
 
 class Reference:

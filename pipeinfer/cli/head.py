@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeinfer.cli.context import Context, complain
+from pipeinfer.cli.context import CLOCK, Context, complain
 from pipeinfer.cli.outcome import make_result
+from pipeinfer.cli.progress import PromptProgress
 from pipeinfer.cli.report import show_plan, show_ranks, show_statistics, stderr_console
 from pipeinfer.cli.session import Generation, Session
 from pipeinfer.cli.setup import Job
@@ -42,13 +43,16 @@ class Head:
         for warning in self.job.warnings:
             complain(warning)
         flag.orderly = True  # from now on there is a text to be kept
+        progress = PromptProgress(self.console, CLOCK, len(self.job.prompt) - 1)
         generation = session.generate(
             self.job,
             self.options,
             make_policy(self.options.policy, self.options.speculation),
             self._push,
             cancel=self.options.cancel,
+            on_prompt=lambda request, n_rows: progress.update(n_rows),
         )
+        progress.close()
         self._print(self.stream.flush())
         session.close()
         code = self._report(generation)

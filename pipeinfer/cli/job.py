@@ -21,7 +21,7 @@ from pipeinfer.cluster.roster import check_alike, own_words, places
 from pipeinfer.cluster.segments import mark_own, sweep
 from pipeinfer.cluster.watch import Watch
 from pipeinfer.errors import UserError
-from pipeinfer.models.ggml import load_library, require_exact_kernels
+from pipeinfer.models.ggml import load_library
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.trace import Tracer
 
@@ -44,17 +44,15 @@ class Crew:
 
 def run_job(options: RunOptions) -> int:
     """`pipeinfer run`, on every rank; returns the exit code, the same on all of them when the input is at fault."""
-    return start_job(lambda crew: _run(crew, options), options, options.numerics == "exact", options.verbose)
+    return start_job(lambda crew: _run(crew, options), options, options.verbose)
 
 
-def start_job(part: Callable[[Crew], int], settings: object, exact: bool, verbose: bool) -> int:
+def start_job(part: Callable[[Crew], int], settings: object, verbose: bool) -> int:
     """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code.
 
     `settings`: a dataclass of all that was asked for, which must be the same on every rank. Raises UserError, on every
     rank and with MPI ended, when ranks do not fit together.
     """
-    if exact:
-        require_exact_kernels()  # before anything loads libllama
     flag, end = StopFlag(), partial(end_job, abort=abort)
     watch = Watch(rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason))
     stopper = Stopper(flag, watch, end)

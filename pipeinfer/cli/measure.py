@@ -27,8 +27,7 @@ Plan = tuple[RunOptions, Job]
 
 def run_sweep(sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
     """`pipeinfer bench`, on every rank; returns the exit code."""
-    exact = sweep.base.numerics == "exact"
-    return start_job(lambda crew: _run(crew, sweep, warm_up, output, resume), sweep, exact, sweep.base.verbose)
+    return start_job(lambda crew: _run(crew, sweep, warm_up, output, resume), sweep, sweep.base.verbose)
 
 
 def _run(crew: Crew, sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:

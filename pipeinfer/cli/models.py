@@ -74,13 +74,11 @@ def grow(
     Every added layer costs what a layer costs. With the original model (or its draft) as the draft, the acceptance rate
     is that of the original pair at --noise 0, and falls with the noise. Measured rates are those of greedy text.
     """
-    from pipeinfer.models.ggml import require_exact_kernels
     from pipeinfer.models.grow import write_grown
     from pipeinfer.models.model_info import read_model_info
 
     if acceptance is not None and noise:
         raise UserError(f"--noise {noise:g} and --acceptance {acceptance:g} both choose the noise; give one of them")
-    require_exact_kernels()  # the measured rate is that of the default numerics
     info = read_model_info(model)
     draft = model_draft or (model if acceptance is not None else None)
     check_separate({"--output": output}, {"--model": info.paths, "--model-draft": [draft] if draft else []})

@@ -14,7 +14,6 @@ from pipeinfer.cli.run import MAX_TEMP
 from pipeinfer.cli.values import THREADS, File, Number, Text, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.ggml import require_exact_kernels
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
 from pipeinfer.models.llama import LlamaParams, LlamaStage
 from pipeinfer.models.model_info import part_paths
@@ -41,7 +40,6 @@ def record_command(
     """Record the text that the target writes and what the draft guesses after each of its tokens."""
     check_separate({"--output": output}, {"--model": part_paths(model), "--model-draft": part_paths(model_draft)})
     check_writable(output, "--output")
-    require_exact_kernels()  # before anything loads libllama
     tokenizer = Tokenizer(model)
     check_draft(tokenizer, model_draft)
     tokens = tokenizer.encode(prompt)
@@ -68,7 +66,7 @@ def open_whole(path: Path, n_cells: int, threads: int | None, exact: bool) -> Pa
     params = LlamaParams(
         n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2, n_threads=n_threads, exact=exact
     )
-    return PathModel(LlamaStage(open_slice(info, 0, info.n_layer, None), params), N_BATCH)
+    return PathModel(LlamaStage(open_slice(info, 0, info.n_layer, None), params), N_BATCH, blocks=exact)
 
 
 def sampling_of(about: dict[str, Any]) -> SamplingParams:

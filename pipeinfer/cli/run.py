@@ -133,7 +133,7 @@ PENALTY = Number(-1000, 1000)
 )
 @click.option(
     "--sequences",
-    type=Whole(1, 255),
+    type=Whole(1, 254),
     default=31,
     show_default=True,
     help="Branches that trees may have at a time; when they run out, trees get narrower.",

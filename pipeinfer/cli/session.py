@@ -104,10 +104,12 @@ class Session:
         policy: Policy,
         on_tokens: Callable[[Sequence[int]], None],
         cancel: bool = True,
+        on_prompt: Callable[[Request, int], None] | None = None,
     ) -> Generation:
         """One request from an empty cache to its end, also when the user stops it.
 
-        `cancel`: tell the stages of runs that cannot count any more.
+        `cancel`: tell the stages of runs that cannot count any more. `on_prompt` hears how many rows of the prompt have
+        been evaluated.
         """
         context, worker, drafter = self.context, None, None
         if self._stage:
@@ -130,6 +132,7 @@ class Session:
         engine = Engine(
             pipeline, pool, drafter, CLOCK, n_chunk=job.n_batch, n_rows_max=N_GUESS_ROWS, cancel=cancel,
             run_cost=self._run_cost(), refiners=refiners, tracer=context.tracer,
+            blocks=job.blocks, on_prompt=on_prompt,
         )  # fmt: skip
         request = Request(0, job.prompt, job.n_predict, job.sampling, job.n_ctx, job.end_tokens)
         metrics = engine.add(request, policy)

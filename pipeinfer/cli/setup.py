@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeinfer.blocks import LARGEST
 from pipeinfer.cli.options import RunOptions, threads_of_rank
 from pipeinfer.cluster.cores import Host, crowded_hosts, share_cores
 from pipeinfer.cluster.costs import Profile
@@ -57,13 +58,14 @@ class Job:
     hosts: tuple[Host, ...]
     sampling: SamplingParams
     end_tokens: frozenset[int]
+    blocks: bool = False  # a prompt is evaluated in blocks that follow from its length; see pipeinfer.blocks
     pace: Profile | None = None
     """What the ranks and links shall be slowed down to."""
 
     @property
     def n_rows_max(self) -> int:
         """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
-        return max(self.n_batch + 1, N_GUESS_ROWS)
+        return max(self.n_batch + 1, N_GUESS_ROWS, LARGEST if self.blocks else 0)
 
     @property
     def warnings(self) -> list[str]:
@@ -113,6 +115,7 @@ def make_job(
         n_cells=n_cells,
         n_seq=options.sequences if options.partitions else 1,
         n_batch=min(options.batch_size, MAX_BATCH, n_ctx),
+        blocks=options.numerics == "exact" and options.n_gpu_layers == 0,
         threads=spread_threads(options.threads, plan, hosts),
         hosts=tuple(hosts),
         sampling=options.sampling(seed),

@@ -60,8 +60,7 @@ def measure_command(
     options = _options(given)
     from pipeinfer.cli.job import start_job  # initialises MPI
 
-    exact = options.numerics == "exact"
-    return start_job(lambda crew: _survey(crew, options, output), options, exact, options.verbose)
+    return start_job(lambda crew: _survey(crew, options, output), options, options.verbose)
 
 
 def _options(given: dict[str, Any]) -> RunOptions:

@@ -129,7 +129,8 @@ class StageWorker:
         if len(alive) < transaction.n_rows:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
-        batch = Batch(rows[:, 1], rows[:, 2], list(seqs), hidden, (rows[:, 4] & RowFlag.WANTED).astype(bool))
+        wanted = (rows[:, 4] & RowFlag.WANTED).astype(bool)
+        batch = Batch(rows[:, 1], rows[:, 2], list(seqs), hidden, wanted, transaction.n_prompt)
         return self.model.evaluate(batch, lambda: self._asked(transaction.run_id))
 
     def _asked(self, run_id: int) -> bool:

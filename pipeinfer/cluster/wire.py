@@ -33,7 +33,7 @@ class RowFlag(IntFlag):
 
 
 _MAGIC = 0x50495046  # refuses a stray message early
-N_HEADER = 9  # magic, kind, run id, cancelled, n_ops, n_rows, n_extra, n_opens, µs in the slowest stage so far
+N_HEADER = 10  # magic, kind, run id, cancelled, n_ops, n_rows, n_extra, n_opens, µs in the slowest stage, n_prompt
 N_OP = 5  # kind, src, dst, first, last
 N_ROW = 5  # request, token, position, sequence, flags
 N_VERDICT = 4  # run id, cancelled, µs in the slowest stage, n_tokens; then the tokens
@@ -48,12 +48,15 @@ def words_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int
 class Transaction:
     """A view on a transaction's buffer; nothing is copied. `buffer` may be longer than the message."""
 
-    __slots__ = ("_end", "_words", "buffer", "cancelled", "kind", "n_embd", "n_rows", "opens_at", "rows", "run_id")
+    __slots__ = ("_end", "_words", "buffer", "cancelled", "kind", "n_embd", "n_prompt", "n_rows", "opens_at", "rows",
+                 "run_id")  # fmt: skip
 
     def __init__(self, buffer: Buffer, n_embd: int) -> None:
         self.buffer, self.n_embd = buffer, n_embd
         self._words = words = buffer[: len(buffer) & ~3].view(np.int32)
-        magic, kind, self.run_id, cancelled, n_ops, self.n_rows, n_extra, n_opens, _ = words[:N_HEADER].tolist()
+        magic, kind, self.run_id, cancelled, n_ops, self.n_rows, n_extra, n_opens, _, self.n_prompt = words[
+            :N_HEADER
+        ].tolist()
         assert magic == _MAGIC, f"not a transaction: starts with {magic:#x}"
         self.kind, self.cancelled = Kind(kind), bool(cancelled)
         rows_at = N_HEADER + N_OP * n_ops
@@ -123,7 +126,8 @@ class Transaction:
 def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     """The transaction of a run as the head sends it: without activations."""
     extra = [(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
-    words: list[int] = [_MAGIC, kind, run.id, 0, len(run.ops), len(run.rows), len(extra), len(run.opens), 0]
+    words: list[int] = [_MAGIC, kind, run.id, 0, len(run.ops), len(run.rows), len(extra), len(run.opens), 0,
+                        run.n_prompt]  # fmt: skip
     for op in run.ops:
         words += astuple(op)
     for row in run.rows:

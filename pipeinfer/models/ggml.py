@@ -1,7 +1,6 @@
 """Load libllama quietly, and reach the few functions of libggml that llama_cpp's Python does not export.
 
-llama_cpp is imported by `load_library`, not by importing this module: exact numerics need an environment variable that
-libggml reads when it loads. Knows no stage and no cache.
+llama_cpp is imported by `load_library`, not by importing this module: it takes a while. Knows no stage and no cache.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from pipeinfer.models.contents import SourceFile
 from pipeinfer.models.gguf_header import Tensor
 from pipeinfer.models.threads import spin_briefly
 
-TILED_MM = "GGML_CPU_TILED_MM"
 LOG_ERROR = 4
 PROBE_TIMEOUT_S = 20.0
 F32, F16 = 0, 1
@@ -35,27 +33,9 @@ _errors: deque[str] = deque(maxlen=4)
 _keep_alive: list[Any] = []
 
 
-def require_exact_kernels() -> None:
-    """Switch off the K-quant kernels whose rows depend on the batch size. Must come before libggml loads.
-
-    Raises RuntimeError when llama_cpp has been imported without it: then exact numerics cannot be had any more.
-    """
-    if "llama_cpp.llama_cpp" in sys.modules and not _exact_at_load():
-        raise RuntimeError(f"llama_cpp was loaded before exact numerics were asked for; set {TILED_MM}=0 before")
-    if os.environ.setdefault(TILED_MM, "0") != "0":
-        raise RuntimeError(f"exact numerics need {TILED_MM}=0, but it is {os.environ[TILED_MM]!r}; unset it")
-
-
-@cache
-def _exact_at_load() -> bool:
-    """Whether the exact kernels were chosen when libggml loaded: asked then, and remembered."""
-    return os.environ.get(TILED_MM) == "0"
-
-
 @cache
 def load_library() -> ModuleType:
     """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`)."""
-    _exact_at_load()
     spin_briefly(os.environ)
     library = _bindings()
 

@@ -7,13 +7,15 @@ node of a layer (`l_out-<i>`) it asks to see the result, copies the last layer's
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.blocks import LARGEST, block_edges
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Batch, FloatArray
 from pipeinfer.models import ggml
@@ -21,14 +23,18 @@ from pipeinfer.models.batch import LlamaBatch
 from pipeinfer.models.check_result import check_result
 from pipeinfer.models.contents import SourceFile
 from pipeinfer.models.gguf_slice import SliceFile
+from pipeinfer.models.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes
 from pipeinfer.models.threads import ThreadShare
 from pipeinfer.runs import POSITION_END, KvOp, OpKind
 
-MAX_SEQUENCES = 256
+MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 COMPACT_CELLS = 256
 """Cells moved at a time when packing: bounds the memory the copy needs."""
 
-F16, BF16 = 1, 30
+TILED_TYPES = frozenset([10, 11, 12, 13, 14, 16, 17, 18, 19, 21, 22, 23, 29])
+"""GGML types, the K-quants and their kin, for which x86 builds have another kernel from TILED_ROWS rows on."""
+
+TILED_ROWS = 8
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 NO_SLOT, INVALID_BATCH = 1, -1
 LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
@@ -47,7 +53,7 @@ class LlamaParams:
                    takes 8 bytes a row and token of the vocabulary
     n_threads      at most; fewer while other processes want the cores
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
-    exact          the same row gives the same bits in every batch and tree
+    exact          the same row gives the same bits in every batch and tree; a prompt's rows do if they come in blocks
     """
 
     n_cells: int
@@ -79,20 +85,20 @@ class LlamaStage:
         self._n_layer = slice_file.last - slice_file.first
         self._spare = params.n_seq_max - 1
         self._model = self._context = None
-        if params.exact:
-            ggml.require_exact_kernels()
         self._lib = ggml.load_library()
         self._callback = self._make_callback()
+        # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
+        self._n_part = _largest_part(slice_file, params.n_batch) if params.exact else params.n_batch
+        self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
         self._sources: tuple[SourceFile, ...] = ()
         if params.exact:  # its pages are mapped, and must stay as they are
             self._sources, slice_file.sources = slice_file.sources, ()
         self._table: ggml.TokenTable | None = None
         self.threads = ThreadShare(params.n_threads)
-        self._n_threads = params.n_threads  # as libllama has it
         try:
             self._model = self._load(slice_file, on_progress)
             self._table = _token_table(slice_file) if self.is_first and not self.is_last else None
-            self._context = self._create_context()
+            self._context = self._create_decoding_context()
         except BaseException:
             self.close()
             raise
@@ -113,39 +119,108 @@ class LlamaStage:
         n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
         self._check(n_rows, wanted)
-        if self.is_first:
-            hidden = self._table.lookup(batch.tokens) if self._table is not None else None
-        else:
-            hidden = batch.hidden
-        call = self._batch.fill(batch, hidden, wanted)
-        self._stop, self._stopped, self._n_rows = stop, False, n_rows
+        self._stop, self._stopped = stop, False
         self._fault: BaseException | None = None
-        code = self._decode(call)
-        if code == 0 and not self._stopped:
-            result = self._logits(wanted) if wanted is not None else self._out[:n_rows]
+        result = self._evaluate_blocks(batch) if batch.n_prompt else self._evaluate_rows(batch, wanted)
+        if result is not None:
             for source in self._sources:
                 source.check()
             check_result(result, self.is_last, self._where)
-            return result
+        return result
+
+    def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
+        n_rows = len(batch.positions)
+        code = self._decode(self._context, batch, self._hidden(batch), wanted)
+        if code == 0 and not self._stopped:
+            return self._logits(wanted) if wanted is not None else self._out[:n_rows]
         if code not in (NO_SLOT, INVALID_BATCH):
             self._forget(batch)
-        if self._fault is not None:
-            raise self._fault
-        if self._stopped:
+        if self._was_stopped():
             return None
-        if code == NO_SLOT:
-            raise KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells} cells")
-        raise RuntimeError(f"llama_decode of {n_rows} rows in {self._where} failed with {code}: {ggml.last_errors()}")
+        raise self._failure(code, n_rows)
 
-    def _decode(self, call: Any) -> int:
+    def _hidden(self, batch: Batch) -> FloatArray | None:
+        """What goes into the first layer; None where libllama looks the tokens up itself."""
+        if not self.is_first:
+            return batch.hidden
+        return self._table.lookup(batch.tokens) if self._table is not None else None
+
+    def _decode(
+        self, context: object, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None,
+        at: int = 0,
+    ) -> int:  # fmt: skip
+        """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
+        self._n_out, self._n_out_end = at, at + len(batch.positions)
+        self._n_at_once = self._n_part if context is self._context else LARGEST
         n_threads = self.threads.begin()
-        if n_threads != self._n_threads:
-            self._lib.llama_set_n_threads(self._context, n_threads, n_threads)
-            self._n_threads = n_threads
+        self._lib.llama_set_n_threads(context, n_threads, n_threads)
         try:
-            return int(self._lib.llama_decode(self._context, call))
+            return int(self._lib.llama_decode(context, self._batch.fill(batch, hidden, wanted)))
         finally:
             self.threads.end()
+
+    def _was_stopped(self) -> bool:
+        if self._fault is not None:
+            raise self._fault
+        return self._stopped
+
+    def _failure(self, code: int, n_rows: int) -> Exception:
+        reason = ggml.last_errors()
+        if code == NO_SLOT:
+            return KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells} cells")
+        return RuntimeError(f"llama_decode of {n_rows} rows in {self._where} failed with {code}: {reason}")
+
+    def _evaluate_blocks(self, batch: Batch) -> FloatArray | None:
+        """Blocks of a prompt: evaluated in a context of their own, their cells taken over into the cache."""
+        first, n_rows, ((seq,), *_) = int(batch.positions[0]), len(batch.positions), batch.seqs
+        prefill = self._prefill_of(seq, first, batch.n_prompt)
+        code = self._evaluate_in(prefill, batch)
+        if code or self._stopped:
+            prefill.forget(first)
+            if self._was_stopped():
+                return None
+            raise self._failure(code, n_rows)
+        if not self._take_over(prefill, seq, first, first + n_rows):
+            prefill.forget(first)
+            raise self._failure(NO_SLOT, n_rows)
+        if first + n_rows == batch.n_prompt:
+            self._drop_prefill(seq)
+        return np.empty((0, self.n_vocab), np.float32) if self.is_last else self._out[:n_rows]
+
+    def _evaluate_in(self, prefill: Prefill, batch: Batch) -> int:
+        """Block by block; the first answer of llama_decode that is not 0, or 0. Stops when told to."""
+        first, hidden = int(batch.positions[0]), self._hidden(batch)
+        edges = [edge - first for edge in block_edges(batch.n_prompt) if first <= edge <= first + len(batch.positions)]
+        assert edges[0] == 0 and edges[-1] == len(batch.positions), f"rows {first} and {edges} on are no whole blocks"
+        for start, end in pairwise(edges):
+            rows = slice(start, end)
+            wanted = np.zeros(end - start, np.bool_) if self.is_last else None
+            block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * (end - start), None, batch.wanted)
+            code = self._decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
+            if code or self._stopped:
+                return code
+        return 0
+
+    def _prefill_of(self, seq: int, first: int, n_rows: int) -> Prefill:
+        """The context of the sequence's prompt of `n_rows` rows, made when it begins."""
+        if first == 0:
+            self._drop_prefill(seq)
+            context = self._create_context(n_rows, LARGEST, LARGEST, N_SEQ, F16)
+            self._prefills[seq] = Prefill(self._lib, context)
+        return self._prefills[seq]
+
+    def _take_over(self, prefill: Prefill, seq: int, first: int, end: int) -> bool:
+        """Give the sequence the prompt's cells at [first, end); False if there is no room for them."""
+        cells, arrival = prefill.cells(first, end), self.params.n_seq_max
+        if not self._lib.llama_state_seq_set_data(self._context, as_bytes(cells), len(cells), arrival):
+            return False
+        self._lib.llama_memory_seq_cp(self._memory, arrival, seq, first, end)
+        self._lib.llama_memory_seq_rm(self._memory, arrival, -1, -1)
+        return True
+
+    def _drop_prefill(self, seq: int) -> None:
+        if seq in self._prefills:
+            self._prefills.pop(seq).close()
 
     def apply(self, ops: Sequence[KvOp]) -> None:
         """See StageModel. Exact numerics park removed cells instead of freeing them, until the next COMPACT."""
@@ -156,6 +231,8 @@ class LlamaStage:
             elif op.kind == OpKind.COMPACT:
                 self._compact(op.src)
             else:
+                if op.first == 0:
+                    self._drop_prefill(op.src)
                 if self.params.exact:
                     # a freed hole would be refilled out of order, and attention adds up in the order of the cells
                     self._lib.llama_memory_seq_cp(self._memory, op.src, self._spare, op.first, last)
@@ -166,10 +243,14 @@ class LlamaStage:
 
     def clear(self) -> None:
         """Forget every sequence: the cache is as after loading."""
+        for seq in list(self._prefills):
+            self._drop_prefill(seq)
         self._lib.llama_memory_clear(self._memory, False)
 
     def close(self) -> None:
         """Free model and cache. May be called twice."""
+        for seq in list(self._prefills):
+            self._drop_prefill(seq)
         if self._context is not None:
             self._lib.llama_free(self._context)
         if self._model is not None:
@@ -244,7 +325,9 @@ class LlamaStage:
                 return read(tensor + name_offset, 6) == b"l_out-"
             try:
                 if not self.is_last and read(tensor + name_offset) == last_name:
-                    get(tensor, self._out.ctypes.data, 0, self._n_rows * row_bytes)
+                    n_rows = min(self._n_at_once, self._n_out_end - self._n_out)
+                    get(tensor, self._out.ctypes.data + self._n_out * row_bytes, 0, n_rows * row_bytes)
+                    self._n_out += n_rows
                     return False
                 # on a build with several backends False only ends the current part of the graph: say it again
                 self._stopped = self._stopped or self._stop()
@@ -280,27 +363,38 @@ class LlamaStage:
             raise UserError(f"{self._where} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")
         return model
 
-    def _create_context(self) -> object:
+    def _create_decoding_context(self) -> object:
+        params = self.params
+        # different types keep attention off the kernels whose sums depend on batch size and thread count; what comes
+        # from a prompt's own context arrives in a further sequence
+        n_seq, type_v = (params.n_seq_max + 1, BF16) if params.exact else (params.n_seq_max, F16)
+        return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq, type_v)
+
+    def _create_context(self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, type_v: int) -> object:
         lib, params = self._lib, self.params
         options = lib.llama_context_default_params()
-        options.n_ctx = params.n_cells
-        options.n_batch = options.n_ubatch = params.n_batch
-        options.n_seq_max = params.n_seq_max
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = n_cells, n_batch, n_ubatch, n_seq_max
         # libllama holds logits for one row a sequence at least, and aborts when that is not allowed for here
-        n_outputs = params.n_outputs_max if self.is_last else params.n_batch
-        options.n_outputs_max = max(n_outputs, params.n_seq_max)
+        n_outputs = params.n_outputs_max if self.is_last else n_batch
+        options.n_outputs_max = max(n_outputs, n_seq_max)
         options.n_threads = options.n_threads_batch = params.n_threads
         options.kv_unified = options.swa_full = options.no_perf = True
         options.op_offload = False
         options.flash_attn_type = FLASH_ATTENTION_ON if params.exact else FLASH_ATTENTION_AUTO
-        # different types keep attention off the kernels whose sums depend on batch size and thread count
-        options.type_k, options.type_v = F16, BF16 if params.exact else F16
+        options.type_k, options.type_v = F16, type_v
         options.cb_eval = self._callback
         context = lib.llama_init_from_model(self._model, options)
         if not context:
-            raise UserError(f"no KV cache of {params.n_cells} cells for {self._where}: {ggml.last_errors()}; "
+            raise UserError(f"no KV cache of {n_cells} cells for {self._where}: {ggml.last_errors()}; "
                             "use a smaller context (-c) or more ranks")  # fmt: skip
         return context
+
+
+def _largest_part(slice_file: SliceFile, n_batch: int) -> int:
+    """Rows that may be computed at once if each shall have the bits that it has alone."""
+    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    has_tiles = any(tensor.type in TILED_TYPES for tensor in slice_file.info.tensors)
+    return min(n_batch, TILED_ROWS - 1) if on_x86 and has_tiles else n_batch
 
 
 def _token_table(slice_file: SliceFile) -> ggml.TokenTable:

@@ -1,0 +1,32 @@
+"""Where a prompt is cut so that its rows are always computed in the same way. Knows positions, no model.
+
+Exact numerics ask that a row has the same bits however the work was cut. For guesses that takes kernels that do not
+look at the batch; a prompt is known beforehand, so that it may take the faster ones, which do, as long as its batches
+follow from its length alone: blocks of BLOCK rows, the last of up to 2 BLOCK - 1, each evaluated by itself after the
+blocks before it. A prompt with fewer rows than one block, and the last token of any, whose row is the tree's root, are
+evaluated as guesses are.
+"""
+
+from __future__ import annotations
+
+BLOCK = 64
+"""libggml multiplies and attends in tiles from so many rows on."""
+
+LARGEST = 2 * BLOCK - 1
+
+
+def rows_in_blocks(n_tokens: int) -> int:
+    """How many of a prompt's first rows are evaluated in blocks: all but the last, or none."""
+    return n_tokens - 1 if n_tokens > BLOCK else 0
+
+
+def block_edges(n_rows: int) -> list[int]:
+    """Where the blocks of `n_rows` rows begin, and where the last one ends."""
+    assert n_rows >= BLOCK, f"{n_rows} rows are no block"
+    return [*range(0, n_rows - BLOCK + 1, BLOCK), n_rows]
+
+
+def chunk_end(n_rows: int, start: int, n_chunk: int) -> int:
+    """The end of the chunk from `start` on: whole blocks, as many as `n_chunk` rows hold, but one at least."""
+    later = [edge for edge in block_edges(n_rows) if edge > start]
+    return max((edge for edge in later if edge <= start + n_chunk), default=later[0])

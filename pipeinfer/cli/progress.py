@@ -1,0 +1,49 @@
+"""Tell on standard error how far a long prompt is. Knows counts and a clock, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+PATIENCE_S = 1.0
+"""A prompt that is read by then is not spoken of."""
+
+
+class PromptProgress:
+    """A bar on a terminal, which disappears with the last row; else a line after 1, 2, 4, … seconds."""
+
+    def __init__(self, console: Console, clock: Callable[[], float], n_rows: int) -> None:
+        """The prompt, of `n_rows` rows, begins now."""
+        self.console, self.clock, self.n_rows = console, clock, n_rows
+        self._start_s = clock()
+        self._next_s = PATIENCE_S
+        self._bar: Progress | None = None
+
+    def update(self, n_done: int) -> None:
+        """So many rows of the prompt have been evaluated."""
+        waited_s = self.clock() - self._start_s
+        if n_done >= self.n_rows:
+            self.close()
+        elif self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=n_done)
+        elif waited_s >= self._next_s:
+            self._show(n_done, waited_s)
+
+    def _show(self, n_done: int, waited_s: float) -> None:
+        if self.console.is_terminal:
+            columns = (TextColumn("prompt"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._bar.add_task("prompt", total=self.n_rows, completed=n_done)
+            self._bar.start()
+            return
+        while self._next_s <= waited_s:
+            self._next_s *= 2
+        self.console.print(f"prompt: {n_done} of {self.n_rows} tokens after {waited_s:.1f} s", style="dim")
+
+    def close(self) -> None:
+        """Take the bar away. May be called twice."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,92 @@
+"""One prompt in a KV cache of its own, and its cells as the cache that decodes wants them. Knows libllama, no stage.
+
+Attention uses tiles only where K and V are of one type, and adds up tile by tile, so that a row's bits depend on where
+the cells lie. Here they lie in the order of positions, from the first cell on, whatever the decoding cache holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+F16, BF16 = 1, 30
+PROMPT, PART = 0, 1
+N_SEQ = 2
+"""Sequences that the context must have: the prompt's, and one for the cells that are copied out."""
+
+# a mark, the sequence, streams, cells; of each cell position, sequences, the sequence; whether V is transposed, layers;
+# of each record type and bytes of a row
+_HEAD, _CELL, _LAYERS, _RECORD = "<IiII", "<iIi", "<II", "<iQ"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Prefill:
+    """Holds, and frees, the `context` in which one prompt is evaluated, as sequence PROMPT."""
+
+    def __init__(self, library: ModuleType, context: object) -> None:
+        self.context, self._lib = context, library
+        self._memory = library.llama_get_memory(context)
+
+    def forget(self, first: int) -> None:
+        """Free the cells from position `first` on."""
+        self._lib.llama_memory_seq_rm(self._memory, PROMPT, first, -1)
+
+    def cells(self, first: int, end: int) -> Bytes:
+        """The cells at positions [first, end) as `llama_state_seq_set_data` takes them where V is BF16."""
+        lib = self._lib
+        lib.llama_memory_seq_cp(self._memory, PROMPT, PART, first, end)
+        state = np.empty(lib.llama_state_seq_get_size(self.context, PART), np.uint8)
+        n_bytes = lib.llama_state_seq_get_data(self.context, as_bytes(state), len(state), PART)
+        lib.llama_memory_seq_rm(self._memory, PART, -1, -1)
+        assert n_bytes == len(state), f"{n_bytes} of {len(state)} bytes of the cells {first}-{end}"
+        return with_bf16_values(state)
+
+    def close(self) -> None:
+        self._lib.llama_free(self.context)
+
+
+def with_bf16_values(state: Bytes) -> Bytes:
+    """The state of one sequence, whose V is F16, with V rounded to BF16; in place.
+
+    Raises ValueError for a layout that is not known: of other caches than the plain one, or of another libllama.
+    """
+    _, _, n_streams, n_cells = struct.unpack_from(_HEAD, state.data, 0)
+    at = struct.calcsize(_HEAD) + n_cells * struct.calcsize(_CELL)
+    v_transposed, n_layers = struct.unpack_from(_LAYERS, state.data, at)
+    at += struct.calcsize(_LAYERS)
+    if n_streams != 1 or v_transposed:
+        raise ValueError(f"a state of {n_streams} streams, V transposed: {bool(v_transposed)}; this is not understood")
+    for record in range(2 * n_layers):  # K of every layer, then V of every layer
+        type_, row_bytes = struct.unpack_from(_RECORD, state.data, at)
+        if type_ != F16:
+            raise ValueError(f"record {record} of {2 * n_layers} is of type {type_}, not F16; this is not understood")
+        start = at + struct.calcsize(_RECORD)
+        end = start + row_bytes * n_cells
+        if record >= n_layers:
+            struct.pack_into("<i", state.data, at, BF16)
+            values = state[start:end].view(np.uint16)
+            values[:] = _bf16_of_f16()[values]
+        at = end
+    if at != len(state):
+        raise ValueError(f"a state of {len(state)} bytes, of which {at} are understood")
+    return state
+
+
+def as_bytes(state: Bytes) -> ctypes.Array[ctypes.c_uint8]:
+    """The same memory for libllama."""
+    return (ctypes.c_uint8 * len(state)).from_buffer(state.data)
+
+
+@cache
+def _bf16_of_f16() -> npt.NDArray[np.uint16]:
+    """For the bits of every F16 number those of the nearest BF16 number, the even one of two."""
+    bits = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(is_nan, (bits >> 16) | 64, rounded).astype(np.uint16)

@@ -1,0 +1,237 @@
+"""Prompts in blocks: the same bits in every chunking, split, cache and company, and like plain llama-cpp-python's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeinfer.blocks import block_edges, chunk_end
+from pipeinfer.interfaces import Batch, FloatArray
+from pipeinfer.models import prefill
+from pipeinfer.models.gguf_slice import open_slice, read_model_info
+from pipeinfer.models.llama import KvCacheFull, LlamaParams, LlamaStage
+from pipeinfer.runs import KvOp, OpKind
+from tests.gguf_factory import Shape, write_model
+from tests.jobs import plain_tokens, run_json
+
+PARAMS = LlamaParams(n_cells=1024, n_seq_max=8, n_batch=256, n_outputs_max=64)
+SMALL = Shape(n_layer=3, peaky=8.0)
+N = 205  # rows in blocks: 64, 64 and 77
+
+MODELS = {
+    "Q8_0": (SMALL, "Q8_0"), "Q4_K_M": (SMALL, "Q4_K_M"), "Q6_K": (SMALL, "Q6_K"), "Q3_K_M": (SMALL, "Q3_K_M"),
+    "F16": (SMALL, "F16"), "mixtral": (replace(SMALL, n_expert=4), "Q4_K_M"),
+    "qwen2": (replace(SMALL, arch="qwen2"), "Q8_0"), "qwen3moe": (replace(SMALL, arch="qwen3moe", n_expert=4), "Q8_0"),
+    "falcon": (replace(SMALL, arch="falcon", n_head_kv=1), "Q8_0"),
+    "phi3": (replace(SMALL, arch="phi3", rope_factors=True), "Q8_0"),
+}  # fmt: skip
+Loader = Callable[..., list[LlamaStage]]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prompts")
+
+
+@pytest.fixture
+def load() -> Iterator[Loader]:
+    """Chains of slices, closed at the end of the test."""
+    opened: list[LlamaStage] = []
+
+    def open_chain(path: Path, cuts: Sequence[int] = (), params: LlamaParams = PARAMS) -> list[LlamaStage]:
+        info = read_model_info(path)
+        chain = [LlamaStage(open_slice(info, a, b), params) for a, b in pairwise([0, *cuts, info.n_layer])]
+        opened.extend(chain)
+        return chain
+
+    yield open_chain
+    for stage in opened:
+        stage.close()
+
+
+def model(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.gguf"
+    return path if path.exists() else write_model(path, *MODELS[name])
+
+
+def tokens_of(seed: int, n: int = N) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(3, 300, n).tolist()
+    return found
+
+
+def never() -> bool:
+    return False
+
+
+def evaluate(
+    chain: Sequence[LlamaStage], tokens: Sequence[int], first: int, seq: int = 0, n_prompt: int = 0
+) -> FloatArray:
+    positions = np.arange(first, first + len(tokens), dtype=np.int32)
+    wanted = np.full(len(tokens), not n_prompt)
+    batch = Batch(np.array(tokens, np.int32), positions, [(seq,)] * len(tokens), None, wanted, n_prompt)
+    for stage in chain:
+        batch.hidden = stage.evaluate(batch, never)
+        assert batch.hidden is not None
+    assert batch.hidden is not None
+    return batch.hidden.copy()
+
+
+def read(chain: Sequence[LlamaStage], prompt: Sequence[int], n_chunk: int, seq: int = 0) -> Iterator[int]:
+    """The prompt in chunks; after each, where it ended."""
+    at = 0
+    while at < len(prompt):
+        end = chunk_end(len(prompt), at, n_chunk)
+        evaluate(chain, prompt[at:end], at, seq, len(prompt))
+        at = end
+        yield at
+
+
+def after(chain: Sequence[LlamaStage], n: int = N, seq: int = 0) -> FloatArray:
+    """Logits of ten rows after the prompt, in one batch."""
+    return evaluate(chain, tokens_of(99, 10), n, seq)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_splits_threads_and_company_change_no_bit(folder: Path, load: Loader, name: str) -> None:
+    path, prompt = model(folder, name), tokens_of(1)
+    alone = load(path)
+    for _ in read(alone, prompt, 1):
+        pass
+    expected = after(alone)
+    rng = np.random.default_rng(7)
+    for n_chunk, cuts, n_threads in ((128, (1,), 2), (256, (1, 2), 1), (64, (), 2)):
+        chain = load(path, cuts, replace(PARAMS, n_threads=n_threads, n_cells=1536))
+        other, at = tokens_of(2, 130), 0
+        for _ in read(chain, tokens_of(3, 90), 64, seq=5):
+            pass
+        for _ in read(chain, prompt, n_chunk):  # another request decodes, and gives rows up, between the chunks
+            for _ in range(3):
+                n = int(rng.integers(1, 9))
+                evaluate(chain, other[at : at + n], at, seq=3)
+                at += n
+            for stage in chain:
+                stage.apply([KvOp(OpKind.REMOVE, 3, first=at - 1)])
+            at -= 1
+        assert np.array_equal(after(chain), expected), (n_chunk, cuts, n_threads)
+        assert not any(stage._prefills for stage in chain)
+
+
+def test_two_prompts_at_once(folder: Path, load: Loader) -> None:
+    path, prompts = model(folder, "Q4_K_M"), {0: tokens_of(4, 200), 2: tokens_of(5, 331), 6: tokens_of(6, 64)}
+    together = load(path, (2,))
+    readers = {seq: read(together, prompt, 64, seq) for seq, prompt in prompts.items()}
+    while readers:
+        for seq in list(readers):
+            if next(readers[seq], None) is None:
+                del readers[seq]
+    for seq, prompt in prompts.items():
+        alone = load(path)
+        for _ in read(alone, prompt, 256):
+            pass
+        assert np.array_equal(after(together, len(prompt), seq), after(alone, len(prompt)))
+
+
+def test_stopped_in_the_middle_and_begun_again(folder: Path, load: Loader) -> None:
+    path, prompt = model(folder, "Q8_0"), tokens_of(1)
+    (stage,), (expected,) = load(path), load(path)
+    for _ in read([expected], prompt, 256):
+        pass
+    positions = np.arange(N, dtype=np.int32)
+    whole = Batch(np.array(prompt, np.int32), positions, [(1,)] * N, None, np.zeros(N, np.bool_), N)
+    for n_layers in (0, 2, 4, 7):  # in the first, the second and the last block
+        n_asked = 0
+
+        def stop(limit: int = n_layers) -> bool:
+            nonlocal n_asked
+            n_asked += 1
+            return n_asked > limit
+
+        assert stage.evaluate(whole, stop) is None
+        assert n_asked == n_layers + 1 and stage.next_position(1) == 0
+    for _ in read([stage], prompt, 64, seq=1):
+        pass
+    assert np.array_equal(after([stage], seq=1), after([expected]))
+
+
+def test_given_up_between_chunks_frees_what_was_held(folder: Path, load: Loader) -> None:
+    (stage,) = load(model(folder, "Q8_0"))
+    for end_it in (lambda: stage.apply([KvOp(OpKind.REMOVE, 4)]), stage.clear):
+        next(read([stage], tokens_of(1), 64, seq=4))
+        assert list(stage._prefills) == [4] and stage.next_position(4) == 64
+        end_it()
+        assert not stage._prefills and stage.next_position(4) == 0
+    for _ in read([stage], tokens_of(1), 64, seq=4):
+        pass
+
+
+def test_no_room(folder: Path, load: Loader) -> None:
+    (stage,) = load(model(folder, "Q8_0"), (), replace(PARAMS, n_cells=256))
+    for at in (0, 50):
+        evaluate([stage], tokens_of(1, 50), at, seq=1)
+    with pytest.raises(KvCacheFull, match="no room for 205 rows in the KV cache of 256 cells"):
+        evaluate([stage], tokens_of(2), 0, seq=0, n_prompt=N)
+    assert stage.next_position(0) == 0 and stage.next_position(1) == 100
+    evaluate([stage], tokens_of(2, 64), 0, seq=0, n_prompt=64)
+    stage.apply([KvOp(OpKind.REMOVE, 1), KvOp(OpKind.COMPACT, 0)])
+    expected = load(model(folder, "Q8_0"))
+    evaluate(expected, tokens_of(2, 64), 0, n_prompt=64)
+    assert np.array_equal(after([stage], 64), after(expected, 64))
+
+
+def test_an_unknown_layout_of_the_cache_is_refused() -> None:
+    for words in ([1, 0, 2, 0, 0, 1], [1, 0, 1, 0, 1, 1], [1, 0, 1, 0, 0, 1, 30, 2, 0]):
+        with pytest.raises(ValueError, match="not understood"):
+            prefill.with_bf16_values(np.array(words, np.int32).view(np.uint8).copy())
+
+
+# --- whole jobs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K_M"])
+def test_long_prompts_read_as_in_plain_llama(folder: Path, name: str) -> None:
+    target = model(folder, name)
+    common = ["-m", str(target), "-p", "the model is a rank of layers in the token " * 12, "-n", "24", "--temp", "0"]
+    common += ["--ignore-eos", "-t", "1"]
+    alone = run_json(1, [*common, "--policy", "iterative"])
+    assert len(alone["prompt_tokens"]) > 200
+    assert alone["tokens"] == plain_tokens(target, alone["prompt_tokens"], 24)
+    for n_ranks, flags in ((2, ["-b", "7"]), (3, ["-b", "512", "-md", str(target), "--policy", "pipeinfer"])):
+        assert run_json(n_ranks, [*common, *flags])["tokens"] == alone["tokens"], flags
+
+
+MEMORY = """
+import sys; import numpy as np
+from pipeinfer.interfaces import Batch
+from pipeinfer.models.gguf_slice import open_slice, read_model_info
+from pipeinfer.models.llama import LlamaParams, LlamaStage
+def held(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+info = read_model_info(sys.argv[1])
+stage = LlamaStage(open_slice(info, 0, info.n_layer), LlamaParams(4096, 4, n_batch=127, n_outputs_max=2))
+def read(n):
+    for at in range(0, n, 64):
+        stage.evaluate(Batch(np.full(64, 5, np.int32), np.arange(at, at + 64, dtype=np.int32), [(0,)] * 64, None,
+                             np.zeros(64, bool), n), lambda: False)
+    stage.clear()
+read(128); before = held()
+for _ in range(4): read(2048)
+print(held() - before, 2048 * sum(info.kv_bytes_per_cell) // 1024)
+"""
+
+
+def test_what_a_prompt_held_is_given_back(folder: Path) -> None:
+    command = [sys.executable, "-c", MEMORY, str(model(folder, "Q8_0"))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kept_kb, held_kb = map(int, done.stdout.split())
+    assert kept_kb < 1.5 * held_kb, "four prompts were read"
+
+
+def test_the_edges_are_what_the_stage_takes() -> None:
+    assert block_edges(N) == [0, 64, 128, 205]
