@@ -44,6 +44,7 @@ PENDING_S = 5.0
 MAX_PENDING = 32
 """Connections above those of the ranks that may be open while nobody has proved anything; the oldest gives way."""
 
+KILLED = " of SIGKILL"
 LOOK_EVERY_S = 0.05
 REMAINS_S = 2.0
 
@@ -225,6 +226,8 @@ class Sentinel:
         if self._stopping:
             self._end("", died=True)
         how = self._processes[rank].how_it_ended() if rank in self._processes else ""
+        if not self._complete and how == KILLED:
+            self._end("", died=True)  # as the launcher does with the others when one ended: it says which
         self._end(f"{self._who_died(rank)} died{how}; ending the job", died=True)
 
     def _end(self, line: str, died: bool) -> None:

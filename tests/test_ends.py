@@ -1,0 +1,195 @@
+"""How jobs end that are struck before they have begun: Ctrl-C while MPI starts, ranks that never come, leftovers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.cluster.roster import check_alike, own_words
+from pipeinfer.cluster.segments import MARK, mark_own, remove_dead, segments_of, sweep
+from pipeinfer.errors import UserError
+from pipeinfer.sampling import SamplingParams
+from tests.jobs import COMMAND, ROOT, environment, launcher
+
+RUN = ["run", "-p", "def read_lines(path):\n", "-n", "2000", "-c", "3000", "--ignore-eos"]
+BY_MPICH = "--oversubscribe" not in launcher(2)
+only_mpich = pytest.mark.skipif(not BY_MPICH, reason="Open MPI's mpirun ends a job when any of its programs fails")
+
+
+def start(*parts: Sequence[str], **settings: str) -> subprocess.Popen[str]:
+    """One rank for each part: mpirun's form for programs that differ."""
+    command = [launcher(2)[0]]
+    for part in parts:
+        command += [":"] * (len(command) > 1) + ["-np", "1", *part]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment() | settings, start_new_session=True,
+    )  # fmt: skip
+
+
+def complaints(errors: str) -> list[str]:
+    return [line for line in errors.splitlines() if line.startswith("pipeinfer: ")]
+
+
+def wait_until(done: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def has_mpi(pid: int) -> bool:
+    """Whether a process has loaded MPI, which it starts next."""
+    try:
+        return "libmpi" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [each for child in map(int, children) for each in (child, *descendants(child))]
+
+
+@only_mpich
+def test_ctrl_c_while_mpi_waits_for_a_rank() -> None:
+    """Rank 1 never starts MPI, so rank 0 never returns from its start."""
+    job = start([*COMMAND, *RUN], ["sh", "-c", "trap '' INT; sleep 60"])
+    wait_until(lambda: any(map(has_mpi, descendants(job.pid))))
+    time.sleep(0.5)
+    os.killpg(job.pid, signal.SIGINT)
+    _, errors = job.communicate(timeout=20)
+    assert job.returncode == 130
+    assert "Traceback" not in errors and "BAD TERMINATION" not in errors
+
+
+@pytest.mark.parametrize("moment_s", [0.02, 0.1, 0.3])
+def test_ctrl_c_while_the_command_starts(moment_s: float) -> None:
+    """As installed: the interpreter has not begun, or imports."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    job = subprocess.Popen(
+        [str(ROOT / "scripts" / "pipeinfer"), *RUN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment() | {"PATH": path},
+    )  # fmt: skip
+    time.sleep(moment_s)
+    job.send_signal(signal.SIGINT)
+    text, errors = job.communicate(timeout=20)
+    assert job.returncode in (130, -signal.SIGINT), "which is 130 to a shell"
+    assert text == errors == ""
+
+
+@only_mpich
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_ended_before_mpi_started_does_not_hang_the_job(absent: int) -> None:
+    """As a version does that does not know an option."""
+    parts = [[*COMMAND, *RUN], [*COMMAND, *RUN]]
+    parts[absent] = ["false"]
+    job = start(*parts, PIPEINFER_JOIN_TIMEOUT="3")
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 1
+    (line,) = complaints(errors)
+    assert line.startswith("pipeinfer: rank 1 did not join within 3 s" if absent else "pipeinfer: rank 1 (host ")
+    assert "rank 0 says nothing" in line or absent
+
+
+@only_mpich
+def test_a_usage_error_of_one_rank_is_said_by_it() -> None:
+    job = start([*COMMAND, *RUN], [*COMMAND, *RUN, "--frobnicate"])
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 2
+    (line,) = complaints(errors)
+    assert line.startswith("pipeinfer: rank 1 (host ") and "--frobnicate" in line
+
+
+def test_ranks_with_other_options_are_refused_by_name() -> None:
+    job = start([*COMMAND, *RUN], [*COMMAND, *RUN, "-s", "5"])
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 2
+    (line,) = complaints(errors)
+    assert "rank 1 (host " in line and "seed 5" in line and "with -1" in line
+
+
+def test_another_version_is_refused_by_name() -> None:
+    ours = own_words(SamplingParams())
+    check_alike([ours, ours])
+    with pytest.raises(UserError, match=r"rank 1 \(host b\) runs pipeinfer 0\.0\.9 and rank 0 "):
+        check_alike([ours, ("0.0.9", "b", ours[2], ours[3])])
+
+
+# -- leftovers
+
+HOLDER = """
+import mmap, sys, time
+file = open(sys.argv[1], "r+b")
+held = mmap.mmap(file.fileno(), 0)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def segment() -> Path:
+    path = Path("/dev/shm") / f"test-ends-{os.getpid()}"
+    path.write_bytes(bytes(4096))
+    try:
+        os.setxattr(path, MARK, b"")
+    except OSError:
+        path.unlink()
+        pytest.skip("this kernel's tmpfs has no extended attributes for users")
+    return path
+
+
+def test_only_marked_segments_that_nobody_maps_are_swept(segment: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(segment)], stdout=subprocess.PIPE)
+    assert holder.stdout
+    holder.stdout.readline()
+    try:
+        assert segments_of(holder.pid) == {segment}
+        sweep()
+        assert not remove_dead([segment]) and segment.exists(), "a living process maps it"
+        os.setxattr(segment, MARK, os.readlink("/proc/self/ns/pid").encode())
+        sweep()
+        assert segment.exists()
+    finally:
+        holder.kill()
+        holder.wait()
+    os.setxattr(segment, MARK, b"of another namespace")
+    sweep()
+    assert segment.exists()
+    os.setxattr(segment, MARK, os.readlink("/proc/self/ns/pid").encode())
+    sweep()
+    assert not segment.exists()
+    mark_own()  # this process maps none: nothing to do
+
+
+@only_mpich
+@pytest.mark.parametrize("with_sentinel", [True, False])
+def test_a_killed_job_leaves_nothing(with_sentinel: bool) -> None:
+    """The sentinel clears up after the others; after itself the next start does."""
+    job = start([*COMMAND, *RUN], [*COMMAND, *RUN])
+    assert job.stdout
+    os.read(job.stdout.fileno(), 1)  # it generates
+    processes = descendants(job.pid)
+    segments = set[Path]().union(*map(segments_of, processes))
+    assert segments
+    sentinels = [pid for pid in processes if b"sentinel" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(sentinels) == 1
+    struck = processes if with_sentinel else [pid for pid in processes if pid not in sentinels]
+    for pid in [*(sentinels if with_sentinel else []), *struck]:  # the sentinel first
+        os.kill(pid, signal.SIGKILL)
+    job.communicate(timeout=20)
+    assert job.returncode
+    if with_sentinel:
+        wait_until(lambda: not any(map(segments_of, processes)))
+        sweep()
+    wait_until(lambda: not any(path.exists() for path in segments))
