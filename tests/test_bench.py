@@ -185,7 +185,7 @@ def test_splits_go_to_the_policies_they_fit(pair: list[str], tmp_path: Path) -> 
     [
         (["--policy", "magic"], "magic"),
         (["-n", "8,x"], "8,x"),
-        (["-n", "0"], "-n '0'"),
+        (["-n", "0"], "'0'"),
         (["-p", "none.txt"], "none.txt"),
         (["-p", "0"], "-p 0"),
         (["--ablate", "luck"], "luck"),
