@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# The experiments of PipeInfer's evaluation: iterative, speculative and pipeinfer, in that order, for every model pair,
-# number of ranks and prompt; then the ablations; then the figures. Run it again after an interruption: it goes on.
+# The experiments of PipeInfer's evaluation: iterative, speculative, pipeinfer and its ablations, for every model pair,
+# number of ranks and prompt; then the figures. Every round measures all of them once, so that what changes on the
+# machine meanwhile changes all alike. Run it again after an interruption: it goes on.
 #
 #   PAIRS      model pairs, TARGET:DRAFT, separated by spaces. [the shipped pair, and a target grown from it]
 #   RANKS      numbers of MPI ranks. [3 4; under Slurm the tasks of the allocation, or its nodes]
 #   TOKENS     tokens to generate. [128]     REPEATS  of everything. [3]      SEED [0]
 #   QUESTIONS  folder with .jsonl question sets [../shared/prompts, if there], N_QUESTIONS of each [1]
 #   CUT        tokens of a prompt at most. [128]
-#   LAYERS     of the grown target. [48]     ABLATE   what to leave out in the study [cancel,continuous,asynchronous]
+#   LAYERS     of the grown target. [48]
+#   ABLATE     what to leave out in the study [cancel,partitions,continuous,asynchronous]
 #   RESULTS    the table. [results.csv]      FIGURES  folder for the pictures [figures]
 set -euo pipefail
 here=$(dirname "$0")
@@ -48,7 +50,8 @@ if [ -z "${PAIRS:-}" ]; then
     PAIRS="$shipped/target.gguf:$shipped/draft.gguf $grown:$shipped/draft.gguf"
 fi
 
-prompts=(-p experiments/program.txt -p experiments/tale.txt -p experiments/excerpt.txt)
+texts=pipeinfer/cli/prompts
+prompts=(-p $texts/program.txt -p $texts/tale.txt -p $texts/excerpt.txt)
 sets=()
 for file in "$questions"/*.jsonl; do
     [ ! -e "$file" ] || sets+=(-p "$file")
@@ -59,13 +62,14 @@ for pair in $PAIRS; do
         common=(pipeinfer bench -m "${pair%%:*}" -md "${pair#*:}" -n "${TOKENS:-128}" -s "${SEED:-0}" --temp 0
             --cut "${CUT:-128}" --results "$results" --resume)
         echo "== ${pair%%:*}, $ranks ranks" >&2
-        launch "$ranks" "${common[@]}" "${prompts[@]}" -r "${REPEATS:-3}" --policy iterative,speculative,pipeinfer
+        for round in $(seq "${REPEATS:-3}"); do
+            # up to this round: --resume leaves out the ones before
+            launch "$ranks" "${common[@]}" "${prompts[@]}" -r "$round" --policy iterative,speculative,pipeinfer \
+                --ablate "${ABLATE-cancel,partitions,continuous,asynchronous}"
+        done
         if [ "${#sets[@]}" -gt 0 ]; then
             launch "$ranks" "${common[@]}" "${sets[@]}" --questions "${N_QUESTIONS:-1}" -r 1 \
                 --policy iterative,speculative,pipeinfer
-        fi
-        if [ -n "${ABLATE=cancel,continuous,asynchronous}" ]; then
-            launch "$ranks" "${common[@]}" "${prompts[@]}" -r "${REPEATS:-3}" --policy pipeinfer --ablate "$ABLATE"
         fi
     done
 done

@@ -2,9 +2,9 @@
 """Draw the figures of an evaluation from results.csv: `python plot.py [results.csv] [-o FOLDER]`.
 
 Generation speed, time to first token, inter-token latency, speed per memory, ablations, prompts, distributions of the
-latencies and each rank's time, as far as the table has the data; PNG and SVG. Bars are means, whiskers sample standard
-deviations. A headerless file of the original PipeInfer works too: four columns, rows in threes (sequential,
-speculative, pipeinfer).
+latencies and each rank's time, as far as the table has the data; PNG, SVG and PDF. Bars are means, whiskers sample
+standard deviations; rows that were asked otherwise (docs/results.md) get panels of their own. A headerless file of the
+original PipeInfer works too: four columns, rows in threes (sequential, speculative, pipeinfer).
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.outputs import whole_file
 from pipeinfer.results import read_results
+
+UNDATED: dict[str, dict[str, str | None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+"""The same table gives the same files."""
 
 
 def main() -> None:
@@ -40,11 +43,10 @@ def write_figures(results: Path, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in draw_all(rows):
-        for suffix in (".png", ".svg"):
+        for suffix in (".png", ".svg", ".pdf"):
             path = folder / f"{name}{suffix}"
             with whole_file(path, "the figure") as file:
-                metadata = {"Date": None} if suffix == ".svg" else None
-                figure.savefig(file, format=suffix.removeprefix("."), dpi=150, metadata=metadata)
+                figure.savefig(file, format=suffix.removeprefix("."), dpi=150, metadata=UNDATED.get(suffix))
             print(path)
 
 

@@ -304,7 +304,8 @@ class Engine:
             rows.append(Row(request.id, node.token, node.position, seqs))
         opens = {request.id: request.sampling} if not job.metrics.n_runs else {}
         self._flights[run_id] = _Flight(request, nodes, n_context)
-        job.metrics.count_run(len(rows), len(nodes), request.tree.root in nodes)
+        n_inflight, has_root = self._n_live_flights(request), request.tree.root in nodes
+        job.metrics.count_run(len(rows), len(nodes), has_root, len(placement.leased), n_inflight)
         if self.run_cost:
             self._free_s = max(self._free_s, self.clock()) + self.run_cost.seconds(len(rows), rows[0].position)
         self.pipeline.submit(Run(run_id, rows, placement.ops, opens, n_prompt))
@@ -315,7 +316,8 @@ class Engine:
         return self.drafter is not None and any(self._draft_for(self.drafter, job) for job in self._jobs.values())
 
     def _draft_for(self, drafter: Drafter, job: _Job) -> bool:
-        nodes = job.policy.draft(self._view(job))
+        view = self._view(job)
+        nodes = job.policy.draft(view)
         if not nodes:
             return False
         start_s = self.clock()
@@ -324,9 +326,7 @@ class Engine:
             guesses = drafter.expand(job.request, nodes, job.policy.width, self._meanwhile)
         finally:
             self._drafting = None
-        job.metrics.draft_s += self.clock() - start_s
-        job.metrics.n_draft_steps += 1
-        job.metrics.n_draft_lost += guesses is None
+        job.metrics.count_draft_step(self.clock() - start_s, view.n_inflight, guesses is None)
         self.tracer.drafted(start_s, len(nodes), guesses is not None)
         for node, found in zip(nodes, guesses or [], strict=False):
             if node.live and not node.refined:

@@ -28,6 +28,8 @@ class RequestMetrics:
     n_rows: int = 0
     n_root_runs: int = 0
     n_sent: int = 0  # guesses that went to the target
+    n_branches: int = 0  # guesses sent beside another one after the same token
+    n_inflight_max: int = 0  # most runs in flight at a time
     n_cancelled: int = 0
     n_saved: int = 0  # cancelled runs that at least one stage did not evaluate
     n_drafted: int = 0
@@ -38,15 +40,24 @@ class RequestMetrics:
     by_depth: dict[int, list[int]] = field(default_factory=dict)  # depth -> [likeliest guesses judged, right ones]
     draft_s: float = 0.0
     n_draft_steps: int = 0
+    n_draft_steps_inflight: int = 0  # those that began while a run was in flight
     n_draft_lost: int = 0  # steps given up because the target had decided otherwise meanwhile
     notices: list[str] = field(default_factory=list)  # what the policy wants the user to know
 
-    def count_run(self, n_rows: int, n_nodes: int, has_root: bool) -> None:
-        """`n_nodes`: of the rows, the root and guesses."""
+    def count_run(self, n_rows: int, n_nodes: int, has_root: bool, n_branches: int, n_inflight: int) -> None:
+        """`n_nodes`: the root and guesses among the rows. `n_inflight`: runs in flight with it, if not cancelled."""
         self.n_runs += 1
         self.n_rows += n_rows
         self.n_root_runs += has_root
         self.n_sent += n_nodes - has_root
+        self.n_branches += n_branches
+        self.n_inflight_max = max(self.n_inflight_max, n_inflight)
+
+    def count_draft_step(self, seconds: float, n_inflight: int, lost: bool) -> None:
+        self.draft_s += seconds
+        self.n_draft_steps += 1
+        self.n_draft_steps_inflight += n_inflight > 0
+        self.n_draft_lost += lost
 
     def count_settled(self, now_s: float, n_tokens: int, settled: Settled) -> None:
         self.token_s += [now_s] * n_tokens
@@ -124,8 +135,8 @@ def timings(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def speculation(metrics: RequestMetrics) -> dict[str, Any]:
-    """What the draft was worth. `accepted_length`: tokens emitted per settled verdict, mean and histogram. `by_depth`:
-    how often the likeliest guess was right, by how many tokens ahead it was made."""
+    """What the draft was worth, as docs/results.md defines it. `contested_n`: tokens in whose place a guess stood.
+    `by_depth`: how often the likeliest guess was right, by how many tokens ahead it was made."""
     n_settled = sum(metrics.accepted_lengths.values())
     return {
         "draft_n": metrics.n_drafted,
@@ -133,6 +144,7 @@ def speculation(metrics: RequestMetrics) -> dict[str, Any]:
         "draft_n_judged": metrics.n_judged,
         "draft_n_accepted": metrics.n_matched,
         "acceptance_rate": metrics.acceptance_rate,
+        "contested_n": metrics.n_contested,
         "hit_rate": metrics.hit_rate,
         "by_depth": {str(depth): {"n": n, "right": right} for depth, (n, right) in sorted(metrics.by_depth.items())},
         "accepted_length": len(metrics.token_s) / n_settled if n_settled else float("nan"),
@@ -140,8 +152,12 @@ def speculation(metrics: RequestMetrics) -> dict[str, Any]:
         "draft_n_sent": metrics.n_sent,
         "runs": metrics.n_runs,
         "rows": metrics.n_rows,
+        "branches": metrics.n_branches,
+        "inflight_max": metrics.n_inflight_max,
         "runs_cancelled": metrics.n_cancelled,
         "runs_cancelled_in_time": metrics.n_saved,
+        "draft_steps": metrics.n_draft_steps,
+        "draft_steps_inflight": metrics.n_draft_steps_inflight,
         "draft_s": metrics.draft_s,
         "draft_step_s": metrics.draft_s / metrics.n_draft_steps if metrics.n_draft_steps else float("nan"),
         "notices": list(metrics.notices),

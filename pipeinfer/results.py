@@ -1,4 +1,4 @@
-"""results.csv: one row a generation, PipeInfer's four figures first, then named columns. Knows files, no ranks."""
+"""results.csv: one row a generation, with the columns of `columns`. Knows files, no ranks."""
 
 from __future__ import annotations
 
@@ -14,66 +14,39 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.columns import ASKED, COLUMNS, FIGURES, NAMES, Column
 from pipeinfer.errors import UserError
 from pipeinfer.outputs import check_writable, write_error
-
-FIGURES = ("prompt_per_second", "predicted_per_second", "itl_mean_s", "ttft_s")
-"""The original's columns: tokens a second of prompt and of text, mean inter-token latency, time to first token."""
-
-NUMBERS = (
-    *FIGURES,
-    "model_bytes", "model_draft_bytes", "ranks", "prompt_n", "predicted_n", "seed", "temp", "repetition",
-    "acceptance_rate", "accepted_length", "draft_n", "tpot_s", "itl_p50_s", "itl_p95_s", "itl_p99_s", "total_s",
-    "runs", "runs_cancelled", "messages", "message_bytes", "cancel_messages",
-)  # fmt: skip
-LISTS = (
-    "layers", "threads", "rss_bytes", "peak_rss_bytes", "busy_s", "cancelled_s", "waiting_s", "idle_s",
-    "itl_percentiles_s",
-)  # fmt: skip
-"""Numbers with commas between them, one a rank; `itl_percentiles_s`: every percentile of the latencies, 0 to 100."""
-
-COLUMNS = (
-    *FIGURES,
-    "policy", "variant", "settings", "model", "model_bytes", "quantisation", "model_draft", "model_draft_bytes",
-    "quantisation_draft", "ranks", "layers", "threads", "prompt", "prompt_n", "predicted_n", "seed", "temp",
-    "numerics", "pace", "repetition", "acceptance_rate", "accepted_length", "draft_n", "tpot_s", "itl_p50_s",
-    "itl_p95_s", "itl_p99_s", "itl_percentiles_s", "total_s", "runs", "runs_cancelled", "messages", "message_bytes",
-    "cancel_messages", "rss_bytes", "peak_rss_bytes", "busy_s", "cancelled_s", "waiting_s", "idle_s", "version",
-    "date", "hosts",
-)  # fmt: skip
 
 ORIGINAL_POLICIES = ("iterative", "speculative", "pipeinfer")
 """Of a headerless file's rows, in threes; the original calls the first one sequential."""
 
-HEADER = ",".join(COLUMNS)
+HEADER = ",".join(NAMES)
 MAX_CELL = 1 << 16
 Row = dict[str, Any]
 
 
-def result_row(result: dict[str, Any], prompt: str = "", repetition: int = 0) -> Row:
-    """The columns of one generation's result object (what `--json` prints). `prompt` is a name for its prompt."""
-    ranks, model, draft = result["ranks"], result["model"], result["model_draft"] or {}
-    hops = result["wire"]["hops"]
-    known = result["timings"] | result["speculation"] | result
-    per_rank = {name: _joined(rank.get(name, "") for rank in ranks) for name in LISTS if name in ranks[0]}
-    return {name: known[name] for name in COLUMNS if name in known} | per_rank | {
-        "model": model["name"],
-        "model_bytes": model["bytes"],
-        "quantisation": model["quantisation"],
-        "model_draft": draft.get("name", ""),
-        "model_draft_bytes": draft.get("bytes", ""),
-        "quantisation_draft": draft.get("quantisation", ""),
-        "ranks": len(ranks),
-        "layers": _joined(rank["layers"][1] - rank["layers"][0] for rank in ranks if rank["layers"]),
-        "prompt": prompt,
-        "repetition": repetition,
-        "itl_percentiles_s": _joined(known["itl_percentiles_s"]),
+def result_row(result: dict[str, Any], asked: Row) -> Row:
+    """The columns of one generation: what was asked for, and what its result object (what `--json` prints) measured."""
+    ranks, hops = result["ranks"], result["wire"]["hops"]
+    known = result["timings"] | result["speculation"] | {"version": result["version"]}
+    lists = [column.name for column in COLUMNS if column.name in ranks[0] and not column.asked]
+    return asked | {name: known[name] for name in NAMES if name in known} | {
+        name: [rank.get(name, "") for rank in ranks] for name in lists
+    } | {
         "messages": sum(hop["messages"] for hop in hops),
         "message_bytes": sum(hop["bytes"] for hop in hops),
         "cancel_messages": result["wire"]["cancel_messages"],
+        "roles": ";".join(rank["role"] for rank in ranks),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hosts": ",".join(rank["host"] for rank in ranks),
     }  # fmt: skip
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    """What was asked, of a row as it is read: two measurements with one key are the same one."""
+    # NaN, an empty cell, does not equal itself
+    return tuple(None if row[name] != row[name] else row[name] for name in ASKED)
 
 
 def check_results(path: Path) -> None:
@@ -101,7 +74,7 @@ def append_result(path: Path, row: Row) -> None:
 
 def as_read(row: Row) -> Row:
     """A row as `read_results` would give it after it was appended."""
-    return _row(Path("row"), 1, [str(_cell(row.get(name, ""))) for name in COLUMNS])
+    return _row(Path("row"), 1, [str(_cell(row.get(name, ""))) for name in NAMES])
 
 
 @contextlib.contextmanager
@@ -150,8 +123,8 @@ def _encode(row: Row, with_header: bool) -> bytes:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     if with_header:
-        writer.writerow(COLUMNS)
-    writer.writerow([_cell(row.get(name, "")) for name in COLUMNS])
+        writer.writerow(NAMES)
+    writer.writerow([_cell(row.get(name, "")) for name in NAMES])
     return text.getvalue().encode()
 
 
@@ -160,18 +133,16 @@ def _cell(value: object) -> object:
         return "".join(c if c.isprintable() else " " for c in value)[:MAX_CELL]
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.9g}"
+    if isinstance(value, list | tuple):
+        return ",".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in value)
     return value
-
-
-def _joined(values: Iterator[Any] | Sequence[Any]) -> str:
-    return ",".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values)
 
 
 # -- reading
 
 
 def read_results(path: Path) -> list[Row]:
-    """All rows, numbers as float (NaN where a cell is empty), lists as tuples of float.
+    """All rows, each cell of its column's kind, lists as tuples; a number is NaN where its cell is empty.
 
     Also the original's four columns without a header: such rows have no more than the four figures and a policy. Raises
     UserError, naming the line, for whatever is no such row.
@@ -180,7 +151,7 @@ def read_results(path: Path) -> list[Row]:
     if not lines:
         raise UserError(f"{path} is empty; measure first, for instance with `pipeinfer bench --results {path}`")
     (_, first), rest = lines[0], lines[1:]
-    if tuple(first) == COLUMNS:
+    if tuple(first) == NAMES:
         return [_row(path, number, cells) for number, cells in rest]
     if len(first) == len(FIGURES) and all(_is_number(cell) for cell in first):
         return _original_rows(path, lines)
@@ -206,11 +177,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _row(path: Path, number: int, cells: list[str]) -> Row:
     if len(cells) != len(COLUMNS):
         raise UserError(f"{path}, line {number} has {len(cells)} of {len(COLUMNS)} columns; delete that line")
-    row: Row = dict(zip(COLUMNS, cells, strict=True))
-    for name in NUMBERS:
-        row[name] = _number(path, number, name, row[name]) if row[name] else math.nan
-    for name in LISTS:
-        row[name] = tuple(_number(path, number, name, part) for part in row[name].split(",") if part)
+    row = {column.name: _value(path, number, column, cell) for column, cell in zip(COLUMNS, cells, strict=True)}
     if not row["policy"] or not row["model"] or not row["ranks"] >= 1:
         raise UserError(f"{path}, line {number} lacks its policy, model or ranks; delete that line")
     return row
@@ -221,8 +188,9 @@ def _original_rows(path: Path, lines: Sequence[tuple[int, list[str]]]) -> list[R
     for index, (number, cells) in enumerate(lines):
         if len(cells) != len(FIGURES):
             raise UserError(f"{path}, line {number} has {len(cells)} of {len(FIGURES)} columns; delete that line")
-        figures = (_number(path, number, name, cell) for name, cell in zip(FIGURES, cells, strict=True))
-        rows.append(dict(zip(FIGURES, figures, strict=True)) | {"policy": ORIGINAL_POLICIES[index % 3]})
+        pairs = zip(COLUMNS[: len(FIGURES)], cells, strict=True)
+        figures = {column.name: _value(path, number, column, cell) for column, cell in pairs}
+        rows.append(figures | {"policy": ORIGINAL_POLICIES[index % 3]})
     if len(rows) % 3:
         policies = ", ".join(ORIGINAL_POLICIES)
         raise UserError(
@@ -231,16 +199,34 @@ def _original_rows(path: Path, lines: Sequence[tuple[int, list[str]]]) -> list[R
     return rows
 
 
-def _number(path: Path, number: int, name: str, cell: str) -> float:
-    if not _is_number(cell) or not 0 <= float(cell) < math.inf:
+def _value(path: Path, number: int, column: Column, cell: str) -> Any:
+    """A cell as its column has it: a text, a number (NaN if empty), or a tuple of numbers."""
+    try:
+        if column.kind == "text":
+            return cell
+        if column.kind in ("integers", "numbers"):
+            return tuple(_number(column, part) for part in cell.split(",") if part)
+        return _number(column, cell) if cell else math.nan
+    except ValueError:
         shown = cell if len(cell) <= 40 else f"{cell[:40]}…"
-        raise UserError(f"{path}, line {number}: {name} is {shown!r}, a number from 0 on is wanted; delete that line")
-    return float(cell)
+        wanted = "an integer" if column.kind.startswith("integer") else "a number"
+        raise UserError(
+            f"{path}, line {number}: {column.name} is {shown!r}, {wanted} from 0 on is wanted; delete that line"
+        ) from None
+
+
+def _number(column: Column, text: str) -> float:
+    """Raises ValueError unless it is one that the column can have."""
+    # int() and float() take 1_000 too
+    value = math.nan if "_" in text else (int(text) if column.kind.startswith("integer") else float(text))
+    # what is asked may be negative: penalties, and a top-k that is switched off
+    if not (-math.inf if column.asked else 0) <= value < math.inf:
+        raise ValueError
+    return value
 
 
 def _is_number(cell: str) -> bool:
     try:
-        float(cell)
+        return math.isfinite(_number(COLUMNS[0], cell))
     except ValueError:
         return False
-    return "_" not in cell

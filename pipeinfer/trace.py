@@ -37,10 +37,11 @@ class Tracer:
         if self.on:
             self.spans.append(Span("settle", self.clock(), 0.0, {"tokens": n_tokens}))
 
-    def evaluated(self, start_s: float, run_id: int, n_rows: int, cancelled: bool) -> None:
+    def evaluated(self, start_s: float, unit: str, number: int, n_rows: int, cancelled: bool) -> None:
+        """`unit`: what is counted, a run of the target's or a question to a larger draft."""
         if self.on:
             kind = "cancelled" if cancelled else "evaluate"
-            self.spans.append(Span(kind, start_s, self.clock() - start_s, {"run": run_id, "rows": n_rows}))
+            self.spans.append(Span(kind, start_s, self.clock() - start_s, {unit: number, "rows": n_rows}))
 
 
 NO_TRACE = Tracer(lambda: 0.0, on=False)
@@ -55,6 +56,7 @@ class Message:
     sent_s: float
     dest: int
     received_s: float
+    unit: str = "run"
 
 
 def write_chrome_trace(
@@ -77,7 +79,7 @@ def write_chrome_trace(
 
 
 def _arrow(index: int, message: Message, zero: float) -> list[dict[str, Any]]:
-    shared = {"name": "message", "cat": "message", "id": index, "pid": 0, "args": {"run": message.run_id}}
+    shared = {"name": "message", "cat": "message", "id": index, "pid": 0, "args": {message.unit: message.run_id}}
     sent, received = (message.sent_s - zero) * 1e6, (message.received_s - zero) * 1e6
     return [
         shared | {"ph": "s", "tid": message.source, "ts": sent},

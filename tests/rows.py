@@ -9,25 +9,15 @@ from pipeinfer.results import Row, result_row
 SPEEDS = {"iterative": 10.0, "speculative": 14.0, "pipeinfer": 20.0}
 
 
-def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0, variant: str = "") -> dict[str, Any]:
+def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0) -> dict[str, Any]:
     """A result object as `pipeinfer run --json` prints it."""
     speed = speed or SPEEDS[policy]
     use = {"busy_s": 0.5, "cancelled_s": 0.1, "waiting_s": 0.3, "idle_s": 0.1}
-    stages: list[dict[str, Any]] = [{"layers": None}, *({"layers": [4 * i, 4 * i + 4]} for i in range(ranks - 1))]
+    stages: list[dict[str, Any]] = [{"layers": None, "role": "head" if policy == "iterative" else "draft"}]
+    stages += [{"layers": [4 * i, 4 * i + 4], "role": f"stage {i}"} for i in range(ranks - 1)]
     figures = {"threads": 2, "host": "node,1", "rss_bytes": 2_000_000_000, "peak_rss_bytes": 2_100_000_000}
     return {
-        "policy": policy,
-        "variant": variant,
-        "settings": "" if policy == "iterative" else "width 4",
-        "seed": 7,
-        "temp": 0.0,
-        "numerics": "exact",
-        "pace": "",
         "version": "0.1.0",
-        "model": {"name": "big.gguf", "bytes": 7_000_000_000, "quantisation": "Q4_K_M"},
-        "model_draft": None
-        if policy == "iterative"
-        else {"name": "small.gguf", "bytes": 1_000_000_000, "quantisation": "Q8_0"},
         "timings": {
             "prompt_n": 128,
             "predicted_n": 64,
@@ -43,11 +33,29 @@ def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0, v
             "total_s": 1.0,
         },
         "speculation": {"acceptance_rate": float("nan") if policy == "iterative" else 0.8, "accepted_length": 2.5,
-                        "draft_n": 90, "runs": 80, "runs_cancelled": 9},
+                        "hit_rate": 0.9, "draft_n": 90, "runs": 80, "rows": 160, "runs_cancelled": 9},
         "wire": {"hops": [{"messages": 80, "bytes": 1000}] * (ranks - 1), "cancel_messages": 4},
         "ranks": [stage | figures | use for stage in stages],
     }  # fmt: skip
 
 
+def make_asked(policy: str = "pipeinfer", ranks: int = 3, **more: Any) -> Row:
+    """What is known before it is measured; `more` in place of it."""
+    drafted = policy != "iterative"
+    return {
+        "policy": policy, "variant": "", "settings": "width 4" if drafted else "", "options": "", "model": "big.gguf",
+        "model_bytes": 7_000_000_000, "model_hash": "1234567890abcdef", "quantisation": "Q4_K_M",
+        "model_draft": "small.gguf" if drafted else "", "model_draft_bytes": 1_000_000_000 if drafted else "",
+        "model_draft_hash": "fedcba0987654321" if drafted else "", "quantisation_draft": "Q8_0" if drafted else "",
+        "ranks": ranks, "layers": [4] * (ranks - 1), "threads": [2] * ranks, "prompt": "tale", "prompt_hash": "12ab",
+        "prompt_n": 128, "predicted_n": 64, "seed": 7, "temp": 0.0, "top_k": 40, "top_p": 0.95, "min_p": 0.05,
+        "repeat_last_n": 64, "repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        "numerics": "exact", "pace": "", "pace_hash": "", "repetition": 1,
+    } | more  # fmt: skip
+
+
 def make_row(policy: str = "pipeinfer", prompt: str = "tale", repetition: int = 1, **more: Any) -> Row:
-    return result_row(make_result(policy, **more), prompt, repetition)
+    """`more`: `ranks` and `speed`, and what was asked otherwise."""
+    result = make_result(policy, more.get("ranks", 3), more.pop("speed", 0.0))
+    asked = make_asked(policy, prompt=prompt, prompt_hash=f"hash of {prompt}", repetition=repetition, **more)
+    return result_row(result, asked) | {"predicted_n": asked["predicted_n"]}

@@ -5,19 +5,30 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import signal
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeinfer.cli.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
+from pipeinfer.cli.options import RunOptions
+from pipeinfer.cli.prompts import TEXTS
+from pipeinfer.cli.run import run
 from pipeinfer.cli.summary import markdown, summarise
-from pipeinfer.cli.sweep import Conversation, Prompt, Turn, conversation_of, read_prompts
+from pipeinfer.cli.sweep import ABLATIONS, Case, Sweep, plan_groups
+from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
+from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.tokenizer import Tokenizer
-from pipeinfer.results import as_read, read_results
+from pipeinfer.policies.factory import PolicyOptions
+from pipeinfer.results import as_read, key_of, read_results
 from tests.gguf_factory import Shape, write_model
-from tests.jobs import finish, run_json, start
+from tests.jobs import ROOT, environment, finish, run_json, start
 from tests.rows import make_row
 
 USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s")
@@ -67,6 +78,94 @@ def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
     summaries = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(summaries) == 3 * 2 * 5, "questions of one set are samples of one line"
     assert {summary["samples"] for summary in summaries if summary["prompt"] == "asked"} == {8}
+
+
+def test_every_ablation_switches(tmp_path: Path) -> None:
+    """By what the switch forbids; the complete policy does all of it."""
+    results = tmp_path / "results.csv"
+    arguments = ["bench", "-t", "1", "-p", str(TEXTS[1]), "-n", "64", "-r", "1"]
+    ablations = ["--policy", "pipeinfer", "--ablate", ",".join(ABLATIONS)]
+    done = finish(3, [*arguments, *ablations, "--results", str(results)])
+    assert done.returncode == 0, done.stderr
+    rows = {row["variant"]: row for row in read_results(results)}
+    whole, free = rows.pop(""), rows.pop("no-cancel")
+    assert whole["runs_cancelled"] and whole["cancel_messages"] and whole["branches"]
+    assert whole["inflight_max"] == 3 and whole["draft_steps_inflight"]
+    assert (free["runs_cancelled"], free["cancel_messages"]) == (0, 0)
+    assert rows["no-partitions"]["branches"] == 0
+    assert rows["no-continuous"]["inflight_max"] == 2, "the root's run and one of guesses"
+    assert rows["no-async"]["draft_steps_inflight"] == 0 < rows["no-async"]["draft_steps"]
+    assert len(rows) == 3
+
+
+def plan_of(**changed: Any) -> Case:
+    """The first case of a sweep on two ranks, by the shipped pair, with something changed."""
+    given: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunOptions))
+    shared = {name: value for name, value in run.make_context("run", []).params.items() if name in given}
+    fixed = {"drafts": (), "threads": (1,), "ignore_eos": True, "speculation": PolicyOptions(), "temp": 0.0, "seed": 0}
+    options = RunOptions(**{**given, **shared, **fixed, "model": TARGET, "policy": "pipeinfer", **changed})
+    sweep = Sweep(
+        base=options,
+        pairs=((options.model, options.drafts or (DRAFT,)),),
+        policies=(options.policy,),
+        splits=(options.layer_split,) if options.layer_split else (),
+        prompts=(Prompt("tale", options.prompt or "one two"),),
+        predicts=(options.predict if options.predict > 0 else 8,),
+        ablations=(),
+        repetitions=1,
+        cut=0,
+    )
+    (group,) = plan_groups(sweep, [Host(name, frozenset({0, 1}), 2) for name in "abc"])
+    (case,) = group.cases
+    return replace(case, options=replace(case.options, cancel=options.cancel))
+
+
+def key_with(**changed: Any) -> tuple[Any, ...]:
+    case = plan_of(**changed)
+    return key_of(as_read(case.asked(case.conversation.turns[0], 4)))
+
+
+def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
+    """--resume leaves nothing out that was asked otherwise, in whichever option of `run`."""
+    changed: dict[str, Any] = {
+        "drafts": (TARGET,), "prompt": "one three", "predict": 9, "ctx_size": 64, "batch_size": 7, "threads": (2,),
+        "n_gpu_layers": 1, "policy": "speculative", "layer_split": "1,8", "temp": 0.1, "top_k": 0, "top_p": 0.1,
+        "min_p": 0.1, "seed": 1, "numerics": "fast", "slice_cache": tmp_path, "pace": "pipeinfer-c",
+        "repeat_last_n": 3, "repeat_penalty": 1.1, "frequency_penalty": -0.1, "presence_penalty": 0.1, "couple": False,
+        "cancel": False, "partitions": False, "sequences": 3,
+        "speculation": PolicyOptions(decay=0.5),
+    }  # fmt: skip
+    # a prompt is asked, whichever way it came; the rest says where to write
+    not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose"}
+    assert not set(changed) & not_asked
+    assert {field.name for field in fields(RunOptions)} == set(changed) | not_asked
+    keys = {"": key_with()} | {name: key_with(**{name: value}) for name, value in changed.items()}
+    for name, value in asdict(PolicyOptions()).items():
+        other: Any = not value if isinstance(value, bool) else value + 1
+        keys[f"speculation.{name}"] = key_with(speculation=replace(PolicyOptions(), **{name: other}))
+    found: dict[tuple[Any, ...], str] = {}
+    for name, key in keys.items():
+        assert key not in found, f"{name} is taken for {found[key] or 'what was asked first'}"
+        found[key] = name
+    assert key_with() == key_with(verbose=True, results=tmp_path / "results.csv")
+
+
+def test_models_of_one_name_are_told_apart(pair: list[str], tmp_path: Path) -> None:
+    """In --resume and in the table."""
+    results, folders = tmp_path / "results.csv", [tmp_path / "one", tmp_path / "other"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        write_model(folder / "model.gguf", Shape(n_layer=2, n_ff=512 + 256 * number))
+    common = ["bench", "-t", "1", "-p", "8", "-n", "4", "-r", "2", "--results", str(results), "--resume"]
+    for folder in folders:
+        done = finish(1, [*common, "-m", str(folder / "model.gguf")])
+        assert "2 generations to measure" in done.stderr, done.stderr
+    rows = read_results(results)
+    assert len(rows) == 4 and len({row["model_hash"] for row in rows}) == 2
+    assert len(summarise(rows)) == 2
+    alike = summarise([row | {"model_bytes": 7} for row in rows])
+    first, second = (line.split("|")[7] for line in markdown(alike)[2:])
+    assert "model_hash" in first and first != second
 
 
 def test_cases_do_not_touch_each_other(pair: list[str], tmp_path: Path) -> None:
@@ -210,6 +309,25 @@ def test_bad_input_is_one_line(pair: list[str], tmp_path: Path, arguments: list[
     assert len(complaints) == 1 and words in complaints[0] and "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_number_is_as_many_tokens_of_text(pair: list[str]) -> None:
+    tokenizer = Tokenizer(pair[1])
+    for n_tokens in (1, 24, 5000):
+        (turn,) = conversation_of(Prompt("pp", n_tokens=n_tokens), tokenizer, cut=0).turns
+        assert len(turn.tokens) == n_tokens
+    text = b"".join(map(tokenizer.decode_piece, turn.tokens)).decode(errors="replace")
+    assert "Write a Python program" in text and text.count("lighthouse") > 1
+
+
+def test_the_default_prompts_are_texts(tmp_path: Path) -> None:
+    results = tmp_path / "results.csv"
+    arguments = ["bench", "-t", "1", "-n", "4", "-r", "1", "--policy", "iterative", "--results", str(results)]
+    done = finish(1, arguments)
+    assert done.returncode == 0, done.stderr
+    assert [row["prompt"] for row in read_results(results)] == ["program", "tale", "excerpt"]
+    done = finish(1, [*arguments, "-p", "8", "-p", "8"])
+    assert done.returncode == 2 and "two prompts are called pp8" in done.stderr
+
+
 def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.jsonl").write_text('{"turns": ["one", "two"]}\n\n{"turns": ["three"]}\n')
@@ -231,6 +349,7 @@ def test_summary_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert summary["predicted_per_second_std"] == pytest.approx(8**0.5)
     header, _, line = markdown([summary])
     cells = dict(zip(header.split("|"), line.split("|"), strict=True))
+    assert (cells[" acceptance "].strip(), cells[" hit rate "].strip()) == ("0.80", "0.90")
     assert cells[" tg t/s "].strip() == "12.00 ± 2.83" and cells[" test "].strip() == "set tg64"
 
 
@@ -240,4 +359,27 @@ def test_csv_and_json_say_the_same(pair: list[str]) -> None:
     (one,), (other,) = json.loads(as_json.stdout), csv.DictReader(io.StringIO(as_csv.stdout))
     assert list(one) == list(other)
     assert one["policy"] == other["policy"] == "iterative" and one["samples"] == int(other["samples"]) == 1
+    integers = {"ranks": 1, "prompt_n": 16, "predicted_n": 4, "model_bytes": one["model_bytes"], "top_k": 40}
+    for name, value in integers.items():
+        assert one[name] == value and isinstance(one[name], int) and other[name] == str(value)
+    assert one["layers"] == "6" and one["threads"] == "1"
     assert one["acceptance_rate"] is None and other["acceptance_rate"] == ""
+
+
+def test_experiments_measure_ablations_in_turns_with_what_they_are_held_against(tmp_path: Path) -> None:
+    settings = {
+        "PAIRS": f"{TARGET}:{DRAFT}", "RANKS": "2", "TOKENS": "4", "REPEATS": "2", "CUT": "8", "QUESTIONS": "",
+        "RESULTS": str(tmp_path / "results.csv"), "FIGURES": str(tmp_path / "figures"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }  # fmt: skip
+    done = subprocess.run(
+        [str(ROOT / "experiments.sh")], env=environment() | settings, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    rows = read_results(tmp_path / "results.csv")
+    assert {(row["policy"], row["variant"]) for row in rows[: len(rows) // 2]} == {
+        ("iterative", ""), ("speculative", ""), ("pipeinfer", ""), ("pipeinfer", "no-cancel"),
+        ("pipeinfer", "no-partitions"), ("pipeinfer", "no-continuous"), ("pipeinfer", "no-async"),
+    }, "each round has them all"  # fmt: skip
+    assert [row["repetition"] for row in rows] == [1] * 21 + [2] * 21
+    assert (tmp_path / "figures" / "ablation.png").exists()

@@ -9,14 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot as plt
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
+from pipeinfer.cli.facets import FACETS, SHOWN
 from pipeinfer.cli.figures import FIGURES, draw_all
+from pipeinfer.columns import ASKED
 from pipeinfer.results import Row, append_result, as_read
 from tests.jobs import ROOT
 from tests.rows import SPEEDS, make_row
+
+
+@pytest.fixture(autouse=True)
+def no_figure_left() -> Iterator[None]:
+    yield
+    plt.close("all")
+
 
 PNG = b"\x89PNG"
 
@@ -69,9 +80,128 @@ def test_every_figure_and_no_overlapping_text(name: str) -> None:
 def test_bars_are_the_means() -> None:
     figure = FIGURES["speed"]([row for row in table() if row["ranks"] == 3])
     assert figure is not None
-    heights = [patch.get_height() for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
-    assert heights == pytest.approx([SPEEDS[policy] + 1.5 for policy in SPEEDS])
+    assert heights(figure) == pytest.approx([SPEEDS[policy] + 1.5 for policy in SPEEDS])
     assert "tokens/s" in figure.axes[0].get_ylabel()
+
+
+def panel_titles(figure: Figure | None) -> list[str]:
+    assert figure is not None
+    return [axes.get_title() for axes in figure.axes]
+
+
+def heights(figure: Figure | None) -> list[float]:
+    assert figure is not None
+    return [patch.get_height() for axes in figure.axes for patch in axes.patches if isinstance(patch, Rectangle)]
+
+
+def whiskers(figure: Figure | None) -> list[tuple[float, float]]:
+    """(lowest, highest) of each."""
+    assert figure is not None
+    lines = [line for axes in figure.axes for line in axes.collections if isinstance(line, LineCollection)]
+    ends = [[point[1] for point in segment] for line in lines for segment in line.get_segments()]
+    return [(min(pair), max(pair)) for pair in ends]
+
+
+def note_of(figure: Figure | None) -> str:
+    assert figure is not None
+    return " ".join(figure.get_supxlabel().split())
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("predicted_n", 128, "128 tokens"),
+        ("temp", 0.8, "temperature 0.8"),
+        ("top_k", 3, "top k 3"),
+        ("numerics", "fast", "fast"),
+        ("options", "ctx-size 512", "ctx-size 512"),
+        ("threads", [4, 4, 4], "4 threads a rank"),
+        ("threads", [1, 2, 3], "threads 1,2,3"),
+        ("model_hash", "ffff567890abcdef", "#ffff"),
+        ("model_draft_hash", "ffff567890abcdef", "#ffff"),
+        ("pace", "other", "on other"),
+        ("pace_hash", "ffff567890abcdef", "#ffff"),
+    ],
+)
+def test_what_differs_is_never_pooled(column: str, value: Any, words: str) -> None:
+    """It gets a panel of its own, whose title names it."""
+    rows = [as_read(make_row(speed=speed, **more)) for speed, more in ((10.0, {}), (30.0, {column: value}))]
+    for name in ("speed", "time", "latencies"):
+        titles = dict.fromkeys(panel_titles(FIGURES[name](rows)))
+        assert len(titles) == 2 and any(words in title for title in titles), (name, titles)
+    assert heights(FIGURES["speed"](rows)) == [10.0, 30.0]
+    assert note_of(FIGURES["speed"](rows)).startswith("Each bar is one generation.")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"), [("settings", "width 1", "width 1"), ("layers", [1, 7], "layers 1,7")]
+)
+def test_settings_and_splits_are_bars_of_their_own(column: str, value: Any, words: str) -> None:
+    rows = [as_read(make_row(speed=speed, **more)) for speed, more in ((10.0, {}), (30.0, {column: value}))]
+    figure = FIGURES["speed"](rows)
+    assert heights(figure) == [10.0, 30.0] and len(panel_titles(figure)) == 1
+    assert figure and any(words in text.get_text() for text in figure.legends[0].get_texts())
+
+
+def test_every_asked_column_is_shown_or_keeps_rows_apart() -> None:
+    assert set(SHOWN) | set(FACETS) == set(ASKED)
+
+
+def test_prompts_of_one_name_are_told_apart() -> None:
+    rows = [as_read(make_row(prompt=name, speed=10.0) | {"prompt_hash": digest})
+            for name, digest in (("tale", "aaaa"), ("tale", "bbbb"), ("set/1", "c"), ("set/2", "d"))]  # fmt: skip
+    figure = FIGURES["prompts"](rows)
+    assert figure is not None
+    shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert shown == ["tale #aaaa", "tale #bbbb", "set"]
+
+
+def test_whiskers_say_what_they_are_and_stay_above_0() -> None:
+    rows = [as_read(make_row(speed=speed, repetition=at)) for at, speed in enumerate((1.0, 1.0, 10.0), start=1)]
+    figure = FIGURES["speed"](rows)
+    ((low, high),) = whiskers(figure)
+    assert low == 0.0 and high == pytest.approx(4 + 27**0.5)
+    assert note_of(figure).startswith(
+        "Bars: means over generations, n = 3 (3 repetitions); whiskers: one sample standard deviation of these."
+    )
+    assert whiskers(FIGURES["speed"](rows[:1])) == [], "a single sample has none"
+    more = [*rows, as_read(make_row(prompt="other")), as_read(make_row("iterative"))]
+    assert "n = 1 to 4" in note_of(FIGURES["speed"](more)) and panel_titles(FIGURES["speed"](more)) == [
+        "big + small\nn = 1 to 4"
+    ]
+    assert "Not all bars pool the same prompts" in note_of(FIGURES["speed"](more))
+    assert "mean" in heights_label(figure)
+
+
+def heights_label(figure: Figure | None) -> str:
+    assert figure is not None
+    return figure.axes[0].get_ylabel()
+
+
+def test_acceptance_stands_beside_the_speed() -> None:
+    rows = [as_read(make_row(policy)) for policy in SPEEDS]
+    for name in ("speed", "ttft"):
+        figure = FIGURES[name](rows)
+        assert figure is not None
+        shown = [text.get_text() for text in figure.axes[0].texts if text.get_text()]
+        assert shown == (["0.80", "0.80"] if name == "speed" else [])
+
+
+def test_the_drafting_rank_is_marked() -> None:
+    figure = FIGURES["time"]([as_read(make_row(policy)) for policy in ("iterative", "pipeinfer")])
+    assert figure is not None
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "1", "2", "0\nD", "1", "2"]
+    assert "D: this rank drafts" in note_of(figure)
+
+
+def test_ablations_are_held_against_what_was_asked_alike_on_a_scale_of_each_pair() -> None:
+    rows = [as_read(make_row(speed=speed, variant=variant, model=model, model_hash=model))
+            for model, speed in (("slow", 10.0), ("fast", 1000.0)) for variant in ("", "no-cancel")]  # fmt: skip
+    rows += [as_read(make_row(speed=77.0, model="slow", model_hash="slow", predicted_n=8))]
+    figure = FIGURES["ablation"](rows)
+    assert panel_titles(figure) == ["slow + small"] * 2 + ["fast + small"] * 2
+    assert figure and heights(figure)[:2] == [10.0, 10.0], "what was measured otherwise does not count"
+    assert figure.axes[0].get_ylim()[1] < 20 < 1000 < figure.axes[2].get_ylim()[1]
 
 
 def test_files_from_a_table(tmp_path: Path) -> None:
@@ -82,6 +212,7 @@ def test_files_from_a_table(tmp_path: Path) -> None:
     for name in ("speed", "ttft", "itl", "memory", "latencies", "time"):
         assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(PNG)
         assert "<svg" in (tmp_path / "figures" / f"{name}.svg").read_text()
+        assert (tmp_path / "figures" / f"{name}.pdf").read_bytes().startswith(b"%PDF")
     assert not (tmp_path / "figures" / "ablation.png").exists(), "no data for it"
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.columns import ASKED, COLUMNS, NAMES
 from pipeinfer.errors import UserError
-from pipeinfer.results import COLUMNS, append_result, as_read, check_results, read_results
+from pipeinfer.results import append_result, as_read, check_results, key_of, read_results
+from tests.jobs import ROOT
 from tests.rows import make_row
 
 
@@ -26,6 +28,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (second["model"], second["model_draft"], first["model_draft"]) == ("big.gguf", "small.gguf", "")
     assert (second["ranks"], second["layers"], second["threads"]) == (3, (4, 4), (2, 2, 2))
     assert second["rss_bytes"] == (2e9, 2e9, 2e9) and second["messages"] == 160
+    assert all(isinstance(value, int) for value in (second["ranks"], *second["layers"], *second["rss_bytes"]))
     assert len(second["itl_percentiles_s"]) == 101 and second["hosts"] == "node,1,node,1,node,1"
 
 
@@ -49,7 +52,7 @@ def test_writers_at_once_lose_and_mix_nothing(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("content", ["a,b\n1,2\n", "12.5,3,0.3,1\n", ",".join(COLUMNS[:-1]) + "\n", "\n", "\0\xff"])
+@pytest.mark.parametrize("content", ["a,b\n1,2\n", "12.5,3,0.3,1\n", ",".join(NAMES[:-1]) + "\n", "\n", "\0\xff"])
 def test_a_file_with_other_columns_stays_as_it_is(tmp_path: Path, content: str) -> None:
     path = tmp_path / "results.csv"
     path.write_text(content)
@@ -86,6 +89,7 @@ def test_nothing_is_appended_to_a_cut_off_row(tmp_path: Path) -> None:
         (",tale,", ',"tale,'),
         (",tale,", ',"tale\n",'),
         ('"2,2,2"', '"2,two,2"'),
+        ('"2,2,2"', '"2,2.5,2"'),
         (",big.gguf,", ",\udcff,"),
         (",tale,", f",{'x' * 200_000},"),
     ],
@@ -121,6 +125,25 @@ def test_the_original_file_without_a_header(tmp_path: Path) -> None:
         path.write_text("1,2,3,4\n" * 3 + extra)
         with pytest.raises(UserError, match=words):
             read_results(path)
+
+
+def test_every_column_is_documented() -> None:
+    page = (ROOT / "docs" / "results.md").read_text().splitlines()
+    documented = [line for line in page if line.startswith("| `")]
+    assert documented == [
+        f"| `{column.name}` | {column.kind} | {'yes' if column.asked else ''} | {column.meaning} |"
+        for column in COLUMNS
+    ]  # fmt: skip
+
+
+def test_rows_that_were_asked_otherwise_have_other_keys() -> None:
+    keys = {key_of(as_read(make_row()))}
+    for column in COLUMNS:
+        if column.asked:
+            value = {"text": "other", "integer": 99, "number": 0.5, "integers": [9], "numbers": [9.0]}[column.kind]
+            keys.add(key_of(as_read(make_row() | {column.name: value})))
+    assert len(keys) == 1 + len(ASKED)
+    assert key_of(as_read(make_row() | {"ttft_s": 9.0, "hosts": "elsewhere"})) in keys
 
 
 def test_no_file_and_no_rows(tmp_path: Path) -> None:

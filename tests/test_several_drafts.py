@@ -104,7 +104,13 @@ def test_the_trace_has_a_track_of_each_draft(tmp_path: Path) -> None:
     names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     assert list(names)[:2] == ["rank 0: draft 1", "rank 1: draft 2"]
     assert any(event["tid"] == 1 and event["name"] == "evaluate" for event in events)
+    asked, run = (
+        [event["args"] for event in events if event["tid"] == tid and event["name"] == "evaluate"] for tid in (1, 2)
+    )
+    assert all("question" in args and "run" not in args for args in asked), "they are counted by themselves"
+    assert all("run" in args and "question" not in args for args in run)
     arrows = [event for event in events if event["name"] == "message" and event["tid"] == 1]
+    assert all("question" in event["args"] for event in arrows)
     assert {event["ph"] for event in arrows} == {"s", "f"}, "questions and answers"
     assert finish(1, ["timeline", str(path), "-o", str(tmp_path / "picture.png")]).returncode == 0
 

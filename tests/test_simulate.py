@@ -12,16 +12,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from pipeinfer.choices import RecordedChoices, SyntheticChoices, ranks_for, synthetic_team
 from pipeinfer.cli import reproduce
+from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.cluster.profile import load_profile
 from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
 from pipeinfer.cluster.simulation import Simulated, simulate
+from pipeinfer.columns import ASKED
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Guess
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
+from pipeinfer.results import key_of, read_results
 from pipeinfer.runs import Row, Run
 
 LAYER_S, N_LAYERS = 0.01, 4
@@ -316,7 +320,10 @@ def test_bad_options_give_one_line_and_exit_code_2(arguments: list[str], words: 
 
 def test_a_row_of_the_reproduction_table() -> None:
     row = reproduce._speed_row("pipeinfer-c", 8, "goliath-xwin7")
-    assert row[:3] == ["pipeinfer-c", "8", "goliath-xwin7"] and row[-1] == "ahead"
+    assert row[:3] == ["pipeinfer-c", "8", "goliath-xwin7"]
+    iterative, speculative, _, speed = map(float, row[4:8])
+    assert float(row[8].strip("*")) == pytest.approx(speed / iterative, abs=0.02), "over iterative"
+    assert speculative < iterative and row[-1] == "no", "such a baseline is not the paper's"
     _, _, _, plain, _, ours, ratio = reproduce._poor_row("pipeinfer-c", 8, "goliath-xwin7")
     assert float(ours) > 0.97 * float(plain), f"a poor draft must not cost much: {ratio}"
 
@@ -344,3 +351,19 @@ def test_drafts_of_one_target_find_the_same_tokens_easy() -> None:
     both = sum(one and other for one, other in zip(*right, strict=True))
     assert both > 0.99 * sum(right[0]), "the better draft is right wherever the other is"
     assert [small.target(position) for position in range(3000)] == [large.target(position) for position in range(3000)]
+
+
+def test_rows_that_were_simulated_otherwise_are_told_apart(tmp_path: Path) -> None:
+    results = tmp_path / "results.csv"
+    common = ["--profile", "pipeinfer-c", "--policy", "pipeinfer", "-n", "8", "--results", str(results)]
+    questions: list[list[str]] = [
+        [], ["--gbit", "0.1"], ["--acceptance", "0.3"], ["--width", "1"], ["--decay", "0.5"], ["-s", "3"],
+        ["--nodes", "3"], ["--pair", "falcon-7"], ["--no-cancel"], ["-p", "9"],
+    ]  # fmt: skip
+    for question in questions:
+        done = CliRunner().invoke(simulate_command, [*common, *question])
+        assert done.exception is None, done.output
+    rows = read_results(results)
+    assert len({key_of(row) for row in rows}) == len(rows) == len(questions)
+    assert [column for column in ASKED if column not in rows[0]] == []
+    assert {row["numerics"] for row in rows} == {"virtual"}

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot as plt
 
+from pipeinfer.cli.timeline import paint
 from pipeinfer.trace import Message, Span, write_chrome_trace
 from tests.jobs import finish, run_json
 
@@ -63,6 +65,25 @@ def test_the_picture(traced: tuple[dict[str, Any], Path], tmp_path: Path) -> Non
         done = finish(1, ["timeline", str(path), "-o", str(picture)])
         assert done.returncode == 0, done.stderr
         assert picture.read_bytes().startswith(start)
+
+
+def test_marks_at_the_edges_are_whole_and_questions_are_no_runs() -> None:
+    def event(name: str, at_ms: float, long_ms: float = 0.0, tid: int = 0, **args: Any) -> Event:
+        return {"name": name, "tid": tid, "ts": 1e3 * at_ms, "dur": 1e3 * long_ms, "args": args}
+
+    events = [
+        event("settle", 5.0, tokens=2), event("settle", 15.0, tokens=1), event("cancel", 15.0, runs=1),
+        event("evaluate", 6.0, 4.0, 1, question=7), event("evaluate", 6.0, 4.0, 2, run=3),
+    ]  # fmt: skip
+    figure = paint({0: "rank 0: draft 1", 1: "rank 1: draft 2", 2: "rank 2: stage 0"}, events, 5.0, 15.0)
+    (axes,) = figure.axes
+    assert axes.get_xlim() == (0.0, 10.0)
+    marks = [line for line in axes.lines if line.get_marker() in ("v", "x")]
+    assert sorted(float(line.get_xdata()[0]) for line in marks) == [0.0, 10.0, 10.0]
+    assert not any(line.get_clip_on() for line in marks)
+    assert {text.get_text() for text in axes.texts} == {"2", "1", "q7", "3"}
+    assert "questions to a larger draft" in axes.get_xlabel()
+    plt.close(figure)
 
 
 @pytest.mark.parametrize(

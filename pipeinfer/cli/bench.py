@@ -9,10 +9,12 @@ from typing import Any
 import click
 
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.conversation import Prompt, read_prompts
 from pipeinfer.cli.options import RunOptions, choose_policy
 from pipeinfer.cli.policy_options import take_policy_options
+from pipeinfer.cli.prompts import TEXTS
 from pipeinfer.cli.run import run
-from pipeinfer.cli.sweep import ABLATIONS, Sweep, read_prompts
+from pipeinfer.cli.sweep import ABLATIONS, Sweep
 from pipeinfer.cli.values import File, Listed, Split, Text, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -46,7 +48,8 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
     "sources",
     type=Text(),
     multiple=True,
-    help="A number of tokens, a text file, or a .jsonl whose objects have `turns`; may be given again. [default: 128]",
+    help="A text file, a number of tokens of text, or a .jsonl whose objects have `turns`; may be given again. "
+    "[default: three texts: a program, a tale, an excerpt]",
 )
 @click.option(
     "-n", "--predict", "--n-predict", "predicts", type=Listed(Whole(1)), default="128", show_default=True,
@@ -135,7 +138,7 @@ def bench(
         pairs=tuple((model, team) for model in models for team in drafts or ((),)),
         policies=tuple(choose_policy(name, bool(drafts)) for name in chosen),
         splits=splits,
-        prompts=tuple(prompt for source in sources or ("128",) for prompt in read_prompts(source, questions, turns)),
+        prompts=_prompts(sources or tuple(map(str, TEXTS)), questions, turns),
         predicts=predicts,
         ablations=ablate,
         repetitions=repetitions,
@@ -155,3 +158,13 @@ def _shared_options() -> list[click.Parameter]:
 
 
 bench.params += _shared_options()
+
+
+def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[Prompt, ...]:
+    """Raises UserError when two have one name: their rows could not be told apart."""
+    prompts = tuple(prompt for source in sources for prompt in read_prompts(source, questions, turns))
+    names = [prompt.name for prompt in prompts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise UserError(f"two prompts are called {twice}; rename a file, or give it once")
+    return prompts

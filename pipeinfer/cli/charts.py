@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pipeinfer.cli.facets import Bar, Series, grouped
 from pipeinfer.results import Row
 
 # Okabe and Ito's palette: told apart with any colour vision; hatches serve those who print in grey
@@ -22,7 +24,6 @@ KNOWN = {"iterative": ("#999999", ""), "speculative": ("#E69F00", "//"), "pipein
 FURTHER = (("#009E73", "\\\\"), ("#D55E00", ""), ("#CC79A7", ".."), ("#56B4E9", ""), ("#F0E442", "xx"))
 USES = {"busy_s": ("busy", "#009E73"), "cancelled_s": ("cancelled runs", "#D55E00"),
         "waiting_s": ("waiting for a run", "#56B4E9"), "idle_s": ("idle", "#DDDDDD")}  # fmt: skip
-LONGEST_NAME = 34
 LEGEND_WIDTH = 1.5  # inches an entry takes at least
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -37,25 +38,11 @@ STYLE: dict[Any, Any] = {
 }
 
 Value = Callable[[Row], float]
-Series = dict[str, list[Row]]
-
-
-def clean(text: str) -> str:
-    """A name as a label: no mathematics, no control characters, not longer than fits."""
-    shown = "".join(character if character.isprintable() else "?" for character in text).removesuffix(".gguf")
-    return (shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…").replace("$", r"\$")
 
 
 def text_width(texts: Sequence[str]) -> float:
     """Inches the longest line needs, about."""
     return max((0.08 * len(line) for text in texts for line in text.split("\n")), default=0.0)
-
-
-def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
 
 
 def styles(series: Series) -> dict[str, tuple[str, str]]:
@@ -85,6 +72,11 @@ def legend(figure: Figure) -> None:
     figure.legend(*found, loc="outside upper center", ncols=columns, frameon=False)
 
 
+def note(figure: Figure, text: str) -> None:
+    """Below all panels, in as many lines as it takes."""
+    figure.supxlabel("\n".join(textwrap.wrap(text, int(16 * figure.get_figwidth()))), fontsize=7, color="#444444")
+
+
 def bar_groups(
     axes: Axes,
     groups: Sequence[Any],
@@ -93,30 +85,41 @@ def bar_groups(
     value: Value,
     styles: dict[str, tuple[str, str]],
     dots: bool = False,
-) -> None:
-    """Mean and sample standard deviation of every (group, series); with `dots` also every value."""
-    width = 0.8 / len(series)
+    mark: Callable[[Bar], str] = lambda rows: "",
+) -> list[Bar]:
+    """Mean and sample standard deviation of every (group, series), with what `mark` says of its rows on top; with
+    `dots` also every value. Returns the rows of each bar."""
+    width, bars, top = 0.8 / len(series), list[Bar](), 0.0
     for index, (label, rows) in enumerate(series.items()):
-        found = grouped(rows, group_of)
-        colour, hatch = styles[label]
-        named = False  # one legend entry a series, from its first bar
-        for at, group in enumerate(groups):
-            values = [value(row) for row in found.get(group, []) if not math.isnan(value(row))]
-            if not values:
-                continue
-            middle = at - 0.4 + (index + 0.5) * width
-            deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-            axes.bar(middle, statistics.fmean(values), 0.92 * width, color=colour, hatch=hatch, edgecolor="white",
-                     linewidth=0.4, label=None if named else label)  # fmt: skip
-            named = True
-            if deviation:
-                axes.errorbar(middle, statistics.fmean(values), deviation, color="black", capsize=2.5, lw=0.9)
+        found = grouped([row for row in rows if not math.isnan(value(row))], group_of)
+        here = [(at, found[group]) for at, group in enumerate(groups) if group in found]
+        for number, (at, members) in enumerate(here):
+            values, middle = [value(row) for row in members], at - 0.4 + (index + 0.5) * width
+            # one legend entry a series, from its first bar
+            height = _bar(axes, middle, 0.92 * width, values, styles[label], "" if number else label)
             if dots:
+                height = max(height, *values)
                 spread = np.linspace(-0.3, 0.3, len(values)) * width if len(values) > 1 else [0.0]
                 axes.plot(middle + np.asarray(spread), values, ".", color="black", ms=2.2, alpha=0.5)
+            axes.annotate(mark(members), (middle, height), (0, 2), textcoords="offset points", ha="center",
+                          va="bottom", fontsize=6, linespacing=0.95)  # fmt: skip
+            bars.append(members)
+            top = max(top, height)
     axes.set_xticks(range(len(groups)), [str(group) for group in groups])
     axes.set_xlim(-0.6, len(groups) - 0.4)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.17 * top or 1.0)
+    return bars
+
+
+def _bar(axes: Axes, middle: float, width: float, values: Sequence[float], style: tuple[str, str], label: str) -> float:
+    """A bar and its whisker, which never reaches below 0; a single value has none. Returns how high it is."""
+    mean, (colour, hatch) = statistics.fmean(values), style
+    axes.bar(middle, mean, width, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4, label=label or None)
+    if len(values) < 2:
+        return mean
+    deviation = statistics.stdev(values)
+    axes.errorbar(middle, mean, [[min(deviation, mean)], [deviation]], color="black", capsize=2.5, lw=0.9)
+    return mean + deviation
 
 
 def cdf(axes: Axes, values: Sequence[float], label: str, colour: str) -> None:
@@ -130,8 +133,12 @@ def n_ranks(rows: Sequence[Row]) -> int:
     return max(len(row["busy_s"]) for row in rows)
 
 
+def drafting_ranks(row: Row) -> list[int]:
+    return [rank for rank, role in enumerate(row["roles"].split(";")) if role.startswith("draft")]
+
+
 def stack_ranks(axes: Axes, series: Series) -> None:
-    """For each policy a stacked bar a rank."""
+    """For each policy a stacked bar of means a rank; D below it: this rank drafts."""
     at, ticks, names = 0.0, [], []
     for label, rows in series.items():
         first = at
@@ -144,9 +151,9 @@ def stack_ranks(axes: Axes, series: Series) -> None:
                          label=use if at == 0 else None)  # fmt: skip
                 bottom += share
             ticks.append(at)
-            names.append(str(rank))
+            names.append(f"{rank}\nD" if rank in drafting_ranks(rows[0]) else str(rank))
             at += 1
-        axes.text((first + at - 1) / 2, -0.11, label, ha="center", va="top", transform=axes.get_xaxis_transform())
+        axes.text((first + at - 1) / 2, -0.2, label, ha="center", va="top", transform=axes.get_xaxis_transform())
         at += 0.6
     axes.set_xticks(ticks, names)
     axes.text(-0.01, -0.045, "rank", ha="right", va="top", transform=axes.transAxes)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pipeinfer.cli.asked import asked_of
 from pipeinfer.cli.context import CLOCK, Context, complain
 from pipeinfer.cli.outcome import make_result
 from pipeinfer.cli.progress import PromptProgress
@@ -98,7 +99,7 @@ class Head:
         results, trace = self.options.results, self.options.trace
         writing: list[Callable[[], None]] = []
         if results:
-            writing.append(lambda: append_result(results, result_row(result)))
+            writing.append(lambda: append_result(results, result_row(result, asked_of(self.job, self.options))))
         if trace:
             writing.append(lambda: write_trace(trace, generation, self.job))
         code = 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pipeinfer.cli.context import complain, forget_peak
+from pipeinfer.cli.conversation import Turn
 from pipeinfer.cli.job import Crew, start_job
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.outcome import make_result
@@ -15,11 +16,11 @@ from pipeinfer.cli.report import number, stderr_console
 from pipeinfer.cli.session import Generation, Session
 from pipeinfer.cli.setup import Job, check_outputs
 from pipeinfer.cli.summary import print_summary
-from pipeinfer.cli.sweep import Case, Group, Sweep, Turn, plan_groups, row_key
+from pipeinfer.cli.sweep import Case, Group, Sweep, plan_groups
 from pipeinfer.cli.worker import run_stage
 from pipeinfer.errors import UserError
 from pipeinfer.policies.factory import make_policy
-from pipeinfer.results import Row, append_result, as_read, read_results, result_row
+from pipeinfer.results import Row, append_result, as_read, key_of, read_results, result_row
 
 WARM_UP_TOKENS = 16
 Plan = tuple[RunOptions, Job]
@@ -53,7 +54,7 @@ def _plan(sweep: Sweep, crew: Crew, resume: bool) -> list[Group]:
     path = sweep.base.results
     if not resume or not path or not path.exists() or not path.stat().st_size:
         return groups
-    known = {row_key(row) for row in read_results(path)}
+    known = {key_of(row) for row in read_results(path)}
     left = [replace(group, cases=tuple(case.without(known) for case in group.cases)) for group in groups]
     left = [replace(group, cases=tuple(case for case in group.cases if case.n_left)) for group in left]
     return [group for group in left if group.cases]
@@ -134,18 +135,18 @@ class Bench:
         return session.generate(job, options, policy, lambda tokens: None, cancel=options.cancel)
 
     def _keep(self, case: Case, turn: Turn, generation: Generation) -> None:
-        result = make_result("", generation, case.job, case.options)
-        row = as_read(result_row(result, turn.name, case.repetition))
-        self.rows.append(row)
+        measured = result_row(make_result("", generation, case.job, case.options), case.asked(turn))
+        self.rows.append(row := as_read(measured))
         if case.options.results:
             try:
-                append_result(case.options.results, result_row(result, turn.name, case.repetition))
+                append_result(case.options.results, measured)
             except UserError as error:  # a full disk: nothing more could be kept
                 self.crew.flag.note(str(error), 2)
         self.progress.advance(self.task)
         if self.progress.disable:
-            speed = number(row["predicted_per_second"])
-            self.console.print(f"[{len(self.rows)}] {_describe(case, turn)}: {speed} tokens/s", markup=False)
+            speed, accepted = number(row["predicted_per_second"]), number(row["acceptance_rate"])
+            figures = f"{speed} tokens/s" + ("" if accepted == "-" else f", acceptance {accepted}")
+            self.console.print(f"[{len(self.rows)}] {_describe(case, turn)}: {figures}", markup=False)
 
 
 def _warm_up(case: Case) -> Case:

@@ -67,6 +67,11 @@ class RunOptions:
         )
 
     @property
+    def n_seq(self) -> int:
+        """Sequences that trees may lease; one, and so no branches, without partitions."""
+        return self.sequences if self.partitions else 1
+
+    @property
     def drafts_in_use(self) -> tuple[Path, ...]:
         """The drafts that the policy needs, in any order."""
         return () if self.policy == "iterative" else self.drafts

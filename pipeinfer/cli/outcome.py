@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer import __version__
+from pipeinfer.cli.asked import SAMPLING, asked_of, describe_drafts, describe_model
 from pipeinfer.cli.options import RunOptions
 from pipeinfer.ledger import TimeUse, Window, head_time, stage_time
 from pipeinfer.metrics import speculation, timings
-from pipeinfer.models.model_info import read_model_info
-from pipeinfer.policies.factory import PolicyOptions
 
 if TYPE_CHECKING:  # these import MPI
     from pipeinfer.cli.session import Generation
     from pipeinfer.cli.setup import Job
 
+SHOWN = ("policy", "variant", "settings", "options", *SAMPLING, "numerics", "pace")  # of what was asked
 OWN_FIGURES = ("spans", "n_messages", "n_bytes", "runs")  # of a rank's figures, those that go elsewhere than its row
 
 
 def make_result(text: str, generation: Generation, job: Job, options: RunOptions) -> dict[str, Any]:
-    request = generation.request
+    request, asked = generation.request, asked_of(job, options)
     return {
         "text": text,
         "tokens": request.tokens[len(request.prompt) :],
         "prompt_tokens": list(request.prompt),
         "finish": request.finish.value if request.finish else None,
-        "policy": options.policy,
-        "seed": job.sampling.seed,
-        "temp": job.sampling.temp,
-        "numerics": options.numerics,
-        "pace": options.pace or "",
-        "settings": settings_text(options),
-        "variant": variant_text(options),
+        **{name: asked[name] for name in SHOWN},
         "version": __version__,
         "model": describe_model(options.model),
         "model_draft": describe_drafts([draft.path for draft in job.drafts]) if job.drafts else None,
@@ -46,48 +37,6 @@ def make_result(text: str, generation: Generation, job: Job, options: RunOptions
         "wire": _wire(generation, job),
         "ranks": [_rank(rank, generation, job) for rank in range(job.plan.n_ranks)],
     }
-
-
-def settings_text(options: RunOptions) -> str:
-    """What steers the policy, for the tables: `draft 4, width 3`, and what else is not as by default."""
-    names = ("n_draft", "width") if options.policy == "speculative" else ("width", "microbatch", "inflight")
-    if options.policy == "iterative":
-        return ""
-    given, default = asdict(options.speculation), asdict(PolicyOptions())
-    changed = [name for name in given if given[name] != default[name] and not isinstance(given[name], bool)]
-    shown = [f"{name.removeprefix('n_')} {given[name]:g}" for name in dict.fromkeys([*names, *changed])]
-    return ", ".join(shown + ([] if options.couple else ["no-couple-draft"]))
-
-
-def variant_text(options: RunOptions) -> str:
-    """What an ablation study switched off, by the flags that did it; empty for the whole policy."""
-    ablations = (
-        ("no-cancel", options.cancel),
-        ("no-continuous", options.speculation.continuous),
-        ("no-async", options.speculation.asynchronous),
-        ("no-partitions", options.partitions),
-    )
-    return ", ".join(flag for flag, on in ablations if not on)
-
-
-@cache
-def describe_model(path: Path) -> dict[str, Any]:
-    """Raises UserError when the model cannot be read."""
-    info = read_model_info(path)
-    return {
-        "name": path.name,
-        "bytes": info.n_bytes,
-        "n_params": info.n_params,
-        "n_layer": info.n_layer,
-        "quantisation": info.quantisation,
-    }
-
-
-def describe_drafts(paths: Sequence[Path]) -> dict[str, Any]:
-    """One draft, or several as one: names and quantisations joined, sizes added up, layers of the largest."""
-    found = [describe_model(path) for path in paths]
-    joined = {key: "+".join(model[key] for model in found) for key in ("name", "quantisation")}
-    return {**found[-1], **joined, **{key: sum(model[key] for model in found) for key in ("bytes", "n_params")}}
 
 
 def _wire(generation: Generation, job: Job) -> dict[str, Any]:

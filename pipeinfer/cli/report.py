@@ -94,8 +94,8 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
     if s["draft_n"]:
         console.print(
             f"speculation acceptance {number(s['acceptance_rate'])} ({s['draft_n_accepted']} of {s['draft_n_judged']} "
-            f"guesses), hit rate {number(s['hit_rate'])}, {number(s['accepted_length'])} tokens a verdict, "
-            f"draft time {number(s['draft_s'])} s"
+            f"guesses right), hit rate {number(s['hit_rate'])} ({s['draft_n_accepted']} of {s['contested_n']} tokens "
+            f"guessed), {number(s['accepted_length'])} tokens a verdict, draft time {number(s['draft_s'])} s"
         )
         depths = ", ".join(
             f"{depth}: {100 * counts['right'] / counts['n']:.0f}% of {counts['n']}"

@@ -113,7 +113,7 @@ def make_job(
         n_predict=n_predict,
         n_ctx=n_ctx,
         n_cells=n_cells,
-        n_seq=options.sequences if options.partitions else 1,
+        n_seq=options.n_seq,
         n_batch=min(options.batch_size, MAX_BATCH, n_ctx),
         blocks=options.numerics == "exact" and options.n_gpu_layers == 0,
         threads=spread_threads(options.threads, plan, hosts),

@@ -11,9 +11,10 @@ from typing import Any
 import click
 
 from pipeinfer.choices import Choices, RecordedChoices, ranks_for, synthetic_team
+from pipeinfer.cli.asked import settings_text, variant_text
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.policy_options import policy_options, take_policy_options
-from pipeinfer.cli.simulated import make_result, write_trace
+from pipeinfer.cli.simulated import make_result, simulated_columns, write_trace
 from pipeinfer.cli.summary import print_summary
 from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole
 from pipeinfer.cluster.costs import Profile
@@ -150,18 +151,21 @@ class Question:
     cancel: bool
     partitions: bool
 
-    def answer(self, policy: str, seed: int) -> tuple[Simulated, dict[str, Any]]:
-        """One generation and its result object. Raises UserError when it cannot be simulated."""
+    def answer(self, policy: str, seed: int, repetition: int) -> tuple[Simulated, dict[str, Any], Row]:
+        """One generation, its result object and row. Raises UserError when it cannot be simulated."""
         profile = self._lay_out(policy != "iterative")
         first, *larger = self._choices(profile, seed)
         simulated = simulate(
             profile, first, make_policy(policy, self.options), self.predict, cancel=self.cancel,
             partitions=self.partitions, larger=larger if profile.drafts else [],
         )  # fmt: skip
-        team = "+".join(["draft"] * len(profile.drafts))
-        names = {"model": profile.name, "model_draft": team or None, "seed": seed}
-        settings, variant = settings_text(policy, self.options), self._variant
-        return simulated, make_result(simulated, policy, settings, variant, names)
+        asked = simulated_columns(simulated, self._guessed(profile), seed, repetition) | {
+            "policy": policy,
+            "settings": settings_text(policy, self.options),
+            "variant": variant_text(self.options, self.cancel, self.partitions),
+        }
+        result = make_result(simulated, asked)
+        return simulated, result, result_row(result, asked)
 
     def _lay_out(self, has_draft: bool) -> Profile:
         profile = self.file.lay_out(self.nodes, self.pair, has_draft)
@@ -172,24 +176,21 @@ class Question:
     def _choices(self, profile: Profile, seed: int) -> Sequence[Choices]:
         """Of each draft. Raises UserError when there are not as many as drafts."""
         n_drafts = len(profile.drafts)
-        published = profile.acceptance or (DEFAULT_ACCEPTANCE,) * n_drafts or (DEFAULT_ACCEPTANCE,)
-        by_rank = self.by_rank or [ranks_for(share) for share in published]
-        found = self.known or synthetic_team(by_rank, seed, self.prompt_tokens)
+        found = self.known or synthetic_team(self._ranks(profile), seed, self.prompt_tokens)
         if n_drafts and len(found) != n_drafts:
             raise UserError(
                 f"{profile.name} has {n_drafts} drafts; give --acceptance, --ranks or --choices {n_drafts} times"
             )
         return found
 
-    @property
-    def _variant(self) -> str:
-        flags = {
-            "no-cancel": self.cancel,
-            "no-continuous": self.options.continuous,
-            "no-async": self.options.asynchronous,
-            "no-partitions": self.partitions,
-        }
-        return ", ".join(flag for flag, is_on in flags.items() if not is_on)
+    def _ranks(self, profile: Profile) -> Sequence[Sequence[float]]:
+        """How often each draft's first, second, … guess is right."""
+        published = profile.acceptance or (DEFAULT_ACCEPTANCE,) * len(profile.drafts) or (DEFAULT_ACCEPTANCE,)
+        return self.by_rank or [ranks_for(share) for share in published]
+
+    def _guessed(self, profile: Profile) -> Sequence[object]:
+        """What says what each draft guesses."""
+        return [(known.prompt, known.tokens, known.about) for known in self.known] or self._ranks(profile)
 
 
 def ask(question: Question, seeds: Sequence[int], results: Path | None, as_json: bool) -> tuple[list[Row], Simulated]:
@@ -197,8 +198,7 @@ def ask(question: Question, seeds: Sequence[int], results: Path | None, as_json:
     rows: list[Row] = []
     for repetition, seed in enumerate(seeds, start=1):
         for policy in question.policies:
-            simulated, result = question.answer(policy, seed)
-            row = result_row(result, f"pp{len(simulated.request.prompt)}", repetition)
+            simulated, result, row = question.answer(policy, seed, repetition)
             rows.append(as_read(row))
             if results:
                 append_result(results, row)
@@ -248,8 +248,3 @@ def ranks_asked(
     if bool(acceptances) + bool(ranks) + has_choices > 1:
         raise UserError("give one of --choices, --acceptance and --ranks")
     return [ranks_for(share) for share in acceptances] or ranks
-
-
-def settings_text(policy: str, options: PolicyOptions) -> str:
-    names = {"iterative": (), "speculative": ("n_draft", "width")}.get(policy, ("width", "microbatch", "inflight"))
-    return ", ".join(f"{name.removeprefix('n_')} {getattr(options, name)}" for name in names)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from pipeinfer import __version__
+from pipeinfer.cli.asked import SAMPLING, digest, model_columns
 from pipeinfer.cli.tracks import gaps, head_spans, messages
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.simulate import SimPipeline, SimStage
 from pipeinfer.cluster.simulation import Simulated
 from pipeinfer.ledger import head_time, stage_time
 from pipeinfer.metrics import speculation, timings
+from pipeinfer.results import Row
 from pipeinfer.trace import Message, Span, write_chrome_trace
 
 
-def make_result(
-    simulated: Simulated, policy: str, settings: str, variant: str, names: Mapping[str, Any]
-) -> dict[str, Any]:
-    """`names` says what was simulated: model, model_draft, seed."""
-    request, profile = simulated.request, simulated.profile
+def make_result(simulated: Simulated, asked: Row) -> dict[str, Any]:
+    """`asked`: what `simulated_columns` gave for it."""
+    request = simulated.request
+    shown = ("policy", "variant", "settings", "seed", "temp", "numerics")
     models = {
-        role: {"name": names[role], "bytes": 0, "quantisation": "simulated"} if names[role] else None
+        role: {"name": asked[role], "bytes": 0, "quantisation": "simulated"} if asked[role] else None
         for role in ("model", "model_draft")
     }
     return {
@@ -32,19 +33,40 @@ def make_result(
         "tokens": request.tokens[len(request.prompt) :],
         "prompt_tokens": list(request.prompt),
         "finish": request.finish.value if request.finish else None,
-        "policy": policy,
-        "seed": names["seed"],
-        "temp": 0.0,
-        "numerics": "virtual",
-        "settings": settings,
-        "variant": variant,
+        **{name: asked[name] for name in shown},
         "version": __version__,
-        "profile": profile.name,
+        "profile": simulated.profile.name,
         **models,
         "timings": timings(simulated.metrics),
         "speculation": speculation(simulated.metrics),
         "wire": _wire(simulated),
         "ranks": _ranks(simulated),
+    }
+
+
+def simulated_columns(simulated: Simulated, drafts: Sequence[object], seed: int, repetition: int) -> Row:
+    """Every column that says what was asked, but for those of the policy. `drafts`: what says what each one guesses."""
+    request, profile = simulated.request, simulated.profile
+    virtual = {"bytes": 0, "quantisation": "simulated"}
+    model = {"name": profile.name, "hash": digest(profile)} | virtual
+    draft = {"name": "+".join(["draft"] * len(profile.drafts)), "hash": "+".join(map(digest, drafts))} | virtual
+    ranks = _ranks(simulated)
+    return model_columns(model, draft if profile.drafts else None) | {
+        "options": "",
+        "ranks": len(ranks),
+        "layers": [cost.layers for cost in profile.stages],
+        "threads": [rank["threads"] for rank in ranks],
+        "prompt": f"pp{len(request.prompt)}",
+        "prompt_hash": digest(tuple(request.prompt)),
+        "prompt_n": len(request.prompt),
+        "predicted_n": request.n_predict,
+        **dict.fromkeys(SAMPLING, ""),
+        "seed": seed,
+        "temp": 0.0,
+        "numerics": "virtual",
+        "pace": "",
+        "pace_hash": "",
+        "repetition": repetition,
     }
 
 
@@ -103,14 +125,14 @@ def write_trace(path: Path, simulated: Simulated) -> None:
         tracks.append((f"rank 0: {_head_role(simulated.profile)}", simulated.tracer.spans + head_spans(main.ledger)))
     arrows: list[Message] = []
     for rank, role, pipeline, stage in _workers(simulated):
-        runs = stage.ledger.moved(0.0)
+        runs, unit = stage.ledger.moved(0.0), "run" if pipeline is main else "question"
         work = [
-            Span("cancelled" if cancelled else "evaluate", start_s, end_s - start_s, {"run": run_id})
+            Span("cancelled" if cancelled else "evaluate", start_s, end_s - start_s, {unit: run_id})
             for run_id, _, start_s, end_s, cancelled in runs
         ]
-        tracks.append((f"rank {rank}: {role}", work + list(gaps(runs, pipeline.ledger))))
+        tracks.append((f"rank {rank}: {role}", work + list(gaps(runs, pipeline.ledger, unit))))
         if pipeline is not main:
-            arrows += messages([(rank, runs)], pipeline.ledger)
+            arrows += messages([(rank, runs)], pipeline.ledger, unit)
     if first:
         stages = [(rank, stage.ledger.moved(0.0)) for rank, stage in enumerate(main.stages, start=first)]
         arrows += messages(stages, main.ledger)

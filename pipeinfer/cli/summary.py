@@ -12,15 +12,15 @@ from itertools import chain
 from typing import Any
 
 from pipeinfer.cli.report import number, size_text
+from pipeinfer.columns import ASKED
 from pipeinfer.metrics import percentiles
 from pipeinfer.results import Row
 
-SAME = ("model", "model_bytes", "quantisation", "model_draft", "ranks", "layers", "policy", "variant", "settings",
-        "pace", "prompt", "predicted_n")  # fmt: skip
+SAME = tuple(name for name in ASKED if name not in ("prompt_hash", "prompt_n", "seed", "repetition"))
 """Rows that agree in these are samples of one combination; all questions of a set are one prompt."""
 
 AVERAGED = ("prompt_n", "prompt_per_second", "predicted_per_second", "ttft_s", "tpot_s", "itl_mean_s",
-            "acceptance_rate", "accepted_length", "total_s")  # fmt: skip
+            "acceptance_rate", "hit_rate", "accepted_length", "total_s")  # fmt: skip
 
 
 def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -39,7 +39,9 @@ def _combination(rows: Sequence[Row]) -> dict[str, Any]:
     summary = _shared(rows[0]) | {"samples": len(rows)}
     for name in AVERAGED:
         values = [row[name] for row in rows if not math.isnan(row[name])]
-        summary[f"{name}"] = statistics.fmean(values) if values else math.nan
+        # one number that all agree on stays what it is: an integer, if it is one
+        same = len(set(values)) == 1
+        summary[name] = values[0] if same else statistics.fmean(values) if values else math.nan
         summary[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else math.nan
     # each row's 101 percentiles stand for its latencies: pooled, they are those of all rows
     p50, p95, p99 = percentiles(list(chain.from_iterable(row["itl_percentiles_s"] for row in rows)))
@@ -75,35 +77,55 @@ def _plain_value(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
+COLUMNS_OF_NAMES = ("model", "size", "draft", "ranks", "layers", "policy", "test")
+COLUMNS_OF_FIGURES = ("pp t/s", "tg t/s", "acceptance", "hit rate", "TTFT ms", "ITL p50 / p95 / p99 ms", "TPOT ms")
+LEFT_ALIGNED = ("model", "draft", "layers", "policy", "test")
+
+
 def markdown(summaries: Sequence[dict[str, Any]]) -> list[str]:
     """A table in llama-bench's manner: `pp` is the prompt, `tg` the generated text."""
-    columns = ("model", "size", "draft", "ranks", "layers", "policy", "test", "pp t/s", "tg t/s", "TTFT ms",
-               "ITL p50 / p95 / p99 ms", "TPOT ms", "accepted")  # fmt: skip
-    lines = [_line(columns), _line(["---" if column in COLUMNS_OF_TEXT else "---:" for column in columns])]
-    return lines + [_line(_cells(summary)) for summary in summaries]
+    columns = (*COLUMNS_OF_NAMES, *COLUMNS_OF_FIGURES)
+    lines = [_line(columns), _line(["---" if column in LEFT_ALIGNED else "---:" for column in columns])]
+    names = _told_apart(summaries)
+    return lines + [_line(name + _figures(summary)) for name, summary in zip(names, summaries, strict=True)]
 
 
-COLUMNS_OF_TEXT = ("model", "draft", "layers", "policy", "test")
+def _told_apart(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The cells that name each combination; of those that look alike, what they differ in is added."""
+    names = [_names(summary) for summary in summaries]
+    for mine, summary in zip([*names], summaries, strict=True):
+        alike = [other for name, other in zip(names, summaries, strict=True) if name[:-1] == mine[:-1]]
+        differing = [name for name in SAME if len({str(other[name]) for other in alike}) > 1 and name not in NAMED]
+        mine[-1] += "".join(f", {name} {summary[name]}" for name in differing)
+    return names
 
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def _cells(summary: dict[str, Any]) -> list[str]:
+NAMED = ("prompt", "predicted_n")  # what the last of the names shows
+
+
+def _names(summary: dict[str, Any]) -> list[str]:
+    return [
+        f"{summary['model'].removesuffix('.gguf')} {summary['quantisation']}",
+        size_text(summary["model_bytes"]),
+        summary["model_draft"].removesuffix(".gguf") or "-",
+        str(summary["ranks"]),
+        ",".join(map(str, summary["layers"])),
+        " ".join(filter(None, (summary["policy"], summary["variant"], summary["pace"]))),
+        f"{summary['prompt']} tg{summary['predicted_n']}",
+    ]
+
+
+def _figures(summary: dict[str, Any]) -> list[str]:
     def mean(name: str, scale: float = 1.0) -> str:
         deviation = summary[f"{name}_std"]
         return number(scale * summary[name]) + ("" if math.isnan(deviation) else f" ± {number(scale * deviation)}")
 
     itl = " / ".join(number(1e3 * summary[f"itl_p{rank}_s"]) for rank in (50, 95, 99))
     return [
-        f"{summary['model'].removesuffix('.gguf')} {summary['quantisation']}",
-        size_text(summary["model_bytes"]),
-        summary["model_draft"].removesuffix(".gguf") or "-",
-        f"{summary['ranks']:g}",
-        ",".join(f"{count:g}" for count in summary["layers"]),
-        " ".join(filter(None, (summary["policy"], summary["variant"], summary["pace"]))),
-        f"{summary['prompt']} tg{summary['predicted_n']:g}",
-        mean("prompt_per_second"), mean("predicted_per_second"), mean("ttft_s", 1e3), itl, mean("tpot_s", 1e3),
-        number(summary["acceptance_rate"]),
+        mean("prompt_per_second"), mean("predicted_per_second"), number(summary["acceptance_rate"]),
+        number(summary["hit_rate"]), mean("ttft_s", 1e3), itl, mean("tpot_s", 1e3),
     ]  # fmt: skip

@@ -3,33 +3,21 @@ be loaded together. Plans and checks; runs nothing."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeinfer.cli.asked import asked_of
+from pipeinfer.cli.conversation import Conversation, Prompt, Turn, conversation_of
 from pipeinfer.cli.options import RunOptions
-from pipeinfer.cli.outcome import settings_text, variant_text
 from pipeinfer.cli.setup import Host, Job, fit_context, make_job, open_models
 from pipeinfer.cluster.plan import parse_split, stage_ranks
 from pipeinfer.errors import UserError
 from pipeinfer.models.model_info import ModelInfo
-from pipeinfer.models.tokenizer import Tokenizer
-from pipeinfer.results import Row
+from pipeinfer.results import Row, as_read, key_of
 
 ABLATIONS = ("cancel", "partitions", "continuous", "asynchronous")
 Key = tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A text, or, for `pp512`, as many tokens as its name says. `later`: what is said next, after each answer."""
-
-    name: str
-    text: str = ""
-    n_tokens: int = 0
-    later: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,41 +33,6 @@ class Sweep:
     ablations: tuple[str, ...]
     repetitions: int
     cut: int  # longest prompt in tokens; 0: as they are
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What is said next in a conversation. `name` is that of its rows."""
-
-    name: str
-    tokens: tuple[int, ...]
-    measured: bool = False
-    """Before this sweep: it is generated for its answer, if a turn after it is not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Turns, each with the answers before it. Most have one turn: a prompt."""
-
-    turns: tuple[Turn, ...]
-    cut: int
-    n_keep: int  # tokens at the beginning that a cut leaves there: the beginning-of-text token
-
-    def prompt(self, said: Sequence[int], turn: Turn) -> tuple[int, ...]:
-        """The prompt of a turn after all that was said, its newest tokens if it must be cut."""
-        tokens = (*said, *turn.tokens)
-        if not self.cut or len(tokens) <= self.cut:
-            return tokens
-        n_newest = max(0, self.cut - self.n_keep)
-        return tokens[: self.cut - n_newest] + tokens[len(tokens) - n_newest :]
-
-    def lengths(self, n_predict: int) -> list[int]:
-        """Tokens of each turn's prompt, known before any answer: an answer has `n_predict` of them."""
-        lengths: list[int] = []
-        for turn in self.turns:
-            said = lengths[-1] + n_predict if lengths else 0
-            lengths.append(min(said + len(turn.tokens), self.cut or sys.maxsize))
-        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,31 +53,17 @@ class Case:
         """The same with the turns that are `known` marked, and none after the last that is to be measured."""
         lengths = self.conversation.lengths(self.job.n_predict)
         turns = [
-            replace(turn, measured=self._key(turn.name, length) in known)
+            replace(turn, measured=key_of(as_read(self.asked(turn, length))) in known)
             for turn, length in zip(self.conversation.turns, lengths, strict=True)
         ]
         while turns and turns[-1].measured:
             turns.pop()
         return replace(self, conversation=replace(self.conversation, turns=tuple(turns)))
 
-    def _key(self, prompt: str, n_prompt: int) -> Key:
-        """What makes two measurements the same one; `row_key` gives it for a row of results.csv."""
-        job = self.job
-        layers = tuple(float(stage.last - stage.first) for stage in job.plan.stages)
-        return (
-            self.options.policy, variant_text(self.options), settings_text(self.options), self.options.model.name,
-            "+".join(draft.path.name for draft in job.drafts), job.plan.n_ranks, layers,
-            tuple(map(float, job.threads)), prompt, n_prompt, job.n_predict, job.sampling.seed, job.sampling.temp,
-            self.options.numerics, self.options.pace or "", self.repetition,
-        )  # fmt: skip
-
-
-def row_key(row: Row) -> Key:
-    return (
-        row["policy"], row["variant"], row["settings"], row["model"], row["model_draft"], row["ranks"], row["layers"],
-        row["threads"], row["prompt"], row["prompt_n"], row["predicted_n"], row["seed"], row["temp"], row["numerics"],
-        row["pace"], row["repetition"],
-    )  # fmt: skip
+    def asked(self, turn: Turn, n_prompt: int = 0) -> Row:
+        """The columns that say what is asked of a turn. `n_prompt`: as it will be; without it the generation tells."""
+        row = asked_of(self.job, self.options, turn.name, turn.digest, self.repetition)
+        return row | {"prompt_n": n_prompt}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +121,23 @@ def _group(options: RunOptions, policies: Sequence[str], sweep: Sweep, hosts: Se
         for variant in _variants(replace(options, policy=policy), sweep.ablations if policy == "pipeinfer" else ())
     ]
     cases = tuple(
-        Case(chosen, replace(job, prompt=conversation.turns[0].tokens, n_predict=n), conversation, repetition)
+        Case(
+            chosen,
+            replace(job, prompt=conversation.turns[0].tokens, n_predict=n, n_seq=chosen.n_seq),
+            conversation,
+            repetition,
+        )
         for repetition in range(1, sweep.repetitions + 1)
         for conversation in conversations
         for n in sweep.predicts
         for chosen in measured
     )
     return Group(options, job, cases)
+
+
+def _ask(job: Job, conversation: Conversation, n_predict: int, options: RunOptions) -> Job:
+    """The loaded job with what is asked of it now."""
+    return replace(job, prompt=conversation.turns[0].tokens, n_predict=n_predict, n_seq=options.n_seq)
 
 
 def _longest(options: RunOptions, info: ModelInfo, conversations: Sequence[Conversation]) -> list[int]:
@@ -211,73 +160,3 @@ def _variants(options: RunOptions, ablations: Sequence[str]) -> Iterator[RunOpti
             yield replace(options, **{name: False})  # type: ignore[arg-type]
         else:
             yield replace(options, speculation=replace(options.speculation, **{name: False}))
-
-
-# -- prompts
-
-
-SEPARATOR = "\n\n"
-"""Between what was said and the next turn. There is no chat template: what is measured is speed."""
-
-
-def conversation_of(prompt: Prompt, tokenizer: Tokenizer, cut: int) -> Conversation:
-    """A prompt in tokens, the first `cut` of its first turn at most. Raises UserError when there are none."""
-    if prompt.n_tokens:
-        # a fixed walk through the vocabulary: any text would do, its length is what counts
-        tokens = [(7 + 31 * index) % tokenizer.n_vocab for index in range(prompt.n_tokens)]
-        return Conversation((Turn(prompt.name, tuple(tokens)),), cut=0, n_keep=0)
-    tokens = tokenizer.encode(prompt.text)
-    if not tokens:
-        raise UserError(f"the prompt {prompt.name} is empty; give some text")
-    first = Turn(prompt.name, tuple(tokens[:cut] if cut else tokens))
-    # appended as tokens, not as text: an answer stays what the model said, and its length is known beforehand
-    later = [
-        Turn(f"{prompt.name}.{number}", _continuation(f"{SEPARATOR}{text}", tokenizer))
-        for number, text in enumerate(prompt.later, start=2)
-    ]
-    return Conversation((first, *later), cut, n_keep=int(tokens[0] == tokenizer.bos))
-
-
-def _continuation(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens of a text that follows another: without the space that some vocabularies begin every text with."""
-    tokens = tokenizer.encode(text, add_special=False)
-    return tuple(tokens[1:] if tokenizer.decode_piece(tokens[0]) == b" " else tokens)
-
-
-def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[Prompt]:
-    """A length (`512`), a text file, or the first `n_questions` (0: all) of a `.jsonl` whose objects have `turns`.
-
-    Of these the first `n_turns` (0: all) are taken. Raises UserError when it is none of these.
-    """
-    if source.isdecimal():
-        if not 0 < int(source) <= 1 << 20:
-            raise UserError(f"-p {source}: a prompt has 1 to {1 << 20} tokens")
-        return [Prompt(f"pp{source}", n_tokens=int(source))]
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"-p {source}: {error.strerror}; give a number of tokens, a text file or a .jsonl") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"-p {source} is not UTF-8 text (byte {error.start})") from None
-    if path.suffix != ".jsonl":
-        return [Prompt(path.stem, text)]
-    questions = [
-        _question(path, number, line, n_turns)
-        for number, line in enumerate(text.splitlines(), start=1)
-        if line.strip() and not (n_questions and number > n_questions)
-    ]
-    if not questions:
-        raise UserError(f"-p {source} holds no questions")
-    return questions
-
-
-def _question(path: Path, number: int, line: str, n_turns: int) -> Prompt:
-    try:
-        turns = json.loads(line)["turns"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        turns = None
-    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise UserError(f"{path}, line {number}: no JSON object with a list of texts named turns")
-    first, *later = turns[: n_turns or None]
-    return Prompt(f"{path.stem}/{number}", first, later=tuple(later))

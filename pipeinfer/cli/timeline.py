@@ -87,6 +87,16 @@ def draw(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: f
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    figure, file = paint(labels, events, start_ms, end_ms), io.BytesIO()
+    figure.savefig(file, format=picture, dpi=150)
+    plt.close(figure)
+    return file.getvalue()
+
+
+def paint(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: float) -> Any:
+    """The figure, to be closed by the caller."""
+    from matplotlib import pyplot as plt
+
     figure, axes = plt.subplots(figsize=(11, 0.7 * len(labels) + 1.4), layout="constrained")
     seen: dict[str, Any] = {}
     last_ms = float("-inf")
@@ -95,9 +105,11 @@ def draw(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: f
         if at + long < 0 or at > end_ms - start_ms:
             continue
         if kind in MARKS:
+            # whole at the edges too
             seen[kind] = axes.plot(
-                at, event["tid"] + (0.42 if kind == "cancel" else -0.42), MARKS[kind], color=COLOURS[kind], markersize=6
-            )[0]
+                at, event["tid"] + (0.42 if kind == "cancel" else -0.42), MARKS[kind], color=COLOURS[kind],
+                markersize=6, clip_on=False, zorder=3,
+            )[0]  # fmt: skip
         else:
             seen[kind] = _bar(axes, event, at, long, end_ms - start_ms)
         # numbers of verdicts that come at once would lie on each other
@@ -109,7 +121,9 @@ def draw(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: f
     axes.set_yticks(list(labels), [label.replace("$", r"\$") for label in labels.values()])
     axes.set_ylim(len(labels) - 0.5, -0.8)
     axes.set_xlim(0, end_ms - start_ms)
-    axes.set_xlabel("time (ms); numbers on the bars are runs, those on the triangles tokens accepted at once")
+    asked = any("question" in event["args"] for event in events)
+    numbers = "runs (q: questions to a larger draft)" if asked else "runs"
+    axes.set_xlabel(f"time (ms); numbers on the bars are {numbers}, those on the triangles tokens accepted at once")
     axes.spines[["top", "right"]].set_visible(False)
     kinds = [kind for kind in COLOURS if kind in seen]
     figure.legend(
@@ -119,18 +133,21 @@ def draw(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: f
         ncols=len(COLOURS),
         frameon=False,
     )
-    file = io.BytesIO()
-    figure.savefig(file, format=picture, dpi=150)
-    plt.close(figure)
-    return file.getvalue()
+    return figure
 
 
 def _bar(axes: Any, event: Event, at_ms: float, long_ms: float, window_ms: float) -> Any:
     """A span, with its run's number where there is room for it."""
-    kind, track, run = event["name"], event["tid"], event["args"].get("run")
+    kind, track, number = event["name"], event["tid"], number_of(event)
     height = 0.2 if kind == "waiting" else 0.6
     bar = axes.barh(track, long_ms, left=at_ms, height=height, color=COLOURS[kind], edgecolor="white", lw=0.4)
     middle = at_ms + long_ms / 2
-    if kind != "waiting" and run is not None and long_ms > window_ms / 40 and 0 < middle < window_ms:
-        axes.text(middle, track, str(run), ha="center", va="center", fontsize=7, color="white")
+    if kind != "waiting" and number and long_ms > window_ms / 40 and 0 < middle < window_ms:
+        axes.text(middle, track, number, ha="center", va="center", fontsize=7, color="white")
     return bar
+
+
+def number_of(event: Event) -> str:
+    """A run's number; a question's to a larger draft, which are counted by themselves, is marked as such."""
+    args = event["args"]
+    return f"q{args['question']}" if "question" in args else str(args.get("run", ""))

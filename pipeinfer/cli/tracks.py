@@ -25,12 +25,13 @@ def write_trace(path: Path, generation: Generation, job: Job) -> None:
         if rank == 0:
             spans += head_spans(generation.ledger)
         else:
-            spans += gaps(figures["runs"], generation.refiners.get(rank, generation.ledger))
+            unit = "question" if rank in generation.refiners else "run"
+            spans += gaps(figures["runs"], generation.refiners.get(rank, generation.ledger), unit)
         tracks.append((f"rank {rank}: {job.plan.describe(rank)}", sorted(spans, key=lambda span: span.start_s)))
     stages = [(stage.rank, generation.figures[stage.rank]["runs"]) for stage in job.plan.stages if stage.rank]
     arrows = list(messages(stages, generation.ledger))
     for rank, ledger in generation.refiners.items():
-        arrows += messages([(rank, generation.figures[rank]["runs"])], ledger) if rank else []
+        arrows += messages([(rank, generation.figures[rank]["runs"])], ledger, "question") if rank else []
     write_chrome_trace(path, tracks, arrows)
 
 
@@ -43,7 +44,7 @@ def head_spans(ledger: HeadLedger) -> list[Span]:
     ]
 
 
-def gaps(runs: Sequence[StageRun], ledger: HeadLedger) -> Iterator[Span]:
+def gaps(runs: Sequence[StageRun], ledger: HeadLedger, unit: str = "run") -> Iterator[Span]:
     """The time between a stage's runs: idle until the next one leaves the head, then waiting for it."""
     for run_id, wait_s, start_s, _, _ in runs:
         if run_id not in ledger.submitted_s:
@@ -52,17 +53,19 @@ def gaps(runs: Sequence[StageRun], ledger: HeadLedger) -> Iterator[Span]:
         if left_s > wait_s and run_id > 1:  # before the first run there was nothing to be idle in
             yield Span("idle", wait_s, left_s - wait_s)
         if start_s > left_s:
-            yield Span("waiting", left_s, start_s - left_s, {"run": run_id})
+            yield Span("waiting", left_s, start_s - left_s, {unit: run_id})
 
 
-def messages(stages: Sequence[tuple[int, Sequence[StageRun]]], ledger: HeadLedger) -> Iterator[Message]:
-    """Every run from the head through the remote stages and back, one message a hop."""
+def messages(
+    stages: Sequence[tuple[int, Sequence[StageRun]]], ledger: HeadLedger, unit: str = "run"
+) -> Iterator[Message]:
+    """Every run (or question) from the head through the remote stages and back, one message a hop."""
     source, sent_s = 0, dict(ledger.submitted_s)
     for rank, runs in stages:
         for run_id, _, start_s, _, _ in runs:
             if run_id in sent_s:
-                yield Message(run_id, source, sent_s[run_id], rank, start_s)
+                yield Message(run_id, source, sent_s[run_id], rank, start_s, unit)
         source, sent_s = rank, {run_id: end_s for run_id, _, _, end_s, _ in runs if run_id in ledger.submitted_s}
     for received_s, run_id in ledger.verdicts:
         if source and run_id in sent_s:
-            yield Message(run_id, source, sent_s[run_id], 0, received_s)
+            yield Message(run_id, source, sent_s[run_id], 0, received_s, unit)

@@ -34,6 +34,9 @@ class StageWorker:
     `n_layers` is the model's, for the statistics.
     """
 
+    UNIT = "run"
+    """What a timeline calls a transaction."""
+
     def __init__(
         self,
         model: StageModel,
@@ -78,7 +81,7 @@ class StageWorker:
         busy_s = self.clock() - start_s
         transaction.took(busy_s)
         self.stats.busy_s += busy_s
-        self.tracer.evaluated(start_s, transaction.run_id, transaction.n_rows, transaction.cancelled)
+        self.tracer.evaluated(start_s, self.UNIT, transaction.run_id, transaction.n_rows, transaction.cancelled)
         return verdict
 
     def _open(self, requests: dict[int, SamplingParams]) -> None:
@@ -163,6 +166,8 @@ class StageWorker:
 
 class DraftWorker(StageWorker):
     """A larger draft, whole: its verdicts are not one token a row but `width` guesses, as `encode_guesses` has them."""
+
+    UNIT = "question"
 
     def __init__(
         self,
