@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeinfer.cli.load import inexact_line
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Batch, FloatArray
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
@@ -464,3 +465,16 @@ def test_peak_memory_is_slice_and_cache_and_little_more(
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) <= limit_mb
+
+
+def test_a_gpu_gets_the_cache_types_that_it_has_kernels_for() -> None:
+    """Seen on no GPU: that CUDA's attention declines K and V of different types is from its source."""
+    assert LlamaParams(256).mixed_cache
+    assert not LlamaParams(256, exact=False).mixed_cache
+    assert not LlamaParams(256, n_gpu_layers=3).mixed_cache and not LlamaParams(256, n_gpu_layers=-1).mixed_cache
+
+
+def test_exact_numerics_on_gpus_are_not_promised() -> None:
+    line = inexact_line("exact", [1, 2])
+    assert line.startswith("--numerics exact holds on CPUs only: the layers of ranks 1, 2") and "-ngl 0" in line
+    assert inexact_line("exact", []) == inexact_line("fast", [1]) == ""

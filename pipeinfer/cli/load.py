@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
@@ -60,6 +60,17 @@ def gpu_layers(options: RunOptions) -> int:
     if options.n_gpu_layers != AUTO_LAYERS:
         return options.n_gpu_layers
     return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
+
+
+def inexact_line(numerics: str, gpu_ranks: Sequence[int]) -> str:
+    """What is to be said when exact numerics were asked for and these ranks have layers of the target on GPUs."""
+    if numerics != "exact" or not gpu_ranks:
+        return ""
+    return (
+        f"--numerics exact holds on CPUs only: the layers of {'ranks' if len(gpu_ranks) > 1 else 'rank'} "
+        f"{', '.join(map(str, gpu_ranks))} are on GPUs, whose kernels depend on the batch, so that tokens that are all "
+        "but tied may differ between policies and splits; -ngl 0 is exact"
+    )
 
 
 def make_worker(context: Context, job: Job, model: LoadedModel) -> StageWorker:

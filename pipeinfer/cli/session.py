@@ -8,7 +8,9 @@ from typing import Any
 
 from pipeinfer.cli.context import CLOCK, Context, complain
 from pipeinfer.cli.load import (
+    gpu_layers,
     guess_words,
+    inexact_line,
     load_drafts,
     load_stage,
     make_courier,
@@ -96,6 +98,10 @@ class Session:
         if error:
             self.close()
             raise UserError(error)
+        on_gpu = {0: gpu_layers(self.context.options) != 0} | {rank: each["on_gpu"] for rank, each in reports.items()}
+        line = inexact_line(self.context.options.numerics, [rank for rank in self._ranks if on_gpu[rank]])
+        if line:
+            complain(line)
 
     def generate(
         self,

@@ -5,7 +5,15 @@ from __future__ import annotations
 import socket
 
 from pipeinfer.cli.context import CLOCK, Context
-from pipeinfer.cli.load import load_drafts, load_stage, make_courier, make_draft_worker, make_worker, time_loaded
+from pipeinfer.cli.load import (
+    gpu_layers,
+    load_drafts,
+    load_stage,
+    make_courier,
+    make_draft_worker,
+    make_worker,
+    time_loaded,
+)
 from pipeinfer.cli.setup import Job
 from pipeinfer.cluster.mpi import serve
 from pipeinfer.cluster.pace import LoadedModel
@@ -29,7 +37,8 @@ def run_stage(context: Context, job: Job) -> int:
         loaded_s = CLOCK() - start_s
         cost_s = time_loaded(context, job, model, number) if model else {}
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
-        context.link.report({"loaded_s": loaded_s, "cost_s": cost_s})
+        on_gpu = gpu_layers(context.options) != 0
+        context.link.report({"loaded_s": loaded_s, "cost_s": cost_s, "on_gpu": on_gpu})
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
     is_draft = context.rank in job.plan.drafts

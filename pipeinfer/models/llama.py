@@ -53,7 +53,8 @@ class LlamaParams:
                    takes 8 bytes a row and token of the vocabulary
     n_threads      at most; fewer while other processes want the cores
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
-    exact          the same row gives the same bits in every batch and tree; a prompt's rows do if they come in blocks
+    exact          the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a prompt's
+                   rows do if they come in blocks
     """
 
     n_cells: int
@@ -63,6 +64,12 @@ class LlamaParams:
     n_threads: int = 1
     n_gpu_layers: int = 0
     exact: bool = True
+
+    @property
+    def mixed_cache(self) -> bool:
+        """Whether K and V have different types: that keeps a CPU's attention off the kernels whose sums depend on batch
+        size and thread count. GPU builds have no kernel for it, and would move attention to the CPU without a word."""
+        return self.exact and self.n_gpu_layers == 0
 
 
 class LlamaStage:
@@ -367,7 +374,7 @@ class LlamaStage:
         params = self.params
         # different types keep attention off the kernels whose sums depend on batch size and thread count; what comes
         # from a prompt's own context arrives in a further sequence
-        n_seq, type_v = (params.n_seq_max + 1, BF16) if params.exact else (params.n_seq_max, F16)
+        n_seq, type_v = params.n_seq_max + params.exact, BF16 if params.mixed_cache else F16
         return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq, type_v)
 
     def _create_context(self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, type_v: int) -> object:
@@ -380,7 +387,7 @@ class LlamaStage:
         options.n_threads = options.n_threads_batch = params.n_threads
         options.kv_unified = options.swa_full = options.no_perf = True
         options.op_offload = False
-        options.flash_attn_type = FLASH_ATTENTION_ON if params.exact else FLASH_ATTENTION_AUTO
+        options.flash_attn_type = FLASH_ATTENTION_ON if params.mixed_cache else FLASH_ATTENTION_AUTO
         options.type_k, options.type_v = F16, type_v
         options.cb_eval = self._callback
         context = lib.llama_init_from_model(self._model, options)
