@@ -53,8 +53,8 @@ class LlamaParams:
                    takes 8 bytes a row and token of the vocabulary
     n_threads      at most; fewer while other processes want the cores
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
-    exact          the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a prompt's
-                   rows do if they come in blocks
+    exact          the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a
+                   prompt's rows do if they come in blocks
     """
 
     n_cells: int
