@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
 from pipeinfer.cli.context import CLOCK, Context, complain
+from pipeinfer.cli.memory import N_GUESS_ROWS, gpu_layers
 from pipeinfer.cli.options import RunOptions
-from pipeinfer.cli.setup import N_GUESS_ROWS, Job
-from pipeinfer.cli.values import ALL_LAYERS, AUTO_LAYERS
+from pipeinfer.cli.setup import Job
 from pipeinfer.cluster.calibrate import recall_rows, time_rows
 from pipeinfer.cluster.pace import Courier, LoadedModel, PacedStage
 from pipeinfer.cluster.stage import DraftWorker, StageWorker
@@ -18,7 +18,6 @@ from pipeinfer.drafting import ModelDrafter
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Pipeline
 from pipeinfer.kept import user_kept
-from pipeinfer.models.ggml import load_library
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
 from pipeinfer.models.llama import LlamaParams, LlamaStage
 from pipeinfer.refining import PipelineRefiner
@@ -53,13 +52,6 @@ def load_stage(context: Context, job: Job, on_progress: Progress) -> LoadedModel
 
 def _notice(context: Context, line: str) -> None:
     complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
-
-
-def gpu_layers(options: RunOptions) -> int:
-    """How many of a model's layers this rank puts on its GPU; negative: all."""
-    if options.n_gpu_layers != AUTO_LAYERS:
-        return options.n_gpu_layers
-    return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
 
 
 def inexact_line(numerics: str, gpu_ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command, Group
-from pipeinfer.cli.values import MAX_LAYERS, THREADS, File, Number, Whole
+from pipeinfer.cli.values import MAX_CTX, MAX_LAYERS, THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import TARGET
 from pipeinfer.outputs import check_separate, check_writable, whole_file
@@ -49,7 +49,7 @@ def models() -> None:
 @click.option(
     "-md", "--model-draft", type=File(), help="Draft to measure with. [with --acceptance: the original model]"
 )
-@click.option("-n", "--predict", type=Whole(1), default=64, show_default=True, help="Tokens a measured text.")
+@click.option("-n", "--predict", type=Whole(1, MAX_CTX), default=64, show_default=True, help="Tokens a measured text.")
 @click.option("-s", "--seed", type=Whole(0), default=0, show_default=True, help="Of the noise.")
 @click.option(
     "-t",
@@ -74,6 +74,7 @@ def grow(
     Every added layer costs what a layer costs. With the original model (or its draft) as the draft, the acceptance rate
     is that of the original pair at --noise 0, and falls with the noise. Measured rates are those of greedy text.
     """
+    from pipeinfer.cli.memory import check_alone
     from pipeinfer.models.grow import write_grown
     from pipeinfer.models.model_info import read_model_info
 
@@ -83,6 +84,9 @@ def grow(
     draft = model_draft or (model if acceptance is not None else None)
     check_separate({"--output": output}, {"--model": info.paths, "--model-draft": [draft] if draft else []})
     check_writable(output, "--output")
+    if draft:
+        n_cells_grown = predict * layers // info.n_layer  # cells of the model's own depth, as many bytes
+        check_alone([(info, True)], n_cells_grown, n_rows=32)
     measure = _measuring(model, draft, predict, threads) if draft else None
     with whole_file(output, "--output") as file:
 

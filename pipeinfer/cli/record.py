@@ -10,8 +10,9 @@ import click
 
 from pipeinfer.choices import RecordedChoices
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.memory import check_alone
 from pipeinfer.cli.run import MAX_TEMP
-from pipeinfer.cli.values import THREADS, File, Number, Text, Whole
+from pipeinfer.cli.values import MAX_CTX, THREADS, File, Number, Text, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
@@ -29,7 +30,7 @@ N_BATCH = 128
 @click.option("-m", "--model", type=File(), default=TARGET, help="Target, GGUF. [default: the shipped pair]")
 @click.option("-md", "--model-draft", type=File(), default=DRAFT, help="Draft, GGUF.")
 @click.option("-p", "--prompt", type=Text(blank=True), required=True, help="The text to continue.")
-@click.option("-n", "--predict", type=Whole(1), default=512, show_default=True, help="Tokens to record.")
+@click.option("-n", "--predict", type=Whole(1, MAX_CTX), default=512, show_default=True, help="Tokens to record.")
 @click.option("-t", "--threads", type=THREADS, help="[default: the cores]")
 @click.option("--temp", type=Number(0, MAX_TEMP), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("-s", "--seed", type=Whole(0, 2**32 - 1), default=0, show_default=True)
@@ -47,6 +48,7 @@ def record_command(
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
     about = {"model": str(model), "model_draft": str(model_draft), "temp": temp, "seed": seed}
     n_cells = len(tokens) + predict + N_BATCH
+    check_alone([(read_model_info(model), True), (read_model_info(model_draft), False)], n_cells, N_BATCH)
     target, params = open_whole(model, n_cells, threads, exact=True), sampling_of(about)
     draft = draft_guesses(open_whole(model_draft, n_cells, threads, exact=False), params, couple=True)
     choices = record(target, draft, tokens, predict, params, about)

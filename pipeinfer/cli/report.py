@@ -52,15 +52,15 @@ def show_plan(console: Console, job: Job, policy: str) -> None:
         index = job.plan.stage_of(rank)
         stage = None if index is None else job.plan.stages[index]
         roles = [*job.plan.drafts_on(rank), *([] if index is None else [f"stage {index}"])]
-        drafts = [draft for draft, host in zip(job.drafts, job.plan.drafts, strict=True) if host == rank]
         rows.append(
             [
                 str(rank),
                 host.name,
                 " + ".join(roles) or "head",
                 f"{stage.first}-{stage.last - 1}" if stage else "-",
-                size_text((stage.weight_bytes if stage else 0) + sum(draft.n_bytes for draft in drafts)),
-                size_text(stage.kv_bytes) if stage else "-",
+                size_text(job.memory[rank].weights + job.memory[rank].mapped),
+                size_text(job.memory[rank].kv),
+                size_text(job.memory[rank].total),
                 str(job.threads[rank]),
             ]
         )
@@ -68,7 +68,7 @@ def show_plan(console: Console, job: Job, policy: str) -> None:
     console.print(
         f"policy {policy}, {len(job.prompt)} prompt tokens, {n_predict}, context {job.n_ctx}, seed {job.sampling.seed}"
     )
-    show_table(console, ["rank", "host", "role", "layers", "weights", "KV", "threads"], rows)
+    show_table(console, ["rank", "host", "role", "layers", "weights", "KV", "memory", "threads"], rows)
 
 
 def number(value: float, digits: int = 2) -> str:

@@ -10,7 +10,19 @@ import click
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.options import RunOptions, choose_policy, unescape
 from pipeinfer.cli.policy_options import policy_options, take_policy_options
-from pipeinfer.cli.values import PROBABILITY, THREADS, File, Folder, GpuLayers, Listed, Number, Split, Text, Whole
+from pipeinfer.cli.values import (
+    MAX_CTX,
+    PROBABILITY,
+    THREADS,
+    File,
+    Folder,
+    GpuLayers,
+    Listed,
+    Number,
+    Split,
+    Text,
+    Whole,
+)
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.factory import POLICIES
 
@@ -55,7 +67,7 @@ PENALTY = Number(-1000, 1000)
 @click.option(
     "-c",
     "--ctx-size",
-    type=Whole(0),
+    type=Whole(0, MAX_CTX),
     default=0,
     show_default=True,
     help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.",

@@ -20,8 +20,9 @@ from pipeinfer.cli.load import (
     make_worker,
     time_loaded,
 )
+from pipeinfer.cli.memory import N_GUESS_ROWS
 from pipeinfer.cli.options import RunOptions
-from pipeinfer.cli.setup import N_GUESS_ROWS, Job
+from pipeinfer.cli.setup import Job
 from pipeinfer.cluster.calibrate import largest_question, slowest_stage
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.mpi import HeadPipeline

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeinfer.blocks import LARGEST
+from pipeinfer.blocks import LARGEST, rows_in_blocks
+from pipeinfer.cli.memory import N_GUESS_ROWS, plan_memory
 from pipeinfer.cli.options import RunOptions, threads_of_rank
+from pipeinfer.cli.values import MAX_CTX
 from pipeinfer.cluster.cores import Host, crowded_hosts, share_cores
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.pace import pace_profile
 from pipeinfer.cluster.plan import Plan, Sizes, make_plan, parse_split
+from pipeinfer.cluster.room import Memory, check_room
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf_slice import ModelInfo, read_model_info
 from pipeinfer.models.model_info import part_paths
@@ -22,7 +25,6 @@ from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.results import check_results
 from pipeinfer.sampling import SamplingParams
 
-N_GUESS_ROWS = 32  # guesses a run carries at most
 STDIN = Path("-")
 DEFAULT_CTX = 4096
 MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
@@ -56,6 +58,7 @@ class Job:
     n_batch: int
     threads: tuple[int, ...]
     hosts: tuple[Host, ...]
+    memory: tuple[Memory, ...]  # of each rank
     sampling: SamplingParams
     end_tokens: frozenset[int]
     blocks: bool = False  # a prompt is evaluated in blocks that follow from its length; see pipeinfer.blocks
@@ -96,13 +99,19 @@ def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
 def make_job(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, tokenizer: Tokenizer, prompt: Sequence[int]
 ) -> Job:
-    """The plan for one prompt. Raises UserError when prompt, split or threads do not fit."""
+    """The plan for one prompt. Raises UserError when prompt, split, threads or memory do not fit."""
     n_ctx, n_predict = fit_context(options, info, len(prompt))
     n_cells = -(-(n_ctx + N_CELLS_SPARE) // 256) * 256
     split = parse_split(options.layer_split) if options.layer_split else None
     drafts = sorted((read_model_info(path) for path in options.drafts_in_use), key=lambda draft: draft.n_bytes)
     plan = make_plan(len(hosts), len(drafts), sizes_of(info), n_cells, split)
     seed = secrets.randbits(32) if options.seed < 0 else options.seed
+    n_batch = min(options.batch_size, MAX_BATCH, n_ctx)
+    blocks = options.numerics == "exact" and options.n_gpu_layers == 0
+    n_in_blocks = rows_in_blocks(len(prompt)) if blocks else 0
+    memory = plan_memory(options, plan, info, drafts, n_cells, max(n_batch + 1, N_GUESS_ROWS), n_in_blocks)
+    way_out = "use a smaller context (-c), more ranks on further hosts, or a smaller quantisation"
+    check_room([host.name for host in hosts], [host.room for host in hosts], memory, way_out)
     return Job(
         plan=plan,
         fingerprint=info.fingerprint,
@@ -114,10 +123,11 @@ def make_job(
         n_ctx=n_ctx,
         n_cells=n_cells,
         n_seq=options.n_seq,
-        n_batch=min(options.batch_size, MAX_BATCH, n_ctx),
-        blocks=options.numerics == "exact" and options.n_gpu_layers == 0,
+        n_batch=n_batch,
+        blocks=blocks,
         threads=spread_threads(options.threads, plan, hosts),
         hosts=tuple(hosts),
+        memory=memory,
         sampling=options.sampling(seed),
         end_tokens=frozenset() if options.ignore_eos else frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab))),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
@@ -168,7 +178,7 @@ def read_prompt(options: RunOptions) -> str:
 
 def fit_context(options: RunOptions, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
     """(context size, tokens to generate), both final. Raises UserError when they do not fit."""
-    limit = options.ctx_size or info.n_ctx_train
+    limit = options.ctx_size or min(info.n_ctx_train, MAX_CTX)
     source = f"-c {limit}" if options.ctx_size else f"the model's context of {limit}"
     way_out = "raise -c" if options.ctx_size else "give -c to go beyond what it was trained for"
     if n_prompt >= limit:

@@ -138,7 +138,7 @@ def _time_alone(
     context: Context, job: Job, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
 ) -> dict[str, ModelTimes]:
     from pipeinfer.cli.context import CLOCK
-    from pipeinfer.cli.setup import N_GUESS_ROWS
+    from pipeinfer.cli.memory import N_GUESS_ROWS
 
     found: dict[str, ModelTimes] = {}
     if stage:

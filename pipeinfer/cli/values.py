@@ -20,6 +20,9 @@ from pipeinfer.errors import UserError
 INT32_MAX = 2**31 - 1
 """What libllama and the messages between ranks hold: tokens, positions, counts."""
 
+MAX_CTX = INT32_MAX - 1023
+"""Tokens of a context: with the cells above it, positions and cells must be 32-bit numbers."""
+
 MAX_THREADS = 512  # libggml's limit
 MAX_LAYERS = 512  # libllama's limit
 ALL_LAYERS, AUTO_LAYERS = -1, -2

@@ -1,12 +1,15 @@
-"""Which cores a rank may use, and how the ranks of a host share them. Knows no model and no MPI."""
+"""Where a rank runs: its cores, the memory left to it, and how the ranks of a host share the cores. Knows no model and
+no MPI."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from pipeinfer.cluster.room import Room, free_room
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -19,11 +22,13 @@ class Host:
     name: str
     cores: frozenset[int]
     n_cores: int
+    room: Room = field(default_factory=Room)
+    """What this rank may still take of the host's memory."""
 
 
 def this_host(name: str) -> Host:
     cores = frozenset(os.sched_getaffinity(0))
-    return Host(name, cores, max(1, int(min(len(cores), _quota()))))
+    return Host(name, cores, max(1, int(min(len(cores), _quota()))), free_room())
 
 
 def share_cores(hosts: Sequence[Host], computing: Set[int]) -> tuple[int, ...]:

@@ -1,0 +1,153 @@
+"""Memory: what ranks will hold, what their hosts have left, and a refusal with the numbers when it is too much.
+
+Knows bytes, no model and no MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeinfer.errors import UserError
+
+RUNTIME_BYTES = 75_000_000
+"""What Python, MPI and libllama take on a rank before any model is there (measured: 68 to 82 MB)."""
+
+UNLIMITED = sys.maxsize
+V1_UNLIMITED = 1 << 60  # such a "limit" of a version 1 group is none
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one rank will hold, in bytes.
+
+    weights   in memory
+    mapped    weights that are mapped from a file: the system may drop them and read them again
+    kv        keys and values of all contexts
+    buffers   what evaluating and sending takes, and the vocabularies
+    loading   weights that are in memory a second time while they are loaded, before there are contexts
+    """
+
+    weights: int = 0
+    mapped: int = 0
+    kv: int = 0
+    buffers: int = 0
+    loading: int = 0
+    runtime: int = RUNTIME_BYTES
+
+    def __add__(self, other: Memory) -> Memory:
+        """Both in one process."""
+        return Memory(
+            self.weights + other.weights, self.mapped + other.mapped, self.kv + other.kv, self.buffers + other.buffers,
+            max(self.loading, other.loading), max(self.runtime, other.runtime),
+        )  # fmt: skip
+
+    @property
+    def total(self) -> int:
+        """What the process holds once it has touched everything."""
+        return self.weights + self.mapped + self.kv + self.buffers + self.runtime
+
+    @property
+    def needed(self) -> int:
+        """What must be there at one time: mapped weights need not be."""
+        return self.weights + max(self.kv + self.buffers, self.loading) + self.runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a process may still take, in bytes: of its host (swap included), and by limits of its own."""
+
+    host: int = UNLIMITED
+    own: int = UNLIMITED
+
+
+def free_room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Room:
+    """Of this process; unlimited where the system does not tell."""
+    known = _fields(proc / "meminfo")
+    host = 1024 * (known["MemAvailable"] + known.get("SwapFree", 0)) if "MemAvailable" in known else UNLIMITED
+    return Room(min([host, *_group_rooms(proc, groups)]), _own_room(proc))
+
+
+def check_room(names: Sequence[str], rooms: Sequence[Room], memories: Sequence[Memory], way_out: str) -> None:
+    """Raises UserError when a host lacks memory for its ranks, or a rank's own limit does. One entry a rank."""
+    for rank, (name, room, memory) in enumerate(zip(names, rooms, memories, strict=True)):
+        if memory.needed > room.own:
+            raise UserError(
+                f"rank {rank} on {name} needs {_shares(memory)}; its limit (ulimit -v) leaves {_size(room.own)}; "
+                f"raise it, or {way_out}"
+            )
+    for name in dict.fromkeys(names):
+        here = [rank for rank, other in enumerate(names) if other == name]
+        needed = sum(memories[rank].needed for rank in here)
+        left = min(rooms[rank].host for rank in here)
+        if needed > left:
+            each = "; ".join(f"rank {rank}: {_shares(memories[rank])}" for rank in here)
+            raise UserError(
+                f"{name} has {_size(left)} of memory left, and what shall run there needs {_size(needed)} ({each}); "
+                f"{way_out}"
+            )
+
+
+def _shares(memory: Memory) -> str:
+    parts = {
+        "weights": memory.weights, "KV": memory.kv, "buffers": memory.buffers, "runtime": memory.runtime,
+        "weights while loading": memory.loading if memory.loading > memory.kv + memory.buffers else 0,
+    }  # fmt: skip
+    return f"{_size(memory.needed)}, " + ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+
+
+def _size(n_bytes: float) -> str:
+    unit, name = next(pair for pair in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if n_bytes >= pair[0] or pair[0] == 1e6)
+    return f"{n_bytes / unit:.1f} {name}"
+
+
+# -- what the system says
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines of a name and a number, `MemAvailable:  123 kB` or `inactive_file 123`; empty where there is no file."""
+    try:
+        lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
+
+
+def _own_room(proc: Path) -> int:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return UNLIMITED
+    return max(0, limit - 1024 * _fields(proc / "self" / "status").get("VmSize", 0))
+
+
+def _group_rooms(proc: Path, groups: Path) -> Iterator[int]:
+    """What each control group of this process has left, and each above it; what files cache there can be dropped."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            names = ("memory.max", "memory.current") if not controllers else (
+                "memory.limit_in_bytes", "memory.usage_in_bytes")  # fmt: skip
+            top = groups / controllers
+            folder = top / path.lstrip("/")
+            # a container may see its own group as the top
+            for each in [folder, *folder.parents]:
+                yield from _group_room(each, *names)
+                if each == top:
+                    break
+
+
+def _group_room(folder: Path, limit_name: str, use_name: str) -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):  # no limit here: the file is missing, or says "max"
+        limit = int((folder / limit_name).read_text())
+        if limit < V1_UNLIMITED:
+            used, kinds = int((folder / use_name).read_text()), _fields(folder / "memory.stat")
+            cached = kinds.get("active_file", 0) + kinds.get("inactive_file", 0)
+            yield max(0, limit - used + cached)

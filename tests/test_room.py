@@ -1,0 +1,113 @@
+"""Memory: what ranks will hold against what they held, what hosts have left, and what is refused."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.cluster.room import UNLIMITED, Memory, Room, check_room, free_room
+from pipeinfer.errors import UserError
+from tests.gguf_factory import Shape, write_model
+from tests.jobs import finish, run_json
+
+GB = 10**9
+
+
+def test_a_hosts_ranks_are_added_up() -> None:
+    names, memory = ["a", "a", "b"], [Memory(weights=2 * GB, kv=GB), Memory(kv=3 * GB), Memory(weights=9 * GB)]
+    check_room(names, [Room(7 * GB)] * 2 + [Room(10 * GB)], memory, "")
+    with pytest.raises(
+        UserError, match=r"a has 6\.1 GB .* needs 6\.2 GB \(rank 0: 3\.1 GB, weights 2\.0 GB, KV 1\.0 GB"
+    ):
+        check_room(names, [Room(7 * GB), Room(61 * GB // 10), Room(10 * GB)], memory, "do this")
+    with pytest.raises(
+        UserError, match=r"rank 2 on b needs 9\.1 GB.* \(ulimit -v\) leaves 8\.0 GB; raise it, or do this"
+    ):
+        check_room(names, [Room()] * 2 + [Room(own=8 * GB)], memory, "do this")
+
+
+def test_mapped_weights_need_no_room_and_loading_needs_it_once() -> None:
+    check_room(["a"], [Room(GB)], [Memory(mapped=50 * GB)], "")
+    both = Memory(weights=GB, loading=GB) + Memory(kv=2 * GB)
+    assert both.needed == 3 * GB + both.runtime, "the contexts come after the loading"
+    assert (Memory(weights=GB, loading=GB) + Memory()).needed == 2 * GB + both.runtime
+
+
+def make_system(folder: Path, cgroup: str, groups: dict[str, dict[str, str]]) -> Room:
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   5000 kB\nSwapFree:   1000 kB\n")
+    (folder / "proc/self/cgroup").write_text(cgroup)
+    (folder / "proc/self/status").write_text("VmSize: 10 kB\n")
+    for name, files in groups.items():
+        (folder / "groups" / name).mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (folder / "groups" / name / file).write_text(text)
+    return free_room(folder / "proc", folder / "groups")
+
+
+def test_control_groups_and_those_above_them(tmp_path: Path) -> None:
+    assert make_system(tmp_path / "0", "", {}).host == 6_144_000
+    free = {"memory.max": "max", "memory.current": "5"}
+    tight = {
+        "memory.max": "3000",
+        "memory.current": "1200",
+        "memory.stat": "inactive_file 100\nactive_file 50\nanon 9\n",
+    }
+    assert make_system(tmp_path / "1", "0::/job/step\n", {"job/step": free, "job": tight}).host == 1950
+    assert make_system(tmp_path / "2", "0::/job/step\n", {"job/step": tight, "job": free}).host == 1950
+    assert make_system(tmp_path / "3", "0::/gone\n", {".": tight}).host == 1950, "a container's own group"
+    old = {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "1000"}
+    without = {"memory.limit_in_bytes": "9223372036854771712", "memory.usage_in_bytes": "1000"}
+    groups = {"memory/job": old, "memory": without}
+    assert make_system(tmp_path / "4", "5:cpu:/\n4:memory:/job\n", groups).host == 2000
+
+
+def test_this_machine_says_what_it_has() -> None:
+    if sys.platform == "linux":
+        assert 0 < free_room().host < UNLIMITED
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    assert (free_room().own < UNLIMITED) == limited
+
+
+# -- jobs
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("10000000000", "2147482624"), ("4294967000", "2147482624"), ("2147482624", "of memory left"),
+     ("900000000", "use a smaller context (-c)")],
+)  # fmt: skip
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_context_that_cannot_be_is_refused(value: str, words: str, n_ranks: int) -> None:
+    done = finish(n_ranks, ["run", "-p", "x", "-n", "2", "-c", value])
+    assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
+    assert words in line and (value in line or ("rank 0: " in line and "KV" in line)), line
+
+
+def test_texts_that_cannot_be_held_are_refused_by_the_other_commands(tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    for arguments in (["record", "-p", "x"], ["models", "grow", "--layers", "12", "--acceptance", "0.5"]):
+        done = finish(1, [*arguments, "-n", "2000000000", "-o", output])
+        assert done.returncode == 2 and "this host has" in done.stderr and len(done.stderr.splitlines()) == 1
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_plan_says_what_ranks_will_hold(tmp_path: Path) -> None:
+    """Within 15% or 30 MB, for the shipped pair, for a context that counts, and for weights that count."""
+    shape = Shape(n_layer=6, n_embd=768, n_head=12, n_head_kv=4, n_ff=3072, n_vocab=64000)
+    wide = str(write_model(tmp_path / "wide.gguf", shape, "Q8_0"))
+    for n_ranks, arguments in (
+        (1, ["-n", "8"]),
+        (3, ["-n", "8", "-c", "40000"]),
+        (2, ["-n", "8", "-m", wide, "--numerics", "fast"]),
+        (3, ["-n", "8", "-m", wide, "-c", "20000"]),
+    ):
+        result = run_json(n_ranks, ["-p", "x", "-t", "1", "--ignore-eos", *arguments])
+        for rank in result["ranks"]:
+            planned, held = rank["memory_bytes"], rank["peak_rss_bytes"]
+            off = f"{rank['role']} of {arguments}: planned {planned / 1e6:.0f} MB, held {held / 1e6:.0f} MB"
+            assert abs(planned - held) < max(0.15 * held, 30e6), off
