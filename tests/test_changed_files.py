@@ -44,6 +44,11 @@ def replace_by_another(model: Path) -> None:
     write_model(model.with_name("other.gguf"), Shape(seed=5)).rename(model)
 
 
+def faults(errors: str) -> list[str]:
+    """What is said of ranks that cannot go on."""
+    return [line for line in errors.splitlines() if line.startswith("pipeinfer: rank ")]
+
+
 def start_and_change(n_ranks: int, arguments: list[str], change: Callable[[], None]) -> subprocess.Popen[str]:
     job = start(n_ranks, ["run", *LONG, *arguments])
     assert job.stdout
@@ -58,7 +63,7 @@ def test_the_fault_names_a_model_that_was_changed(model: Path, n_ranks: int, cha
     job = start_and_change(n_ranks, ["-m", str(model)], lambda: change(model))
     _, errors = job.communicate(timeout=30)
     assert job.returncode not in (0, 2)
-    (line,) = [line for line in errors.splitlines() if line.startswith("pipeinfer: ")]
+    (line,) = faults(errors)
     assert line.startswith("pipeinfer: rank 0 (host ") and "stage 0, layers 0-" in line
     assert f"{model} was truncated or overwritten" in line
     assert "Traceback" not in errors
@@ -74,7 +79,7 @@ def test_the_fault_names_a_cached_slice_that_was_changed(model: Path, tmp_path: 
     job = start_and_change(2, ["-m", str(model), "--policy", "iterative", "--slice-cache", str(cache)], truncate_last)
     _, errors = job.communicate(timeout=30)
     assert job.returncode not in (0, 2)
-    (line,) = [line for line in errors.splitlines() if line.startswith("pipeinfer: ")]
+    (line,) = faults(errors)
     assert line.startswith("pipeinfer: rank 1 (host ") and f"{cache}/" in line and "was truncated" in line
 
 
@@ -137,7 +142,7 @@ def test_values_that_are_no_numbers_are_a_fault_of_the_stage_that_made_them(
     poison(model, tensor, value)
     done = finish(3, ["run", "-m", str(model), "-p", "the rank", "-n", "8", "--layer-split", "2,2,2", "-t", "1"], 60)
     assert done.returncode not in (0, 2)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
+    (line,) = faults(done.stderr)
     host = line.partition("(")[2].partition("stage")[0]
     assert line.startswith(f"pipeinfer: {words.format(host=host, model=model)} computed "), done.stderr
     assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ import gguf
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf_header import read_header
+from pipeinfer.models.gguf_header import metadata_spans, read_header
 from pipeinfer.models.gguf_slice import open_slice, read_model_info, slice_bytes
 from tests.gguf_factory import Shape, write_model
 
@@ -210,3 +210,26 @@ def test_no_library_is_loaded_for_planning(model: Path) -> None:
         f"read_model_info({str(model)!r}); assert not {{'llama_cpp', 'mpi4py'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parent.parent)
+
+
+@pytest.mark.parametrize(
+    ("shape", "key", "layout", "number", "words"),
+    [
+        (Shape(), "llama.attention.head_count_kv", "<I", 0, "there are 4 heads for 0 of keys and values"),
+        (Shape("qwen2"), "qwen2.rope.dimension_count", "<I", 32, "heads have 64 and 64 values, 32 of them rotated"),
+        (Shape(n_expert=4), "llama.expert_used_count", "<I", 5, "5 of 4 experts are used"),
+        (Shape(n_expert=4), "llama.expert_count", "<I", 1 << 20, "2 of 1048576 experts are used"),
+        (Shape(), "llama.attention.layer_norm_rms_epsilon", "<f", -1.0, "epsilon is -1.0"),
+        (Shape(), "llama.attention.layer_norm_rms_epsilon", "<f", float("nan"), "epsilon is nan"),
+    ],
+)
+def test_numbers_that_libllama_would_end_the_process_on(
+    tmp_path: Path, shape: Shape, key: str, layout: str, number: float, words: str
+) -> None:
+    path = write_model(tmp_path / "bad.gguf", shape)
+    end = metadata_spans(path)[key][1]
+    data = bytearray(path.read_bytes())
+    data[end - 4 : end] = struct.pack(layout, number)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=f"bad.gguf is damaged: .*{words}; copy"):
+        read_model_info(path)

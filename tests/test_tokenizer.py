@@ -74,7 +74,7 @@ def test_characters_come_whole(tokenizer: Tokenizer) -> None:
 def test_a_missing_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "none.gguf"
     path.write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=r"vocabulary of .*none.gguf cannot be loaded: \S+"):
+    with pytest.raises(UserError, match=r"none.gguf is damaged or cut off"):
         Tokenizer(path)
 
 
@@ -152,3 +152,27 @@ def test_a_drafts_vocabulary_is_freed_when_it_was_compared(
         check_draft(target, draft)
     assert closed == [draft]
     target.close()
+
+
+def test_tokens_that_come_twice_are_refused(tmp_path: Path) -> None:
+    def change(tokens: list[bytes], types: list[int]) -> None:
+        tokens[20] = tokens[21]
+
+    with pytest.raises(UserError, match=r"bad.gguf is damaged: 1 tokens of its vocabulary come twice"):
+        Tokenizer(write_vocabulary(tmp_path / "bad.gguf", change=change))
+
+
+def test_a_missing_byte_is_only_missed_by_texts_that_need_it(tmp_path: Path) -> None:
+    def change(tokens: list[bytes], types: list[int]) -> None:
+        tokens[3 + 0xC3] = b"<0x!3>"
+
+    tokenizer = Tokenizer(write_vocabulary(tmp_path / "model.gguf", change=change))
+    assert tokenizer.encode("the model 🎉") == [1, *tokenizer.encode("the model 🎉", add_special=False)]
+    with pytest.raises(UserError, match=r"vocabulary of .*model.gguf has no token for 'Ä'"):
+        tokenizer.encode("the Ä")
+    tokenizer.close()
+
+
+def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model.gguf has no vocabulary"):
+        Tokenizer(write_model(tmp_path / "model.gguf", with_vocab=False))

@@ -37,6 +37,7 @@ _keep_alive: list[Any] = []
 def load_library() -> ModuleType:
     """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`)."""
     spin_briefly(os.environ)
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # dying, it would start a debugger that prints a screenful
     library = _bindings()
 
     @library.llama_log_callback
@@ -96,7 +97,7 @@ def last_errors() -> str:
     """What libllama last complained about, on one line; forgotten once asked for."""
     text = "; ".join(_errors)
     _errors.clear()
-    return text
+    return "".join(sign if sign.isprintable() else "?" for sign in text)  # it quotes what is in damaged files
 
 
 @cache

@@ -6,10 +6,11 @@ UserError, never in a crash. Arrays of strings (vocabularies) are skipped, not m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ BLOCKS = {
 MAX_KEYS = MAX_TENSORS = 1 << 16
 MAX_ARRAY = 1 << 24
 MAX_NAME_BYTES = 1 << 16
+MAX_TENSOR_NAME_BYTES = 63  # ggml's
 MAX_SMALL_ARRAY = 4096
 """Numeric arrays up to this length are kept; longer ones (token scores) belong to vocabularies."""
 READ_BYTES = 1 << 20
@@ -129,6 +131,17 @@ class _Cursor:
         start = self.take(n_bytes)
         return self.data[start : start + n_bytes].decode("utf-8", "replace")
 
+    def texts(self, count: int) -> list[bytes]:
+        """Items of an array of texts, as they are."""
+        start = self.at
+        self.skip_texts(count)
+        unpack, data, at, found = struct.Struct("<Q").unpack_from, self.data, start, []
+        for _ in range(count):
+            end = at + 8 + unpack(data, at)[0]
+            found.append(bytes(data[at + 8 : end]))
+            at = end
+        return found
+
     def skip_texts(self, count: int) -> None:
         unpack, data = struct.Struct("<Q").unpack_from, self.data
         at = self.at
@@ -142,11 +155,17 @@ class _Cursor:
 
 def read_header(path: Path) -> Header:
     """Parse one GGUF file; UserError if it is missing, unreadable, not a GGUF, damaged or cut off."""
+    with _opened(path) as cursor:
+        return _parse(cursor)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[_Cursor]:
     try:
         with open(path, "rb", buffering=0) as file:
             if file.read(4) != b"GGUF":
                 raise UserError(f"{path} is not a GGUF file (it does not start with 'GGUF'); give a .gguf model")
-            return _parse(_Cursor(file.fileno(), path))
+            yield _Cursor(file.fileno(), path)
     except FileNotFoundError:
         raise UserError(f"model file {path} does not exist; check the path (it must exist on every host)") from None
     except IsADirectoryError:
@@ -162,8 +181,7 @@ def metadata_spans(path: Path) -> dict[str, tuple[int, int]]:
     """
     read_header(path)
     spans: dict[str, tuple[int, int]] = {}
-    with open(path, "rb") as file:
-        cursor = _Cursor(file.fileno(), path)
+    with _opened(path) as cursor:
         cursor.take(16)  # magic, version, number of tensors
         for _ in range(cursor.count(10, MAX_KEYS, "metadata keys")):
             start = cursor.at
@@ -171,6 +189,21 @@ def metadata_spans(path: Path) -> dict[str, tuple[int, int]]:
             _read_value(cursor)
             spans[key] = (start, cursor.at)
     return spans
+
+
+def read_texts(path: Path, key: str) -> list[bytes]:
+    """The items of an array of texts in a file's metadata; none if there is no such array. Raises as `read_header`."""
+    with _opened(path) as cursor:
+        cursor.take(16)
+        for _ in range(cursor.count(10, MAX_KEYS, "metadata keys")):
+            name = cursor.text(MAX_NAME_BYTES)
+            if name != key:
+                _read_value(cursor)
+            elif cursor.number(4) != ARRAY or cursor.number(4) != STRING:
+                break
+            else:
+                return cursor.texts(cursor.count(10, MAX_ARRAY, "items in an array"))
+    return []
 
 
 def sample_spans(tensors: Iterable[Tensor]) -> list[Span]:
@@ -238,7 +271,9 @@ def _read_value(cursor: _Cursor) -> Value:
 
 
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int, int]:
-    name = cursor.text(MAX_NAME_BYTES)
+    name = cursor.text(MAX_TENSOR_NAME_BYTES)
+    if not name.isprintable():
+        raise UserError(f"{cursor.path} is damaged: a tensor is named {name!r}; copy or download the file again")
     n_dims = cursor.count(4, 4, f"dimensions of {name}")
     shape = tuple(cursor.count(10, 1 << 40, f"elements in a row of {name}") for _ in range(n_dims))
     kind = int(cursor.number(4))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.models.check_numbers import NumberCheck
 from pipeinfer.models.contents import FileState, SourceFile, check_unchanged, sample_digest
 from pipeinfer.models.gguf_header import Header, Tensor, Value, read_header, sample_spans
 
@@ -91,6 +92,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
     n_layer = _number(path, metadata, f"{architecture}.block_count", 0, MAX_LAYERS)
     if n_layer == 0 or table is None or len(table.shape) != 2:
         raise UserError(f"{path} holds no layers or no token table (a vocabulary or an adapter?); give a whole model")
+    NumberCheck(path, architecture, metadata).all()
     output = by_name.get("output.weight")
     layer_bytes = _layer_bytes(path, tensors, n_layer)
     n_embd = _number(path, metadata, f"{architecture}.embedding_length", 1, 1 << 20)

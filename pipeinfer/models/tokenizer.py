@@ -8,9 +8,11 @@ from pathlib import Path
 
 from pipeinfer.errors import UserError
 from pipeinfer.models import ggml
+from pipeinfer.models.vocabulary import VocabularyCheck
 
 ATTR_UNKNOWN, ATTR_UNUSED, ATTR_BYTE = 1, 2, 32
 NO_TOKEN_ID = -1
+NO_VOCABULARY, SENTENCE_PIECE = 0, 1
 
 
 class Tokenizer:
@@ -18,6 +20,7 @@ class Tokenizer:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        check = VocabularyCheck(self.path)
         self._lib = lib = ggml.load_library()
         options = lib.llama_model_default_params()
         options.vocab_only = True
@@ -25,6 +28,11 @@ class Tokenizer:
         if not self._model:
             raise UserError(f"the vocabulary of {path} cannot be loaded: {ggml.last_errors()}")
         self._vocab = lib.llama_model_get_vocab(self._model)
+        if self.kind() == NO_VOCABULARY:
+            self.close()
+            raise UserError(f"{path} has no vocabulary; give a model with one")
+        self._missing = check.missing_bytes() if self.kind() == SENTENCE_PIECE else frozenset()
+        self._check = check if self._missing else None  # a sound vocabulary needs no second look
         self.n_vocab = int(lib.llama_vocab_n_tokens(self._vocab))
         self.bos, self.eos = int(lib.llama_vocab_bos(self._vocab)), int(lib.llama_vocab_eos(self._vocab))
         self.adds_bos = bool(lib.llama_vocab_get_add_bos(self._vocab))
@@ -32,7 +40,12 @@ class Tokenizer:
         self._piece = ctypes.create_string_buffer(512)
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of a text. add_special: bos/eos as the model wants them; parse_special: `<|…|>` are tokens."""
+        """Token ids of a text. add_special: bos/eos as the model wants them; parse_special: `<|…|>` are tokens.
+
+        Raises UserError when the vocabulary has no tokens for it.
+        """
+        if self._check:
+            self._check.check_encodable(text, self._missing)
         data = text.encode("utf-8", "replace")
         room = len(data) + 8
         tokens = (ctypes.c_int32 * room)()
