@@ -72,7 +72,6 @@ class ThreadShare:
 
     def __init__(self, most: int, own: Callable[[], Reading] = read_own, free: Free = read_free) -> None:
         self.most = self.n_threads = most
-        self.n_evaluations, self.n_reduced = 0, 0
         self._own, self._free = own, free
         self._wall_s, self._cpu_s, self._n_preempted = 0.0, 0.0, 0  # of the evaluations since the last decision
         self._start: Reading | None = None
@@ -86,8 +85,6 @@ class ThreadShare:
         self._start = self._own()
         if self.n_threads < self.most and self._start.wall_s - self._looked_s > self._patience_s:
             self._look(self._start.wall_s)
-        self.n_evaluations += 1
-        self.n_reduced += self.n_threads < self.most
         return self.n_threads
 
     def end(self) -> None:
