@@ -31,7 +31,7 @@ INTERRUPT_S = 2.0
 KILL_S = 10.0
 LEFT_S = 4.0  # for the sentinel to clear up after the command has returned
 BAD_WORDS = ("Traceback", "Segmentation", "core dumped", "Error in", "Fatal", "died of SIGSEGV")
-BANNERS = ("BAD TERMINATION", "assert", "YOUR APPLICATION TERMINATED")
+BANNERS = ("BAD TERMINATION", "assert (!closed)", "YOUR APPLICATION TERMINATED")
 SHARED = Path("/dev/shm")
 LONG = ["-p", "def read_lines(path):\n", "--ignore-eos"]
 
@@ -130,7 +130,8 @@ def perform(trial: Trial, folder: Path) -> tuple[list[str], float, str]:
         wrong.append(f"exit code {job.returncode}")
     if not trial.interrupt and job.returncode == 0:
         wrong.append("exit code 0")
-    wrong += [word for word in (*BAD_WORDS, *(BANNERS if trial.interrupt else ())) if word in out + errors]
+    wrong += [word for word in BAD_WORDS if word in errors]
+    wrong += [word for word in BANNERS if trial.interrupt and word in out + errors]
     if not wait_until(lambda: not marked(mark), LEFT_S):
         wrong.append(f"left behind: {[Path(f'/proc/{pid}/cmdline').read_bytes() for pid in marked(mark)]}")
         for pid in marked(mark):

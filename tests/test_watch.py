@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.handshake import answer, new_nonce
-from pipeinfer.cluster.watch import Meeting, Watch, _connect, _own_addresses, own_place
+from pipeinfer.cluster.meeting import Meeting, _own_addresses, go_to, own_place
+from pipeinfer.cluster.watch import Watch
 
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
-from pipeinfer.cluster.watch import Meeting, Watch, own_place
+from pipeinfer.cluster.meeting import Meeting, own_place
+from pipeinfer.cluster.watch import Watch
 
 rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 meeting_file = place / "meeting"
@@ -238,14 +240,14 @@ def test_strangers_are_turned_away_and_stop_nothing() -> None:
                 stranger.shutdown(socket.SHUT_WR)
                 assert is_turned_away(stranger)
         assert watch._sentinel is not None and watch._sentinel.poll() is None
-        assert _connect(meeting, 1) is not None, "ranks still can come"
+        assert go_to(meeting, 1) is not None, "ranks still can come"
 
 
 def test_silent_strangers_are_few_and_keep_nobody_out() -> None:
     watch, meeting = head_alone(3)
     with watch, contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", meeting.port))) for _ in range(60)]
-        links = [_connect(meeting, rank) for rank in (1, 2)]
+        links = [go_to(meeting, rank) for rank in (1, 2)]
         assert all(links)
         # now that all ranks are here, nobody else is: those that waited are turned away, no other can come
         assert all(map(is_turned_away, strangers))
@@ -279,7 +281,7 @@ def test_a_rank_does_not_trust_who_cannot_prove_to_be_the_sentinel() -> None:
         thread = threading.Thread(target=pretend, daemon=True)
         thread.start()
         meeting = Meeting("elsewhere", ("127.0.0.1",), listener.getsockname()[1], "the key")
-        assert _connect(meeting, 1) is None
+        assert go_to(meeting, 1) is None
         thread.join(timeout=20)
     assert b"the key" not in heard[0]
 
@@ -288,7 +290,7 @@ def test_a_rank_that_comes_after_the_sentinel_ended_does_not_wait_for_it() -> No
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     started = time.monotonic()
-    assert _connect(Meeting("elsewhere", ("127.0.0.1",), port, "key"), 1) is None
+    assert go_to(Meeting("elsewhere", ("127.0.0.1",), port, "key"), 1) is None
     assert time.monotonic() - started < 5
 
 
@@ -298,7 +300,8 @@ MPI_PROGRAM = """
 import ctypes, os, sys, time
 from pathlib import Path
 from mpi4py import MPI
-from pipeinfer.cluster.watch import Watch, own_place
+from pipeinfer.cluster.meeting import own_place
+from pipeinfer.cluster.watch import Watch
 
 comm, place, kind = MPI.COMM_WORLD, Path(sys.argv[1]), sys.argv[2]
 watch = Watch(comm.rank, comm.size, comm.Abort, print)

@@ -86,14 +86,14 @@ def end_job(code: int, abort: Callable[[int], object] | None = None) -> NoReturn
     """End every rank at once with this exit code, without a word, at any moment: before, within and after MPI_Init.
 
     hydra takes the request from any of its ranks. Under other launchers `abort`, which is MPI's, ends the others, or
-    the launcher does when this process ends.
+    the launcher does when this process ends, as Open MPI's, which has words of its own for an abort.
     """
     if (control := _hydra_socket()) is not None:
         time.sleep(HYDRA_FORWARDS_S)
         with contextlib.suppress(OSError):
             os.write(control, b"cmd=abort exitcode=%d\n" % code)
             time.sleep(HYDRA_KILLS_S)
-    elif abort:
+    elif abort and "OMPI_COMM_WORLD_RANK" not in os.environ:
         abort(code)
     os._exit(code)
 

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pipeinfer
-from pipeinfer.cluster.watch import Place, own_place
+from pipeinfer.cluster.meeting import Place, own_place
 from pipeinfer.errors import UserError
 
 Words = tuple[str, str, str, dict[str, str]]

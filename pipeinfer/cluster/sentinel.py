@@ -13,50 +13,23 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.cluster.deaths import Process, ranks_beside
-from pipeinfer.cluster.handshake import (
-    MAX_ANSWER_BYTES,
-    MAX_LINE_BYTES,
-    Message,
-    decode,
-    encode,
-    new_nonce,
-    read_answer,
-    title,
-    write_line,
-)
+from pipeinfer.cluster.door import Door
+from pipeinfer.cluster.handshake import MAX_LINE_BYTES, Message, decode, encode, title, write_line
 from pipeinfer.cluster.segments import remove_dead, segments_of
 
 EXIT_CODE = 1
-KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 6000}
-"""A vanished host is noticed after 2 + 4 × 1 s; data it never acknowledged after 6 s."""
-
 ABORT_GRACE_S = 1.0
 """How long rank 0 has to end the job by MPI before the sentinel kills it, which makes the launcher end the job."""
 
 LAUNCHER_GRACE_S = 0.3
 """How long the launcher has to end the job when a process died: it does so without the many lines of MPI_Abort."""
 
-PENDING_S = 5.0
-MAX_PENDING = 32
-"""Connections above those of the ranks that may be open while nobody has proved anything; the oldest gives way."""
-
 KILLED = " of SIGKILL"
 LOOK_EVERY_S = 0.05
 REMAINS_S = 2.0
-
-
-@dataclass(slots=True)
-class Stranger:
-    """A connection whose other end has not proved to be a rank."""
-
-    link: socket.socket
-    challenge: str
-    since_s: float
-    said: bytes = b""
 
 
 class Sentinel:
@@ -68,8 +41,7 @@ class Sentinel:
         self._join_s = join_s
         self._until_s = time.monotonic() + join_s
         self._key = ""
-        self._listener: socket.socket | None = None
-        self._strangers: dict[socket.socket, Stranger] = {}
+        self._door: Door | None = None
         self._links: dict[int, socket.socket] = {0: head}
         self._hosts = {0: host}
         self._abouts: dict[int, str] = {}
@@ -85,12 +57,10 @@ class Sentinel:
     def run(self) -> None:
         while True:
             for key, _ in self._selector.select(None if self._complete else LOOK_EVERY_S):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif isinstance(key.data, Stranger):
-                    self._hear(key.data)
-                else:
+                if isinstance(key.data, int):
                     self._receive(key.data)
+                elif self._door and (came := self._door.hear(key.data, self._links)):
+                    self._let_in(*came)
             if not self._complete:
                 self._look()
 
@@ -102,70 +72,19 @@ class Sentinel:
     def _look(self) -> None:
         """While ranks are awaited: what rank 0 would leave behind, who is late, who says nothing."""
         self._segments |= segments_of(self._head_pid)
-        now_s = time.monotonic()
-        for stranger in [each for each in self._strangers.values() if now_s - each.since_s > PENDING_S]:
-            self._dismiss(stranger)
-        if now_s > self._until_s:
+        if self._door:
+            self._door.dismiss_silent()
+        if time.monotonic() > self._until_s:
             here = "" if self._key else f", nor does it run on host {self._hosts[0]}"
             late = f"{self._who_is_missing()} did not join within {self._join_s:g} s"
             self._end(f"{late}{here}; ending the job", died=False)
 
-    # -- who comes
-
-    def _accept(self) -> None:
-        assert self._listener
-        with contextlib.suppress(OSError):
-            link, _ = self._listener.accept()
-            link.setblocking(False)
-            stranger = Stranger(link, new_nonce(), time.monotonic())
-            self._strangers[link] = stranger
-            self._selector.register(link, selectors.EVENT_READ, stranger)
-            keep_alive(link)
-            link.send(stranger.challenge.encode() + b"\n")
-        if len(self._strangers) > self._size + MAX_PENDING:
-            self._dismiss(next(iter(self._strangers.values())))
-
-    def _hear(self, stranger: Stranger) -> None:
-        """A rank is let in when it proves that it knows the key. What others say is never looked into."""
-        try:
-            data = stranger.link.recv(MAX_ANSWER_BYTES)
-        except OSError:
-            data = b""
-        stranger.said += data
-        line, end, rest = stranger.said.partition(b"\n")
-        if end and len(line) < MAX_ANSWER_BYTES:
-            self._welcome(stranger, line, rest)
-        elif not data or len(stranger.said) >= MAX_ANSWER_BYTES:
-            self._dismiss(stranger)
-
-    def _welcome(self, stranger: Stranger, line: bytes, rest: bytes) -> None:
-        read = read_answer(line, self._key, stranger.challenge)
-        if read is None or read[0] in self._links or not 0 < read[0] < self._size:
-            self._dismiss(stranger)
-            return
-        rank, proof = read
-        link = stranger.link
-        del self._strangers[link]
+    def _let_in(self, rank: int, link: socket.socket, rest: bytes) -> None:
         self._links[rank], self._partial[rank] = link, rest
-        self._selector.modify(link, selectors.EVENT_READ, rank)
-        with contextlib.suppress(OSError):
-            link.send(proof + encode({"head": self._title(0)}))
-        if self._complete:
-            self._close_doors()
-
-    def _dismiss(self, stranger: Stranger) -> None:
-        self._strangers.pop(stranger.link, None)
-        self._selector.unregister(stranger.link)
-        stranger.link.close()
-
-    def _close_doors(self) -> None:
-        """All ranks are here: nobody else can connect from now on."""
-        for stranger in list(self._strangers.values()):
-            self._dismiss(stranger)
-        if self._listener:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
+        self._selector.register(link, selectors.EVENT_READ, rank)
+        self._tell(rank, {"head": self._title(0)})
+        if self._complete and self._door:
+            self._door.close()
 
     # -- what ranks say
 
@@ -189,8 +108,7 @@ class Sentinel:
         """With its first words rank 0 hands over the socket on which the others will come."""
         data, fds, _, _ = socket.recv_fds(link, MAX_LINE_BYTES, 1)
         if fds:
-            self._listener = socket.socket(fileno=fds[0])
-            self._listener.setblocking(False)
+            self._door = Door(socket.socket(fileno=fds[0]), self._selector)
         return data
 
     def _handle(self, rank: int, message: Message) -> None:
@@ -209,10 +127,11 @@ class Sentinel:
             self._key, self._size = message["key"], message["size"]
             self._hosts = dict(enumerate(message["hosts"]))
             self._segments |= segments_of(self._head_pid)
-            if self._listener:
-                self._selector.register(self._listener, selectors.EVENT_READ, None)
+            assert self._door
             if self._complete:
-                self._close_doors()
+                self._door.close()
+            else:
+                self._door.open(self._key, self._size)
         elif "bye" in message:
             if rank == 0:
                 self._tell_all(message)
@@ -285,14 +204,6 @@ class Sentinel:
 
     def _title(self, rank: int) -> str:
         return title(rank, self._hosts.get(rank, ""), self._abouts.get(rank, ""))
-
-
-def keep_alive(link: socket.socket) -> None:
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):  # macOS lacks some
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def main(head_fd: str, head_pid: str, host: str, size: str, join_s: str) -> None:

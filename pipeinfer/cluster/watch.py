@@ -11,25 +11,21 @@ kernel reports a death at once; keepalive reports a vanished host. Nobody polls 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.cluster.handshake import Message, encode, introduce, messages, new_key, title, write_line
-from pipeinfer.cluster.sentinel import ABORT_GRACE_S, EXIT_CODE, keep_alive
+from pipeinfer.cluster.handshake import Message, encode, messages, title, write_line
+from pipeinfer.cluster.meeting import Meeting, Place, go_to, open_door
+from pipeinfer.cluster.sentinel import ABORT_GRACE_S, EXIT_CODE
 
-CONNECT_TIMEOUT_S = 20.0
-HELLO_TIMEOUT_S = 5.0
 JOIN_S = 60.0
 """How long ranks wait for each other at the start; the environment variable may say otherwise."""
 
@@ -38,16 +34,6 @@ HEAD_FIRST_S = 3.0
 """How much longer the others wait than rank 0, which can name who did not come."""
 
 START = "import sys; sys.path.append(sys.argv.pop(1)); from pipeinfer.cluster.sentinel import main; main(*sys.argv[1:])"
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the sentinel listens; rank 0 broadcasts it."""
-
-    place: str
-    addresses: tuple[str, ...]
-    port: int
-    key: str
 
 
 class Watch:
@@ -94,7 +80,7 @@ class Watch:
         if self.rank == 0:
             broadcast(self._invite(places))
         else:
-            self._link = _connect(broadcast(None), self.rank)
+            self._link = go_to(broadcast(None), self.rank)
             if self._link:
                 self._start(self._listen, self._link)
         self._joined.set()
@@ -136,17 +122,13 @@ class Watch:
         self.close()
 
     def _invite(self, places: Sequence[Place]) -> Meeting:
-        """Open the door, to this host alone if all ranks are here, and hand it to the sentinel."""
+        """Open the door and hand it, with the key to it, to the sentinel."""
         assert self._link
-        key, alone = new_key(), len({place.where for place in places}) == 1
-        word = encode({"key": key, "size": len(places), "hosts": [place.host for place in places]})
-        if len(places) == 1:
-            self._link.sendall(word)
-            return Meeting("", (), 0, "")
-        with _listener(len(places), alone) as listener:
-            socket.send_fds(self._link, [word], [listener.fileno()])
-            addresses = ("127.0.0.1",) if alone else (*_own_addresses(), places[0].host)
-            return Meeting(places[0].where, addresses, listener.getsockname()[1], key)
+        meeting, door = open_door(places)
+        word = {"key": meeting.key, "size": len(places), "hosts": [place.host for place in places]}
+        with door:
+            socket.send_fds(self._link, [encode(word)], [door.fileno()])
+        return meeting
 
     def _start(self, what: Callable[..., object], *arguments: Any) -> None:
         threading.Thread(target=what, args=arguments, name="watch", daemon=True).start()
@@ -221,21 +203,6 @@ class Watch:
             os._exit(EXIT_CODE)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is. `where` differs between hosts, also of one name, and between networks of one host."""
-
-    host: str
-    where: str
-
-
-def own_place() -> Place:
-    where = socket.gethostname()
-    with contextlib.suppress(OSError):
-        where += Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
-    return Place(socket.gethostname(), where)
-
-
 def join_limit_s() -> float:
     """Seconds that ranks wait for each other at the start."""
     with contextlib.suppress(ValueError):
@@ -253,49 +220,3 @@ def _start_sentinel(size: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
             stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
         )  # fmt: skip
     return ours, process
-
-
-def _connect(meeting: Meeting, rank: int) -> socket.socket | None:
-    """A link on which each end has proved to the other that it is of this job; None when there is no way to it."""
-    here = own_place().where == meeting.place
-    addresses = tuple(dict.fromkeys(("127.0.0.1",) * here + meeting.addresses))
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    refused: set[str] = set()  # for good: the sentinel has listened since before the meeting was broadcast
-    while time.monotonic() < deadline and not refused.issuperset(addresses):
-        for address in addresses:
-            try:
-                link = socket.create_connection((address, meeting.port), timeout=HELLO_TIMEOUT_S)
-                if introduce(link, meeting.key, rank):
-                    keep_alive(link)
-                    link.settimeout(None)
-                    if here:
-                        link.sendall(encode({"pid": os.getpid()}))
-                    return link
-                link.close()
-            except ConnectionRefusedError:
-                refused.add(address)
-            except OSError:
-                pass
-        time.sleep(0.2)
-    return None
-
-
-def _listener(size: int, alone: bool) -> socket.socket:
-    if alone:
-        return socket.create_server(("127.0.0.1", 0), backlog=size + 16)
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=size + 16)
-    return socket.create_server(("", 0), backlog=size + 16)
-
-
-def _own_addresses() -> list[str]:
-    """The IPv4 address of every interface that has one, without loopback."""
-    siocgifaddr = 0x8915  # Linux
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                reply = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", name.encode()[:15]))
-                addresses.append(socket.inet_ntoa(reply[20:24]))
-    return [address for address in addresses if not address.startswith("127.")]
