@@ -22,6 +22,7 @@ from pipeinfer.ledger import HeadLedger
 from pipeinfer.policies.factory import PolicyOptions, make_policy
 from pipeinfer.runs import KvOp
 from tests.jobs import finish
+from tests.toy import check_blocks
 
 MEASURED = """
 embd = 288
@@ -242,6 +243,22 @@ def test_a_model_is_timed_from_single_rows_to_chunks_of_prompts() -> None:
     assert all(seconds == pytest.approx(1e-3 + 1e-4 * n_rows) for n_rows, seconds in found.by_rows.items())
     assert found.reshape_s == pytest.approx(2e-3) and found.rest_s == pytest.approx(0, abs=1e-9)
     assert [found.context_s(n_rows) for n_rows in (1, 5, 128, 500)] == pytest.approx([0.5e-6] * 4)
+
+
+@pytest.mark.parametrize("budget_s", [1e9, 0.0])
+def test_chunks_of_prompts_are_timed_in_blocks(budget_s: float) -> None:
+    class Blocks(TimedModel):
+        n_chunks = 0
+
+        def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
+            check_blocks(batch)
+            assert bool(batch.n_prompt) == (len(batch.tokens) > 32)
+            self.n_chunks += bool(batch.n_prompt)
+            return super().evaluate(batch, stop)
+
+    model = Blocks()
+    time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s, blocks=True)
+    assert model.n_chunks > 0
 
 
 def test_little_time_is_enough_for_single_rows() -> None:

@@ -143,7 +143,8 @@ def _time_alone(
     found: dict[str, ModelTimes] = {}
     if stage:
         part = job.plan.stages[job.plan.stage_of(context.rank) or 0]
-        found["stage"] = time_model(stage, part.last - part.first, job.n_rows_max, job.n_cells, CLOCK, SLOT_S / 2)
+        n_layer = part.last - part.first
+        found["stage"] = time_model(stage, n_layer, job.n_rows_max, job.n_cells, CLOCK, SLOT_S / 2, blocks=job.blocks)
     for number, draft in drafts.items():
         n_layer = job.drafts[number].n_layer
         found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, job.n_cells, CLOCK, SLOT_S / 2)

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from pipeinfer.blocks import BLOCK
 from pipeinfer.interfaces import Batch, StageModel
 from pipeinfer.interpolation import interpolate
 from pipeinfer.ledger import HeadLedger
@@ -23,6 +24,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 GUESSES_MAX = 32  # rows of a run of guesses; more are a chunk of a prompt
 CONTEXT = 256  # tokens, for the cost of attention
 SIZES_IN_CONTEXT = (1, 8, 32, 128)
+PROMPT = CONTEXT + SIZES[-1] + BLOCK  # rows of a prompt that is never read to its end, so that its context stays
 REPEATS, CHUNK_REPEATS = 15, 5
 REST_S = 0.003
 StageRun = tuple[int, float, float, float, bool]
@@ -57,9 +59,10 @@ class ModelTimes:
 
 
 def time_model(
-    model: StageModel, layers: int, n_rows_max: int, n_cells: int, clock: Callable[[], float], budget_s: float
-) -> ModelTimes:
-    """The cache must be empty and is empty afterwards."""
+    model: StageModel, layers: int, n_rows_max: int, n_cells: int, clock: Callable[[], float], budget_s: float,
+    blocks: bool = False,
+) -> ModelTimes:  # fmt: skip
+    """The cache must be empty and is empty afterwards. `blocks`: prompts are evaluated in blocks; see there."""
     start_s, until_s = clock(), clock() + budget_s
     _evaluate(model, 0, 1)  # maps the weights in
     _forget(model)
@@ -71,16 +74,17 @@ def time_model(
     rested_s = statistics.median(_time_after_rest(model, clock) for _ in range(REPEATS))
     # chunks of prompts come last: they slow down the small runs that follow
     chunks = [size for size in sizes if size > GUESSES_MAX and clock() < until_s]
-    times |= _time_in_turns(model, chunks, CHUNK_REPEATS, clock, until_s)
+    times |= _time_in_turns(model, chunks, CHUNK_REPEATS, clock, until_s, blocks)
     by_rows = {size: statistics.median(second for _, second in found) for size, found in times.items()}
     context = min(CONTEXT, n_cells // 2)
-    in_context_s = _time_in_context(model, context, by_rows, n_cells, clock, until_s)
+    in_context_s = _time_in_context(model, context, by_rows, n_cells, clock, until_s, blocks)
     return ModelTimes(layers, by_rows, context, in_context_s, max(0.0, reshape_s), max(0.0, rested_s - by_rows[1]))
 
 
 def _time_in_turns(
-    model: StageModel, sizes: Sequence[int], n_times: int, clock: Callable[[], float], until_s: float
-) -> dict[int, list[tuple[float, float]]]:
+    model: StageModel, sizes: Sequence[int], n_times: int, clock: Callable[[], float], until_s: float,
+    blocks: bool = False,
+) -> dict[int, list[tuple[float, float]]]:  # fmt: skip
     """Of each size, what `_time_twice` found each time; of fewer sizes or times when it lasts beyond `until_s`.
 
     In turns, so that what disturbs for a moment does not disturb all that is known of one size.
@@ -90,7 +94,7 @@ def _time_in_turns(
         for size in list(times) if turn else sizes:
             if times and clock() > until_s:
                 return times
-            times.setdefault(size, []).append(_time_twice(model, size, clock))
+            times.setdefault(size, []).append(_time_twice(model, size, clock, blocks))
     return times
 
 
@@ -126,12 +130,12 @@ def slowdowns(beside_s: Sequence[dict[int, float]]) -> list[float]:
     return found
 
 
-def _time_twice(model: StageModel, n_rows: int, clock: Callable[[], float]) -> tuple[float, float]:
+def _time_twice(model: StageModel, n_rows: int, clock: Callable[[], float], blocks: bool) -> tuple[float, float]:
     """Seconds of a run after one of another size, and of the same again."""
     times = []
     for _ in range(2):
         start_s = clock()
-        _evaluate(model, 0, n_rows)
+        _evaluate(model, 0, n_rows, blocks)
         times.append(clock() - start_s)
         _forget(model)
     return times[0], times[1]
@@ -144,12 +148,12 @@ def _forget(model: StageModel, first: int = 0) -> None:
 
 def _time_in_context(
     model: StageModel, context: int, by_rows: Mapping[int, float], n_cells: int, clock: Callable[[], float],
-    until_s: float,
+    until_s: float, blocks: bool,
 ) -> dict[int, float]:  # fmt: skip
     """Rows -> seconds of a run after `context` tokens, of a few of the sizes; at least of one row."""
-    n_batch = max(by_rows)
+    n_batch = max(*by_rows, BLOCK) if blocks else max(by_rows)
     for start in range(0, context, n_batch):
-        _evaluate(model, start, min(n_batch, context - start))
+        _evaluate(model, start, min(n_batch, context - start), blocks)
     found: dict[int, float] = {}
     for size in SIZES_IN_CONTEXT:
         if size not in by_rows or context + size > n_cells or (found and clock() > until_s):
@@ -157,7 +161,7 @@ def _time_in_context(
         times = []
         for _ in range(1 + CHUNK_REPEATS):  # the first one has another size than the one before
             start_s = clock()
-            _evaluate(model, context, size)
+            _evaluate(model, context, size, blocks and size > GUESSES_MAX)
             times.append(clock() - start_s)
             _forget(model, context)
         found[size] = statistics.median(times[1:])
@@ -165,14 +169,16 @@ def _time_in_context(
     return found
 
 
-def _evaluate(model: StageModel, position: int, n_rows: int) -> None:
+def _evaluate(model: StageModel, position: int, n_rows: int, blocks: bool = False) -> None:
+    # guesses all want their logits, prompts only their last row's, and those in blocks none
+    wanted = np.arange(n_rows) >= (0 if n_rows <= GUESSES_MAX else n_rows - (not blocks))
     batch = Batch(
         tokens=np.zeros(n_rows, np.int32),
         positions=np.arange(position, position + n_rows, dtype=np.int32),
         seqs=[(0,)] * n_rows,
         hidden=np.full((n_rows, model.n_embd), 0.01, np.float32),
-        # guesses all want their logits, prompts only their last row's
-        wanted=np.arange(n_rows) >= (0 if n_rows <= GUESSES_MAX else n_rows - 1),
+        wanted=wanted,
+        n_prompt=PROMPT if blocks else 0,
     )
     model.evaluate(batch, lambda: False)
 

@@ -240,6 +240,8 @@ class LlamaStage:
             else:
                 if op.first == 0:
                     self._drop_prefill(op.src)
+                elif op.src in self._prefills:
+                    self._prefills[op.src].forget(op.first)
                 if self.params.exact:
                     # a freed hole would be refilled out of order, and attention adds up in the order of the cells
                     self._lib.llama_memory_seq_cp(self._memory, op.src, self._spare, op.first, last)
