@@ -95,7 +95,7 @@ class LlamaStage:
         self._lib = ggml.load_library()
         self._callback = self._make_callback()
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
-        self._n_part = _largest_part(slice_file, params.n_batch) if params.exact else params.n_batch
+        self._n_part = _largest_part(slice_file, params)
         self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
         self._sources: tuple[SourceFile, ...] = ()
         if params.exact:  # its pages are mapped, and must stay as they are
@@ -399,11 +399,12 @@ class LlamaStage:
         return context
 
 
-def _largest_part(slice_file: SliceFile, n_batch: int) -> int:
-    """Rows that may be computed at once if each shall have the bits that it has alone."""
-    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+def _largest_part(slice_file: SliceFile, params: LlamaParams) -> int:
+    """Rows that may be computed at once if each shall have the bits that it has alone on a CPU, with `exact`."""
+    if not params.exact or params.n_gpu_layers or platform.machine().lower() not in ("x86_64", "amd64"):
+        return params.n_batch
     has_tiles = any(tensor.type in TILED_TYPES for tensor in slice_file.info.tensors)
-    return min(n_batch, TILED_ROWS - 1) if on_x86 and has_tiles else n_batch
+    return min(params.n_batch, TILED_ROWS - 1) if has_tiles else params.n_batch
 
 
 def _token_table(slice_file: SliceFile) -> ggml.TokenTable:
