@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.blocks import LARGEST, rows_in_blocks
-from pipeinfer.cli.memory import N_GUESS_ROWS, plan_memory
+from pipeinfer.cli.memory import N_GUESS_ROWS, gpu_layers, plan_memory
 from pipeinfer.cli.options import RunOptions, threads_of_rank
 from pipeinfer.cli.values import MAX_CTX
 from pipeinfer.cluster.cores import Host, crowded_hosts, share_cores
@@ -107,7 +107,7 @@ def make_job(
     plan = make_plan(len(hosts), len(drafts), sizes_of(info), n_cells, split)
     seed = secrets.randbits(32) if options.seed < 0 else options.seed
     n_batch = min(options.batch_size, MAX_BATCH, n_ctx)
-    blocks = options.numerics == "exact" and options.n_gpu_layers == 0
+    blocks = options.numerics == "exact" and gpu_layers(options) == 0
     n_in_blocks = rows_in_blocks(len(prompt)) if blocks else 0
     memory = plan_memory(options, plan, info, drafts, n_cells, max(n_batch + 1, N_GUESS_ROWS), n_in_blocks)
     way_out = "use a smaller context (-c), more ranks on further hosts, or a smaller quantisation"
