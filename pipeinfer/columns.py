@@ -75,7 +75,7 @@ COLUMNS = (
     Column("runs", "integer", "runs sent to the target"),
     Column("rows", "integer", "rows (tokens) of these runs"),
     Column("branches", "integer", "guesses sent beside another guess after the same token: sequences copied"),
-    Column("inflight_max", "integer", "most runs in flight at a time, cancelled ones not counted"),
+    Column("inflight_max", "integer", "most runs in flight at a time, chunks of the prompt too; cancelled ones not"),
     Column("runs_cancelled", "integer", "runs given up"),
     Column("messages", "integer", "messages from rank to rank, without cancellations"),
     Column("message_bytes", "integer", "bytes of these"),

@@ -83,7 +83,8 @@ def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
 def test_every_ablation_switches(tmp_path: Path) -> None:
     """By what the switch forbids; the complete policy does all of it."""
     results = tmp_path / "results.csv"
-    arguments = ["bench", "-t", "1", "-p", str(TEXTS[1]), "-n", "64", "-r", "1"]
+    # one run brings such a prompt: chunks of a longer one are in flight together
+    arguments = ["bench", "-t", "1", "-p", str(TEXTS[1]), "--cut", "16", "-n", "64", "-r", "1"]
     ablations = ["--policy", "pipeinfer", "--ablate", ",".join(ABLATIONS)]
     done = finish(3, [*arguments, *ablations, "--results", str(results)])
     assert done.returncode == 0, done.stderr

@@ -27,6 +27,7 @@ from pipeinfer.interfaces import Guess
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
 from pipeinfer.results import key_of, read_results
 from pipeinfer.runs import Row, Run
+from tests.jobs import ROOT
 
 LAYER_S, N_LAYERS = 0.01, 4
 
@@ -324,6 +325,9 @@ def test_a_row_of_the_reproduction_table() -> None:
     iterative, speculative, _, speed = map(float, row[4:8])
     assert float(row[8].strip("*")) == pytest.approx(speed / iterative, abs=0.02), "over iterative"
     assert speculative < iterative and row[-1] == "no", "such a baseline is not the paper's"
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    assert f"| {' | '.join(row[:3])} |" in page and "over iterative | over speculative" in page
+    assert "ahead" not in page and "behind" not in page, "the baselines are not the same"
     _, _, _, plain, _, ours, ratio = reproduce._poor_row("pipeinfer-c", 8, "goliath-xwin7")
     assert float(ours) > 0.97 * float(plain), f"a poor draft must not cost much: {ratio}"
 
