@@ -17,13 +17,15 @@ from pipeinfer.errors import UserError
 STREAM_FOLDERS = ("/dev", "/dev/fd", "/proc/self/fd")
 """What is named here is a stream that somebody holds: renaming a file to it would not reach them."""
 
+NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
 
 @contextlib.contextmanager
 def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
     """A file to write to. It takes `path`'s place at the end of the block; if the block fails, `path` stays as it was.
 
-    A device or a pipe is written to at once. `what` is how messages call the file: an option. Raises UserError, which
-    names the file, for any OSError.
+    Until then it may have no name: `path_of` gives one. A device or a pipe is written to at once. `what` is how
+    messages call the file: an option. Raises UserError, which names the file, for any OSError.
     """
     try:
         if _is_stream(path):
@@ -33,6 +35,11 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
             yield from _beside(path)
     except OSError as error:
         raise write_error(path, what, error) from None
+
+
+def path_of(file: BinaryIO) -> Path:
+    """By which this process, and no other, can read an open file."""
+    return Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def write_file(path: Path, what: str, data: bytes) -> None:
@@ -50,9 +57,10 @@ def check_writable(path: Path, what: str) -> None:
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return
-        temporary = _temporary(path)
-        temporary.open("xb").close()
-        temporary.unlink()
+        place = Path(os.path.realpath(path))
+        temporary = place.with_name(f".{secrets.token_hex(4)}")
+        _open_new(place.parent, temporary).close()
+        temporary.unlink(missing_ok=True)
     except OSError as error:
         raise write_error(path, what, error) from None
 
@@ -79,21 +87,31 @@ def write_error(path: Path, what: str, error: OSError) -> UserError:
 
 
 def _beside(path: Path) -> Iterator[BinaryIO]:
-    place, temporary = Path(os.path.realpath(path)), _temporary(path)
+    place = Path(os.path.realpath(path))  # where `path` is a link, the file that it leads to is replaced
+    temporary = place.with_name(f".{place.name[:40]}.{secrets.token_hex(4)}")
     try:
-        with temporary.open("xb") as file:
+        with _open_new(place.parent, temporary) as file:
             if place.exists():
                 os.fchmod(file.fileno(), stat.S_IMODE(place.stat().st_mode))
             yield file
+            file.flush()
+            if not temporary.exists():
+                # links are followed only by the call that takes a folder, which an absolute path makes no use of
+                os.link(path_of(file), temporary, src_dir_fd=file.fileno(), follow_symlinks=True)
         os.replace(temporary, place)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _temporary(path: Path) -> Path:
-    """In the folder of the file itself where `path` is a link to it: only there can it be renamed to it."""
-    place = Path(os.path.realpath(path))
-    return place.with_name(f".{place.name[:40]}.{secrets.token_hex(4)}")
+def _open_new(folder: Path, temporary: Path) -> BinaryIO:
+    """A file without a name, of which nothing stays even if this process is killed; `temporary` where there is no such
+    thing (network file systems)."""
+    try:
+        return open(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), "wb")
+    except (OSError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_UNNAMED_FILES:
+            raise
+    return temporary.open("xb")
 
 
 def _is_stream(path: Path) -> bool:

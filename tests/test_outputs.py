@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -179,18 +179,42 @@ def test_an_error_after_the_check_leaves_an_old_trace(tmp_path: Path) -> None:
     assert done.returncode == 2 and trace.read_text() == "before" and names(tmp_path) == ["trace.json"]
 
 
-def test_a_killed_command_leaves_what_was_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_command_leaves_what_was_there(tmp_path: Path, number: signal.Signals) -> None:
     grown = tmp_path / "grown.gguf"
     grown.write_bytes(b"before")
     job = subprocess.Popen(
         [*COMMAND, "models", "grow", "--layers", "40", "--acceptance", "0.3", "-o", str(grown)],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    while len(names(tmp_path)) == 1 and job.poll() is None:
+    while not open_in(job.pid, tmp_path) and job.poll() is None:
         pass
-    job.send_signal(signal.SIGINT)
+    job.send_signal(number)
     job.communicate(timeout=30)
     assert job.returncode and grown.read_bytes() == b"before" and names(tmp_path) == ["grown.gguf"]
+
+
+def open_in(pid: int, folder: Path) -> list[str]:
+    """The files of a folder that a process has open."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed in the meantime
+            found.append(os.readlink(link))
+    return [name for name in found if name.startswith(f"{folder}/")]
+
+
+@pytest.mark.parametrize("before", [None, b"before"])
+def test_where_files_must_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bytes | None) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    path = tmp_path / "out"
+    if before:
+        path.write_bytes(before)
+    check_writable(path, "--out")
+    with room_for(1000), pytest.raises(UserError, match="File too large"):
+        write_file(path, "--out", b"x" * 2000)
+    assert names(tmp_path) == (["out"] if before else [])
+    write_file(path, "--out", b"new")
+    assert path.read_bytes() == b"new" and names(tmp_path) == ["out"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")

@@ -13,7 +13,7 @@ from pipeinfer.cli.command import Command, Group
 from pipeinfer.cli.values import MAX_CTX, MAX_LAYERS, THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import TARGET
-from pipeinfer.outputs import check_separate, check_writable, whole_file
+from pipeinfer.outputs import check_separate, check_writable, path_of, whole_file
 
 TEXTS = (
     "def fibonacci(n):\n",
@@ -93,7 +93,7 @@ def grow(
         def make(strength: float) -> float:
             file.seek(0)
             write_grown(info, file, layers, strength, seed)
-            return measure(Path(file.name)) if measure else float("nan")
+            return measure(path_of(file)) if measure else float("nan")
 
         if acceptance is None:
             rate = make(noise)
