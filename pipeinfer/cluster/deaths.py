@@ -29,6 +29,10 @@ class Process:
         with contextlib.suppress(OSError, AttributeError):  # macOS has no pidfds
             self._fd = os.pidfd_open(pid)
 
+    def wait(self) -> bool:
+        """Until it has ended; False at once where that cannot be waited for."""
+        return self._fd >= 0 and bool(select.select([self._fd], [], []))
+
     def how_it_ended(self) -> str:
         """` of SIGKILL`, ` with exit code 3`, or nothing where it cannot be known, or it lives."""
         if self._fd < 0 or not select.select([self._fd], [], [], LOOK_S)[0]:
@@ -37,9 +41,6 @@ class Process:
         while (status := self._status()) is None and time.monotonic() < deadline:
             time.sleep(0.002)
         return "" if status is None else _in_words(status)
-
-    def is_alive(self) -> bool:
-        return self._fd >= 0 and not select.select([self._fd], [], [], 0)[0]
 
     def _status(self) -> int | None:
         """Its wait status: before its parent has asked for it from /proc, then from the kernel's memory of it."""

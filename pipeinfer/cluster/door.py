@@ -47,11 +47,11 @@ class Door:
 
     def close(self) -> None:
         """All ranks are here: nobody else can connect from now on."""
-        for stranger in list(self._strangers.values()):
-            self._dismiss(stranger)
         with contextlib.suppress(KeyError, ValueError):  # not open, or closed before
             self._selector.unregister(self._listener)
         self._listener.close()
+        for stranger in list(self._strangers.values()):
+            self._dismiss(stranger)
 
     def hear(self, stranger: Stranger | None, known: Collection[int]) -> tuple[int, socket.socket, bytes] | None:
         """Go on where there is something to read; (rank, link, what it said after the proof) of one that has come in.

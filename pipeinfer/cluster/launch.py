@@ -39,6 +39,11 @@ def rank_from_environment(environ: Mapping[str, str] | None = None) -> int:
     return _rank_and_size(environ)[0]
 
 
+def is_launched() -> bool:
+    """Whether a launcher started this process."""
+    return any(rank in os.environ and size in os.environ for rank, size in RANK_AND_SIZE)
+
+
 def size_from_environment(environ: Mapping[str, str] | None = None) -> int:
     """The number of ranks as the launcher gives it; 1 when there is no launcher."""
     return _rank_and_size(environ)[1]

@@ -22,7 +22,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.cluster.deaths import Process
 from pipeinfer.cluster.handshake import Message, encode, messages, title, write_line
+from pipeinfer.cluster.launch import is_launched
 from pipeinfer.cluster.meeting import Meeting, Place, go_to, open_door
 from pipeinfer.cluster.sentinel import ABORT_GRACE_S, EXIT_CODE
 
@@ -56,6 +58,8 @@ class Watch:
         self._closing = False
         self._sending = threading.RLock()  # a signal's thread may send too
         self._joined = threading.Event()
+        if is_launched():
+            self._start(self._await_launcher, Process(os.getppid()))
         if rank == 0:
             self._link, self._sentinel = _start_sentinel(size)
             self._start(self._listen, self._link)
@@ -152,6 +156,11 @@ class Watch:
                 f"{here} has waited {limit_s:g} s for the other ranks to join, and rank 0 says nothing; ending the job"
             )
             self._end()
+
+    def _await_launcher(self, launcher: Process) -> None:
+        """Without its process on this host nobody would end this one, nor hear of its end."""
+        if launcher.wait() and not self._closing:
+            self.fault(f"the launcher's process on this host died{launcher.how_it_ended()}; ending the job")
 
     def _listen(self, link: socket.socket) -> None:
         lost = "ended"
