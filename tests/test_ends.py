@@ -193,6 +193,19 @@ def test_only_marked_segments_that_nobody_maps_are_swept(segment: Path) -> None:
 
 
 @only_mpich
+@pytest.mark.parametrize("victim", ["mpirun", "proxy"])
+def test_a_killed_launcher_leaves_no_rank(victim: str) -> None:
+    job = start([*COMMAND, *RUN], [*COMMAND, *RUN])
+    assert job.stdout
+    os.read(job.stdout.fileno(), 1)
+    processes = descendants(job.pid)
+    os.kill(job.pid if victim == "mpirun" else processes[0], signal.SIGKILL)
+    job.communicate(timeout=30)
+    assert job.returncode
+    wait_until(lambda: not any(map(segments_of, processes)))
+
+
+@only_mpich
 @pytest.mark.parametrize("with_sentinel", [True, False])
 def test_a_killed_job_leaves_nothing(with_sentinel: bool) -> None:
     """The sentinel clears up after the others; after itself the next start does."""

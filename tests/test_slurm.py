@@ -90,9 +90,9 @@ def test_a_killed_rank_is_named_and_the_job_ends(slurm: Slurm, rank: int) -> Non
     os.kill(pid_of(slurm, rank), signal.SIGKILL)
     errors = job.communicate(timeout=20)[1]
     assert job.returncode != 0
-    lines = [line for line in errors.splitlines() if line.startswith("pipeinfer: ")]
+    lines = [line for line in errors.splitlines() if line.startswith("pipeinfer: ") and "ending the job" in line]
     assert len(lines) == 1 and lines[0].startswith(f"pipeinfer: rank {rank} (host ") and "layers" in lines[0], errors
-    assert " died" in lines[0] and lines[0].endswith("; ending the job")
+    assert lines[0].endswith("died of SIGKILL; ending the job")
     wait_until_empty(slurm)
 
 
