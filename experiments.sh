@@ -57,6 +57,8 @@ for file in "$questions"/*.jsonl; do
     [ ! -e "$file" ] || sets+=(-p "$file")
 done
 
+ablate=${ABLATE-cancel,partitions,continuous,asynchronous}
+
 for pair in $PAIRS; do
     for ranks in ${RANKS:-${SLURM_NTASKS:-${SLURM_JOB_NUM_NODES:-3 4}}}; do
         common=(pipeinfer bench -m "${pair%%:*}" -md "${pair#*:}" -n "${TOKENS:-128}" -s "${SEED:-0}" --temp 0
@@ -65,7 +67,7 @@ for pair in $PAIRS; do
         for round in $(seq "${REPEATS:-3}"); do
             # up to this round: --resume leaves out the ones before
             launch "$ranks" "${common[@]}" "${prompts[@]}" -r "$round" --policy iterative,speculative,pipeinfer \
-                --ablate "${ABLATE-cancel,partitions,continuous,asynchronous}"
+                ${ablate:+--ablate "$ablate"}
         done
         if [ "${#sets[@]}" -gt 0 ]; then
             launch "$ranks" "${common[@]}" "${sets[@]}" --questions "${N_QUESTIONS:-1}" -r 1 \
