@@ -36,8 +36,9 @@ if TYPE_CHECKING:  # these import MPI
 
 SHARED = ("model", "drafts", "threads", "n_gpu_layers", "layer_split", "numerics", "slice_cache", "verbose")
 ALONE_S, BESIDE_S = 0.5, 1.0  # how long ranks of one host compute alone, beside each other
-SLOT_S = 3.0
-"""Ranks of one host take turns, for so long each: nobody shall time a model while another one computes beside it."""
+SLOT_S, TIMING_S = 3.0, 2.0
+"""Ranks of one host take turns, for so long each, and time their models a part of it: nobody shall time a model while
+another one computes beside it."""
 
 N_TOKENS = 128
 PROMPT = "measure"
@@ -144,10 +145,10 @@ def _time_alone(
     if stage:
         part = job.plan.stages[job.plan.stage_of(context.rank) or 0]
         n_layer = part.last - part.first
-        found["stage"] = time_model(stage, n_layer, job.n_rows_max, job.n_cells, CLOCK, SLOT_S / 2, blocks=job.blocks)
+        found["stage"] = time_model(stage, n_layer, job.n_rows_max, job.n_cells, CLOCK, TIMING_S, blocks=job.blocks)
     for number, draft in drafts.items():
         n_layer = job.drafts[number].n_layer
-        found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, job.n_cells, CLOCK, SLOT_S / 2)
+        found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, job.n_cells, CLOCK, TIMING_S)
     return found
 
 

@@ -23,9 +23,9 @@ from pipeinfer.runs import KvOp, OpKind
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 GUESSES_MAX = 32  # rows of a run of guesses; more are a chunk of a prompt
 CONTEXT = 256  # tokens, for the cost of attention
-SIZES_IN_CONTEXT = (1, 8, 32, 128)
+SIZES_IN_CONTEXT = (1, 128, 32)  # single rows and chunks of prompts first
 PROMPT = CONTEXT + SIZES[-1] + BLOCK  # rows of a prompt that is never read to its end, so that its context stays
-REPEATS, CHUNK_REPEATS = 15, 5
+REPEATS, CHUNK_REPEATS = 15, 3
 REST_S = 0.003
 StageRun = tuple[int, float, float, float, bool]
 
@@ -157,7 +157,7 @@ def _time_in_context(
     found: dict[int, float] = {}
     for size in SIZES_IN_CONTEXT:
         if size not in by_rows or context + size > n_cells or (found and clock() > until_s):
-            break
+            continue
         times = []
         for _ in range(1 + CHUNK_REPEATS):  # the first one has another size than the one before
             start_s = clock()
@@ -166,7 +166,7 @@ def _time_in_context(
             _forget(model, context)
         found[size] = statistics.median(times[1:])
     _forget(model)
-    return found
+    return dict(sorted(found.items()))
 
 
 def _evaluate(model: StageModel, position: int, n_rows: int, blocks: bool = False) -> None:
