@@ -115,6 +115,7 @@ def test_a_measured_profile(tmp_path: Path) -> None:
     ("old", "new", "words"),
     [
         ("embd = 288", "", "lacks embd"),
+        ("embd = 288", "embd = 288\nblocks = 1", "true or false"),
         ("latency_us = 20", "latency_us = -1", "latency_us = -1"),
         ("gbit_per_s = 10", "gbit_per_s = 0", "above 0"),
         ("gbit_per_s = 10", 'gbit_per_s = "fast"', "'fast'"),
@@ -201,14 +202,16 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     assert extra.stage_s == pytest.approx((0.1e-3, 0.1e-3))
     found = (extra.hop_s, extra.run_s, extra.verdict_s, extra.draft_s)
     assert found == pytest.approx((0.05e-3, 0.02e-3, 0.3e-3, 0.1e-3))
-    text = profile_toml(["Measured."], 64, stages, [draft], extra, gbit_per_s=8.0, slowdown=[1.0, 1.25, 2.0])
+    text = profile_toml(
+        ["Measured."], 64, stages, [draft], extra, gbit_per_s=8.0, slowdown=[1.0, 1.25, 2.0], blocks=True
+    )
     profile = load_profile(write(tmp_path, text)).lay_out()
     assert profile.stages[0].seconds(1, 0) == pytest.approx(1.1e-3, rel=1e-3)
     assert profile.stages[1].seconds(1, 100) == pytest.approx(2.5e-3, rel=1e-3)
     assert profile.stages[1].seconds(1, 100, reshapes=True) == pytest.approx(2.7e-3, rel=1e-3)
     assert profile.stages[1].seconds(4, 100) == pytest.approx(4.9e-3, rel=1e-3), "attention costs rows in batches less"
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
-    assert profile.slowdown == (1.0, 1.25, 2.0) and profile.link.bytes_per_s == pytest.approx(1e9)
+    assert profile.blocks and profile.slowdown == (1.0, 1.25, 2.0) and profile.link.bytes_per_s == pytest.approx(1e9)
 
 
 class TimedModel:

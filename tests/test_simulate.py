@@ -68,6 +68,14 @@ def test_a_chunk_of_the_prompt_pays_for_the_tokens_before_it_alone() -> None:
     assert found.metrics.itl_s == pytest.approx([2 * (0.001 + 200 * 1e-4)])
 
 
+def test_a_prompt_in_blocks_has_its_last_token_in_a_run_of_its_own() -> None:
+    stage = ModelCost("stage", 2, Work((1.0, 127.0), (0.001, 0.1)))
+    profile = Profile("one", 64, (stage,), (), LinkCost(0.0, math.inf), HeadCost(), head_is_first=True, blocks=True)
+    choices = SyntheticChoices((1.0,), n_prompt=128)
+    found = simulate(profile, choices, make_policy("iterative", PolicyOptions()), 1)
+    assert found.metrics.n_runs == 2 and found.metrics.ttft_s == pytest.approx(2 * 0.1 + 2 * 0.001)
+
+
 def test_only_a_stage_that_had_nothing_to_do_pays_for_the_rest() -> None:
     pipeline = a_pipeline(1)
     stage = pipeline.stages[0]

@@ -200,6 +200,6 @@ def _write(
     one_host = len({host.name for host in crew.hosts}) == 1
     slowdown = slowdowns([next(iter(found.values())).beside_s for found in times]) if one_host else []
     drafts = [times[rank]["draft"] for rank in job.plan.drafts]
-    text = profile_toml(title, job.n_embd, stages, drafts, extra, gbit_per_s, slowdown)
+    text = profile_toml(title, job.n_embd, stages, drafts, extra, gbit_per_s, slowdown, job.blocks)
     write_file(output, "--output", text.encode())
     print(output)

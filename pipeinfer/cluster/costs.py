@@ -103,6 +103,8 @@ class Profile:
     """All ranks share a host: how many times as long work takes when 1, 2, … of them compute. Empty: undisturbed."""
     acceptance: tuple[float, ...] = ()
     """How often each draft's best guess is the target's token, as published for the pair."""
+    blocks: bool = False
+    """Prompts are cut into blocks; see `pipeinfer.blocks`."""
 
     @property
     def n_stages(self) -> int:

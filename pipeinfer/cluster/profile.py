@@ -12,7 +12,7 @@ By hardware, as published:
 
 By measurement:
 
-    embd
+    embd; blocks: whether prompts are cut into blocks, as with exact numerics (optional)
     [host]              slowdown: of a host that all ranks share: how many times as long work takes when 1, 2, … of
                         them compute (optional)
     [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, run_us, reshape_us,
@@ -104,6 +104,13 @@ class Table:
         if value != int(value) or not 1 <= value <= most:
             raise UserError(f"{self.where}: {key} = {value:g}; give a whole number from 1 to {most}")
         return int(value)
+
+    def flag(self, key: str) -> bool:
+        """False if it is not there. Raises UserError."""
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            raise UserError(f"{self.where}: {key} = {_shown(value)}; give true or false")
+        return value
 
     def text(self, key: str, among: Sequence[str]) -> str:
         value = self.values.get(key)
@@ -219,6 +226,7 @@ class ProfileFile:
             head_is_first=not has_draft,
             slowdown=self.top.table("host").numbers("slowdown") if "host" in self.top.values else (),
             acceptance=self.top.numbers("acceptance", len(drafts)) if "acceptance" in self.top.values else (),
+            blocks=self.top.flag("blocks"),
         )
 
     @property

@@ -72,7 +72,7 @@ def simulate(
     drafter = SimDrafter(profile, choices, pipeline) if profile.drafts else None
     pool = SequencePool(n_seq, n_cells, parked=True)
     engine = Engine(
-        pipeline, pool, drafter, clock, n_chunk=n_chunk, n_rows_max=N_GUESS_ROWS, cancel=cancel,
+        pipeline, pool, drafter, clock, n_chunk=n_chunk, n_rows_max=N_GUESS_ROWS, cancel=cancel, blocks=profile.blocks,
         run_cost=RunCost(row_costs(profile)), refiners=refiners, tracer=tracer,
     )  # fmt: skip
     request = Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)

@@ -238,10 +238,11 @@ def profile_toml(
     extra: Overheads,
     gbit_per_s: float,
     slowdown: Sequence[float] = (),
+    blocks: bool = False,
 ) -> str:
     """A profile by measurement. `title`: lines of a comment. `drafts`: the smallest first. `slowdown`: if all ranks are
-    on one host, by how much those that compute at once slow each other down."""
-    lines = [*(f"# {line}" for line in title), f"embd = {n_embd}", ""]
+    on one host, by how much those that compute at once slow each other down. `blocks`: prompts are cut into such."""
+    lines = [*(f"# {line}" for line in title), f"embd = {n_embd}", *(["blocks = true"] if blocks else []), ""]
     lines += _table("[link]", {"latency_us": 1e6 * extra.hop_s, "gbit_per_s": gbit_per_s})
     lines += _table("[head]", {"run_us": 1e6 * extra.run_s, "verdict_us": 1e6 * extra.verdict_s, "draft_us": 0.0})
     if slowdown:
