@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pipeinfer.cli.setup import Job, prepare
 from pipeinfer.cli.signals import on_signals
 from pipeinfer.cli.stop import StopFlag, Stopper
 from pipeinfer.cluster.cores import Host, this_host
-from pipeinfer.cluster.launch import check_size, end_job, rank_from_environment, size_from_environment
+from pipeinfer.cluster.launch import check_size, end_job, is_first_here, rank_from_environment, size_from_environment
 from pipeinfer.cluster.mpi import Link, abort
 from pipeinfer.cluster.roster import check_alike, own_words, places
 from pipeinfer.cluster.segments import mark_own, sweep
@@ -57,7 +58,8 @@ def start_job(part: Callable[[Crew], int], settings: object, verbose: bool) -> i
     watch = Watch(rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason))
     stopper = Stopper(flag, watch, end)
     on_signals(stopper.on_signal)
-    sweep()
+    if is_first_here():
+        threading.Thread(target=sweep, daemon=True).start()
     link = Link()
     mark_own()
     _meet(link, watch, settings)

@@ -15,6 +15,8 @@ from pipeinfer.errors import UserError
 LAST_TO_LEAVE_S = 0.5
 """Open MPI adds a banner to a failing rank unless it is the last to end."""
 
+LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
 HYDRA_KILLS_S = 1.0
 """How long hydra has to kill a rank that asked for the job's end."""
 
@@ -37,6 +39,11 @@ RANK_AND_SIZE = (
 def rank_from_environment(environ: Mapping[str, str] | None = None) -> int:
     """This process's rank as its launcher gives it; 0 when there is no launcher."""
     return _rank_and_size(environ)[0]
+
+
+def is_first_here() -> bool:
+    """Whether this is the first rank on its host, as far as the launcher says."""
+    return next((os.environ[name] == "0" for name in LOCAL_RANK if name in os.environ), True)
 
 
 def is_launched() -> bool:
