@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from pipeinfer.cluster.mpi import HeadPipeline, Link, serve
-from pipeinfer.cluster.stage import StageWorker
+from pipeinfer.cluster.mpi import HeadPipeline, HeadWaiter, Link, serve
+from pipeinfer.cluster.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.wire import decode_verdict
 from pipeinfer.interfaces import Batch, FloatArray
 from pipeinfer.runs import KvOp, Row, Run
 from pipeinfer.sampling import SamplingParams
@@ -67,16 +68,17 @@ def main() -> None:
             ring(ring_comm, buffer)
             ring_s.append((time.perf_counter() - start_s) / size)
         if rank:
-            worker = StageWorker(InstantModel(following is None), lambda run_id: False, time.perf_counter, rank == 1)
+            worker = StageWorker(InstantModel(following is None), LocalPrunings(), time.perf_counter, rank == 1)
             serve(link.comm, worker, rank - 1, following, 64, N_EMBD)
             continue
-        pipeline = HeadPipeline(link.comm, range(1, size), None, 64, lambda: None)
+        pipeline = HeadPipeline(link.comm, range(1, size), None, 64, decode_verdict)
+        waiter = HeadWaiter(lambda: None, pipeline.ledger)
         for index in range(N_BLOCK):
             opens = {} if index else {0: SamplingParams(temp=0.0)}
             start_s = time.perf_counter()
             pipeline.submit(Run(round_ * N_BLOCK + index + 1, [Row(0, 1, 0, (0,))], [], opens))
             while pipeline.poll() is None:
-                pipeline.wait()
+                waiter.wait([pipeline])
             stage_s.append((time.perf_counter() - start_s) / size)
         pipeline.shutdown()
     if rank == 0:

@@ -24,10 +24,11 @@ from pipeinfer.choices import SyntheticChoices, ranks_for
 from pipeinfer.cli.context import resident_bytes
 from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.cluster.profile import ProfileFile, load_profile
-from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
-from pipeinfer.cluster.simulated_drafts import SimDrafter, SimRefiner
+from pipeinfer.cluster.simulate import SimPipeline, SimWaiter, VirtualClock
+from pipeinfer.cluster.simulated_drafts import SimDrafter, SimDraftLevel
 from pipeinfer.cluster.simulation import row_costs
 from pipeinfer.interpolation import interpolate
+from pipeinfer.levels import Level
 from pipeinfer.policies.factory import POLICIES, make_policy
 from pipeinfer.requests import Finish, Request
 from pipeinfer.run_cost import RunCost
@@ -80,22 +81,24 @@ def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str
     clock = VirtualClock()
     n_seq, n_ctx = some(rng, 1, 2, 5, 31, 31), n_prompt + n_predict
     n_cells = n_ctx + some(rng, 0, 1, 9, 60, 512, 512)
-    refiners = [
-        _random_refiner(rng, profile, number, choices, clock, SequencePool(n_seq, n_cells))
+    drafts = [
+        _random_level(rng, profile, number, choices, clock, SequencePool(n_seq, n_cells))
         for number in range(1, len(profile.drafts))
     ]
-    pipeline = SimPipeline(profile, choices, clock, [refiner.alone for refiner in refiners])
+    target = SimPipeline(profile, [choices], clock)
+    pipelines = (target, *(level.alone for level in drafts))
+    for pipeline in pipelines:
+        pipeline.neighbours = pipelines
+    pool = SequencePool(n_seq, n_cells, parked=rng.random() < 0.5)
     engine = AuditedEngine(
-        pipeline, SequencePool(n_seq, n_cells, parked=rng.random() < 0.5),
-        SimDrafter(profile, choices, pipeline) if profile.drafts else None, clock,
-        n_chunk=some(rng, 16, 128), n_rows_max=some(rng, 3, 32), cancel=rng.random() < 0.85,
-        run_cost=RunCost(row_costs(profile)) if rng.random() < 0.8 else None, refiners=refiners,
+        Level(target, pool, n_chunk=some(rng, 16, 128), n_rows=some(rng, 3, 32), cancel=rng.random() < 0.85),
+        SimDrafter(profile, [choices], pipelines) if profile.drafts else None, SimWaiter(clock), clock,
+        drafts=drafts, run_cost=RunCost(row_costs(profile)) if rng.random() < 0.8 else None,
     )  # fmt: skip
     options = random_speculation(rng)
     engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), make_policy(policy, options))
     for _ in engine.generate():
         pass
-    pool = engine.pool
     return engine, f"{policy}, {n_prompt}+{n_predict} tokens, {pool.n_cells} cells, {n_seq} sequences, {options}"
 
 
@@ -109,21 +112,21 @@ def _random_profile(rng: random.Random, file: ProfileFile, has_draft: bool) -> P
     return replace(profile, link=link, drafts=tuple(drafts))
 
 
-def _random_refiner(
+def _random_level(
     rng: random.Random, profile: Profile, number: int, choices: SyntheticChoices, clock: VirtualClock,
     pool: SequencePool,
-) -> SimRefiner:  # fmt: skip
+) -> SimDraftLevel:  # fmt: skip
     """A larger draft on its own rank, that is right more or less often than the smaller ones."""
     alone = replace(profile, stages=(profile.drafts[number],), drafts=(), head_is_first=False)
     by_rank = ranks_for(some(rng, 0.1, 0.8, 1.0))
     larger = SyntheticChoices(by_rank, rng.getrandbits(30), len(choices.prompt), beside=choices)
-    return SimRefiner(SimPipeline(alone, larger, clock), larger, pool, some(rng, 1, 2, 4), some(rng, 8, 32))
+    return SimDraftLevel(SimPipeline(alone, [larger], clock), [larger], pool, some(rng, 1, 2, 4))
 
 
 def _check_simulated(engine: AuditedEngine) -> list[str]:
-    request, pipeline = engine.request, engine.pipeline
+    request, pipeline = engine.request, engine.target.pipeline
     assert isinstance(pipeline, SimPipeline)
-    expected = [pipeline.choices.target(position) for position in range(request.n_ctx)]
+    expected = [pipeline.choices[0].target(position) for position in range(request.n_ctx)]
     found = [] if request.tokens == expected else [f"{len(request.tokens)} tokens differ"]
     found += [] if request.finish is Finish.LENGTH else [f"finished by {request.finish}"]
     return found + [f"it keeps {leak}" for leak in engine.leaks()]

@@ -89,8 +89,9 @@ class AuditedEngine(Engine):
         """What an engine holds after its last request."""
         self.audit()
         found = ["a request, a run or an emission"] if self.busy else []
-        drafts = [(f"draft {i}'s", getattr(one, "pool", None)) for i, one in enumerate([self.drafter, *self.refiners])]
-        for name, pool in [("target's", self.pool), *drafts]:
+        pools = [("smallest draft's", getattr(self.drafter, "pool", None))]
+        pools += [(f"level {number}'s", level.pool) for number, level in enumerate(self.levels)]
+        for name, pool in pools:
             if pool is not None and pool.n_free != pool.n_seq:
                 found.append(f"{pool.n_seq - pool.n_free} of the {name} sequences")
             elif pool is not None and not _has_all_cells(pool):

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeinfer.errors import UserError
-from pipeinfer.interfaces import Guess
 from pipeinfer.outputs import write_file
+from pipeinfer.runs import Guess
 
 MAX_WIDTH = 16
 """Guesses after a context at most."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.interfaces import Batch, FloatArray, Guess, StageModel
+from pipeinfer.interfaces import Batch, FloatArray, StageModel
 from pipeinfer.requests import Request
+from pipeinfer.runs import Guess
 from pipeinfer.sampling import SamplingParams, largest, penalise, perturbed
 from pipeinfer.sequences import Placement, SequencePool
 from pipeinfer.tree import Node
@@ -72,14 +73,17 @@ class ModelDrafter:
 
     def __init__(self, model: StageModel, pool: SequencePool, n_batch: int, n_vocab: int, couple: bool = True) -> None:
         self.model, self.pool, self.n_batch, self.n_vocab, self.couple = model, pool, n_batch, n_vocab, couple
-        self._open: set[int] = set()
+
+    @property
+    def can_open(self) -> bool:
+        return self.pool.n_free > 0
+
+    def open(self, request: Request) -> None:
+        self.pool.open(request.id)
 
     def expand(
         self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
-    ) -> list[list[Guess]] | None:
-        if request.id not in self._open:
-            self.pool.open(request.id)
-            self._open.add(request.id)
+    ) -> Sequence[list[Guess] | None] | None:
         if not self._catch_up(request, interrupted):
             return None
         # among them may be nodes that only a larger draft has expanded, and that are now context here
@@ -93,7 +97,7 @@ class ModelDrafter:
             for node, row in zip(fitting, logits, strict=True)
             if node in nodes
         }
-        return [found.get(node, []) for node in nodes]
+        return [found.get(node) for node in nodes]
 
     def _guess(self, request: Request, node: Node, logits: FloatArray, width: int) -> list[Guess]:
         params = request.sampling
@@ -140,10 +144,7 @@ class ModelDrafter:
         return logits
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
-        if request.id in self._open:
-            self.pool.settle(request.id, path)
+        self.pool.settle(request.id, path)
 
     def close(self, request: Request) -> None:
-        if request.id in self._open:
-            self._open.discard(request.id)
-            self.pool.close(request.id)
+        self.pool.close(request.id)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     from pipeinfer.requests import Request
-    from pipeinfer.runs import KvOp, Run, Verdict
+    from pipeinfer.runs import Guess, GuessVerdict, KvOp, Run, Verdict
     from pipeinfer.tree import Node
 
 IntArray = npt.NDArray[np.int32]
@@ -61,43 +61,62 @@ class StageModel(Protocol):
         ...
 
 
-class Pipeline(Protocol):
-    """All stages as the head sees them. Runs are evaluated in the order of submission."""
+Answer = TypeVar("Answer", bound="Verdict | GuessVerdict", covariant=True)
 
-    n_stages: int
+
+class Pipeline(Protocol[Answer]):
+    """All stages of one level as the head sees them. Runs are evaluated in the order of submission."""
+
+    @property
+    def n_stages(self) -> int: ...
 
     def submit(self, run: Run) -> None:
         """Send a run off. Never blocks."""
         ...
 
-    def poll(self) -> Verdict | None:
+    def poll(self) -> Answer | None:
         """The next verdict if one has come. Verdicts come in the order of submission."""
-        ...
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when a verdict may have come or the time is over; raise `StopRequested` when the user asks to stop."""
         ...
 
     def cancel(self, run_ids: Sequence[int]) -> None:
         """Tell every stage that these runs need no evaluation. Their KvOps still apply, their verdicts still come."""
         ...
 
+    def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Tell every stage that these rows (run id -> indices) need no evaluation where their run has not begun."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A token the draft thinks may follow a node, with its probability under the draft."""
 
-    token: int
-    probability: float
+class Waiter(Protocol):
+    """How the head waits when it has nothing to do."""
+
+    def wait(self, pipelines: Sequence[Any], timeout_s: float | None = None) -> None:
+        """Return when a verdict of one of the pipelines, of this waiter's kind, may have come or the time is over.
+
+        Raises StopRequested when the user asks to stop.
+        """
+        ...
 
 
 class Drafter(Protocol):
     """Guesses what follows a node, for any number of requests."""
 
+    @property
+    def can_open(self) -> bool:
+        """Whether there is room for another request."""
+        ...
+
+    def open(self, request: Request) -> None:
+        """A request begins; there must be room for it."""
+        ...
+
     def expand(
         self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
-    ) -> list[list[Guess]] | None:
-        """For each node up to `width` guesses, most likely first; None when `interrupted` answered True meanwhile."""
+    ) -> Sequence[list[Guess] | None] | None:
+        """For each node up to `width` guesses, most likely first, or None where there was no room to evaluate it.
+
+        None altogether when `interrupted` answered True meanwhile.
+        """
         ...
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
@@ -106,41 +125,6 @@ class Drafter(Protocol):
 
     def close(self, request: Request) -> None:
         """The request has ended: free what it holds."""
-        ...
-
-
-class Refiner(Protocol):
-    """A larger draft on a pipeline of its own: says what follows nodes that a smaller draft has guessed."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another question would not only lie in a queue."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether an answer is still to come."""
-        ...
-
-    def ask(self, request: Request, nodes: Sequence[Node]) -> bool:
-        """Ask what follows these nodes, the most important first; False if no answer will come of it. Never blocks."""
-        ...
-
-    def poll(self) -> list[tuple[Request, Node, list[Guess] | None]] | None:
-        """The next answer if one has come, without what died meanwhile; guesses are likeliest first, None where there
-        was no room for the node."""
-        ...
-
-    def settle(self, request: Request, path: Sequence[Node]) -> None:
-        """The request's root moved along `path` (old root first, new root last); all other branches are dead."""
-        ...
-
-    def close(self, request: Request) -> None:
-        """The request has ended: free what it holds."""
-        ...
-
-    def audit(self, live: Mapping[int, Sequence[Node]]) -> None:
-        """Raise AssertionError if a sequence leaks; `live`: the live nodes of each open request."""
         ...
 
 

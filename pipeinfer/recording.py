@@ -10,8 +10,8 @@ import numpy as np
 from pipeinfer.blocks import chunk_end, rows_in_blocks
 from pipeinfer.choices import MAX_WIDTH, RecordedChoices
 from pipeinfer.drafting import guess_next
-from pipeinfer.interfaces import Batch, FloatArray, Guess, StageModel
-from pipeinfer.runs import KvOp, OpKind
+from pipeinfer.interfaces import Batch, FloatArray, StageModel
+from pipeinfer.runs import Guess, KvOp, OpKind
 from pipeinfer.sampling import SamplingParams, choose
 
 

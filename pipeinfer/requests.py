@@ -50,6 +50,11 @@ class Request:
         """How many more tokens can still come; a guess deeper than this below the root is of no use."""
         return min(self.n_predict - self.n_generated, self.n_ctx - len(self.tokens))
 
+    @property
+    def n_cells_most(self) -> int:
+        """KV cells that its text will need at most."""
+        return min(len(self.prompt) + self.n_predict, self.n_ctx)
+
     def take(self, tokens: Sequence[int]) -> list[int]:
         """Append what the target emitted, up to the first reason to finish; return what was taken."""
         taken: list[int] = []

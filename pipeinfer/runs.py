@@ -18,6 +18,7 @@ class OpKind(IntEnum):
     COPY = 1
     REMOVE = 2
     COMPACT = 3
+    CLOSE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class KvOp:
 
     COPY    the cells of `src` at positions [first, last) also belong to `dst`
     REMOVE  the cells of `src` at positions [first, last) no longer belong to `src`
-    COMPACT only `src` stays, its cells packed in the order of their positions
+    COMPACT parked cells are free again; every sequence's cells are packed in the order of their positions
+    CLOSE   request `src` has ended: what is kept of it may go
     """
 
     kind: OpKind
@@ -60,6 +62,12 @@ class Run:
     n_prompt: int = 0
     """More than 0: the rows are whole blocks of a prompt that has so many rows in blocks; see `blocks`."""
 
+    @property
+    def context(self) -> int:
+        """Tokens before a request's first row, the mean over the rows."""
+        firsts: dict[int, int] = {}
+        return sum(firsts.setdefault(row.request, row.position) for row in self.rows) // max(1, len(self.rows))
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -71,3 +79,21 @@ class Verdict:
     """No stage beyond the one that noticed the cancellation evaluated the run; `tokens` is empty."""
     slowest_s: float = 0.0
     """Seconds that the run took the slowest stage; 0 if nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A token that a draft thinks may follow a node, with its probability under the draft."""
+
+    token: int
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class GuessVerdict:
+    """For each row of a run what a draft guesses after it, likeliest first; nothing where no answer was wanted."""
+
+    run_id: int
+    guesses: tuple[list[Guess], ...]
+    cancelled: bool = False
+    slowest_s: float = 0.0

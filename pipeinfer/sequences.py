@@ -56,10 +56,12 @@ class SequencePool:
         self.n_seq, self.n_cells, self.parked = n_seq, n_cells, parked
         self._free = deque(range(n_seq))
         self._paths: dict[int, _Path] = {}
+        self._seqs_of: dict[int, set[int]] = {}  # the sequences of each request
         self._bases: dict[int, _Base] = {}
         self._seq_of: dict[Node, int] = {}
         self._pending: list[KvOp] = []
-        self._n_parked = 0
+        self.n_parked = 0  # cells out of sight that compaction wins back
+        self._n_certain = 0
 
     # -- capacity
 
@@ -69,8 +71,7 @@ class SequencePool:
 
     @property
     def n_free_cells(self) -> int:
-        n_certain = sum(base.end for base in self._bases.values())
-        return self.n_cells - n_certain - len(self._seq_of) - self._n_parked
+        return self.n_cells - self._n_certain - len(self._seq_of) - self.n_parked
 
     def is_placed(self, node: Node) -> bool:
         return node in self._seq_of
@@ -107,29 +108,31 @@ class SequencePool:
 
     @property
     def can_compact(self) -> bool:
-        """Compaction keeps one sequence of certain tokens: no node may be placed, no second request be open."""
-        return self._n_parked > 0 and len(self._bases) == 1 and not self._seq_of
+        """Compaction keeps certain tokens alone, each request's in a sequence of its own: no node may be placed."""
+        return self.n_parked > 0 and not self._seq_of
 
     def compact(self) -> None:
         """Win the parked cells back, with the next placement's operations."""
-        assert self.can_compact, f"{len(self._bases)} requests, {len(self._seq_of)} nodes placed"
-        (base,) = self._bases.values()
-        self._pending.append(KvOp(OpKind.COMPACT, base.seq))
-        self._n_parked = 0
+        assert self.can_compact, f"{len(self._seq_of)} nodes placed, {self.n_parked} cells parked"
+        self._pending.append(KvOp(OpKind.COMPACT, 0))
+        self.n_parked = 0
 
     # -- requests
 
     def open(self, request_id: int) -> None:
         """Lease the sequence that the request's prompt goes to."""
+        self._seqs_of[request_id] = set()
         self._bases[request_id] = _Base(self._lease(request_id))
 
     def close(self, request_id: int) -> None:
         """Give back all that the request holds."""
-        for seq in [seq for seq, path in self._paths.items() if path.request_id == request_id]:
+        for seq in sorted(self._seqs_of[request_id]):
             self._forget(self._paths[seq].chain)
             self._release(seq)
+        del self._seqs_of[request_id]
         base = self._bases.pop(request_id)
-        self._n_parked += base.end if self.parked else 0
+        self._n_certain -= base.end
+        self.n_parked += base.end if self.parked else 0
 
     # -- placing
 
@@ -144,7 +147,7 @@ class SequencePool:
         assert n_rows <= self.n_free_cells, f"{n_rows} rows for {self.n_free_cells} free cells"
         assert not n_context or all(node.parent is None for node in nodes), "context and guesses in one run"
         ops, self._pending = self._pending, []
-        base.end += n_context
+        base.end, self._n_certain = base.end + n_context, self._n_certain + n_context
         self._paths[base.seq].end += n_context
         seqs: dict[Node, list[int]] = {}
         leased: list[int] = []
@@ -158,7 +161,7 @@ class SequencePool:
     def undo(self, placement: Placement) -> None:
         """Take back the newest placement, whose operations were applied but whose rows were not evaluated."""
         base = self._bases[placement.request_id]
-        base.end -= placement.n_context
+        base.end, self._n_certain = base.end - placement.n_context, self._n_certain - placement.n_context
         self._paths[base.seq].end -= placement.n_context
         for node in reversed(placement.nodes):
             path = self._paths[self._seq_of.pop(node)]
@@ -208,10 +211,12 @@ class SequencePool:
         To be called after the tree settled, when the nodes know whether they are live.
         """
         base = self._bases[request_id]
+        end = base.end
         for node in path:
             if node in self._seq_of:
                 base.seq, base.end = self._seq_of[node], node.position + (node.state is State.RETIRED)
-        for seq in [seq for seq, path in self._paths.items() if path.request_id == request_id]:
+        self._n_certain += base.end - end
+        for seq in sorted(self._seqs_of[request_id]):
             self._trim(seq, base)
 
     def _trim(self, seq: int, base: _Base) -> None:
@@ -232,15 +237,17 @@ class SequencePool:
         """These nodes hold their cells no longer; retired ones' cells are counted by the base."""
         for node in nodes:
             del self._seq_of[node]
-            self._n_parked += self.parked and node.state is not State.RETIRED
+            self.n_parked += self.parked and node.state is not State.RETIRED
 
     def _lease(self, request_id: int) -> int:
         seq = self._free.popleft()
         self._paths[seq] = _Path(request_id)
+        self._seqs_of[request_id].add(seq)
         return seq
 
     def _release(self, seq: int) -> None:
         path = self._paths.pop(seq)
+        self._seqs_of[path.request_id].discard(seq)
         if path.end > 0:
             self._pending.append(KvOp(OpKind.REMOVE, seq))
         self._free.append(seq)
@@ -254,6 +261,10 @@ class SequencePool:
         """
         assert set(live) == set(self._bases), f"requests {set(live)} open, {set(self._bases)} hold sequences"
         assert sorted([*self._free, *self._paths]) == list(range(self.n_seq)), "a sequence is lost or leased twice"
+        assert self._n_certain == sum(base.end for base in self._bases.values()), "certain tokens are miscounted"
+        assert {seq: path.request_id for seq, path in self._paths.items()} == {
+            seq: request_id for request_id, seqs in self._seqs_of.items() for seq in seqs
+        }, "a sequence has lost its request"
         nodes = {node for tree in live.values() for node in tree}
         assert set(self._seq_of) <= nodes, "a node that is not live holds a sequence"
         for seq, path in self._paths.items():

@@ -6,8 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pipeinfer.interfaces import Guess
-from pipeinfer.runs import NO_TOKEN
+from pipeinfer.runs import NO_TOKEN, Guess
 
 
 class State(Enum):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ import pytest
 from pipeinfer.drafting import ModelDrafter
 from pipeinfer.engine import Engine
 from pipeinfer.interfaces import Batch, Drafter, FloatArray
+from pipeinfer.levels import Level
 from pipeinfer.policies import Iterative, PipeInfer, Policy, Speculative
-from pipeinfer.refining import PipelineRefiner
 from pipeinfer.requests import Finish, Request
 from pipeinfer.runs import KvOp, OpKind
 from pipeinfer.sampling import SamplingParams
 from pipeinfer.sequences import SequencePool
 from tests.toy import (
+    N_LAYERS,
     N_VOCAB,
     NoisyStage,
     OracleDrafter,
@@ -28,19 +30,25 @@ from tests.toy import (
     ToyDraftPipeline,
     ToyPipeline,
     ToyStage,
+    ToyWaiter,
     mix,
     pack,
     toy_logits,
     unpack,
 )
 
-N_LAYERS = 4
-
 
 def toy_pipeline(rng: random.Random, n_stages: int, n_cells: int, parked: bool) -> ToyPipeline:
     cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), n_stages - 1)), N_LAYERS]
     models = [ToyStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
     return ToyPipeline(models, rng, late=rng.choice([0.0, 0.5, 0.95]))
+
+
+def toy_engine(
+    pipeline: ToyPipeline, pool: SequencePool, drafter: Drafter | None, drafts: Sequence[Level] = (), **options: Any
+) -> Engine:
+    target = Level(pipeline, pool, **options)
+    return Engine(target, drafter, ToyWaiter(pipeline.rng), lambda: 0.0, drafts=drafts)
 
 
 def random_policy(rng: random.Random) -> Policy:
@@ -57,7 +65,7 @@ def random_policy(rng: random.Random) -> Policy:
 def random_drafter(rng: random.Random, reference: Reference, n_ctx: int, seed: int) -> Drafter:
     if rng.random() < 0.5:
         return OracleDrafter(reference, rng.random(), seed)
-    model = NoisyStage(N_LAYERS, rng.random(), n_cells=n_ctx + 64)
+    model = NoisyStage(0, N_LAYERS, rng.random(), n_cells=n_ctx + 64)
     return ModelDrafter(model, SequencePool(rng.choice([3, 16]), n_ctx + 64), rng.choice([4, 16]), N_VOCAB)
 
 
@@ -72,10 +80,8 @@ def run_case(seed: int, n_predict: int = 40) -> int:
     pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked)
     pool = SequencePool(n_seq, n_cells, parked)
     drafter = random_drafter(rng, reference, n_ctx, seed)
-    engine = Engine(
-        pipeline, pool, drafter, lambda: 0.0, n_chunk=rng.choice([3, 64]), cancel=rng.random() < 0.9,
-        n_rows_max=rng.choice([3, 32]),
-    )  # fmt: skip
+    target = Level(pipeline, pool, n_chunk=rng.choice([3, 64]), cancel=rng.random() < 0.9, n_rows=rng.choice([3, 32]))
+    engine = Engine(target, drafter, ToyWaiter(rng), lambda: 0.0)
     penalty = rng.choice([1.0, 1.0, 1.3])
     params = SamplingParams(seed=seed, temp=rng.choice([0.0, 0.8]), repeat_last_n=9, repeat_penalty=penalty)
     n_trees = 0
@@ -113,10 +119,9 @@ def test_prompts_in_blocks(seed: int) -> None:
     pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), 700, True)
     pool = SequencePool(8, 700, True)
     heard: dict[int, list[int]] = {0: [], 1: []}
-    engine = Engine(
-        pipeline, pool, random_drafter(rng, reference, 300, seed), lambda: 0.0, n_chunk=rng.choice([3, 64, 128, 999]),
-        blocks=True, on_prompt=lambda request, n_rows: heard[request.id].append(n_rows),
-    )  # fmt: skip
+    drafter = random_drafter(rng, reference, 300, seed)
+    engine = toy_engine(pipeline, pool, drafter, n_chunk=rng.choice([3, 64, 128, 999]), blocks=True)
+    engine.on_prompt = lambda request, n_rows: heard[request.id].append(n_rows)
     lengths = [rng.choice([1, 40, 64, 65, 66, 129, 200, 260]) for _ in heard]
     prompts = [[rng.randrange(N_VOCAB) for _ in range(length)] for length in lengths]
     requests = [Request(i, prompt, 12, SamplingParams(temp=0.0), 300) for i, prompt in enumerate(prompts)]
@@ -145,7 +150,7 @@ def test_a_long_generation_leaks_nothing(parked: bool) -> None:
     rng, reference, params = random.Random(3), Reference(N_LAYERS), SamplingParams(temp=0.0)
     pipeline = toy_pipeline(rng, 3, 2_100, parked)
     pool = SequencePool(8, 2_100, parked)
-    engine = Engine(pipeline, pool, OracleDrafter(reference, 0.6), lambda: 0.0)
+    engine = toy_engine(pipeline, pool, OracleDrafter(reference, 0.6))
     request = Request(0, [5], 20_000, params, 2_001)
     engine.add(request, PipeInfer(microbatch=2))
     n_nodes = 0
@@ -184,8 +189,7 @@ class QuickStage(ToyStage):
             elif op.kind is OpKind.REMOVE:
                 self._hold(op.src, self._up_to(tip, op.first))
             else:
-                for seq in set(self.tips) - {op.src}:
-                    self._hold(seq, None)
+                assert op.kind is OpKind.COMPACT
                 self.n_parked = 0
                 self.n_packed += 1
 
@@ -270,7 +274,7 @@ def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool,
     pipeline = ToyPipeline(stages, rng)
     pool, draft_pool = SequencePool(n_seq, n_cells, parked), SequencePool(n_seq, n_cells)
     drafter = ModelDrafter(QuickStage(0, N_LAYERS, n_cells, False, right=0.7), draft_pool, 16, N_VOCAB)
-    engine = Engine(pipeline, pool, drafter, lambda: 0.0)
+    engine = toy_engine(pipeline, pool, drafter)
     request = Request(0, [5], 20_000, SamplingParams(temp=0.0), n_ctx)
     metrics = engine.add(request, PipeInfer(microbatch=2, width=3))
     n_nodes = 0
@@ -303,12 +307,11 @@ def test_the_root_may_move_while_the_draft_catches_up() -> None:
     for seed in range(15):
         rng = random.Random(seed)
         pipeline = ToyPipeline([ToyStage(layer, layer + 1, layer + 1 == N_LAYERS) for layer in range(N_LAYERS)], rng)
-        companion = ToyDraftPipeline(NoisyStage(N_LAYERS, 0.9, 10_000), rng, width=3)
-        pipeline.companions.append(companion)
-        refiner = PipelineRefiner(companion, SequencePool(16, 500), n_rows=4, n_chunk=64)
+        larger = ToyDraftPipeline([NoisyStage(0, N_LAYERS, 0.9, 10_000)], rng, width=3)
+        level = Level(larger, SequencePool(16, 500), n_rows=4, n_chunk=64)
         small = QuickStage(0, N_LAYERS, 500, False, right=0.4)
         drafter = ModelDrafter(small, SequencePool(16, 500), rng.choice([2, 16]), N_VOCAB)
-        engine = Engine(pipeline, SequencePool(16, 500), drafter, lambda: 0.0, refiners=[refiner])
+        engine = toy_engine(pipeline, SequencePool(16, 500), drafter, [level])
         request = Request(0, [5], 60, SamplingParams(temp=0.0), 200)
         engine.add(request, PipeInfer(microbatch=rng.choice([1, 4]), width=4))
         for _ in engine.generate():
@@ -321,7 +324,7 @@ def test_concurrent_requests_do_not_mix() -> None:
         rng = random.Random(seed)
         reference = Reference(N_LAYERS)
         pipeline = toy_pipeline(rng, 3, 10_000, parked=False)
-        engine = Engine(pipeline, SequencePool(64, 10_000), OracleDrafter(reference, 0.7), lambda: 0.0)
+        engine = toy_engine(pipeline, SequencePool(64, 10_000), OracleDrafter(reference, 0.7))
         requests = []
         for request_id in range(4):
             params = SamplingParams(seed=request_id, temp=0.8 * (request_id % 2))
@@ -342,9 +345,7 @@ def test_end_token_ends_the_request() -> None:
     end = text[17]
     for seed in range(40):
         rng = random.Random(seed)
-        engine = Engine(
-            toy_pipeline(rng, 3, 500, False), SequencePool(16, 500), OracleDrafter(reference, 0.8), lambda: 0.0
-        )
+        engine = toy_engine(toy_pipeline(rng, 3, 500, False), SequencePool(16, 500), OracleDrafter(reference, 0.8))
         request = Request(0, [1, 2], 60, params, 200, frozenset({end}))
         engine.add(request, random_policy(rng))
         for _ in engine.generate():
@@ -360,7 +361,7 @@ def test_stopping_keeps_what_was_emitted_and_drains() -> None:
         rng = random.Random(seed)
         pipeline = toy_pipeline(rng, 3, 500, False)
         pool = SequencePool(16, 500)
-        engine = Engine(pipeline, pool, OracleDrafter(reference, 0.8), lambda: 0.0)
+        engine = toy_engine(pipeline, pool, OracleDrafter(reference, 0.8))
         request = Request(0, [3], 60, params, 200)
         engine.add(request, random_policy(rng))
         for _ in range(rng.randint(0, 60)):
@@ -376,7 +377,7 @@ def test_good_guesses_are_sent_and_judged_once() -> None:
     """With a perfect draft most tokens come from a guess, and no node travels twice."""
     reference = Reference(N_LAYERS)
     pipeline = toy_pipeline(random.Random(1), 3, 500, False)
-    engine = Engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 1.0), lambda: 0.0)
+    engine = toy_engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 1.0))
     metrics = engine.add(Request(0, [1], 100, SamplingParams(temp=0.0), 200), PipeInfer(width=1))
     for _ in engine.generate():
         pass

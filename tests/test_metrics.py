@@ -8,16 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from pipeinfer.engine import Engine
-from pipeinfer.interfaces import Guess
 from pipeinfer.ledger import HeadLedger, StageLedger, head_time, stage_time
 from pipeinfer.metrics import RequestMetrics, percentiles, speculation, timings, why_no_guess
 from pipeinfer.policies import Iterative, PipeInfer
 from pipeinfer.requests import Request
+from pipeinfer.runs import Guess
 from pipeinfer.sampling import SamplingParams
 from pipeinfer.sequences import SequencePool
 from pipeinfer.tree import TokenTree
-from tests.test_engine import N_LAYERS, toy_pipeline
+from tests.test_engine import N_LAYERS, toy_engine, toy_pipeline
 from tests.toy import OracleDrafter, Reference
 
 
@@ -104,7 +103,7 @@ def test_the_engine_says_why_no_guess_was_sent(policy: type[PipeInfer] | type[It
     rng, reference = random.Random(1), Reference(N_LAYERS)
     drafter = OracleDrafter(reference, 1.0)
     drafter.expand = lambda *_: None  # type: ignore[method-assign]
-    engine = Engine(toy_pipeline(rng, 2, 500, False), SequencePool(4, 500), drafter, lambda: 0.0)
+    engine = toy_engine(toy_pipeline(rng, 2, 500, False), SequencePool(4, 500), drafter)
     request = Request(0, [4], 30, SamplingParams(temp=0.0), 400)
     metrics = engine.add(request, policy())
     for _ in engine.generate():

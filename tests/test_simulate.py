@@ -19,14 +19,13 @@ from pipeinfer.cli import reproduce
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.cluster.profile import load_profile
-from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
+from pipeinfer.cluster.simulate import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.cluster.simulation import Simulated, simulate
 from pipeinfer.columns import ASKED
 from pipeinfer.errors import UserError
-from pipeinfer.interfaces import Guess
 from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
 from pipeinfer.results import key_of, read_results
-from pipeinfer.runs import Row, Run
+from pipeinfer.runs import Guess, Row, Run
 from tests.jobs import ROOT
 
 LAYER_S, N_LAYERS = 0.01, 4
@@ -53,7 +52,11 @@ def a_run(run_id: int, position: int) -> Run:
 
 
 def a_pipeline(n_stages: int) -> SimPipeline:
-    return SimPipeline(even_profile(n_stages), SyntheticChoices((1.0,), n_prompt=4), VirtualClock())
+    return SimPipeline(even_profile(n_stages), [SyntheticChoices((1.0,), n_prompt=4)], VirtualClock())
+
+
+def wait(pipeline: SimPipeline, timeout_s: float | None = None) -> None:
+    SimWaiter(pipeline.clock).wait([pipeline], timeout_s)
 
 
 def test_a_chunk_of_the_prompt_pays_for_the_tokens_before_it_alone() -> None:
@@ -84,7 +87,7 @@ def test_only_a_stage_that_had_nothing_to_do_pays_for_the_rest() -> None:
         pipeline.submit(a_run(run_id, run_id))
     times = []
     for _ in range(2):
-        pipeline.wait()
+        wait(pipeline)
         times.append(pipeline.clock())
         pipeline.poll()
     assert times == pytest.approx([0.002 + 0.005 + N_LAYERS * LAYER_S, 0.002 + 0.005 + 2 * N_LAYERS * LAYER_S])
@@ -93,11 +96,11 @@ def test_only_a_stage_that_had_nothing_to_do_pays_for_the_rest() -> None:
 def test_a_run_takes_its_stages_and_hops() -> None:
     pipeline = a_pipeline(3)
     pipeline.submit(a_run(1, 3))
-    pipeline.wait()
+    wait(pipeline)
     assert pipeline.clock() == pytest.approx(3 * N_LAYERS * LAYER_S + 4 * 0.001)
     verdict = pipeline.poll()
     assert verdict and verdict.run_id == 1 and not verdict.cancelled
-    assert verdict.tokens == (pipeline.choices.target(4),)
+    assert verdict.tokens == (pipeline.choices[0].target(4),)
 
 
 def test_runs_follow_one_another_at_the_pace_of_a_stage() -> None:
@@ -106,7 +109,7 @@ def test_runs_follow_one_another_at_the_pace_of_a_stage() -> None:
         pipeline.submit(a_run(run_id, run_id + 2))
     times = []
     for _ in range(5):
-        pipeline.wait()
+        wait(pipeline)
         assert pipeline.poll()
         times.append(pipeline.clock())
     gaps = [after - before for before, after in pairwise(times)]
@@ -118,7 +121,7 @@ def test_a_cancelled_run_is_left_between_layers_and_travels_on() -> None:
     pipeline.submit(a_run(1, 3))
     pipeline.clock.advance(0.001 + 1.5 * LAYER_S)  # in the second layer of the first stage
     pipeline.cancel([1])
-    pipeline.wait()
+    wait(pipeline)
     verdict = pipeline.poll()
     assert verdict and verdict.cancelled and verdict.tokens == ()
     # the word arrives 1 ms later, still in the second layer; the second stage does not begin at all
@@ -132,7 +135,7 @@ def test_the_word_of_a_cancellation_needs_its_time() -> None:
     pipeline.submit(a_run(1, 3))
     pipeline.clock.advance(0.001 + N_LAYERS * LAYER_S - 0.0005)
     pipeline.cancel([1])  # it will be done before it hears of it
-    pipeline.wait()
+    wait(pipeline)
     verdict = pipeline.poll()
     assert verdict and not verdict.cancelled
 
@@ -140,29 +143,29 @@ def test_the_word_of_a_cancellation_needs_its_time() -> None:
 def test_waiting_for_nothing_raises() -> None:
     pipeline = a_pipeline(2)
     with pytest.raises(RuntimeError, match="nothing is in flight"):
-        pipeline.wait()
-    pipeline.wait(0.5)
+        wait(pipeline)
+    wait(pipeline, 0.5)
     assert pipeline.clock() == 0.5
 
 
 def test_a_wait_ends_at_its_time() -> None:
     pipeline = a_pipeline(2)
     pipeline.submit(a_run(1, 3))
-    pipeline.wait(0.01)
+    wait(pipeline, 0.01)
     assert pipeline.clock() == pytest.approx(0.01) and pipeline.poll() is None
-    pipeline.wait(1.0)
+    wait(pipeline, 1.0)
     assert pipeline.clock() == pytest.approx(2 * N_LAYERS * LAYER_S + 3 * 0.001)
 
 
 def test_bandwidth_takes_its_time_and_head_overheads_theirs() -> None:
     stage = ModelCost("stage", 1, Work((1.0,), (0.01,)))
     profile = Profile("slow", 1000, (stage, stage), (), LinkCost(0.0, 1e6), HeadCost(run_s=0.1, verdict_s=0.2))
-    pipeline = SimPipeline(profile, SyntheticChoices((1.0,), n_prompt=4), VirtualClock())
+    pipeline = SimPipeline(profile, [SyntheticChoices((1.0,), n_prompt=4)], VirtualClock())
     pipeline.submit(a_run(1, 3))
-    pipeline.wait()
+    wait(pipeline)
     pipeline.poll()
-    bare_s = 4 * (9 + 5) / 1e6  # header and one row
-    assert pipeline.clock() == pytest.approx(0.1 + bare_s + 0.01 + (bare_s + 4e-3) + 0.01 + 20e-6 + 0.2)
+    bare_s = 4 * (11 + 5) / 1e6  # header and one row
+    assert pipeline.clock() == pytest.approx(0.1 + bare_s + 0.01 + (bare_s + 4e-3) + 0.01 + 28e-6 + 0.2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

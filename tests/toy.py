@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from pipeinfer.blocks import block_edges
-from pipeinfer.cluster.stage import DraftWorker, StageWorker, room_for
-from pipeinfer.cluster.wire import Transaction, decode_verdict, encode, encode_verdict
-from pipeinfer.interfaces import Batch, FloatArray, Guess
+from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.wire import Transaction, decode_guess_verdict, decode_verdict, encode, encode_verdict
+from pipeinfer.interfaces import Batch, FloatArray
 from pipeinfer.policies import View
 from pipeinfer.requests import Request
-from pipeinfer.runs import KvOp, OpKind, Run, Verdict
+from pipeinfer.runs import Guess, KvOp, OpKind, Run
 from pipeinfer.sampling import SamplingParams, choose
 from pipeinfer.tree import Node, Settled
 
 N_VOCAB = 24
 N_EMBD = 4
+N_LAYERS = 4
 MASK = (1 << 64) - 1
 
 
@@ -64,20 +66,20 @@ class ToyStage:
     def apply(self, ops: Sequence[KvOp]) -> None:
         for op in ops:
             before = len(self.cells())
+            if op.kind is OpKind.COMPACT:
+                self.n_parked = 0
+                continue
             path = self.seqs.setdefault(op.src, {})
             span = {position: cell for position, cell in path.items() if op.first <= position < op.last}
             if op.kind is OpKind.COPY:
                 target = self.seqs.setdefault(op.dst, {})
                 assert not target, f"copy into sequence {op.dst}, which is not empty"
                 target.update(span)
-            elif op.kind is OpKind.REMOVE:
+            else:
+                assert op.kind is OpKind.REMOVE
                 for position in span:
                     del path[position]
                 self.n_parked += before - len(self.cells()) if self.parked else 0
-            else:
-                assert op.kind is OpKind.COMPACT
-                self.seqs = {op.src: path}
-                self.n_parked = 0
 
     def next_position(self, seq: int) -> int:
         return max(self.seqs.get(seq, {}), default=-1) + 1
@@ -172,12 +174,17 @@ def path_to(request: Request, node: Node) -> list[int]:
 class OracleDrafter:
     """Knows the target, and is right with the given probability, by a hash of the path."""
 
+    can_open = True
+
+    def open(self, request: Request) -> None:
+        pass
+
     def __init__(self, reference: Reference, acceptance: float, seed: int = 0) -> None:
         self.reference, self.acceptance, self.seed = reference, acceptance, seed
 
     def expand(
         self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
-    ) -> list[list[Guess]] | None:
+    ) -> Sequence[list[Guess] | None] | None:
         paths = [path_to(request, node) for node in nodes]
         return None if interrupted() else [self._guess(request, path, width) for path in paths]
 
@@ -200,85 +207,114 @@ class OracleDrafter:
 
 
 class NoisyStage(ToyStage):
-    """A whole toy model whose logits are the target's but for some positions: a draft of middling acceptance."""
+    """A slice of a toy model whose logits are the target's but for some positions: a draft of middling acceptance."""
 
-    def __init__(self, n_layers: int, right: float, n_cells: int) -> None:
-        super().__init__(0, n_layers, True, n_cells)
+    def __init__(self, first: int, last: int, right: float, n_cells: int) -> None:
+        super().__init__(first, last, last == N_LAYERS, n_cells)
         self.right = right
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         logits = super().evaluate(batch, stop)
-        if logits is not None:
+        if logits is not None and self.is_last:
             for row in logits:
                 if mix(*row.astype(np.int64).tolist()) % 1000 >= 1000 * self.right:
                     row[:] = row[::-1].copy()
         return logits
 
 
+class LatePrunings:
+    """What one stage hears of the head's prunings: late, by a coin."""
+
+    def __init__(self, rng: random.Random, late: float) -> None:
+        self.rng, self.late = rng, late
+        self.known, self.undelivered = LocalPrunings(), LocalPrunings()
+
+    def is_cancelled(self, run_id: int) -> bool:
+        if self.rng.random() >= self.late:
+            self.known.cancelled |= self.undelivered.cancelled
+            for pruned, rows in self.undelivered.pruned.items():
+                self.known.pruned.setdefault(pruned, set()).update(rows)
+            self.undelivered = LocalPrunings()
+        return self.known.is_cancelled(run_id)
+
+    def rows(self, run_id: int) -> Sequence[int]:
+        return self.known.rows(run_id)
+
+
 class ToyPipeline:
-    """Stages joined by queues; at every look a random number of them take a step. Cancellations arrive late."""
+    """Stages joined by queues; at every look a random number of them take a step. Prunings arrive late."""
 
     def __init__(self, models: Sequence[ToyStage], rng: random.Random, late: float = 0.5) -> None:
-        self.n_stages, self.rng, self.late = len(models), rng, late
-        self.workers = [
-            StageWorker(model, self._cancellations(index), lambda: 0.0, is_first=index == 0)
-            for index, model in enumerate(models)
-        ]
+        self.n_stages, self.rng = len(models), rng
+        self.prunings = [LatePrunings(rng, late) for _ in models]
+        self.workers = [self._worker(index, model) for index, model in enumerate(models)]
         self.queues: list[deque[np.ndarray]] = [deque() for _ in range(self.n_stages + 1)]
-        self.cancelled: list[set[int]] = [set() for _ in models]
-        self.undelivered: list[set[int]] = [set() for _ in models]
         self.n_messages = 0
-        self.companions: list[ToyPipeline] = []  # of larger drafts, whose answers end a wait too
 
-    def _cancellations(self, index: int) -> Callable[[int], bool]:
-        def is_cancelled(run_id: int) -> bool:
-            if self.rng.random() >= self.late:
-                self.cancelled[index] |= self.undelivered[index]
-                self.undelivered[index] = set()
-            return run_id in self.cancelled[index]
+    def _worker(self, index: int, model: ToyStage) -> StageWorker:
+        return StageWorker(model, self.prunings[index], lambda: 0.0, is_first=index == 0)
 
-        return is_cancelled
+    def decode(self, message: np.ndarray) -> Any:
+        return decode_verdict(message)
 
     def submit(self, run: Run) -> None:
         self.queues[0].append(encode(run))
 
-    def poll(self) -> Verdict | None:
+    def poll(self) -> Any:
         for _ in range(self.rng.randrange(3)):
-            self._advance()
-        return decode_verdict(self.queues[-1].popleft()) if self.queues[-1] else None
+            self.advance()
+        return self.decode(self.queues[-1].popleft()) if self.queues[-1] else None
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        pipelines = [pipeline for pipeline in (self, *self.companions) if any(pipeline.queues)]
-        assert pipelines, "the engine waits, but nothing is in flight"
-        while not any(pipeline.queues[-1] for pipeline in pipelines):
-            self.rng.choice(pipelines)._advance()
-
-    def _advance(self) -> None:
+    def advance(self) -> None:
         ready = [index for index in range(self.n_stages) if self.queues[index]]
         if not ready:
             return
         index = self.rng.choice(ready)
         message = self.queues[index].popleft()
         transaction = room_for(message, N_EMBD) if index == 0 else Transaction(message, N_EMBD)
-        tokens = self.workers[index].process(transaction)
+        verdict = self.workers[index].process(transaction)
         self.n_messages += 1
         if index + 1 == self.n_stages:
-            self.queues[-1].append(encode_verdict(transaction.verdict(tokens)))
+            assert verdict
+            self.queues[-1].append(encode_verdict(verdict))
         else:
             self.queues[index + 1].append(transaction.message.copy())
 
     def cancel(self, run_ids: Sequence[int]) -> None:
-        for undelivered in self.undelivered:
-            undelivered.update(run_ids)
+        for pruning in self.prunings:
+            pruning.undelivered.cancelled.update(run_ids)
+
+    def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
+        for pruning in self.prunings:
+            for run_id, dead in rows.items():
+                pruning.undelivered.pruned.setdefault(run_id, set()).update(dead)
 
 
 class ToyDraftPipeline(ToyPipeline):
-    """A larger draft by itself."""
+    """A larger draft by itself, over one or several stages."""
 
-    def __init__(self, model: ToyStage, rng: random.Random, width: int, late: float = 0.5) -> None:
-        super().__init__([model], rng, late)
-        self.workers: list[StageWorker] = [DraftWorker(model, lambda: 0.0, width, couple=True)]
-        self.workers[0].is_cancelled = self._cancellations(0)
+    def __init__(self, models: Sequence[ToyStage], rng: random.Random, width: int, late: float = 0.5) -> None:
+        self.width = width
+        super().__init__(models, rng, late)
+
+    def _worker(self, index: int, model: ToyStage) -> StageWorker:
+        return DraftWorker(model, self.prunings[index], lambda: 0.0, is_first=index == 0, width=self.width, couple=True)
+
+    def decode(self, message: np.ndarray) -> Any:
+        return decode_guess_verdict(message)
+
+
+class ToyWaiter:
+    """Lets pipelines take steps until one has a verdict; fails where the engine would wait for ever."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def wait(self, pipelines: Sequence[ToyPipeline], timeout_s: float | None = None) -> None:
+        flying = [pipeline for pipeline in pipelines if any(pipeline.queues)]
+        assert flying, "the engine waits, but nothing is in flight"
+        while not any(pipeline.queues[-1] for pipeline in flying):
+            self.rng.choice(flying).advance()
 
 
 class RandomPolicy:

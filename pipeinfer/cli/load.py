@@ -13,14 +13,12 @@ from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import Job
 from pipeinfer.cluster.calibrate import recall_rows, time_rows
 from pipeinfer.cluster.pace import Courier, LoadedModel, PacedStage
-from pipeinfer.cluster.stage import DraftWorker, StageWorker
+from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker
 from pipeinfer.drafting import ModelDrafter
 from pipeinfer.errors import UserError
-from pipeinfer.interfaces import Pipeline
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf_slice import open_slice, read_model_info
 from pipeinfer.models.llama import LlamaParams, LlamaStage
-from pipeinfer.refining import PipelineRefiner
 from pipeinfer.sequences import SequencePool
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ def make_worker(context: Context, job: Job, model: LoadedModel) -> StageWorker:
     assert index is not None, f"rank {context.rank} has a model and no stage"
     stage = job.plan.stages[index]
     n_layers = job.pace.stages[index].layers if job.pace else stage.last - stage.first
-    return StageWorker(model, lambda run_id: False, CLOCK, index == 0, context.tracer, n_layers)
+    return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers)
 
 
 def load_drafts(context: Context, job: Job, on_progress: Progress) -> dict[int, LoadedModel]:
@@ -123,14 +121,12 @@ def make_drafter(job: Job, model: LoadedModel, couple: bool) -> ModelDrafter:
 
 
 def make_draft_worker(context: Context, job: Job, number: int, model: LoadedModel) -> DraftWorker:
-    """What drives a loaded larger draft through one pipeline's questions."""
+    """What drives a loaded larger draft through one pipeline's runs."""
     options, layers = context.options, job.drafts[number].n_layer
-    return DraftWorker(model, CLOCK, options.speculation.width, options.couple, context.tracer, layers)
-
-
-def make_refiner(job: Job, pipeline: Pipeline, n_rows: int) -> PipelineRefiner:
-    """Rank 0's hold on a larger draft, `n_rows` nodes a question; its cache must be empty."""
-    return PipelineRefiner(pipeline, SequencePool(job.n_seq, job.n_cells), n_rows, N_GUESS_ROWS)
+    return DraftWorker(
+        model, LocalPrunings(), CLOCK, True, context.tracer, layers,
+        width=options.speculation.width, couple=options.couple,
+    )  # fmt: skip
 
 
 def guess_words(options: RunOptions) -> int:

@@ -16,7 +16,6 @@ from pipeinfer.cli.load import (
     make_courier,
     make_draft_worker,
     make_drafter,
-    make_refiner,
     make_worker,
     time_loaded,
 )
@@ -25,17 +24,19 @@ from pipeinfer.cli.options import RunOptions
 from pipeinfer.cli.setup import Job
 from pipeinfer.cluster.calibrate import largest_question, slowest_stage
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.mpi import HeadPipeline
+from pipeinfer.cluster.mpi import HeadPipeline, HeadWaiter
 from pipeinfer.cluster.pace import Courier, LoadedModel
-from pipeinfer.cluster.wire import Kind
+from pipeinfer.cluster.wire import Kind, decode_guess_verdict, decode_verdict
 from pipeinfer.engine import Engine
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.ledger import HeadLedger
+from pipeinfer.levels import Level
 from pipeinfer.metrics import RequestMetrics
 from pipeinfer.models.ggml import amx_works
 from pipeinfer.policies import Policy
 from pipeinfer.requests import Request
 from pipeinfer.run_cost import RunCost
+from pipeinfer.runs import GuessVerdict
 from pipeinfer.sequences import SequencePool
 
 NO_AMX = (
@@ -127,27 +128,29 @@ class Session:
         if self._drafts and options.drafts_in_use:
             drafter = make_drafter(job, self._drafts[0], options.couple)
         courier = make_courier(context, job)
-        companions = [self._companion(job, number, courier) for number in self._refiner_costs]
-        refiners = [
-            make_refiner(job, companion, largest_question(cost))
-            for companion, cost in zip(companions, self._refiner_costs.values(), strict=True)
+        comm, parked = context.link.comm, options.numerics == "exact"
+        pipeline = HeadPipeline(comm, self._ranks, worker, job.n_rows_max, decode_verdict, courier)
+        pool = SequencePool(job.n_seq, job.n_cells, parked=parked)
+        larger = [self._draft_pipeline(job, number, courier) for number in self._refiner_costs]
+        drafts = [
+            Level(each, SequencePool(job.n_seq, job.n_cells), n_chunk=N_GUESS_ROWS, n_rows=largest_question(cost))
+            for each, cost in zip(larger, self._refiner_costs.values(), strict=True)
         ]
-        pipeline = HeadPipeline(
-            context.link.comm, self._ranks, worker, job.n_rows_max, context.flag.check, courier, companions
-        )
-        pool = SequencePool(job.n_seq, job.n_cells, parked=options.numerics == "exact")
         engine = Engine(
-            pipeline, pool, drafter, CLOCK, n_chunk=job.n_batch, n_rows_max=N_GUESS_ROWS, cancel=cancel,
-            run_cost=self._run_cost(), refiners=refiners, tracer=context.tracer,
-            blocks=job.blocks, on_prompt=on_prompt,
+            Level(
+                pipeline, pool, n_chunk=job.n_batch, n_rows=N_GUESS_ROWS, cancel=cancel, blocks=job.blocks
+            ),
+            drafter, HeadWaiter(context.flag.check, pipeline.ledger), CLOCK,
+            drafts=drafts, run_cost=self._run_cost(), tracer=context.tracer, on_prompt=on_prompt,
         )  # fmt: skip
         request = Request(0, job.prompt, job.n_predict, job.sampling, job.n_ctx, job.end_tokens)
         metrics = engine.add(request, policy)
         self._drive(engine, request, on_tokens)
-        for each in (pipeline, *companions):
+        everything: list[HeadPipeline[Any]] = [pipeline, *larger]
+        for each in everything:
             each.shutdown(Kind.PAUSE)
         figures = {0: context.figures(worker, pipeline.outbox, None)} | self._reports()
-        ledgers = dict(zip(job.plan.refiners, (companion.ledger for companion in companions), strict=True))
+        ledgers = dict(zip(job.plan.refiners, (each.ledger for each in larger), strict=True))
         row_s = {rank: cost[1] for rank, cost in self._costs.items()}
         return Generation(request, metrics, pipeline.ledger, pipeline.n_cancel_messages, figures, ledgers, row_s)
 
@@ -159,24 +162,18 @@ class Session:
         """The numbers of the drafts on a rank."""
         return [number for number, host in enumerate(self.job.plan.drafts) if host == rank]
 
-    def _companion(self, job: Job, number: int, courier: Courier | None) -> HeadPipeline:
+    def _draft_pipeline(self, job: Job, number: int, courier: Courier | None) -> HeadPipeline[GuessVerdict]:
         """The pipeline of a larger draft: one stage, here or on its own rank."""
-        context = self.context
+        context, ranks = self.context, [job.plan.drafts[number]]
         worker = make_draft_worker(context, job, number, self._drafts[number]) if number in self._drafts else None
-        return HeadPipeline(
-            context.link.comm,
-            [job.plan.drafts[number]],
-            worker,
-            guess_words(context.options),
-            context.flag.check,
-            courier,
-        )
+        n_words = guess_words(context.options)
+        return HeadPipeline(context.link.comm, ranks, worker, n_words, decode_guess_verdict, courier)
 
     def close(self) -> None:
         """Send the stages home and free what this rank holds."""
         courier = make_courier(self.context, self.job)
         for ranks in (self._ranks, *([rank] for rank in self.job.plan.refiners)):
-            HeadPipeline(self.context.link.comm, ranks, None, 1, lambda: None, courier).shutdown()
+            HeadPipeline(self.context.link.comm, ranks, None, 1, decode_verdict, courier).shutdown()
         for model in (self._stage, *self._drafts.values()):
             if model:
                 model.close()

@@ -111,7 +111,7 @@ def _head_role(profile: Profile) -> str:
 def _workers(simulated: Simulated) -> Iterator[tuple[int, str, SimPipeline, SimStage]]:
     """(rank, role, its pipeline, its stage) of the larger drafts, then of the stages."""
     main, first = simulated.pipeline, _first_rank(simulated)
-    for rank, pipeline in enumerate(main.companions, start=1):
+    for rank, pipeline in enumerate(main.neighbours[1:], start=1):
         yield rank, f"draft {rank + 1}", pipeline, pipeline.stages[0]
     for rank, stage in enumerate(main.stages, start=first):
         yield rank, stage.cost.name, main, stage

@@ -20,8 +20,6 @@ class TokenHistory:
                 self._tokens[op.dst] = tokens[: op.last]
             elif op.kind is OpKind.REMOVE:
                 del tokens[op.first :]
-            else:
-                self._tokens = {op.src: tokens}
 
     def add(self, seqs: Sequence[int], token: int) -> None:
         """A row was evaluated: its cell belongs to all of `seqs`."""

@@ -11,10 +11,10 @@ import ctypes
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import mpi4py
 import numpy as np
@@ -24,23 +24,26 @@ from mpi4py import MPI
 
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import N_STAMP, Courier
-from pipeinfer.cluster.stage import StageWorker, room_for
+from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import (
     N_VERDICT,
     Buffer,
     Kind,
     Transaction,
-    decode_verdict,
     encode,
     encode_shutdown,
     encode_verdict,
+    halves,
+    joined,
     words_before_activations,
 )
 from pipeinfer.interfaces import IntArray
 from pipeinfer.ledger import HeadLedger, StageLedger
-from pipeinfer.runs import Run, Verdict
+from pipeinfer.runs import GuessVerdict, Run, Verdict
 
 T = TypeVar("T")
+A = TypeVar("A", Verdict, GuessVerdict)
+NOTHING: frozenset[int] = frozenset()
 
 
 class Tag(IntEnum):
@@ -53,8 +56,9 @@ class Tag(IntEnum):
 
 
 N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 64  # room in a transaction, far above what 256 sequences need
-NO_MORE_CANCELS = -1  # in place of the count: the last message of a pipeline
-N_CANCEL_WORDS = 64  # a count and as many run ids as one cancellation message carries
+NO_MORE_PRUNINGS = -1  # in place of the words in use: the last message of a pipeline
+ALL_ROWS = -1  # in place of the number of rows: the run is cancelled
+N_PRUNE_WORDS = 128
 
 
 class Outbox:
@@ -143,38 +147,70 @@ class Inbox:
         self._posted.clear()
 
 
-class Cancellations:
-    """The runs this stage need not evaluate. Runs come in the order of their ids, so older ids are forgotten."""
+class Prunings:
+    """What this stage need not evaluate. Runs come in the order of their ids: what concerns older ones is forgotten."""
 
     def __init__(self, comm: MPI.Comm, courier: Courier | None = None) -> None:
-        self._inbox = Inbox(comm, 0, Tag.CANCEL, 4 * N_CANCEL_WORDS, courier=courier)
-        self._ids: set[int] = set()
+        self._inbox = Inbox(comm, 0, Tag.CANCEL, 4 * N_PRUNE_WORDS, courier=courier)
+        self._known: dict[int, set[int] | None] = {}  # run id -> rows; None: all of it
         self._ended = False
 
-    def __call__(self, run_id: int) -> bool:
+    def is_cancelled(self, run_id: int) -> bool:
+        self._hear(run_id)
+        return self._known.get(run_id, NOTHING) is None
+
+    def rows(self, run_id: int) -> list[int]:
+        self._hear(run_id)
+        return sorted(self._known.get(run_id) or ())
+
+    def _hear(self, run_id: int) -> None:
         while (message := self._inbox.poll()) is not None:
-            n, *ids = message[: 4 * N_CANCEL_WORDS].view(np.int32).tolist()
-            self._ended = n == NO_MORE_CANCELS
-            self._ids = {known for known in self._ids if known >= run_id} | set(ids[: max(n, 0)])
+            self._known = {known: rows for known, rows in self._known.items() if known >= run_id}
+            self._ended = not self._take(message[: 4 * N_PRUNE_WORDS].view(np.int32).tolist())
             self._inbox.give_back(message, MPI.REQUEST_NULL)
-        return run_id in self._ids
+
+    def _take(self, words: list[int]) -> bool:
+        """False for a pipeline's last message."""
+        at, end = 1, words[0]
+        while at < end:
+            low, high, n_rows = words[at : at + 3]
+            run_id, at = joined(low, high), at + 3
+            if n_rows == ALL_ROWS:
+                self._known[run_id] = None
+                continue
+            known = self._known.setdefault(run_id, set())
+            if known is not None:
+                known.update(words[at : at + n_rows])
+            at += n_rows
+        return end != NO_MORE_PRUNINGS
 
     def close(self, idle: Idle) -> None:
         """Take every message meant for this pipeline: a late one must not cancel a run of the next."""
-        idle.until(lambda: self(0) or self._ended or None)
+        idle.until(lambda: self.is_cancelled(0) or self._ended or None)
         self._inbox.close()
 
 
-def cancel_messages(run_ids: Sequence[int]) -> list[IntArray]:
-    most = N_CANCEL_WORDS - 1
-    chunks = [run_ids[start : start + most] for start in range(0, len(run_ids), most)]
-    return [np.pad(np.array([len(chunk), *chunk], np.int32), (0, most - len(chunk))) for chunk in chunks]
+def prune_messages(rows: Mapping[int, Sequence[int] | None]) -> list[IntArray]:
+    """The rows of runs (None: all of a run's) as messages of one size: the words in use, then for each run its id, how
+    many rows, and those."""
+    entries = []
+    for run_id, dead in rows.items():
+        chunks: list[Sequence[int]] = [()] if dead is None else [dead[at : at + 32] for at in range(0, len(dead), 32)]
+        entries += [[*halves(run_id), ALL_ROWS if dead is None else len(chunk), *chunk] for chunk in chunks]
+    messages, words = [], [1]
+    for entry in entries:
+        if len(words) + len(entry) > N_PRUNE_WORDS:
+            messages.append(words)
+            words = [1]
+        words += entry
+    return [
+        np.array([len(used), *used[1:], *[0] * (N_PRUNE_WORDS - len(used))], np.int32) for used in [*messages, words]
+    ]
 
 
-class HeadPipeline:
-    """The Pipeline of rank 0. If the head hosts the first stage, `wait` evaluates the oldest run; a lone rank does so
-    for the whole target. `check` is asked in every wait and may raise `StopRequested`. `companions`: pipelines of
-    larger drafts, whose verdicts end a wait too. `n_words`: of a verdict at most."""
+class HeadPipeline(Generic[A]):
+    """The Pipeline of rank 0 to one level. If the head hosts its first stage, `work` evaluates the oldest run; a lone
+    rank does so for the whole model. `decode`: what the last stage's messages mean. `n_words`: of a verdict at most."""
 
     def __init__(
         self,
@@ -182,21 +218,21 @@ class HeadPipeline:
         stage_ranks: Sequence[int],
         worker: StageWorker | None,
         n_words: int,
-        check: Callable[[], None],
+        decode: Callable[[Buffer], A],
         courier: Courier | None = None,
-        companions: Sequence[HeadPipeline] = (),
     ) -> None:
-        self.comm, self.worker, self.check, self.companions = comm, worker, check, tuple(companions)
+        self.comm, self.worker = comm, worker
+        self.decode: Callable[[Buffer], A] = decode
         self.n_stages = len(stage_ranks)
         self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
         self.outbox, self.idle = Outbox(comm, courier), Idle()
         self.ledger = HeadLedger()
         self.n_cancel_messages = 0
-        self._cancelled: set[int] = set()
+        self._prunings = LocalPrunings()
         self._queue: deque[Run] = deque()
-        self._verdicts: deque[Verdict] = deque()
+        self._verdicts: deque[A] = deque()
         if worker:
-            worker.is_cancelled = self._cancelled.__contains__
+            worker.pruned = self._prunings
         if self.remote_ranks:
             n_bytes = 4 * (N_VERDICT + n_words)
             self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_ahead=4, courier=courier)
@@ -208,54 +244,51 @@ class HeadPipeline:
         else:
             self.outbox.send_run(encode(run), self.remote_ranks[0])
 
-    def poll(self) -> Verdict | None:
+    def poll(self) -> A | None:
         return self._verdicts.popleft() if self.has_verdict() else None
 
     def has_verdict(self) -> bool:
         """Whether `poll` would return one."""
         if not self._verdicts and self.remote_ranks and (message := self._inbox.poll()) is not None:
-            verdict = decode_verdict(message)
+            verdict = self.decode(message)
             self._inbox.give_back(message, MPI.REQUEST_NULL)
             self.ledger.verdicts.append((time.monotonic(), verdict.run_id))
             self._verdicts.append(verdict)
         return bool(self._verdicts)
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        self.check()
-        local = [pipeline for pipeline in (self, *self.companions) if pipeline._queue]
-        if local:
-            oldest = min(local, key=lambda pipeline: pipeline.ledger.submitted_s[pipeline._queue[0].id])
-            oldest._work(oldest._queue.popleft())
-            return
-        start_s = time.monotonic()
-        try:
-            self.idle.within(self._any_verdict, math.inf if timeout_s is None else timeout_s)
-        finally:
-            self.ledger.waits.append((start_s, time.monotonic()))
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest run was submitted that the head's own stage has yet to evaluate; infinity if none."""
+        return self.ledger.submitted_s[self._queue[0].id] if self._queue else math.inf
 
-    def _any_verdict(self) -> bool | None:
-        self.check()
-        return any(pipeline.has_verdict() for pipeline in (self, *self.companions)) or None
-
-    def _work(self, run: Run) -> None:
-        """The head's own stage: evaluate a run and pass it on, or keep its verdict."""
+    def work(self) -> None:
+        """The head's own stage: evaluate the oldest run and pass it on, or keep its verdict."""
         assert self.worker
+        run = self._queue.popleft()
         start_s = time.monotonic()
         transaction = room_for(encode(run), self.worker.model.n_embd)
-        tokens = self.worker.process(transaction)
-        self._cancelled.discard(run.id)
+        verdict = self.worker.process(transaction)
+        self._prunings.forget(run.id)
         if self.remote_ranks:
             self.outbox.send_run(transaction.message, self.remote_ranks[0])
         else:
-            self._verdicts.append(transaction.verdict(tokens))
+            self._verdicts.append(cast(A, verdict))
         if transaction.cancelled:
             self.ledger.cancelled.append((start_s, time.monotonic()))
 
     def cancel(self, run_ids: Sequence[int]) -> None:
-        if self.worker:
-            self._cancelled.update(run_ids)
+        self._prunings.cancelled.update(run_ids if self.worker else ())
         self.ledger.cancels.append((time.monotonic(), len(run_ids)))
-        for message in cancel_messages(run_ids):
+        self._tell(dict.fromkeys(run_ids))
+
+    def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
+        if self.worker:
+            for run_id, dead in rows.items():
+                self._prunings.pruned.setdefault(run_id, set()).update(dead)
+        self._tell(rows)
+
+    def _tell(self, rows: Mapping[int, Sequence[int] | None]) -> None:
+        for message in prune_messages(rows):
             for rank in self.remote_ranks:
                 self.outbox.send(message, rank, Tag.CANCEL)
                 self.n_cancel_messages += 1
@@ -263,11 +296,36 @@ class HeadPipeline:
     def shutdown(self, kind: Kind = Kind.SHUTDOWN) -> None:
         """Send every remote stage home, or (PAUSE) let it report and wait for another pipeline of this head."""
         for rank in self.remote_ranks:
-            self.outbox.send(np.full(N_CANCEL_WORDS, NO_MORE_CANCELS, np.int32), rank, Tag.CANCEL)
+            self.outbox.send(np.full(N_PRUNE_WORDS, NO_MORE_PRUNINGS, np.int32), rank, Tag.CANCEL)
         if self.remote_ranks:
             self.outbox.send(encode_shutdown(kind), self.remote_ranks[0], Tag.PIPELINE)
             self.outbox.flush(self.idle)
             self._inbox.close()
+
+
+class HeadWaiter:
+    """How rank 0 waits: by its own stages' work, or for a verdict. `check` is asked in every wait and may raise
+    `StopRequested`; `ledger`: where waits are noted."""
+
+    def __init__(self, check: Callable[[], None], ledger: HeadLedger) -> None:
+        self.check, self.ledger, self.idle = check, ledger, Idle()
+
+    def wait(self, pipelines: Sequence[HeadPipeline[Any]], timeout_s: float | None = None) -> None:
+        self.check()
+        oldest = min(pipelines, key=lambda pipeline: pipeline.oldest_s)
+        if oldest.oldest_s < math.inf:
+            oldest.work()
+            return
+
+        def any_verdict() -> bool | None:
+            self.check()
+            return any(pipeline.has_verdict() for pipeline in pipelines) or None
+
+        start_s = time.monotonic()
+        try:
+            self.idle.within(any_verdict, math.inf if timeout_s is None else timeout_s)
+        finally:
+            self.ledger.waits.append((start_s, time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,11 +354,11 @@ def serve(
     """
     n_words = words_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX)
     inbox = Inbox(comm, previous, Tag.PIPELINE, 4 * (n_words + n_rows_max * n_embd), courier=courier)
-    cancellations = Cancellations(comm, courier)
+    prunings = Prunings(comm, courier)
     outbox, idle, ledger = Outbox(comm, courier), Idle(), StageLedger()
     wait_s = time.monotonic() if since_s is None else since_s
     if worker:
-        worker.is_cancelled = cancellations
+        worker.pruned = prunings
 
     while True:
         buffer = idle.until(inbox.poll)
@@ -312,11 +370,12 @@ def serve(
                 outbox.send(transaction.message, following, Tag.PIPELINE)
             break
         assert worker, "a run arrived at a rank whose model did not load"
-        tokens = worker.process(transaction)
+        verdict = worker.process(transaction)
         if following is not None:
             sent = outbox.send_run(transaction.message, following)
         else:
-            outbox.send(encode_verdict(transaction.verdict(tokens)), 0, Tag.VERDICT)
+            assert verdict, "the last stage has no verdict"
+            outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
             sent = MPI.REQUEST_NULL
         inbox.give_back(buffer, sent)
         end_s = time.monotonic()
@@ -324,7 +383,7 @@ def serve(
         wait_s = end_s
     outbox.flush(idle)
     inbox.close()
-    cancellations.close(idle)
+    prunings.close(idle)
     return Served(transaction.kind, outbox, ledger)
 
 

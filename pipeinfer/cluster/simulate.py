@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -45,10 +45,17 @@ class _Flight:
     bare_bytes: int
     full_bytes: int
     tokens: tuple[int, ...]
+    pruned: list[tuple[float, set[int]]] = field(default_factory=list)  # when the stages know which rows are dead
     slowest_s: float = 0.0  # of the stages that evaluated it
     cancelled: bool = False  # a stage has noticed
     cancel_s: float = NEVER  # when the stages have the head's word
     answered_s: float = NEVER  # when its verdict is at the head
+    n_dropped: int = 0
+
+    def leave_out(self, now_s: float) -> None:
+        """A stage begins: it and all after it leave out the rows that are known to be dead."""
+        dead = {row for known_s, rows in self.pruned if known_s <= now_s for row in rows}
+        self.n_rows, self.n_dropped = self.n_rows + self.n_dropped - len(dead), len(dead)
 
 
 @dataclass(slots=True)
@@ -86,15 +93,35 @@ class SimStage:
     n_stopped: int = 0
 
 
+class SimWaiter:
+    """Moves the clock on to what happens next."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+
+    def wait(self, pipelines: Sequence[SimPipeline], timeout_s: float | None = None) -> None:
+        """Raises RuntimeError when nothing is in flight: the engine would wait for ever."""
+        target, now_s = pipelines[0], self.clock.now
+        until_s = soonest_s(pipelines, NEVER if timeout_s is None else now_s + timeout_s)
+        if until_s == NEVER:
+            raise RuntimeError("the engine waits, but nothing is in flight")
+        if until_s > now_s:
+            until_s += target.late_s(until_s - now_s)
+            target.ledger.waits.append((now_s, until_s))
+            self.clock.now = until_s
+
+
+def soonest_s(pipelines: Sequence[SimPipeline], end_s: float) -> float:
+    """When the next verdict is at the head, or `end_s` if that is earlier. The head must do nothing until then."""
+    for pipeline in reversed(pipelines):
+        end_s = pipeline.next_verdict_s(end_s)
+    return end_s
+
+
 class SimPipeline:
-    """The Pipeline of a `Profile` on a virtual clock. The target's choices come from `choices`.
+    """The Pipeline of a `Profile` on a virtual clock. Each request's choices come from `choices`, by its id."""
 
-    `companions`: pipelines of larger drafts on the same clock, whose verdicts end a wait too.
-    """
-
-    def __init__(
-        self, profile: Profile, choices: Choices, clock: VirtualClock, companions: Sequence[SimPipeline] = ()
-    ) -> None:
+    def __init__(self, profile: Profile, choices: Sequence[Choices], clock: VirtualClock) -> None:
         self.profile, self.choices, self.clock = profile, choices, clock
         self.n_stages = profile.n_stages
         near = LinkCost(0.0, math.inf)
@@ -104,10 +131,7 @@ class SimPipeline:
         self.ledger = HeadLedger()
         self._idle = Idle() if profile.sleeps else None
         self.drafting = False  # the head computes
-        self.companions = tuple(companions)
-        self.neighbours: tuple[SimPipeline, ...] = (self, *companions)  # what may compute on the same host
-        for companion in companions:
-            companion.neighbours = self.neighbours
+        self.neighbours: tuple[SimPipeline, ...] = (self,)  # the target's, larger drafts': what may share a host
         self.n_cancel_messages = 0
         self._flying: dict[int, _Flight] = {}
         # (when, tie breaker, stage, run, version): without version it arrives there, else its evaluation ends
@@ -123,8 +147,10 @@ class SimPipeline:
         n_extra = sum(len(row.seqs) - 1 for row in run.rows)
         bare_bytes = 4 * words_before_activations(len(run.ops), len(run.rows), n_extra, len(run.opens))
         full_bytes = bare_bytes + 4 * len(run.rows) * self.profile.n_embd
-        tokens = tuple(self.choices.target(row.position + 1) if row.wanted else NO_TOKEN for row in run.rows)
-        flight = _Flight(run.id, len(run.rows), run.rows[0].position, bare_bytes, full_bytes, tokens)
+        tokens = tuple(
+            self.choices[row.request].target(row.position + 1) if row.wanted else NO_TOKEN for row in run.rows
+        )
+        flight = _Flight(run.id, len(run.rows), run.context, bare_bytes, full_bytes, tokens)
         self._flying[run.id] = flight
         self._schedule(self.first_hop.arrival(self.clock.now, bare_bytes), 0, flight, None)
 
@@ -136,17 +162,6 @@ class SimPipeline:
         del self._flying[flight.run_id]
         self.clock.advance(self.profile.head.verdict_s)
         return Verdict(flight.run_id, () if flight.cancelled else flight.tokens, flight.cancelled, flight.slowest_s)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Raises RuntimeError when nothing is in flight: the engine would wait for ever."""
-        end_s = NEVER if timeout_s is None else self.clock.now + timeout_s
-        until_s = self._soonest(end_s)
-        if until_s == NEVER:
-            raise RuntimeError("the engine waits, but nothing is in flight")
-        if until_s > self.clock.now:
-            until_s += self._late_s(until_s - self.clock.now)
-            self.ledger.waits.append((self.clock.now, until_s))
-            self.clock.now = until_s
 
     def cancel(self, run_ids: Sequence[int]) -> None:
         self.n_cancel_messages += self.profile.n_ranks - 1
@@ -161,16 +176,17 @@ class SimPipeline:
                 if stage.current is flight and not flight.cancelled:
                     self._cut_short(index, stage, flight)
 
-    def until_verdict(self, end_s: float) -> float:
-        """When the next verdict is at the head, or `end_s` if that is earlier. The head must do nothing until then."""
-        return max(self._soonest(end_s), min(end_s, self.clock.now))
+    def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
+        self.n_cancel_messages += self.profile.n_ranks - 1
+        self._run_until(self.clock.now)
+        known_s = self.clock.now + self.profile.link.latency_s
+        for run_id, dead in rows.items():
+            self._flying[run_id].pruned.append((known_s, set(dead)))
 
-    def _soonest(self, end_s: float) -> float:
-        """When the next verdict of this pipeline or a companion is or was at the head; `end_s` if none is by then."""
-        for pipeline in (*self.companions, self):
-            flight = pipeline._next_verdict(end_s)
-            end_s = min(end_s, flight.answered_s) if flight else end_s
-        return end_s
+    def next_verdict_s(self, end_s: float) -> float:
+        """When the next verdict is or was at the head; `end_s` if none is by then."""
+        flight = self._next_verdict(end_s)
+        return min(end_s, flight.answered_s) if flight else end_s
 
     def _next_verdict(self, end_s: float) -> _Flight | None:
         """The oldest verdict that is at the head by `end_s`."""
@@ -188,7 +204,7 @@ class SimPipeline:
         )
         return self.profile.slowdown[min(max(n_busy, 1), len(self.profile.slowdown)) - 1]
 
-    def _late_s(self, waited_s: float) -> float:
+    def late_s(self, waited_s: float) -> float:
         """How late a rank that sleeps between looks notices what it waits for: half a sleep on average."""
         idle = self._idle
         if idle is None or waited_s < idle.spin_s:
@@ -215,7 +231,7 @@ class SimPipeline:
             if version is None:
                 stage.queue.append(flight)
                 if stage.current is None:
-                    self._start(index, stage, when_s + self._late_s(when_s - stage.idle_since_s))
+                    self._start(index, stage, when_s + self.late_s(when_s - stage.idle_since_s))
             elif stage.current is flight and version == stage.version:
                 self._finish(index, stage, flight, when_s)
 
@@ -228,6 +244,7 @@ class SimPipeline:
             stage.n_skipped += 1
             end_s = now_s + stage.cost.run_s
         else:
+            flight.leave_out(now_s)
             stage.slower = self.crowding()
             reshapes, stage.n_rows_before = flight.n_rows != stage.n_rows_before, flight.n_rows
             rested = now_s > stage.idle_since_s

@@ -3,54 +3,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from pipeinfer.choices import MAX_WIDTH, Choices
 from pipeinfer.cluster.costs import Profile
-from pipeinfer.cluster.simulate import SimPipeline
+from pipeinfer.cluster.simulate import SimPipeline, soonest_s
 from pipeinfer.drafting import to_the_end
-from pipeinfer.interfaces import Guess
-from pipeinfer.refining import PipelineRefiner
+from pipeinfer.levels import Flight, Level
 from pipeinfer.requests import Request
-from pipeinfer.runs import Verdict
+from pipeinfer.runs import Guess, GuessVerdict
 from pipeinfer.sequences import SequencePool
 from pipeinfer.tree import Node, State, with_ancestors
 
+N_CHUNK = 32
+"""Certain tokens that a larger draft's run carries."""
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What the draft's cache holds of one request: `end` certain tokens, and nodes."""
+
+    end: int = 0
+    nodes: set[Node] = field(default_factory=set)
+
 
 class SimDrafter:
-    """A Drafter that takes its guesses from `choices` and the time a draft model would need from the profile."""
+    """A Drafter that takes its guesses from `choices`, by request id, and the time a draft model would need from the
+    profile. `pipelines`: whose verdicts interrupt it, the target's first."""
 
-    def __init__(self, profile: Profile, choices: Choices, pipeline: SimPipeline, n_batch: int = 32) -> None:
+    def __init__(
+        self, profile: Profile, choices: Sequence[Choices], pipelines: Sequence[SimPipeline], n_batch: int = 32
+    ) -> None:
         assert profile.drafts, f"{profile.name} has no draft"
-        self.cost, self.choices, self.pipeline, self.n_batch = profile.drafts[0], choices, pipeline, n_batch
-        self.clock, self.settle_s = pipeline.clock, profile.head.draft_s
+        self.cost, self.choices, self.pipelines, self.n_batch = profile.drafts[0], choices, pipelines, n_batch
+        self.pipeline = pipelines[0]
+        self.clock, self.settle_s = self.pipeline.clock, profile.head.draft_s
         self.n_rows = 0
         self._n_rows_before = 0
-        self._end = 0  # certain tokens that the draft's cache holds
-        self._placed: set[Node] = set()
+        self._caches: dict[int, _Cache] = {}
+
+    can_open = True
+
+    def open(self, request: Request) -> None:
+        self._caches[request.id] = _Cache()
 
     def expand(
         self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
-    ) -> list[list[Guess]] | None:
-        if not self._catch_up(request, interrupted):
+    ) -> list[list[Guess] | None] | None:
+        cache, choices = self._caches[request.id], self.choices[request.id]
+        if not self._catch_up(request, cache, interrupted):
             return None
-        fitting = with_ancestors(nodes, self._placed)[: self.n_batch]
+        fitting = with_ancestors(nodes, cache.nodes)[: self.n_batch]
         if not self._compute(len(fitting), fitting[0].position, interrupted):
             return None
-        self._placed.update(fitting)
+        cache.nodes.update(fitting)
         self.clock.advance(self.settle_s)
-        return [guesses_after(node, self.choices, width) if node in self._placed else [] for node in nodes]
+        return [guesses_after(node, choices, width) if node in cache.nodes else None for node in nodes]
 
-    def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
+    def _catch_up(self, request: Request, cache: _Cache, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the certain tokens below the root that the draft has not seen; False when the root moved meanwhile.
 
         As ModelDrafter does it, to the end of each run.
         """
         root = request.tree.root
-        while root not in self._placed and self._end < root.position:
-            n_rows = min(self.n_batch, root.position - self._end)
-            self._compute(n_rows, self._end, to_the_end(interrupted))
-            self._end += n_rows
+        while root not in cache.nodes and cache.end < root.position:
+            n_rows = min(self.n_batch, root.position - cache.end)
+            self._compute(n_rows, cache.end, to_the_end(interrupted))
+            cache.end += n_rows
             if request.tree.root is not root or request.finish:
                 return False
         return True
@@ -65,7 +85,7 @@ class SimDrafter:
         reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
         begun_s = clock.now + slower * cost.before_layers_s(reshapes)
         end_s = clock.now + slower * cost.seconds(n_rows, context, reshapes)
-        while (verdict_s := self.pipeline.until_verdict(end_s)) < end_s:
+        while (verdict_s := self._next_verdict_s(end_s)) < end_s:
             n_layers = max(1, math.ceil((verdict_s - begun_s) / layer_s)) if layer_s else cost.layers
             clock.now = max(clock.now, min(begun_s + n_layers * layer_s, end_s))
             asked_s = clock.now
@@ -78,26 +98,39 @@ class SimDrafter:
         self.pipeline.drafting = False
         return True
 
+    def _next_verdict_s(self, end_s: float) -> float:
+        return max(soonest_s(self.pipelines, end_s), min(end_s, self.clock.now))
+
     def settle(self, request: Request, path: Sequence[Node]) -> None:
+        cache = self._caches[request.id]
         for node in path:
-            if node in self._placed:
-                self._end = node.position + (node.state is State.RETIRED)
-        self._placed = {node for node in self._placed if node.live}
+            if node in cache.nodes:
+                cache.end = node.position + (node.state is State.RETIRED)
+        cache.nodes = {node for node in cache.nodes if node.live}
 
     def close(self, request: Request) -> None:
-        self._end = 0
-        self._placed.clear()
+        del self._caches[request.id]
 
 
-class SimRefiner(PipelineRefiner):
-    """A larger draft whose guesses come from `choices`; its pipeline gives the time."""
+class SimDraftLevel(Level):
+    """A larger draft whose guesses come from `choices`, by request id; its pipeline gives the time."""
 
-    def __init__(self, pipeline: SimPipeline, choices: Choices, pool: SequencePool, n_rows: int, n_chunk: int) -> None:
-        super().__init__(pipeline, pool, n_rows, n_chunk)
+    def __init__(self, pipeline: SimPipeline, choices: Sequence[Choices], pool: SequencePool, n_rows: int) -> None:
+        super().__init__(pipeline, pool, n_chunk=N_CHUNK, n_rows=n_rows)
         self.alone, self.choices = pipeline, choices
 
-    def read(self, nodes: Sequence[Node], verdict: Verdict) -> list[list[Guess]]:
-        return [guesses_after(node, self.choices, MAX_WIDTH) if node.live else [] for node in nodes]
+    def poll(self) -> tuple[Flight, GuessVerdict] | None:
+        landed = super().poll()
+        if landed is None:
+            return None
+        flight, verdict = landed
+        return flight, GuessVerdict(verdict.run_id, tuple(self._guesses(flight)), verdict.cancelled, verdict.slowest_s)
+
+    def _guesses(self, flight: Flight) -> Iterator[list[Guess]]:
+        for part in flight.parts:
+            yield from ([] for _ in range(part.n_context))
+            choices = self.choices[part.request.id]
+            yield from (guesses_after(node, choices, MAX_WIDTH) if node.live else [] for node in part.nodes)
 
 
 def guesses_after(node: Node, choices: Choices, width: int) -> list[Guess]:

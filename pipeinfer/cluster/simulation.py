@@ -12,10 +12,11 @@ from pipeinfer.cluster.calibrate import (
     slowest_stage,
 )
 from pipeinfer.cluster.costs import Profile
-from pipeinfer.cluster.simulate import SimPipeline, VirtualClock
-from pipeinfer.cluster.simulated_drafts import SimDrafter, SimRefiner
+from pipeinfer.cluster.simulate import SimPipeline, SimWaiter, VirtualClock
+from pipeinfer.cluster.simulated_drafts import SimDrafter, SimDraftLevel
 from pipeinfer.engine import Engine
 from pipeinfer.errors import UserError
+from pipeinfer.levels import Level
 from pipeinfer.metrics import RequestMetrics
 from pipeinfer.policies import Policy
 from pipeinfer.requests import Request
@@ -64,30 +65,32 @@ def simulate(
     tracer = Tracer(clock)
     n_ctx = n_prompt + n_predict
     n_seq, n_cells = N_SEQ if partitions else 1, n_ctx + N_CELLS_SPARE
-    refiners = [
-        _refiner(profile, number, found, clock, SequencePool(n_seq, n_cells))
-        for number, found in enumerate(larger, start=1)
-    ]
-    pipeline = SimPipeline(profile, choices, clock, [refiner.alone for refiner in refiners])
-    drafter = SimDrafter(profile, choices, pipeline) if profile.drafts else None
+    target = SimPipeline(profile, [choices], clock)
+    drafts = [_draft_level(profile, number, found, clock, n_seq, n_cells) for number, found in enumerate(larger, 1)]
+    pipelines = (target, *(level.alone for level in drafts))
+    for pipeline in pipelines:
+        pipeline.neighbours = pipelines
+    drafter = SimDrafter(profile, [choices], pipelines) if profile.drafts else None
     pool = SequencePool(n_seq, n_cells, parked=True)
     engine = Engine(
-        pipeline, pool, drafter, clock, n_chunk=n_chunk, n_rows_max=N_GUESS_ROWS, cancel=cancel, blocks=profile.blocks,
-        run_cost=RunCost(row_costs(profile)), refiners=refiners, tracer=tracer,
+        Level(target, pool, n_chunk=n_chunk, n_rows=N_GUESS_ROWS, cancel=cancel, blocks=profile.blocks), drafter,
+        SimWaiter(clock), clock, drafts=drafts, run_cost=RunCost(row_costs(profile)), tracer=tracer,
     )  # fmt: skip
     request = Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)
     metrics = engine.add(request, policy)
     for _ in engine.generate():
         pass
-    return Simulated(profile, request, metrics, pipeline, tracer)
+    return Simulated(profile, request, metrics, target, tracer)
 
 
-def _refiner(profile: Profile, number: int, choices: Choices, clock: VirtualClock, pool: SequencePool) -> SimRefiner:
+def _draft_level(
+    profile: Profile, number: int, choices: Choices, clock: VirtualClock, n_seq: int, n_cells: int
+) -> SimDraftLevel:
     """A larger draft on its own rank, beyond one link."""
     cost = profile.drafts[number]
-    alone = SimPipeline(replace(profile, stages=(cost,), drafts=(), head_is_first=False), choices, clock)
+    pipeline = SimPipeline(replace(profile, stages=(cost,), drafts=(), head_is_first=False), [choices], clock)
     n_rows = largest_question({n_rows: cost.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS})
-    return SimRefiner(alone, choices, pool, n_rows, N_GUESS_ROWS)
+    return SimDraftLevel(pipeline, [choices], SequencePool(n_seq, n_cells), n_rows)
 
 
 def row_costs(profile: Profile) -> dict[int, float]:

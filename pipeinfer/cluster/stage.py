@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,10 +12,39 @@ from pipeinfer.cluster.history import TokenHistory
 from pipeinfer.cluster.wire import Buffer, RowFlag, Transaction
 from pipeinfer.drafting import guess_next
 from pipeinfer.interfaces import Batch, FloatArray, StageModel
-from pipeinfer.refining import encode_guesses
-from pipeinfer.runs import NO_TOKEN
+from pipeinfer.runs import NO_TOKEN, Guess, GuessVerdict, OpKind, Verdict
 from pipeinfer.sampling import SamplingParams, choose
 from pipeinfer.trace import NO_TRACE, Tracer
+
+
+class Pruned(Protocol):
+    """What the head says need not be evaluated. It may say so late, or never."""
+
+    def is_cancelled(self, run_id: int) -> bool:
+        """Asked before a run and between its layers."""
+        ...
+
+    def rows(self, run_id: int) -> Sequence[int]:
+        """Asked before a run: the indices of its rows that nobody needs."""
+        ...
+
+
+class LocalPrunings:
+    """Pruned, told in this process."""
+
+    def __init__(self) -> None:
+        self.cancelled: set[int] = set()
+        self.pruned: dict[int, set[int]] = {}
+
+    def is_cancelled(self, run_id: int) -> bool:
+        return run_id in self.cancelled
+
+    def rows(self, run_id: int) -> Sequence[int]:
+        return sorted(self.pruned.get(run_id, ()))
+
+    def forget(self, run_id: int) -> None:
+        self.cancelled.discard(run_id)
+        self.pruned.pop(run_id, None)
 
 
 @dataclass(slots=True)
@@ -25,14 +55,12 @@ class StageStats:
     n_skipped: int = 0  # cancelled runs that it never began
     n_stopped: int = 0  # cancelled runs that it left between layers
     n_layers_saved: int = 0  # layers that cancellation spared it
+    n_rows_pruned: int = 0  # dead rows that it left out of runs it evaluated
     busy_s: float = 0.0
 
 
 class StageWorker:
-    """One stage, first or not, last or not. `is_cancelled(run_id)` is asked before a run and between layers.
-
-    `n_layers` is the model's, for the statistics.
-    """
+    """One stage, first or not, last or not. `n_layers` is the model's, for the statistics."""
 
     UNIT = "run"
     """What a timeline calls a transaction."""
@@ -40,40 +68,35 @@ class StageWorker:
     def __init__(
         self,
         model: StageModel,
-        is_cancelled: Callable[[int], bool],
+        pruned: Pruned,
         clock: Callable[[], float],
         is_first: bool,
         tracer: Tracer = NO_TRACE,
         n_layers: int = 0,
     ) -> None:
-        self.model, self.clock, self.is_first, self.tracer = model, clock, is_first, tracer
+        self.model, self.pruned, self.clock, self.is_first, self.tracer = model, pruned, clock, is_first, tracer
         self.n_layers, self._n_asked = n_layers, 0
-        self.is_cancelled = is_cancelled
         self.stats = StageStats()
         self._sampling: dict[int, SamplingParams] = {}
         self._history: TokenHistory | None = None  # kept only once a request looks back
 
-    def process(self, transaction: Transaction) -> list[int]:
-        """Bring the transaction to the state in which the next stage wants it; on the last stage return the verdict.
+    def process(self, transaction: Transaction) -> Verdict | GuessVerdict | None:
+        """Bring the transaction to the state in which the next stage wants it; the last stage returns the verdict.
 
-        The verdict has a token for each row, NO_TOKEN where none was wanted (a draft's has guesses); it is empty after
-        a cancellation, which `transaction.cancelled` tells. Other stages return an empty list and leave the residual in
-        `activations`.
+        A cancellation is in `transaction.cancelled`; then the verdict says nothing of the rows. Other stages return
+        None and leave the residual in `activations`.
         """
         start_s = self.clock()
-        self._open(transaction.opens)
-        self.model.apply(transaction.ops)
-        if self._history:
-            self._history.apply(transaction.ops)
-        verdict: list[int] = []
-        if not transaction.cancelled and self.is_cancelled(transaction.run_id):
+        self._keep_books(transaction)
+        answers: list[Any] = []
+        if not transaction.cancelled and self.pruned.is_cancelled(transaction.run_id):
             transaction.cancel()
         if transaction.cancelled:
             self.stats.n_skipped += 1
             self.stats.n_layers_saved += self.n_layers
         else:
             self._n_asked = 0
-            verdict = self._evaluate(transaction)
+            answers = self._evaluate(transaction)
             if transaction.cancelled:
                 self.stats.n_stopped += 1
                 self.stats.n_layers_saved += max(0, self.n_layers - self._n_asked)
@@ -82,18 +105,29 @@ class StageWorker:
         transaction.took(busy_s)
         self.stats.busy_s += busy_s
         self.tracer.evaluated(start_s, self.UNIT, transaction.run_id, transaction.n_rows, transaction.cancelled)
-        return verdict
+        return self._verdict(transaction, answers) if self.model.is_last else None
 
-    def _open(self, requests: dict[int, SamplingParams]) -> None:
-        self._sampling.update(requests)
-        if self.model.is_last and self._history is None and any(params.looks_back for params in requests.values()):
-            self._history = TokenHistory()
+    def _keep_books(self, transaction: Transaction) -> None:
+        """Requests that begin and end, and what happens to sequences."""
+        ops = transaction.ops
+        for op in ops:
+            if op.kind is OpKind.CLOSE:
+                self._sampling.pop(op.src, None)
+        self._sampling.update(transaction.opens)
+        self.model.apply([op for op in ops if op.kind is not OpKind.CLOSE])
+        if self.model.is_last and any(params.looks_back for params in transaction.opens.values()):
+            self._history = self._history or TokenHistory()
+        if self._history:
+            self._history.apply(ops)
 
-    def _evaluate(self, transaction: Transaction) -> list[int]:
+    def _evaluate(self, transaction: Transaction) -> list[Any]:
         seqs = transaction.seqs
+        transaction.rows[list(self.pruned.rows(transaction.run_id)), 4] |= RowFlag.DROPPED
         alive = self._alive(transaction, seqs)
-        if len(alive) < transaction.n_rows:
+        n_dropped = transaction.n_rows - len(alive)
+        if n_dropped:
             transaction.rows[sorted(set(range(transaction.n_rows)) - set(alive)), 4] |= RowFlag.DROPPED
+            self.stats.n_rows_pruned += n_dropped
         result = (
             self._evaluate_rows(transaction, alive, seqs) if alive else np.empty((0, self.model.n_embd), np.float32)
         )
@@ -101,9 +135,9 @@ class StageWorker:
             transaction.cancel()
             return []
         if self.model.is_last:
-            return self._verdict(transaction, result, seqs)
+            return self._answers(transaction, result, seqs)
         activations = transaction.activations
-        if len(alive) == transaction.n_rows:
+        if not n_dropped:
             activations[:] = result
         else:
             activations[:] = 0.0
@@ -113,7 +147,7 @@ class StageWorker:
     def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
         """Rows that can be evaluated here: not dropped before, and their prefix was evaluated on this stage.
 
-        A row lacks its prefix only if a cancelled run was skipped, and then it descends from that run's dead guesses.
+        A row lacks its prefix only if that was cancelled or pruned, and then it descends from dead guesses.
         """
         ends: dict[int, int] = {}
         alive = []
@@ -139,10 +173,11 @@ class StageWorker:
     def _asked(self, run_id: int) -> bool:
         """Between two layers: is the run cancelled?"""
         self._n_asked += 1
-        return self.is_cancelled(run_id)
+        return self.pruned.is_cancelled(run_id)
 
-    def _verdict(self, transaction: Transaction, logits: FloatArray, seqs: Sequence[tuple[int, ...]]) -> list[int]:
-        words: list[int] = []
+    def _answers(self, transaction: Transaction, logits: FloatArray, seqs: Sequence[tuple[int, ...]]) -> list[Any]:
+        """One for each row."""
+        answers: list[Any] = []
         next_logits = iter(logits)
         for (request, token, position, seq, flags), owners in zip(transaction.rows.tolist(), seqs, strict=True):
             if self._history and not flags & RowFlag.DROPPED:
@@ -150,42 +185,48 @@ class StageWorker:
             if flags & RowFlag.WANTED and not flags & RowFlag.DROPPED:
                 params = self._sampling[request]
                 history = self._history.last(seq, position + 1, params.looks_back) if self._history else ()
-                words += self._answer(next(next_logits), params, position + 1, history)
+                answers.append(self._answer(next(next_logits), params, position + 1, history))
             else:
-                words += self._no_answer
-        return words
+                answers.append(self._no_answer)
+        return answers
 
-    _no_answer: Sequence[int] = (NO_TOKEN,)
+    _no_answer: Any = NO_TOKEN
 
-    def _answer(
-        self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int]
-    ) -> Sequence[int]:
+    def _answer(self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int]) -> Any:
         """What the verdict says of one row: the target's token at `position`."""
-        return (choose(logits, params, position, history),)
+        return choose(logits, params, position, history)
+
+    def _verdict(self, transaction: Transaction, answers: list[Any]) -> Verdict | GuessVerdict:
+        return Verdict(transaction.run_id, tuple(answers), transaction.cancelled, transaction.slowest_s)
 
 
 class DraftWorker(StageWorker):
-    """A larger draft, whole: its verdicts are not one token a row but `width` guesses, as `encode_guesses` has them."""
+    """A stage of a larger draft: its verdicts have up to `width` guesses for a row."""
 
     UNIT = "question"
 
     def __init__(
         self,
         model: StageModel,
+        pruned: Pruned,
         clock: Callable[[], float],
-        width: int,
-        couple: bool,
+        is_first: bool,
         tracer: Tracer = NO_TRACE,
         n_layers: int = 0,
+        *,
+        width: int,
+        couple: bool,
     ) -> None:
-        super().__init__(model, lambda run_id: False, clock, True, tracer, n_layers)
+        super().__init__(model, pruned, clock, is_first, tracer, n_layers)
         self.width, self.couple = width, couple
-        self._no_answer = encode_guesses([], width)
 
-    def _answer(
-        self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int]
-    ) -> Sequence[int]:
-        return encode_guesses(guess_next(logits, params, position, history, self.width, self.couple), self.width)
+    _no_answer: Any = ()
+
+    def _answer(self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int]) -> list[Guess]:
+        return guess_next(logits, params, position, history, self.width, self.couple)
+
+    def _verdict(self, transaction: Transaction, answers: list[Any]) -> GuessVerdict:
+        return GuessVerdict(transaction.run_id, tuple(answers), transaction.cancelled, transaction.slowest_s)
 
 
 def room_for(message: Buffer, n_embd: int) -> Transaction:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.interfaces import FloatArray, IntArray
-from pipeinfer.runs import KvOp, OpKind, Run, Verdict
+from pipeinfer.runs import NO_TOKEN, Guess, GuessVerdict, KvOp, OpKind, Run, Verdict
 from pipeinfer.sampling import SamplingParams
 
 Buffer = npt.NDArray[np.uint8]
@@ -33,10 +33,12 @@ class RowFlag(IntFlag):
 
 
 _MAGIC = 0x50495046  # refuses a stray message early
-N_HEADER = 10  # magic, kind, run id, cancelled, n_ops, n_rows, n_extra, n_opens, µs in the slowest stage, n_prompt
+N_HEADER = 11
+"""Magic, kind, run id (two words), cancelled, n_ops, n_rows, n_extra, n_opens, µs in the slowest stage, n_prompt."""
+
 N_OP = 5  # kind, src, dst, first, last
 N_ROW = 5  # request, token, position, sequence, flags
-N_VERDICT = 4  # run id, cancelled, µs in the slowest stage, n_tokens; then the tokens
+N_VERDICT = 6  # run id (two words), cancelled, µs in the slowest stage, n_rows, width; then tokens, or guesses
 MAX_US = 2**31 - 1
 N_OPEN = 20  # request, one spare word, then the sampling parameters as nine float64
 
@@ -54,11 +56,11 @@ class Transaction:
     def __init__(self, buffer: Buffer, n_embd: int) -> None:
         self.buffer, self.n_embd = buffer, n_embd
         self._words = words = buffer[: len(buffer) & ~3].view(np.int32)
-        magic, kind, self.run_id, cancelled, n_ops, self.n_rows, n_extra, n_opens, _, self.n_prompt = words[
+        magic, kind, low, high, cancelled, n_ops, self.n_rows, n_extra, n_opens, _, self.n_prompt = words[
             :N_HEADER
         ].tolist()
         assert magic == _MAGIC, f"not a transaction: starts with {magic:#x}"
-        self.kind, self.cancelled = Kind(kind), bool(cancelled)
+        self.kind, self.cancelled, self.run_id = Kind(kind), bool(cancelled), joined(low, high)
         rows_at = N_HEADER + N_OP * n_ops
         self.opens_at = rows_at + N_ROW * self.n_rows + 2 * n_extra
         self._end = self.opens_at + N_OPEN * n_opens
@@ -66,14 +68,14 @@ class Transaction:
 
     @property
     def ops(self) -> list[KvOp]:
-        words = self._words[N_HEADER : N_HEADER + N_OP * int(self._words[4])].reshape(-1, N_OP)
+        words = self._words[N_HEADER : N_HEADER + N_OP * int(self._words[5])].reshape(-1, N_OP)
         return [KvOp(OpKind(kind), src, dst, first, last) for kind, src, dst, first, last in words.tolist()]
 
     @property
     def seqs(self) -> list[tuple[int, ...]]:
         """Each row's sequences, the one it sees first."""
         owners: list[tuple[int, ...]] = [(seq,) for seq in self.rows[:, 3].tolist()]
-        extra = self._words[self.opens_at - 2 * int(self._words[6]) : self.opens_at]
+        extra = self._words[self.opens_at - 2 * int(self._words[7]) : self.opens_at]
         for row, seq in extra.reshape(-1, 2).tolist():
             owners[row] += (seq,)
         return owners
@@ -107,26 +109,22 @@ class Transaction:
     @property
     def slowest_s(self) -> float:
         """Seconds that the run took the slowest of the stages that evaluated it."""
-        return 1e-6 * int(self._words[8])
+        return 1e-6 * int(self._words[9])
 
     def took(self, seconds: float) -> None:
         """A stage has evaluated the run in so long."""
-        self._words[8] = max(int(self._words[8]), _us(seconds))
-
-    def verdict(self, tokens: Sequence[int]) -> Verdict:
-        """What the last stage answers."""
-        return Verdict(self.run_id, tuple(tokens), self.cancelled, self.slowest_s)
+        self._words[9] = max(int(self._words[9]), _us(seconds))
 
     def cancel(self) -> None:
         """From here on the transaction carries its operations only."""
         self.cancelled = True
-        self._words[3] = 1
+        self._words[4] = 1
 
 
 def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     """The transaction of a run as the head sends it: without activations."""
     extra = [(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
-    words: list[int] = [_MAGIC, kind, run.id, 0, len(run.ops), len(run.rows), len(extra), len(run.opens), 0,
+    words: list[int] = [_MAGIC, kind, *halves(run.id), 0, len(run.ops), len(run.rows), len(extra), len(run.opens), 0,
                         run.n_prompt]  # fmt: skip
     for op in run.ops:
         words += astuple(op)
@@ -150,17 +148,60 @@ def encode_shutdown(kind: Kind = Kind.SHUTDOWN) -> Buffer:
     return encode(Run(0, []), kind)
 
 
-def encode_verdict(verdict: Verdict) -> Buffer:
-    words = [verdict.run_id, verdict.cancelled, _us(verdict.slowest_s), len(verdict.tokens), *verdict.tokens]
-    return np.array(words, np.int32).view(np.uint8)
+def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
+    """A target's verdict has a token for each row; a draft's `width` tokens, then their probabilities as float32."""
+    if isinstance(verdict, Verdict):
+        n_rows, width, body = len(verdict.tokens), 0, np.array(verdict.tokens, np.int32)
+    else:
+        n_rows, width = len(verdict.guesses), max(map(len, verdict.guesses), default=0)
+        body = _encode_guesses(verdict.guesses, width)
+    header = [*halves(verdict.run_id), verdict.cancelled, _us(verdict.slowest_s), n_rows, width]
+    return np.concatenate([np.array(header, np.int32), body]).view(np.uint8)
+
+
+def decode_verdict(message: Buffer) -> Verdict:
+    """Inverse of `encode_verdict` for a target's; the buffer may be longer than the message."""
+    run_id, cancelled, slowest_s, n_rows, _, body = _decode_header(message)
+    return Verdict(run_id, tuple(body[:n_rows].tolist()), cancelled, slowest_s)
+
+
+def decode_guess_verdict(message: Buffer) -> GuessVerdict:
+    """The same for a draft's."""
+    run_id, cancelled, slowest_s, n_rows, width, body = _decode_header(message)
+    n = n_rows * width
+    tokens = body[:n].reshape(n_rows, width).tolist()
+    shares = body[n : 2 * n].view(np.float32).reshape(n_rows, width).tolist()
+    guesses = (
+        [Guess(token, share) for token, share in zip(*row, strict=True) if token != NO_TOKEN]
+        for row in zip(tokens, shares, strict=True)
+    )
+    return GuessVerdict(run_id, tuple(guesses), cancelled, slowest_s)
+
+
+def _encode_guesses(guesses: Sequence[Sequence[Guess]], width: int) -> IntArray:
+    tokens = np.full((len(guesses), width), NO_TOKEN, np.int32)
+    shares = np.zeros((len(guesses), width), np.float32)
+    for row, found in enumerate(guesses):
+        tokens[row, : len(found)] = [guess.token for guess in found]
+        shares[row, : len(found)] = [guess.probability for guess in found]
+    return np.concatenate([tokens.ravel(), shares.view(np.int32).ravel()])
+
+
+def _decode_header(message: Buffer) -> tuple[int, bool, float, int, int, IntArray]:
+    words = message[: len(message) & ~3].view(np.int32)
+    low, high, cancelled, us, n_rows, width = words[:N_VERDICT].tolist()
+    return joined(low, high), bool(cancelled), 1e-6 * us, n_rows, width, words[N_VERDICT:]
 
 
 def _us(seconds: float) -> int:
     return min(round(1e6 * seconds), MAX_US)
 
 
-def decode_verdict(message: Buffer) -> Verdict:
-    """Inverse of `encode_verdict`; the buffer may be longer than the message."""
-    words = message.view(np.int32)
-    run_id, cancelled, us, n_tokens = words[:N_VERDICT].tolist()
-    return Verdict(run_id, tuple(words[N_VERDICT : N_VERDICT + n_tokens].tolist()), bool(cancelled), 1e-6 * us)
+def halves(number: int) -> tuple[int, int]:
+    """A 64-bit number as two signed words, the lower first."""
+    low, high = np.array([number], np.int64).view(np.int32).tolist()
+    return low, high
+
+
+def joined(low: int, high: int) -> int:
+    return high << 32 | low & 0xFFFFFFFF

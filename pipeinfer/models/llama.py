@@ -236,7 +236,7 @@ class LlamaStage:
             if op.kind == OpKind.COPY:
                 self._lib.llama_memory_seq_cp(self._memory, op.src, op.dst, op.first, last)
             elif op.kind == OpKind.COMPACT:
-                self._compact(op.src)
+                self._compact()
             else:
                 if op.first == 0:
                     self._drop_prefill(op.src)
@@ -295,25 +295,47 @@ class LlamaStage:
         for seq, position in first.items():
             self._lib.llama_memory_seq_rm(self._memory, seq, position, -1)
 
-    def _compact(self, seq: int) -> None:
-        """Keep only `seq`, and move its cells to the front, some at a time, in the order they have.
+    def _compact(self) -> None:
+        """Free what is parked and move all else to the front, the cells of a sequence in the order of positions."""
+        self._lib.llama_memory_seq_rm(self._memory, self._spare, -1, -1)
+        seqs = [seq for seq in range(self._spare) if self.next_position(seq)]
+        if len(seqs) == 1:
+            self._pack(seqs[0])
+        elif seqs:
+            self._pack_all(seqs)
+
+    def _pack_all(self, seqs: Sequence[int]) -> None:
+        """Take every sequence out and put it back: while another's cells lie between, there is no room to move them."""
+        states = [(seq, self._save(seq)) for seq in seqs]
+        self._lib.llama_memory_clear(self._memory, False)
+        for seq, state in states:
+            self._restore(seq, state)
+
+    def _save(self, seq: int) -> ctypes.Array[ctypes.c_uint8]:
+        size = self._lib.llama_state_seq_get_size(self._context, seq)
+        state = (ctypes.c_uint8 * size)()
+        if not self._lib.llama_state_seq_get_data(self._context, state, size, seq):
+            raise RuntimeError(f"packing the KV cache failed: sequence {seq} cannot be saved; {ggml.last_errors()}")
+        return state
+
+    def _restore(self, seq: int, state: ctypes.Array[ctypes.c_uint8]) -> None:
+        if not self._lib.llama_state_seq_set_data(self._context, state, len(state), seq):
+            raise RuntimeError(f"packing the KV cache failed: sequence {seq} cannot be put back; {ggml.last_errors()}")
+
+    def _pack(self, seq: int) -> None:
+        """Move the cells of the only sequence to the front, some at a time, in the order they have.
 
         With exact numerics that is the order of positions: cells are only ever handed out in ascending order.
         """
         lib, memory, spare = self._lib, self._memory, self._spare
-        lib.llama_memory_seq_keep(memory, seq)
         start = int(lib.llama_memory_seq_pos_min(memory, seq))
         for position in range(max(start, 0), self.next_position(seq), COMPACT_CELLS):
             end = position + COMPACT_CELLS
             lib.llama_memory_seq_cp(memory, seq, spare, position, end)
-            size = lib.llama_state_seq_get_size(self._context, spare)
-            state = (ctypes.c_uint8 * size)()
-            n_saved = lib.llama_state_seq_get_data(self._context, state, size, spare)
+            state = self._save(spare)
             lib.llama_memory_seq_rm(memory, spare, -1, -1)
             lib.llama_memory_seq_rm(memory, seq, position, end)
-            n_restored = lib.llama_state_seq_set_data(self._context, state, size, spare)
-            if not n_saved or not n_restored:
-                raise RuntimeError(f"packing the KV cache failed at position {position}: {ggml.last_errors()}")
+            self._restore(spare, state)
             lib.llama_memory_seq_cp(memory, spare, seq, position, end)
             lib.llama_memory_seq_rm(memory, spare, -1, -1)
 

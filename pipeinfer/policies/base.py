@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeinfer.interfaces import Guess
+from pipeinfer.runs import Guess
 from pipeinfer.tree import Node, Settled, TokenTree
 
 

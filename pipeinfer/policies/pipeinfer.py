@@ -11,8 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from pipeinfer.interfaces import Guess
 from pipeinfer.policies.base import View
+from pipeinfer.runs import Guess
 from pipeinfer.tree import Node, Settled
 
 SCORE = attrgetter("score")

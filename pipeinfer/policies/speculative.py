@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeinfer.interfaces import Guess
 from pipeinfer.policies.base import View
+from pipeinfer.runs import Guess
 from pipeinfer.tree import Node, Settled
 
 

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
-from pipeinfer.engine import Engine
-from pipeinfer.interfaces import Guess
+from pipeinfer.cluster.wire import decode_guess_verdict, encode_verdict
+from pipeinfer.levels import Level
 from pipeinfer.policies import PipeInfer, Policy, Speculative
-from pipeinfer.refining import PipelineRefiner, decode_guesses, encode_guesses
 from pipeinfer.requests import Finish, Request
+from pipeinfer.runs import Guess, GuessVerdict
 from pipeinfer.sampling import SamplingParams
 from pipeinfer.sequences import SequencePool
 from pipeinfer.tree import Node, TokenTree
-from tests.test_engine import N_LAYERS, random_drafter, random_policy, toy_pipeline
-from tests.toy import N_VOCAB, NoisyStage, OracleDrafter, Reference, ToyDraftPipeline, ToyPipeline
+from tests.test_engine import N_LAYERS, random_drafter, random_policy, toy_engine, toy_pipeline
+from tests.toy import N_VOCAB, NoisyStage, OracleDrafter, Reference, ToyDraftPipeline
 
 
-def add_refiners(
-    pipeline: ToyPipeline, rng: random.Random, n_ctx: int, rights: Sequence[float], n_seqs: Sequence[int] = (1, 4, 16)
-) -> list[PipelineRefiner]:
+def draft_levels(
+    rng: random.Random, n_ctx: int, rights: Sequence[float], n_seqs: Sequence[int] = (1, 4, 16)
+) -> list[Level]:
     """A larger draft for each of `rights`, the share of contexts in which it says what the target does."""
-    refiners = []
+    levels = []
     for right in rights:
-        model = NoisyStage(N_LAYERS, right, n_cells=n_ctx + 64)
-        companion = ToyDraftPipeline(model, rng, width=rng.randint(1, 4), late=rng.choice([0.0, 0.5, 0.95]))
-        pipeline.companions.append(companion)
+        cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), rng.randint(0, 2))), N_LAYERS]
+        models = [NoisyStage(first, last, right, n_cells=n_ctx + 64) for first, last in pairwise(cuts)]
+        larger = ToyDraftPipeline(models, rng, width=rng.randint(1, 4), late=rng.choice([0.0, 0.5, 0.95]))
         pool = SequencePool(rng.choice(n_seqs), n_ctx + 64)
-        refiners.append(PipelineRefiner(companion, pool, n_rows=rng.choice([1, 4, 16]), n_chunk=rng.choice([4, 64])))
-    return refiners
+        levels.append(Level(larger, pool, n_rows=rng.choice([1, 4, 16]), n_chunk=rng.choice([4, 64])))
+    return levels
 
 
 def run_case(seed: int) -> int:
@@ -39,12 +40,11 @@ def run_case(seed: int) -> int:
     n_ctx, parked = rng.choice([48, 64, 200]), rng.random() < 0.5
     n_cells = n_ctx + rng.randint(8, 80)
     pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked)
-    refiners = add_refiners(pipeline, rng, n_ctx, [rng.random() for _ in range(rng.randint(1, 2))])
+    drafts = draft_levels(rng, n_ctx, [rng.random() for _ in range(rng.randint(1, 2))])
     pool = SequencePool(rng.choice([1, 3, 64]), n_cells, parked)
-    engine = Engine(
-        pipeline, pool, random_drafter(rng, reference, n_ctx, seed), lambda: 0.0, n_chunk=rng.choice([3, 64]),
-        cancel=rng.random() < 0.9, refiners=refiners,
-    )  # fmt: skip
+    drafter = random_drafter(rng, reference, n_ctx, seed)
+    n_chunk, cancel = rng.choice([3, 64]), rng.random() < 0.9
+    engine = toy_engine(pipeline, pool, drafter, drafts, n_chunk=n_chunk, cancel=cancel)
     params = SamplingParams(seed, temp=rng.choice([0.0, 0.8]), repeat_last_n=9, repeat_penalty=rng.choice([1.0, 1.3]))
     n_refined = 0
     for request_id in range(rng.choice([1, 2])):
@@ -57,8 +57,8 @@ def run_case(seed: int) -> int:
         n_expected = min(40, n_ctx - len(prompt))
         assert request.tokens[len(prompt) :] == reference.generate(prompt, n_expected, params), f"seed {seed}"
         n_refined += metrics.n_refined
-    assert not any(any(each.queues) for each in (pipeline, *pipeline.companions)), "a run was forgotten"
-    assert all(refiner.pool.n_free == refiner.pool.n_seq for refiner in refiners), "a draft's sequence leaks"
+    assert not any(level.busy for level in engine.levels), "a run was forgotten"
+    assert all(level.pool.n_free == level.pool.n_seq for level in engine.levels), "a sequence leaks"
     return n_refined
 
 
@@ -72,9 +72,8 @@ def generate(policy: Policy, small: float, large: Sequence[float], seed: int = 1
     """A generation with drafts that are right so often; (the request, tokens per target run with the root)."""
     rng, reference = random.Random(seed), Reference(N_LAYERS)
     pipeline = toy_pipeline(rng, 4, 500, False)
-    refiners = add_refiners(pipeline, rng, 400, large, n_seqs=(16,))
-    drafter = OracleDrafter(reference, small)
-    engine = Engine(pipeline, SequencePool(16, 500), drafter, lambda: 0.0, refiners=refiners)
+    drafts = draft_levels(rng, 400, large, n_seqs=(16,))
+    engine = toy_engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, small), drafts)
     request = Request(0, [1, 2, 3], 300, SamplingParams(temp=0.0), 400)
     metrics = engine.add(request, policy)
     for _ in engine.generate():
@@ -97,11 +96,11 @@ def test_the_largest_of_three_drafts_has_the_last_word() -> None:
 
 
 def test_a_draft_without_room_does_not_stop_the_others() -> None:
-    """One sequence, so no branches: what cannot be placed is answered with nothing."""
+    """One sequence, so no branches: what cannot be placed is not waited for."""
     rng, reference = random.Random(5), Reference(N_LAYERS)
     pipeline = toy_pipeline(rng, 2, 500, False)
-    refiners = add_refiners(pipeline, rng, 400, [0.5], n_seqs=(1,))
-    engine = Engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 0.5), lambda: 0.0, refiners=refiners)
+    drafts = draft_levels(rng, 400, [0.5], n_seqs=(1,))
+    engine = toy_engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 0.5), drafts)
     request = Request(0, [4], 100, SamplingParams(temp=0.0), 400)
     engine.add(request, Speculative(n_draft=8, width=4))
     for _ in engine.generate():
@@ -112,16 +111,16 @@ def test_a_draft_without_room_does_not_stop_the_others() -> None:
 def test_a_stopped_request_leaves_no_question_open() -> None:
     rng, reference = random.Random(6), Reference(N_LAYERS)
     pipeline = toy_pipeline(rng, 2, 500, False)
-    (refiner,) = add_refiners(pipeline, rng, 400, [0.5])
-    engine = Engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 0.5), lambda: 0.0, refiners=[refiner])
+    (level,) = draft_levels(rng, 400, [0.5])
+    engine = toy_engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 0.5), [level])
     request = Request(0, list(range(90)), 100, SamplingParams(temp=0.0), 400)
     engine.add(request, PipeInfer())
-    while not refiner.busy:
+    while not level.busy:
         engine.step()
     engine.stop(request)
     for _ in engine.generate():
         pass
-    assert not refiner.busy and refiner.pool.n_free == refiner.pool.n_seq
+    assert not level.busy and level.pool.n_free == level.pool.n_seq
 
 
 def tree_of_two() -> tuple[TokenTree, list[Node]]:
@@ -148,9 +147,11 @@ def test_a_larger_draft_that_knows_nothing_changes_nothing() -> None:
 
 
 def test_guesses_survive_the_wire() -> None:
-    rows = [[Guess(3, 0.5), Guess(70000, 0.25)], [], [Guess(0, 1.0)]]
-    words = [word for row in rows for word in encode_guesses(row, 2)]
-    assert len(words) == 12 and decode_guesses(words, 3) == rows
+    rows: tuple[list[Guess], ...] = ([Guess(3, 0.5), Guess(70000, 0.25)], [], [Guess(0, 1.0)])
+    for sent in (GuessVerdict(1 << 40, rows, False, 0.25), GuessVerdict(7, ([], [])), GuessVerdict(7, (), True)):
+        found = decode_guess_verdict(encode_verdict(sent))
+        assert (found.run_id, found.cancelled, found.slowest_s) == (sent.run_id, sent.cancelled, sent.slowest_s)
+        assert list(found.guesses) == [list(row) for row in sent.guesses]
 
 
 def test_without_sequences_a_tree_gets_narrower_before_it_gets_shorter() -> None:
@@ -170,21 +171,19 @@ def test_no_room_is_not_taken_for_a_draft_that_knows_nothing() -> None:
     """One sequence: of two branches the second cannot be asked about. Its guesses stay what they were, until the root
     has moved and there is room."""
     rng, request = random.Random(5), Request(0, [4], 100, SamplingParams(temp=0.0), 400)
-    (refiner,) = add_refiners(toy_pipeline(rng, 2, 500, False), rng, 400, [0.5], n_seqs=(1,))
-    engine = Engine(
-        toy_pipeline(rng, 2, 500, False), SequencePool(16, 500), None, lambda: 0.0, refiners=[refiner]
-    )  # fmt: skip
+    (level,) = draft_levels(rng, 400, [0.5], n_seqs=(1,))
+    level.n_rows = 2
+    engine = toy_engine(toy_pipeline(rng, 2, 500, False), SequencePool(16, 500), None, [level])
     metrics = engine.add(request, PipeInfer())
     tree = request.tree
     one, other = tree.grow(tree.root, [Guess(1, 0.5), Guess(2, 0.25)], [-0.7, -1.4])
     (below,) = tree.grow(other, [Guess(3, 0.5)], [-0.7])
-    refiner.ask(request, [tree.root, one])
-    while refiner.busy:
-        refiner.pipeline.wait()
-        refiner.poll()
-    assert refiner.ask(request, [other])
-    assert engine._refine_next(1)
-    assert (other.refined, below.guessed_by, below.log_prob, metrics.n_refined) == (0, 0, -0.7, 0)
+    for _ in range(20):
+        while engine._ask():
+            pass
+        engine._refine_next(1)
+    assert one.refined == tree.root.refined == 1 and metrics.n_refined >= 2
+    assert (other.refined, below.guessed_by, below.log_prob) == (0, 0, -0.7)
     assert not other.is_open(1), "nobody waits for it"
     tree.answer([tree.root], [2])
     tree.settle()

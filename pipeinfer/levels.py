@@ -1,0 +1,259 @@
+"""One model that judges nodes, the target or a larger draft: its pipeline, its KV sequences, its runs in flight.
+
+Knows rows, sequences and runs; no policy, no model and no MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeinfer.blocks import chunk_end, rows_in_blocks
+from pipeinfer.interfaces import Pipeline
+from pipeinfer.requests import Request
+from pipeinfer.runs import KvOp, OpKind, Row, Run
+from pipeinfer.sampling import SamplingParams
+from pipeinfer.sequences import SequencePool
+from pipeinfer.tree import Node, State
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What a run carries of one request: its next `n_context` certain tokens below the root, then nodes, parents first.
+
+    `start`: the index of its first row in the run.
+    """
+
+    request: Request
+    n_context: int
+    nodes: list[Node]
+    n_prompt: int = 0  # more than 0: the context is whole blocks of a prompt with so many rows in blocks, see `blocks`
+    start: int = 0
+    n_branches: int = 0  # of its nodes, those that took a sequence of their own
+    pruned: set[int] = field(default_factory=set)  # rows of the run that the stages were told to leave out
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_context + len(self.nodes)
+
+    @property
+    def certain(self) -> bool:
+        """Whether it carries certain tokens, the root among them: the request cannot go on without it."""
+        return self.n_context > 0 or (bool(self.nodes) and self.nodes[0] is self.request.tree.root)
+
+    @property
+    def dead(self) -> bool:
+        """Whether nobody needs its cells or its answers. What was accepted since is context of all that follows."""
+        if self.request.finish:
+            return True
+        return not self.n_context and all(node.state is State.DEAD for node in self.nodes)
+
+    def dead_rows(self) -> set[int]:
+        """Rows of the run that nobody needs any more."""
+        first = self.start + self.n_context
+        if self.request.finish:
+            return set(range(self.start, first + len(self.nodes)))
+        return {row for row, node in enumerate(self.nodes, first) if node.state is State.DEAD}
+
+    def of(self, answers: Sequence[Any]) -> Sequence[Any]:
+        """The answers to its nodes, of those to all rows of the run."""
+        first = self.start + self.n_context
+        return answers[first : first + len(self.nodes)]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A run between submission and verdict."""
+
+    run_id: int
+    parts: list[Part]
+    context: int  # tokens before a request's first row, the mean over the rows
+    dead: bool = False  # no row can count any more
+    cancelled: bool = False  # and the stages were told
+
+    @property
+    def n_rows(self) -> int:
+        return sum(part.n_rows for part in self.parts)
+
+    @property
+    def n_context(self) -> int:
+        return sum(part.n_context for part in self.parts)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every stage evaluates all of its rows."""
+        return not self.cancelled and not any(part.pruned for part in self.parts)
+
+
+class Level:
+    """Places nodes and context, submits them as runs, and keeps what is in flight. Requests are opened and closed.
+
+    `n_chunk`: certain tokens a run at most. `n_rows`: nodes a run at most. `cancel`: tell the stages of runs and rows
+    that cannot count any more (off only for ablation studies). `blocks`: a prompt is cut where its length alone says.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline[Any],
+        pool: SequencePool,
+        *,
+        n_chunk: int = 128,
+        n_rows: int = 64,
+        cancel: bool = True,
+        blocks: bool = False,
+    ) -> None:
+        self.pipeline, self.pool, self.n_chunk, self.n_rows, self.cancel = pipeline, pool, n_chunk, n_rows, cancel
+        self.blocks = blocks
+        self._next_run_id = 1
+        self._flights: dict[int, Flight] = {}
+        self._of_request: dict[int, dict[int, Flight]] = {}
+        self._opens: dict[int, SamplingParams] = {}  # of requests that no run has carried yet
+        self._closes: list[KvOp] = []
+
+    # -- requests
+
+    def open(self, request: Request) -> None:
+        self.pool.open(request.id)
+        self._of_request[request.id] = {}
+        self._opens[request.id] = request.sampling
+
+    def close(self, request: Request) -> list[Flight]:
+        """The request has finished: free what it holds. Returns the runs that were given up."""
+        given_up = self._give_up(request)
+        self.pool.close(request.id)
+        del self._of_request[request.id]
+        if self._opens.pop(request.id, None) is None:
+            self._closes.append(KvOp(OpKind.CLOSE, request.id))
+        return given_up
+
+    # -- what a request wants, what there is room for
+
+    def n_inflight(self, request: Request) -> int:
+        """Runs of the request without a verdict, those that cannot count any more left out."""
+        return sum(not flight.dead for flight in self._of_request[request.id].values())
+
+    def n_context_left(self, request: Request) -> int:
+        """Certain tokens below the root that this level has yet to see."""
+        root = request.tree.root
+        return 0 if self.pool.is_placed(root) else root.position - self.pool.placed_end(request.id)
+
+    def next_context(self, request: Request) -> tuple[int, int]:
+        """How many certain tokens the next run may carry, and, if they are whole blocks, of how many rows in blocks.
+
+        Where they are not, a run may carry fewer.
+        """
+        n_left = self.n_context_left(request)
+        start = self.pool.placed_end(request.id) if n_left else 0
+        n_blocks = rows_in_blocks(len(request.prompt)) if n_left and self.blocks else 0
+        return (chunk_end(n_blocks, start, self.n_chunk) - start, n_blocks) if start < n_blocks else (n_left, 0)
+
+    def has_cells(self, n_rows: int) -> bool:
+        """Whether so many cells are free, after compaction if it is needed and possible."""
+        if n_rows > self.pool.n_free_cells and self.pool.can_compact:
+            self.pool.compact()
+        return n_rows <= self.pool.n_free_cells
+
+    # -- runs
+
+    def submit(self, parts: Sequence[Part]) -> Flight | None:
+        """Send what fits of the parts as one run; None, and nothing is sent, if that is nothing."""
+        ops: list[KvOp] = []
+        rows: list[Row] = []
+        sent = []
+        for part in parts:
+            if self._fits(part):
+                part.start = len(rows)
+                rows += self._place(part, ops)
+                sent.append(part)
+        if not sent:
+            return None
+        ids = [part.request.id for part in sent]
+        opens = {request_id: self._opens.pop(request_id) for request_id in ids if request_id in self._opens}
+        closes, self._closes = self._closes, []
+        run = Run(self._next_run_id, rows, [*closes, *ops], opens, sent[0].n_prompt)
+        self._next_run_id += 1
+        flight = self._flights[run.id] = Flight(run.id, sent, run.context)
+        for request_id in ids:
+            self._of_request[request_id][run.id] = flight
+        self.pipeline.submit(run)
+        return flight
+
+    def _fits(self, part: Part) -> bool:
+        """Whether anything of the part can be placed now; its nodes are cut down to what can: trees get narrower."""
+        if part.n_context:
+            return part.n_rows <= self.pool.n_free_cells
+        part.nodes = self.pool.fitting(part.nodes)
+        return bool(part.nodes)
+
+    def _place(self, part: Part, ops: list[KvOp]) -> Iterator[Row]:
+        request = part.request
+        start = self.pool.placed_end(request.id)
+        placement = self.pool.place(request.id, part.n_context, part.nodes)
+        part.n_branches = len(placement.leased)
+        ops += placement.ops
+        for position in range(start, start + part.n_context):
+            yield Row(request.id, request.tokens[position], position, (placement.context_seq,), wanted=False)
+        for node, seqs in zip(part.nodes, placement.node_seqs, strict=True):
+            yield Row(request.id, node.token, node.position, seqs)
+
+    def poll(self) -> tuple[Flight, Any] | None:
+        """The next verdict, with the flight that it ends, if one has come."""
+        verdict = self.pipeline.poll()
+        if verdict is None:
+            return None
+        flight = self._flights.pop(verdict.run_id)
+        for part in flight.parts:
+            self._of_request.get(part.request.id, {}).pop(verdict.run_id, None)
+        assert flight.cancelled or not verdict.cancelled, f"run {verdict.run_id} was cancelled by nobody"
+        return flight, verdict
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._flights)
+
+    def is_inflight(self, run_id: int | None) -> bool:
+        return run_id in self._flights
+
+    @property
+    def n_flights(self) -> int:
+        return len(self._flights)
+
+    # -- settling
+
+    def settle(self, request: Request, path: Sequence[Node]) -> list[Flight]:
+        """The request's root moved along `path` (old root first, new root last); all other branches are dead.
+
+        Returns the runs that were given up.
+        """
+        self.pool.settle(request.id, path)
+        return self._give_up(request)
+
+    def _give_up(self, request: Request) -> list[Flight]:
+        """Cancel the request's runs of which no row can count any more, and prune the dead rows out of the others."""
+        flying = [flight for flight in self._of_request[request.id].values() if not flight.dead]
+        doomed = [flight for flight in flying if all(part.dead for part in flight.parts)]
+        for flight in doomed:
+            flight.dead, flight.cancelled = True, self.cancel
+        if self.cancel:
+            if doomed:
+                self.pipeline.cancel([flight.run_id for flight in doomed])
+            self._prune(request, [flight for flight in flying if not flight.dead])
+        return doomed
+
+    def _prune(self, request: Request, flights: Sequence[Flight]) -> None:
+        rows = {}
+        for flight in flights:
+            part = next(part for part in flight.parts if part.request is request)
+            if found := part.dead_rows() - part.pruned:
+                part.pruned |= found
+                rows[flight.run_id] = sorted(found)
+        if rows:
+            self.pipeline.prune(rows)
+
+    def audit(self, live: Mapping[int, Sequence[Node]]) -> None:
+        """Raise AssertionError if a sequence leaks or a run is forgotten; `live`: live nodes of each open request."""
+        self.pool.audit(live)
+        assert set(self._of_request) == set(live), f"requests {set(live)} open, {set(self._of_request)} known"
+        for request_id, flights in self._of_request.items():
+            assert flights.items() <= self._flights.items(), f"request {request_id} waits for runs that have ended"

@@ -1,0 +1,36 @@
+"""Whose turn it is: members in the order in which they are due. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Rota(Generic[T]):
+    """Members by id, each once. Who is added is due after all others; who is in already keeps the place."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, T] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, member_id: int) -> bool:
+        return member_id in self._members
+
+    def __iter__(self) -> Iterator[T]:
+        """Members in their order; they may come and go meanwhile."""
+        return iter(list(self._members.values()))
+
+    def add(self, member_id: int, member: T) -> None:
+        self._members.setdefault(member_id, member)
+
+    def discard(self, member_id: int) -> None:
+        self._members.pop(member_id, None)
+
+    def rotate(self, member_id: int) -> None:
+        """The member was served: all others come first now."""
+        if member_id in self._members:
+            self._members[member_id] = self._members.pop(member_id)

@@ -1,0 +1,178 @@
+"""Many requests at once on the toy: whatever comes and goes, each text is the toy target's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from pipeinfer.drafting import ModelDrafter
+from pipeinfer.interfaces import Drafter
+from pipeinfer.policies import Iterative, PipeInfer
+from pipeinfer.requests import Finish, Request
+from pipeinfer.sampling import SamplingParams
+from pipeinfer.scheduler import Room, Share, Want, choose
+from pipeinfer.sequences import SequencePool
+from tests.test_engine import QuickStage, plain_toy, random_policy, toy_engine, toy_pipeline
+from tests.test_levels import draft_levels
+from tests.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline
+
+
+def random_drafter(rng: random.Random, reference: Reference, n_seq: int, n_cells: int) -> Drafter | None:
+    if rng.random() < 0.2:
+        return None
+    if rng.random() < 0.5:
+        return OracleDrafter(reference, rng.random(), rng.randrange(99))
+    model = QuickStage(0, N_LAYERS, n_cells, False, right=rng.random())
+    return ModelDrafter(model, SequencePool(n_seq, n_cells), rng.choice([4, 16]), N_VOCAB)
+
+
+def random_requests(rng: random.Random, n_ctx: int) -> list[Request]:
+    requests = []
+    for request_id in range(rng.randint(1, 40)):
+        penalty = rng.choice([1.0, 1.0, 1.3])
+        params = SamplingParams(rng.randrange(9), rng.choice([0.0, 0.8]), repeat_last_n=9, repeat_penalty=penalty)
+        prompt = [rng.randrange(N_VOCAB) for _ in range(rng.choice([1, 2, 12]))]
+        requests.append(Request(request_id, prompt, rng.randint(1, 16), params, n_ctx))
+    return requests
+
+
+def run_case(seed: int) -> int:
+    """Random arrivals, policies, stops, splits and cells; returns how many trees were settled."""
+    rng, reference = random.Random(seed), Reference(N_LAYERS)
+    n_ctx, parked = 30, rng.random() < 0.5
+    n_cells, n_seq = rng.choice([40, 90, 400]), rng.choice([1, 2, 5, 31])
+    pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked)
+    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))])
+    drafter = random_drafter(rng, reference, n_seq, n_cells + 64)
+    pool = SequencePool(n_seq, n_cells, parked)
+    options = {"n_chunk": rng.choice([3, 64]), "n_rows": rng.choice([3, 32]), "cancel": rng.random() < 0.9}
+    engine = toy_engine(pipeline, pool, drafter, drafts, **options)
+    to_come, stopped, n_trees = random_requests(rng, n_ctx), set[int](), 0
+    requests = list(to_come)
+    while engine.busy or to_come:
+        while to_come and (not engine.busy or rng.random() < 0.05):
+            engine.add(to_come[0], random_policy(rng) if drafter else Iterative())
+            to_come.pop(0)
+        if rng.random() < 0.003 and len(to_come) < len(requests):
+            stopped.add(victim := rng.randrange(len(requests) - len(to_come)))
+            engine.stop(requests[victim])
+        n_trees += engine.busy and engine.step() is not None
+        if rng.random() < 0.2:
+            engine.audit()
+    check(requests, stopped, reference)
+    assert not any(level.busy for level in engine.levels), "a run was forgotten"
+    assert all(level.pool.n_free == level.pool.n_seq for level in engine.levels), "a sequence leaks"
+    return n_trees
+
+
+def check(requests: Sequence[Request], stopped: set[int], reference: Reference) -> None:
+    for request in requests:
+        expected = reference.generate(request.prompt, request.n_generated, request.sampling)
+        assert request.tokens[len(request.prompt) :] == expected, f"request {request.id}"
+        assert request.id in stopped or request.n_generated == min(
+            request.n_predict, request.n_ctx - len(request.prompt)
+        )
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_each_of_many_requests_gets_its_own_text(block: int) -> None:
+    assert sum(run_case(seed) for seed in range(block * 18, block * 18 + 18)) > 1600
+
+
+def test_parked_cells_are_won_back_while_other_requests_are_open() -> None:
+    """Two requests of 400 tokens in a cache that their wrong guesses fill several times over."""
+    rng, n_cells = random.Random(1), 840
+    stages = [QuickStage(first, last, n_cells, True) for first, last in ((0, 2), (2, N_LAYERS))]
+    pool = SequencePool(8, n_cells, parked=True)
+    drafter = OracleDrafter(Reference(N_LAYERS), 0.4)
+    engine = toy_engine(ToyPipeline(stages, rng), pool, drafter)
+    requests = [Request(number, [number + 3], 400, SamplingParams(temp=0.0), 500) for number in range(2)]
+    for request in requests:
+        engine.add(request, PipeInfer(microbatch=4))
+    for _ in engine.generate():
+        pass
+    assert all(request.tokens == [request.prompt[0], *plain_toy(request.prompt[0], 400)] for request in requests)
+    assert stages[0].n_packed > 1
+
+
+def test_what_is_kept_of_a_request_ends_with_it() -> None:
+    rng = random.Random(2)
+    pipeline = toy_pipeline(rng, 2, 500, False)
+    engine = toy_engine(pipeline, SequencePool(8, 500), OracleDrafter(Reference(N_LAYERS), 0.5))
+    for request_id in range(50):
+        engine.add(Request(request_id, [1], 3, SamplingParams(temp=0.0), 20), PipeInfer())
+        for _ in engine.generate():
+            pass
+    assert all(len(worker._sampling) <= 1 for worker in pipeline.workers), "sampling of requests that have ended"
+    assert len(engine._jobs) == len(engine._senders) == len(engine.target._of_request) == 0
+
+
+def test_run_ids_go_beyond_32_bits() -> None:
+    rng = random.Random(3)
+    engine = toy_engine(toy_pipeline(rng, 3, 500, False), SequencePool(8, 500), OracleDrafter(Reference(N_LAYERS), 0.5))
+    engine.target._next_run_id = (1 << 31) - 5
+    request = Request(0, [5], 40, SamplingParams(temp=0.0), 100)
+    engine.add(request, PipeInfer())
+    for _ in engine.generate():
+        pass
+    assert request.tokens == [5, *plain_toy(5, 40)]
+
+
+def test_dead_rows_leave_runs_in_flight() -> None:
+    """A run of guesses from one node: the verdict on it leaves the right one alone in a run that no stage has begun."""
+    rng = random.Random(4)
+    pipeline = toy_pipeline(rng, 3, 500, False)
+    for pruning in pipeline.prunings:
+        pruning.late = 0.0
+    engine = toy_engine(pipeline, SequencePool(31, 500), OracleDrafter(Reference(N_LAYERS), 0.9))
+    request = Request(0, [5], 150, SamplingParams(temp=0.0), 200)
+    engine.add(request, PipeInfer(microbatch=4))
+    for _ in engine.generate():
+        pass
+    assert request.tokens == [5, *plain_toy(5, 150)]
+    n_pruned = [worker.stats.n_rows_pruned for worker in pipeline.workers]
+    assert n_pruned[-1] > 20 and n_pruned == sorted(n_pruned), "what is pruned at one stage is pruned at all later ones"
+
+
+def test_a_request_that_has_to_wait_can_be_stopped() -> None:
+    engine = toy_engine(toy_pipeline(random.Random(5), 2, 100, False), SequencePool(1, 100), None)
+    first, second = (Request(number, [1], 20, SamplingParams(temp=0.0), 50) for number in range(2))
+    engine.add(first, Iterative())
+    engine.add(second, Iterative())
+    engine.stop(second)
+    assert second.finish is Finish.STOPPED
+    for emission in engine.generate():
+        assert emission.request is first
+    assert first.finish is Finish.LENGTH and not second.n_generated
+
+
+# -- the scheduler
+
+
+ROOM = Room(n_roots=2, n_cheap=6, n_rows=32, n_context=10)
+
+
+def test_roots_come_before_guesses_and_only_as_many_as_share_a_run() -> None:
+    wants = [Want(0, 0, 3, False), Want(1, 0, 1, True), Want(2, 0, 1, True), Want(3, 0, 1, True)]
+    assert choose(wants, ROOM, alone=False) == [Share(1, 0, 1), Share(2, 0, 1), Share(0, 0, 3)]
+
+
+def test_guesses_fill_what_costs_little() -> None:
+    wants = [Want(1, 0, 1, True), Want(2, 0, 4, False), Want(3, 0, 4, False)]
+    assert choose(wants, ROOM, alone=False) == [Share(1, 0, 1), Share(2, 0, 4), Share(3, 0, 1)]
+
+
+def test_whose_turn_it_is_decides_between_prompts_and_nodes() -> None:
+    prompt, other, root = Want(0, 7, 1, False), Want(1, 20, 1, False), Want(2, 0, 1, True)
+    assert choose([prompt, root, other], ROOM, alone=False) == [Share(0, 7, 1), Share(1, 3, 0)]
+    assert choose([root, prompt, other], ROOM, alone=False) == [Share(2, 0, 1)]
+
+
+def test_one_requests_policy_decides_alone() -> None:
+    assert choose([Want(0, 0, 20, True)], ROOM, alone=True) == [Share(0, 0, 20)]
+
+
+def test_as_many_runs_as_stages() -> None:
+    assert [Room.for_load(n, 8, 4, 32, 128).n_roots for n in (1, 8, 9, 64)] == [1, 1, 2, 8]
