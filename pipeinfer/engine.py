@@ -438,8 +438,7 @@ class Engine:
         """Rows of a run that cost hardly more than one and that other requests' roots leave."""
         if self.run_cost is None:
             return 1
-        n_cheap = self.run_cost.n_cheap_rows(context)
-        return n_cheap if len(self._jobs) == 1 else max(0, n_cheap - self._room().n_roots)
+        return self.run_cost.n_cheap_rows(context) if len(self._jobs) == 1 else self._room().n_guesses
 
     def audit(self) -> None:
         """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""

@@ -7,10 +7,18 @@ from collections.abc import Sequence
 
 import pytest
 
+from pipeinfer.choices import SyntheticChoices
+from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.cluster.simulate import SimPipeline, SimWaiter, VirtualClock
+from pipeinfer.cluster.simulation import row_costs
 from pipeinfer.drafting import ModelDrafter
+from pipeinfer.engine import Engine
 from pipeinfer.interfaces import Drafter
+from pipeinfer.ledger import stage_time
+from pipeinfer.levels import Level
 from pipeinfer.policies import Iterative, PipeInfer
 from pipeinfer.requests import Finish, Request
+from pipeinfer.run_cost import RunCost
 from pipeinfer.sampling import SamplingParams
 from pipeinfer.scheduler import Room, Share, Want, choose
 from pipeinfer.sequences import SequencePool
@@ -146,6 +154,27 @@ def test_a_request_that_has_to_wait_can_be_stopped() -> None:
     for emission in engine.generate():
         assert emission.request is first
     assert first.finish is Finish.LENGTH and not second.n_generated
+
+
+def test_many_requests_keep_every_stage_busy() -> None:
+    """64 requests on 8 equal stages, in virtual time; each text is its own."""
+    stage = ModelCost("stage", 10, Work((1.0, 8.0, 64.0), (0.001, 0.0012, 0.006)))
+    profile = Profile("even", 4096, (stage,) * 8, (), LinkCost(50e-6, 1.25e9), HeadCost())
+    choices, clock = [SyntheticChoices((0.7,), seed, 20) for seed in range(64)], VirtualClock()
+    pipeline = SimPipeline(profile, choices, clock)
+    level = Level(pipeline, SequencePool(255, 64 * 64, parked=True))
+    engine = Engine(level, None, SimWaiter(clock), clock, run_cost=RunCost(row_costs(profile)))
+    requests = [Request(at, found.prompt, 40, SamplingParams(temp=0.0), 60) for at, found in enumerate(choices)]
+    metrics = [engine.add(request, Iterative()) for request in requests]
+    for _ in engine.generate():
+        pass
+    assert all(
+        request.tokens == [choice.target(position) for position in range(60)]
+        for request, choice in zip(requests, choices, strict=True)
+    )
+    window = max(each.token_s[0] for each in metrics), min(each.token_s[-1] for each in metrics)
+    busy_s = [stage_time(stage.ledger.moved(0.0), {}, window).busy_s for stage in pipeline.stages]
+    assert max(busy_s) > 0.95 * (window[1] - window[0])
 
 
 # -- the scheduler

@@ -15,7 +15,7 @@ import numpy as np
 from pipeinfer.blocks import block_edges
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import Transaction, decode_guess_verdict, decode_verdict, encode, encode_verdict
-from pipeinfer.interfaces import Batch, FloatArray
+from pipeinfer.interfaces import Batch, FloatArray, StageModel
 from pipeinfer.policies import View
 from pipeinfer.requests import Request
 from pipeinfer.runs import Guess, KvOp, OpKind, Run
@@ -244,14 +244,14 @@ class LatePrunings:
 class ToyPipeline:
     """Stages joined by queues; at every look a random number of them take a step. Prunings arrive late."""
 
-    def __init__(self, models: Sequence[ToyStage], rng: random.Random, late: float = 0.5) -> None:
-        self.n_stages, self.rng = len(models), rng
+    def __init__(self, models: Sequence[StageModel], rng: random.Random, late: float = 0.5) -> None:
+        self.n_stages, self.rng, self.n_embd = len(models), rng, models[0].n_embd
         self.prunings = [LatePrunings(rng, late) for _ in models]
         self.workers = [self._worker(index, model) for index, model in enumerate(models)]
         self.queues: list[deque[np.ndarray]] = [deque() for _ in range(self.n_stages + 1)]
         self.n_messages = 0
 
-    def _worker(self, index: int, model: ToyStage) -> StageWorker:
+    def _worker(self, index: int, model: StageModel) -> StageWorker:
         return StageWorker(model, self.prunings[index], lambda: 0.0, is_first=index == 0)
 
     def decode(self, message: np.ndarray) -> Any:
@@ -271,7 +271,7 @@ class ToyPipeline:
             return
         index = self.rng.choice(ready)
         message = self.queues[index].popleft()
-        transaction = room_for(message, N_EMBD) if index == 0 else Transaction(message, N_EMBD)
+        transaction = room_for(message, self.n_embd) if index == 0 else Transaction(message, self.n_embd)
         verdict = self.workers[index].process(transaction)
         self.n_messages += 1
         if index + 1 == self.n_stages:
@@ -293,11 +293,11 @@ class ToyPipeline:
 class ToyDraftPipeline(ToyPipeline):
     """A larger draft by itself, over one or several stages."""
 
-    def __init__(self, models: Sequence[ToyStage], rng: random.Random, width: int, late: float = 0.5) -> None:
+    def __init__(self, models: Sequence[StageModel], rng: random.Random, width: int, late: float = 0.5) -> None:
         self.width = width
         super().__init__(models, rng, late)
 
-    def _worker(self, index: int, model: ToyStage) -> StageWorker:
+    def _worker(self, index: int, model: StageModel) -> StageWorker:
         return DraftWorker(model, self.prunings[index], lambda: 0.0, is_first=index == 0, width=self.width, couple=True)
 
     def decode(self, message: np.ndarray) -> Any:

@@ -92,10 +92,10 @@ class PipeInfer:
 
     def draft(self, view: View) -> list[Node]:
         """The likeliest open nodes, if their children could belong into the next run."""
-        if self._resting or (view.n_inflight and not self.asynchronous):
+        n_rows = self._n_rows(view)
+        if not n_rows or self._resting or (view.n_inflight and not self.asynchronous):
             return []
         ready = self._unsent(view)
-        n_rows = self._n_rows(view)
         worst = ready[n_rows - 1].score if len(ready) >= n_rows else float("-inf")
         # children score no higher than their parent
         open_nodes = [
