@@ -46,7 +46,7 @@ class FakeHost:
         part = min(1.0, self.n_cores / n_threads)
         for count, share in zip(counts, self.running, strict=True):
             self.now_s, self.cpu_s = start[0] + EVALUATION_S, start[1] + count * part * EVALUATION_S
-            self.n_preempted = start[2] + (part < 1)
+            self.n_preempted = start[2] + count * (part < 1)
             share.end()
         self.idle_s += max(0, self.n_cores - n_threads) * EVALUATION_S
 
@@ -82,10 +82,12 @@ def test_one_busy_core_costs_one_thread_until_it_is_free() -> None:
 
 
 def test_waits_and_noise_cost_no_thread() -> None:
-    assert threads_to_keep(2, 1.0, 1.2, n_preempted=3) == 2  # threads that sleep while they wait are not preempted
+    assert threads_to_keep(2, 1.0, 1.2, n_preempted=30) == 2  # sleep in waits, and the system's noise
+    assert threads_to_keep(2, 0.03, 0.044, n_preempted=3) == 2
     assert threads_to_keep(2, 1.0, 1.9, n_preempted=500) == 2  # a poll of a waiting rank is short
-    assert threads_to_keep(64, 1.0, 62.5, n_preempted=500) == 64
+    assert threads_to_keep(64, 1.0, 62.5, n_preempted=5000) == 64
     assert threads_to_keep(2, 0.03, 0.03, n_preempted=7) == 1
+    assert threads_to_keep(2, 0.13, 0.18, n_preempted=20) == 1  # one busy process
 
 
 def test_where_the_system_does_not_tell_more_threads_are_tried() -> None:

@@ -20,8 +20,12 @@ SPIN_COUNT = "20000"
 """About a millisecond: longer than threads that have their cores wait for each other, and than the gaps between two
 evaluations; far shorter than libgomp's own default, so that it takes an evaluation, not seconds, to notice."""
 
-WINDOW_S = 0.03  # of evaluating, on which a decision to use fewer threads rests
-PREEMPTED_PER_S = 20.0  # fewer involuntary switches are the system's own
+WINDOW_S, LONG_WINDOW_S = 0.03, 0.12
+"""Of evaluating, after which a decision to use fewer threads may be made, and is made anew. Threads that have cores may
+sleep for a third of the time and be preempted by the system some 30 times a second; only the longer window tells that
+from one busy process."""
+
+DEPRIVED = 0.6  # of the cores that the threads would fill: who gets less has competitors
 LOST_MIN, LOST_SHARE = 0.25, 0.05  # cores, and the share of the threads, that may be lost without consequences
 ROUNDING = 0.25  # of a core that is counted as a whole one
 PATIENCE_S, PATIENCE_MAX_S = 0.25, 8.0  # between two looks at whether cores are free again
@@ -62,7 +66,10 @@ def read_free() -> float | None:
 def threads_to_keep(n_threads: int, wall_s: float, cpu_s: float, n_preempted: int) -> int:
     """As many threads as there were cores for them, when this many have evaluated for `wall_s` seconds."""
     got = cpu_s / wall_s
-    if n_threads - got <= max(LOST_MIN, LOST_SHARE * n_threads) or n_preempted < max(2, PREEMPTED_PER_S * wall_s):
+    is_deprived = got < DEPRIVED * n_threads and n_preempted > 2 + 25 * wall_s
+    has_lost = n_threads - got > max(LOST_MIN, LOST_SHARE * n_threads)
+    is_crowded = wall_s >= LONG_WINDOW_S and has_lost and n_preempted > (60 + 20 * n_threads) * wall_s
+    if not is_deprived and not is_crowded:
         return n_threads
     return max(1, min(n_threads - 1, math.floor(got + ROUNDING)))
 
@@ -98,9 +105,11 @@ class ThreadShare:
         if self._wall_s < WINDOW_S:
             return
         n_threads = threads_to_keep(self.n_threads, self._wall_s, self._cpu_s, self._n_preempted)
-        self._wall_s, self._cpu_s, self._n_preempted = 0.0, 0.0, 0
         if n_threads < self.n_threads:
             self._reduce(n_threads, now.wall_s)
+        elif self._wall_s < LONG_WINDOW_S:
+            return
+        self._wall_s, self._cpu_s, self._n_preempted = 0.0, 0.0, 0
 
     def _reduce(self, n_threads: int, now_s: float) -> None:
         # soon after more were taken: they were not free for long, so be slower to believe it
