@@ -77,6 +77,12 @@ def _is_of(process: Path, mark: str) -> bool:
         return False
 
 
+def _is_a_question(pid: int) -> bool:
+    """Whether a process is what a shell asks before it becomes the program: without it the job is as well."""
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    return Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"/bin/sh\0")
+
+
 def wait_until(done: Callable[[], bool], limit_s: float) -> bool:
     deadline = time.monotonic() + limit_s
     while not done() and time.monotonic() < deadline:
@@ -89,7 +95,7 @@ def strike(trial: Trial, job: subprocess.Popen[str], mark: str) -> str:
     if trial.interrupt:
         os.killpg(job.pid, signal.SIGINT)
         return "the terminal's process group"
-    processes = marked(mark)
+    processes = [pid for pid in marked(mark) if not _is_a_question(pid)]
     victim = processes[int(trial.victim * len(processes))]
     name = Path(f"/proc/{victim}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:60]
     os.kill(victim, signal.SIGKILL)
@@ -113,7 +119,7 @@ def perform(trial: Trial, folder: Path) -> tuple[list[str], float, str]:
     struck, wrong = "nothing", list[str]()
     try:
         struck = strike(trial, job, mark)
-    except (ProcessLookupError, FileNotFoundError, IndexError):
+    except (ProcessLookupError, FileNotFoundError, IndexError):  # it ended meanwhile
         wrong.append("could not strike")
     start_s, limit_s = time.monotonic(), INTERRUPT_S if trial.interrupt else KILL_S
     try:

@@ -193,6 +193,21 @@ def test_only_marked_segments_that_nobody_maps_are_swept(segment: Path) -> None:
 
 
 @only_mpich
+def test_a_segment_is_marked_while_mpi_still_waits() -> None:
+    """Rank 1 never starts MPI; what rank 0 has made by then is known as this program's, and goes when it is killed."""
+    job = start([*COMMAND, *RUN], ["sh", "-c", "trap '' INT; sleep 60"])
+    wait_until(lambda: any(map(segments_of, descendants(job.pid))))
+    (segment,) = set[Path]().union(*map(segments_of, descendants(job.pid)))
+    wait_until(lambda: MARK in os.listxattr(segment) or not segment.exists())
+    assert segment.exists()
+    for pid in descendants(job.pid):
+        if segments_of(pid):
+            os.kill(pid, signal.SIGKILL)
+    job.communicate(timeout=20)
+    wait_until(lambda: not segment.exists())
+
+
+@only_mpich
 @pytest.mark.parametrize("victim", ["mpirun", "proxy"])
 def test_a_killed_launcher_leaves_no_rank(victim: str) -> None:
     job = start([*COMMAND, *RUN], [*COMMAND, *RUN])

@@ -19,7 +19,7 @@ from pipeinfer.cluster.cores import Host, this_host
 from pipeinfer.cluster.launch import check_size, end_job, is_first_here, rank_from_environment, size_from_environment
 from pipeinfer.cluster.mpi import Link, abort
 from pipeinfer.cluster.roster import check_alike, own_words, places
-from pipeinfer.cluster.segments import mark_own, sweep
+from pipeinfer.cluster.segments import marking, sweep
 from pipeinfer.cluster.watch import Watch
 from pipeinfer.errors import UserError
 from pipeinfer.models.ggml import load_library
@@ -60,8 +60,8 @@ def start_job(part: Callable[[Crew], int], settings: object, verbose: bool) -> i
     on_signals(stopper.on_signal)
     if is_first_here():
         threading.Thread(target=sweep, daemon=True).start()
-    link = Link()
-    mark_own()
+    with marking():
+        link = Link()
     _meet(link, watch, settings)
     with watch:
         try:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
 MARK = "user.pipeinfer"  # an extended attribute; tmpfs has them since Linux 6.6, before nothing is marked or swept
+
+LOOK_EVERY_S = 0.003
 
 
 def segments_of(pid: int) -> set[Path]:
@@ -31,6 +34,23 @@ def mark_own() -> None:
     with contextlib.suppress(OSError, AttributeError):
         for path in segments_of(os.getpid()):
             os.setxattr(path, MARK, _namespace())
+
+
+@contextlib.contextmanager
+def marking() -> Iterator[None]:
+    """Mark what this process maps as soon as it does, and at the end of the block: it may be killed at any moment."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            mark_own()
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        mark_own()
 
 
 def sweep() -> None:

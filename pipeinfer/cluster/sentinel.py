@@ -18,7 +18,7 @@ from pathlib import Path
 from pipeinfer.cluster.deaths import Process, ranks_beside
 from pipeinfer.cluster.door import Door
 from pipeinfer.cluster.handshake import MAX_LINE_BYTES, Message, decode, encode, title, write_line
-from pipeinfer.cluster.segments import remove_dead, segments_of
+from pipeinfer.cluster.segments import remove_dead, segments_of, sweep
 
 EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
@@ -177,6 +177,9 @@ class Sentinel:
         deadline = time.monotonic() + REMAINS_S
         while not remove_dead(self._segments) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
+        if not self._segments:  # rank 0 was killed before anybody looked; perhaps it has marked one
+            time.sleep(LAUNCHER_GRACE_S)
+            sweep()
 
     def _tell(self, rank: int, message: Message) -> None:
         with contextlib.suppress(OSError):
