@@ -72,6 +72,7 @@ class Engine:
         self.on_prompt = on_prompt
         self._free_s = -math.inf  # when the slowest stage will have done what was sent, by `run_cost`
         self._held_s: float | None = None  # when a run may go that was held back
+        self._room = Room.for_load(1, target.pipeline.n_stages, 1, target.n_rows, target.n_chunk)
         self._drains = False  # nothing is sent until the parked cells can be won back
         self._jobs: dict[int, _Job] = {}
         self._waiting: deque[_Job] = deque()
@@ -143,7 +144,10 @@ class Engine:
 
     def _wake(self, job: _Job) -> None:
         """Something has changed for the request: ask its policy again."""
-        for rota in (self._senders, self._drafters, *self._askers):
+        self._senders.add(job.request.id, job)
+        if self.drafter:
+            self._drafters.add(job.request.id, job)
+        for rota in self._askers:
             rota.add(job.request.id, job)
 
     def _hear(self) -> bool:
@@ -252,9 +256,10 @@ class Engine:
         alone = len(self._jobs) == 1
         if not alone and self._is_early(0):
             return False
+        self._room = self._measure_room()
         parts = {job.request.id: part for job in self._senders if (part := self._wanted(job, alone))}
         wants = [_as_want(part) for part in parts.values()]
-        chosen = [_cut(parts[share.request_id], share) for share in choose(wants, self._room(), alone)]
+        chosen = [_cut(parts[share.request_id], share) for share in choose(wants, self._room, alone)]
         return bool(chosen) and self._submit(chosen)
 
     def _wanted(self, job: _Job, alone: bool) -> Part | None:
@@ -315,7 +320,7 @@ class Engine:
             return True
         return False
 
-    def _room(self) -> Room:
+    def _measure_room(self) -> Room:
         target, n_open = self.target, len(self._jobs)
         n_cheap = self.run_cost.n_cheap_rows(0) if self.run_cost else target.n_rows
         return Room.for_load(n_open, target.pipeline.n_stages, n_cheap, target.n_rows, target.n_chunk)
@@ -438,7 +443,7 @@ class Engine:
         """Rows of a run that cost hardly more than one and that other requests' roots leave."""
         if self.run_cost is None:
             return 1
-        return self.run_cost.n_cheap_rows(context) if len(self._jobs) == 1 else self._room().n_guesses
+        return self.run_cost.n_cheap_rows(context) if len(self._jobs) == 1 else self._room.n_guesses
 
     def audit(self) -> None:
         """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""

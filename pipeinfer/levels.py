@@ -110,6 +110,7 @@ class Level:
         self._of_request: dict[int, dict[int, Flight]] = {}
         self._opens: dict[int, SamplingParams] = {}  # of requests that no run has carried yet
         self._closes: list[KvOp] = []
+        self._n_dead = 0  # of the runs in flight, those that were given up
 
     # -- requests
 
@@ -131,7 +132,8 @@ class Level:
 
     def n_inflight(self, request: Request) -> int:
         """Runs of the request without a verdict, those that cannot count any more left out."""
-        return sum(not flight.dead for flight in self._of_request[request.id].values())
+        flights = self._of_request[request.id]
+        return sum(not flight.dead for flight in flights.values()) if self._n_dead else len(flights)
 
     def n_context_left(self, request: Request) -> int:
         """Certain tokens below the root that this level has yet to see."""
@@ -203,6 +205,7 @@ class Level:
         if verdict is None:
             return None
         flight = self._flights.pop(verdict.run_id)
+        self._n_dead -= flight.dead
         for part in flight.parts:
             self._of_request.get(part.request.id, {}).pop(verdict.run_id, None)
         assert flight.cancelled or not verdict.cancelled, f"run {verdict.run_id} was cancelled by nobody"
@@ -235,6 +238,7 @@ class Level:
         doomed = [flight for flight in flying if all(part.dead for part in flight.parts)]
         for flight in doomed:
             flight.dead, flight.cancelled = True, self.cancel
+        self._n_dead += len(doomed)
         if self.cancel:
             if doomed:
                 self.pipeline.cancel([flight.run_id for flight in doomed])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pipeinfer.cli.context import CLOCK, Context, complain
@@ -141,7 +142,7 @@ class Session:
                 pipeline, pool, n_chunk=job.n_batch, n_rows=N_GUESS_ROWS, cancel=cancel, blocks=job.blocks
             ),
             drafter, HeadWaiter(context.flag.check, pipeline.ledger), CLOCK,
-            drafts=drafts, run_cost=self._run_cost(), tracer=context.tracer, on_prompt=on_prompt,
+            drafts=drafts, run_cost=self._run_cost, tracer=context.tracer, on_prompt=on_prompt,
         )  # fmt: skip
         request = Request(0, job.prompt, job.n_predict, job.sampling, job.n_ctx, job.end_tokens)
         metrics = engine.add(request, policy)
@@ -154,7 +155,9 @@ class Session:
         row_s = {rank: cost[1] for rank, cost in self._costs.items()}
         return Generation(request, metrics, pipeline.ledger, pipeline.n_cancel_messages, figures, ledgers, row_s)
 
+    @cached_property
     def _run_cost(self) -> RunCost | None:
+        """What runs cost, learned for as long as the models are loaded."""
         slowest = slowest_stage(list(self._costs.values()))
         return RunCost(slowest) if slowest else None
 
