@@ -89,6 +89,21 @@ def test_ctrl_c_while_the_command_starts(moment_s: float) -> None:
     assert text == errors == ""
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_lone_process_that_is_stopped_while_it_loads_says_nothing_of_mpi(number: signal.Signals) -> None:
+    """Nobody else is to be ended: MPI's abort has a line of its own, and crashed now and then."""
+    for _ in range(3):
+        job = subprocess.Popen(
+            [*COMMAND, *RUN], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
+        )
+        assert job.stderr
+        plan = job.stderr.readline()
+        job.send_signal(number)
+        _, errors = job.communicate(timeout=20)
+        assert plan.startswith("policy ") and job.returncode == 128 + number
+        assert "Abort" not in errors and "died" not in errors
+
+
 @only_mpich
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_ended_before_mpi_started_does_not_hang_the_job(absent: int) -> None:

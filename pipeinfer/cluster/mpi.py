@@ -388,8 +388,8 @@ def serve(
 
 
 def abort(code: int) -> None:
-    """End all ranks at once, if MPI runs."""
-    if MPI.Is_initialized() and not MPI.Is_finalized():
+    """End the other ranks at once, if MPI runs and there are any: MPI says so, and may crash in exit handlers."""
+    if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
         MPI.COMM_WORLD.Abort(code)
 
 
