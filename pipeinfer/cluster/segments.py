@@ -1,7 +1,7 @@
 """Shared memory that MPI leaves in /dev/shm when its ranks are killed, about 1 MB a rank: marked, found and removed.
 
-Every rank marks the segments it maps, so that a later start on this host knows them as this program's. Nothing is
-removed that a living process maps. Knows /proc; standard library alone.
+Every rank marks the segments it uses, so that a later start on this host knows them as this program's. Nothing is
+removed that a living process maps or has open. Knows /proc; standard library alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ LOOK_EVERY_S = 0.003
 
 
 def segments_of(pid: int) -> set[Path]:
-    """The segments that a process of this user maps now."""
-    found = set()
+    """The segments that a process of this user maps or has open now."""
+    names = []
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            name = line.partition(f" {FOLDER}/")[2]
-            if name and not name.endswith(" (deleted)"):
-                found.add(FOLDER / name)
-    return found
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        names += [f"{FOLDER}/{name}" for line in maps if (name := line.partition(f" {FOLDER}/")[2])]
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                names.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return {Path(name) for name in names if name.startswith(f"{FOLDER}/") and not name.endswith(" (deleted)")}
 
 
 def mark_own() -> None:
-    """Mark what this process maps as this program's, in this process namespace: elsewhere we see no other's maps."""
+    """Mark what this process uses as this program's, in this process namespace: in others we cannot see who uses it."""
     with contextlib.suppress(OSError, AttributeError):
         for path in segments_of(os.getpid()):
             os.setxattr(path, MARK, _namespace())
@@ -38,7 +40,7 @@ def mark_own() -> None:
 
 @contextlib.contextmanager
 def marking() -> Iterator[None]:
-    """Mark what this process maps as soon as it does, and at the end of the block: it may be killed at any moment."""
+    """Mark what this process uses as soon as it does, and at the end of the block: it may be killed at any moment."""
     over = threading.Event()
 
     def look() -> None:
@@ -60,7 +62,7 @@ def sweep() -> None:
 
 
 def remove_dead(paths: Iterable[Path]) -> bool:
-    """Remove those that no living process maps; True when all of them are gone."""
+    """Remove those that no living process uses; True when all of them are gone."""
     left = {path for path in paths if path.exists()}
     if not left:
         return True

@@ -177,9 +177,8 @@ class Sentinel:
         deadline = time.monotonic() + REMAINS_S
         while not remove_dead(self._segments) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
-        if not self._segments:  # rank 0 was killed before anybody looked; perhaps it has marked one
-            time.sleep(LAUNCHER_GRACE_S)
-            sweep()
+        time.sleep(LAUNCHER_GRACE_S)
+        sweep()  # other ranks, and rank 0 before anybody looked, may have marked more
 
     def _tell(self, rank: int, message: Message) -> None:
         with contextlib.suppress(OSError):
