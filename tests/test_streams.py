@@ -45,6 +45,19 @@ def test_full_output_keeps_the_files(tmp_path: Path, form: str) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize("arguments", [
+    f"{RUN} --json", "run -p x -n 0 --json", "simulate --profile pipeinfer-c -n 9 --policy iterative --json",
+    "bench -p 4 -n 2 -r 1 --warm-up 0 --policy iterative -o json",
+])  # fmt: skip
+def test_a_figure_that_does_not_exist_is_null(arguments: str) -> None:
+    """Python's json reads NaN too; most others refuse the whole text."""
+    done = shell(arguments, "")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout, parse_constant=pytest.fail)
+    (figures,) = result if isinstance(result, list) else (result["speculation"],)
+    assert figures["acceptance_rate"] is None
+
+
 @pytest.mark.parametrize("streams", ["2>&-", "2> /dev/full"])
 def test_lost_statistics_keep_the_text(streams: str) -> None:
     done = shell(RUN, streams)

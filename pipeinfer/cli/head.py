@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeinfer.cli.asked import asked_of
 from pipeinfer.cli.context import CLOCK, Context, complain
+from pipeinfer.cli.json_text import json_text
 from pipeinfer.cli.outcome import make_result
 from pipeinfer.cli.progress import PromptProgress
 from pipeinfer.cli.report import show_plan, show_ranks, show_statistics, stderr_console
@@ -84,7 +84,7 @@ class Head:
         """Returns the exit code: 2 when a file could not be written."""
         result: dict[str, Any] = make_result(self.text, generation, self.job, self.options)
         if self.options.json:
-            print(json.dumps(result), flush=True)
+            print(json_text(result), flush=True)
         if not self.text.endswith("\n"):
             self.console.print()  # on a terminal the statistics begin on a line of their own
         for notice in generation.metrics.notices:

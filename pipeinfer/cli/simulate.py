@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 from pipeinfer.choices import Choices, RecordedChoices, ranks_for, synthetic_team
 from pipeinfer.cli.asked import settings_text, variant_text
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.json_text import json_text
 from pipeinfer.cli.policy_options import policy_options, take_policy_options
 from pipeinfer.cli.simulated import make_result, simulated_columns, write_trace
 from pipeinfer.cli.summary import print_summary
@@ -203,7 +203,7 @@ def ask(question: Question, seeds: Sequence[int], results: Path | None, as_json:
             if results:
                 append_result(results, row)
             if as_json:
-                print(json.dumps(result))
+                print(json_text(result))
     return rows, simulated
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from pipeinfer.cli.json_text import without_nan
 from pipeinfer.cli.report import number, size_text
 from pipeinfer.columns import ASKED
 from pipeinfer.metrics import percentiles
@@ -74,7 +75,7 @@ def _plain(summary: dict[str, Any]) -> dict[str, Any]:
 def _plain_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return ",".join(f"{item:g}" for item in value)
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return without_nan(value)
 
 
 COLUMNS_OF_NAMES = ("model", "size", "draft", "ranks", "layers", "policy", "test")
