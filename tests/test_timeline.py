@@ -95,14 +95,16 @@ def test_marks_at_the_edges_are_whole_and_questions_are_no_runs() -> None:
         ('{"traceEvents": [{"ph": "X"}]}', "not a trace"),
         ('{"traceEvents": [{"ph": "X", "name": "draft", "tid": 0, "ts": "now", "args": {}}]}', "not a trace"),
         ('{"traceEvents": [', "not a trace"),
+        ("\xd0" * 10_000, "not a trace"),
     ],
 )
 def test_a_bad_trace_is_one_line(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "trace.json"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, encoding="latin-1")
     done = finish(1, ["timeline", str(path), "-o", str(tmp_path / "picture.png")])
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert len(done.stderr) < 400
 
 
 def test_arrows_and_moments(tmp_path: Path) -> None:

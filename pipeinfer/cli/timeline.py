@@ -68,7 +68,8 @@ def read_trace(path: Path) -> tuple[dict[int, str], list[Event]]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise UserError(f"{path} is not a trace that `pipeinfer run --trace` wrote: {error!r}") from None
+        found = f"{type(error).__name__}: {error}"  # its repr may hold the whole file
+        raise UserError(f"{path} is not a trace that `pipeinfer run --trace` wrote: {found}") from None
     return labels, drawn
 
 
