@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import shutil
 import struct
@@ -49,6 +51,12 @@ def faults(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("pipeinfer: rank ")]
 
 
+def wait_until_loaded(job: subprocess.Popen[str]) -> None:
+    assert job.stderr
+    while "loaded" not in job.stderr.readline():
+        assert job.poll() is None
+
+
 def start_and_change(n_ranks: int, arguments: list[str], change: Callable[[], None]) -> subprocess.Popen[str]:
     job = start(n_ranks, ["run", *LONG, *arguments])
     assert job.stdout
@@ -87,12 +95,29 @@ def test_a_model_that_was_replaced_by_renaming_is_finished_with(model: Path) -> 
     common = ["-m", str(model), "-p", PROMPT, "-n", "64", "--temp", "0", "--ignore-eos", "-t", "1"]
     expected = run_json(1, common)["text"]
     job = start(2, ["run", *common])
-    assert job.stderr
-    while "loaded" not in job.stderr.readline():
-        pass
+    wait_until_loaded(job)
     replace_by_another(model)
     text, errors = job.communicate(timeout=60)
     assert job.returncode == 0 and text == expected, errors
+
+
+@pytest.mark.parametrize("change", [replace_by_another, Path.unlink])
+def test_what_is_reported_is_the_model_that_was_computed_from(
+    model: Path, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    common = ["-m", str(model), "-md", str(model), "-p", PROMPT, "-n", "64", "--ignore-eos", "-t", "1", "--json"]
+    expected = run_json(1, common)
+    results = tmp_path / "results.csv"
+    job = start(2, ["run", *common, "--results", str(results)])
+    wait_until_loaded(job)
+    change(model)
+    text, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    found = json.loads(text)
+    assert (found["model"], found["model_draft"]) == (expected["model"], expected["model_draft"])
+    with results.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["model_hash"], row["model_bytes"]) == (expected["model"]["hash"], str(TARGET.stat().st_size))
 
 
 def test_a_model_that_was_touched_is_gone_on_with(model: Path) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cli.options import RunOptions
-from pipeinfer.models.model_info import read_model_info
 from pipeinfer.policies.factory import PolicyOptions
 from pipeinfer.results import Row
 from pipeinfer.sampling import SamplingParams
 
 if TYPE_CHECKING:  # these import MPI
-    from pipeinfer.cli.setup import Job
+    from pipeinfer.cli.setup import Job, ModelFile
 
 HASH_DIGITS = 16
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
@@ -29,7 +26,7 @@ def asked_of(job: Job, options: RunOptions, prompt: str = "", prompt_hash: str =
         "variant": variant_text(options.speculation, options.cancel, options.partitions),
         "settings": settings_text(options.policy, options.speculation, options.couple),
         "options": options_text(options),
-        **describe_models(options.model, [draft.path for draft in job.drafts]),
+        **model_columns(describe_model(job.model), describe_drafts(job.drafts) if job.drafts else None),
         "ranks": job.plan.n_ranks,
         "layers": [stage.last - stage.first for stage in job.plan.stages],
         "threads": list(job.threads),
@@ -86,12 +83,8 @@ def options_text(options: RunOptions) -> str:
 # -- models
 
 
-def describe_models(model: Path, drafts: Sequence[Path]) -> Row:
-    """The columns about a target and its drafts. Raises UserError when one cannot be read."""
-    return model_columns(describe_model(model), describe_drafts(drafts) if drafts else None)
-
-
 def model_columns(model: dict[str, Any], draft: dict[str, Any] | None) -> Row:
+    """The columns about a target and its drafts."""
     columns = {"": "name", "_bytes": "bytes", "_hash": "hash"}
     found = {f"model{suffix}": model[name] for suffix, name in columns.items()}
     found |= {f"model_draft{suffix}": draft[name] if draft else "" for suffix, name in columns.items()}
@@ -99,23 +92,20 @@ def model_columns(model: dict[str, Any], draft: dict[str, Any] | None) -> Row:
     return found | {"quantisation": model["quantisation"], "quantisation_draft": quantisation_draft}
 
 
-@cache
-def describe_model(path: Path) -> dict[str, Any]:
-    """Raises UserError when the model cannot be read."""
-    info = read_model_info(path)
+def describe_model(model: ModelFile) -> dict[str, Any]:
     return {
-        "name": path.name,
-        "bytes": info.n_bytes,
-        "hash": info.fingerprint[:HASH_DIGITS],
-        "n_params": info.n_params,
-        "n_layer": info.n_layer,
-        "quantisation": info.quantisation,
+        "name": model.path.name,
+        "bytes": model.n_bytes,
+        "hash": model.fingerprint[:HASH_DIGITS],
+        "n_params": model.n_params,
+        "n_layer": model.n_layer,
+        "quantisation": model.quantisation,
     }
 
 
-def describe_drafts(paths: Sequence[Path]) -> dict[str, Any]:
+def describe_drafts(drafts: Sequence[ModelFile]) -> dict[str, Any]:
     """One draft, or several as one: names and the like joined, sizes added up, layers of the largest."""
-    found = [describe_model(path) for path in paths]
+    found = [describe_model(draft) for draft in drafts]
     joined = {key: "+".join(model[key] for model in found) for key in ("name", "hash", "quantisation")}
     return {**found[-1], **joined, **_summed(found, ("bytes", "n_params"))}
 

@@ -32,7 +32,7 @@ def load_stage(context: Context, job: Job, on_progress: Progress) -> LoadedModel
         return None
     options, stage = context.options, job.plan.stages[index]
     info = read_model_info(options.model)
-    if info.fingerprint != job.fingerprint:
+    if info.fingerprint != job.model.fingerprint:
         raise UserError(f"{options.model} differs from rank 0's; copy the same file to every host")
     params = LlamaParams(
         n_cells=job.n_cells,
@@ -107,7 +107,7 @@ def time_loaded(context: Context, job: Job, model: LoadedModel, draft: int | Non
     if draft is None:
         index = job.plan.stage_of(rank)
         assert index is not None, f"rank {rank} has a model and no stage"
-        part = f"{job.fingerprint} {job.plan.stages[index].layers} {options.numerics}"
+        part = f"{job.model.fingerprint} {job.plan.stages[index].layers} {options.numerics}"
     else:
         part = f"{job.drafts[draft].fingerprint} whole fast"
     where = f"{job.hosts[rank].name}, {job.hosts[rank].n_cores} cores, {job.threads[rank]} threads"

@@ -32,13 +32,19 @@ N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact nume
 
 
 @dataclass(frozen=True, slots=True)
-class DraftFile:
-    """A draft model as rank 0 found it."""
+class ModelFile:
+    """A model as rank 0 found it, before the job: its file may be replaced or removed while the job runs."""
 
     path: Path
     fingerprint: str
     n_bytes: int
+    n_params: int
     n_layer: int
+    quantisation: str
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> ModelFile:
+        return cls(info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.quantisation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,8 @@ class Job:
     """What every rank needs to know; broadcast by rank 0."""
 
     plan: Plan
-    fingerprint: str
-    drafts: tuple[DraftFile, ...]  # in the order of the plan's
+    model: ModelFile
+    drafts: tuple[ModelFile, ...]  # in the order of the plan's
     n_embd: int
     n_vocab: int
     prompt: tuple[int, ...]
@@ -114,8 +120,8 @@ def make_job(
     check_room([host.name for host in hosts], [host.room for host in hosts], memory, way_out)
     return Job(
         plan=plan,
-        fingerprint=info.fingerprint,
-        drafts=tuple(DraftFile(draft.path, draft.fingerprint, draft.n_bytes, draft.n_layer) for draft in drafts),
+        model=ModelFile.of(info),
+        drafts=tuple(map(ModelFile.of, drafts)),
         n_embd=info.n_embd,
         n_vocab=info.n_vocab,
         prompt=tuple(prompt),

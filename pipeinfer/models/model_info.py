@@ -60,8 +60,8 @@ class ModelInfo:
 
     @property
     def n_bytes(self) -> int:
-        """Of the file, all parts of a split one."""
-        return sum(part.stat().st_size for part in self.paths)
+        """Of the file when its header was read, all parts of a split one."""
+        return sum(state.n_bytes for state in self.states)
 
     def tensor(self, name: str) -> Tensor | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
