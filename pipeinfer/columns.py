@@ -64,6 +64,7 @@ COLUMNS = (
     Column("hit_rate", "number", "tokens that had been guessed / tokens in whose place at least one guess stood"),
     Column("accepted_length", "number", "tokens a verdict: mean of how many tokens came at once, 1 without guesses"),
     Column("draft_n", "integer", "guesses drafted"),
+    Column("draft_n_sent", "integer", "guesses that went to the target; 0: it worked as without a draft"),
     Column("draft_steps", "integer", "evaluations of the draft"),
     Column("draft_steps_inflight", "integer", "those of them that began while a run was in flight"),
     Column("tpot_s", "number", "mean time per output token (s) after the first"),

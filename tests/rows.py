@@ -33,7 +33,8 @@ def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0) -
             "total_s": 1.0,
         },
         "speculation": {"acceptance_rate": float("nan") if policy == "iterative" else 0.8, "accepted_length": 2.5,
-                        "hit_rate": 0.9, "draft_n": 90, "runs": 80, "rows": 160, "runs_cancelled": 9},
+                        "hit_rate": 0.9, "draft_n": 90, "draft_n_sent": 85,
+                        "draft_steps": 60, "runs": 80, "rows": 160, "runs_cancelled": 9},
         "wire": {"hops": [{"messages": 80, "bytes": 1000}] * (ranks - 1), "cancel_messages": 4},
         "ranks": [stage | figures | use for stage in stages],
     }  # fmt: skip

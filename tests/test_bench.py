@@ -99,6 +99,22 @@ def test_every_ablation_switches(tmp_path: Path) -> None:
     assert len(rows) == 3
 
 
+def test_what_makes_a_measurement_worthless_is_said_once(pair: list[str], tmp_path: Path) -> None:
+    """And measurements are told apart by what was switched off."""
+    results, cores = tmp_path / "results.csv", str(len(os.sched_getaffinity(0)))
+    never = ["-pa", "1", "-pd", "0", "--policy", "pipeinfer", "--ablate", "cancel"]
+    done = finish(
+        2, ["bench", *pair, "-t", cores, "-p", "24", "-n", "16", "-r", "2", *never, "--results", str(results)]
+    )
+    assert done.returncode == 0, done.stderr
+    assert [row["draft_n_sent"] for row in read_results(results)] == [0] * 4
+    for variant in ("", "no-cancel, "):
+        name = f"pipeinfer, {variant}pp24, n 16"
+        assert done.stderr.count(f"pipeinfer: {name}: no guess was ever sent") == 1, done.stderr
+        assert f"] {name}, repetition 2: " in done.stderr
+    assert done.stderr.count("threads of 2 ranks that compute") == 1
+
+
 def plan_of(**changed: Any) -> Case:
     """The first case of a sweep on two ranks, by the shipped pair, with something changed."""
     given: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunOptions))

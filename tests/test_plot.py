@@ -17,6 +17,7 @@ from matplotlib.text import Text
 
 from pipeinfer.cli.facets import FACETS, SHOWN
 from pipeinfer.cli.figures import FIGURES, draw_all
+from pipeinfer.cli.summary import markdown, summarise
 from pipeinfer.columns import ASKED
 from pipeinfer.results import Row, append_result, as_read
 from tests.jobs import ROOT
@@ -185,6 +186,25 @@ def test_acceptance_stands_beside_the_speed() -> None:
         assert figure is not None
         shown = [text.get_text() for text in figure.axes[0].texts if text.get_text()]
         assert shown == (["0.80", "0.80"] if name == "speed" else [])
+
+
+def test_bars_of_drafts_that_never_reached_the_target_say_so() -> None:
+    worked = {"iterative": (0, 0), "speculative": (60, 5), "pipeinfer": (60, 0)}
+    rows = [
+        as_read(make_row(policy)) | {"draft_steps": n_steps, "draft_n_sent": n_sent}
+        for policy, (n_steps, n_sent) in worked.items()
+    ]
+    figure = FIGURES["speed"](rows)
+    assert figure is not None
+    assert [text.get_text() for text in figure.axes[0].texts if text.get_text()] == ["0.80", "none"]
+    assert "none: no guess went to the target" in note_of(figure)
+    assert "none" not in note_of(FIGURES["speed"]([row | {"draft_n_sent": 1} for row in rows]))
+
+
+def test_names_of_several_drafts_have_no_suffixes() -> None:
+    rows = [as_read(make_row(model_draft="small.gguf+large.gguf"))]
+    assert panel_titles(FIGURES["speed"](rows)) == ["big + small+large"]
+    assert "| small+large |" in markdown(summarise(rows))[-1]
 
 
 def test_the_drafting_rank_is_marked() -> None:

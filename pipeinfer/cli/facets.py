@@ -27,8 +27,13 @@ HASH_SHOWN = 4
 
 def clean(text: str) -> str:
     """A name as a label: no mathematics, no control characters, not longer than fits."""
-    shown = "".join(character if character.isprintable() else "?" for character in text).removesuffix(".gguf")
+    shown = "".join(character if character.isprintable() else "?" for character in without_suffixes(text))
     return (shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…").replace("$", r"\$")
+
+
+def without_suffixes(names: str) -> str:
+    """Of one model, or of several joined with +."""
+    return "+".join(name.removesuffix(".gguf") for name in names.split("+"))
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

@@ -43,7 +43,9 @@ from pipeinfer.results import Row
 
 WITHOUT = {"no-cancel": "without cancellation", "no-partitions": "without KV partitions",
            "no-continuous": "not continuous", "no-async": "not asynchronous"}  # fmt: skip
-ON_BARS = "Numbers on bars: acceptance rate, right guesses / guesses that got a verdict."
+ON_BARS = "Numbers on bars: acceptance rate, right guesses / guesses that got a verdict"
+UNSENT = "none"
+ON_UNSENT = f"; {UNSENT}: no guess went to the target, which worked as without a draft"
 
 
 def speed(rows: Sequence[Row]) -> Figure | None:
@@ -69,7 +71,7 @@ def memory(rows: Sequence[Row]) -> Figure | None:
     return _bars(
         measured,
         lambda row: row["predicted_per_second"] / (statistics.fmean(row["rss_bytes"]) / 1e9),
-        "mean tokens/s per GB of a rank's memory",
+        "mean tokens/s per GB of a rank",
     )
 
 
@@ -100,7 +102,7 @@ def ablation(rows: Sequence[Row]) -> Figure | None:
             panel.set_ylabel(label)
             panel.set_xlabel("MPI ranks")
             panel.set_title(title, fontsize=9)
-    _tell(figure, drawn, f" {ON_BARS}")
+    _tell(figure, drawn, f" {_on_bars(drawn)}")
     return figure
 
 
@@ -121,7 +123,7 @@ def prompts(rows: Sequence[Row]) -> Figure | None:
         panel.set_xticks(range(len(present)), [clean(name) for name in present], rotation=30, ha="right")
         panel.set_title(title, fontsize=9)
         panel.set_ylabel("mean generation speed (tokens/s)")
-    _tell(figure, drawn, f" Dots: each generation. {ON_BARS}")
+    _tell(figure, drawn, f" Dots: each generation. {_on_bars(drawn)}")
     return figure
 
 
@@ -202,7 +204,14 @@ def _variant_label(variant: str) -> str:
     return WITHOUT.get(variant, clean(variant)) or "complete"
 
 
+def _on_bars(drawn: dict[Axes, list[Bar]]) -> str:
+    unsent = any(_acceptance(bar) == UNSENT for bars in drawn.values() for bar in bars)
+    return f"{ON_BARS}{ON_UNSENT if unsent else ''}."
+
+
 def _acceptance(rows: Bar) -> str:
+    if all(row.get("draft_n_sent") == 0 < row["draft_steps"] for row in rows):
+        return UNSENT
     found = [row["acceptance_rate"] for row in rows if not math.isnan(row.get("acceptance_rate", math.nan))]
     return f"{statistics.fmean(found):.2f}" if found else ""
 
@@ -233,7 +242,7 @@ def _bars(rows: Sequence[Row], value: Value, label: str, with_acceptance: bool =
         panel.set_ylabel(label)
         panel.set_title(title, fontsize=9)
     marked = with_acceptance and any(_acceptance(bar) for bars in drawn.values() for bar in bars)
-    _tell(figure, drawn, f" {ON_BARS}" if marked else "")
+    _tell(figure, drawn, f" {_on_bars(drawn)}" if marked else "")
     return figure
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from pipeinfer.cli.asked import variant_text
 from pipeinfer.cli.context import complain, forget_peak
 from pipeinfer.cli.conversation import Turn
 from pipeinfer.cli.job import Crew, start_job
@@ -77,6 +78,7 @@ class Bench:
     def __init__(self, crew: Crew, groups: list[Group], warm_up: int) -> None:
         self.crew, self.groups, self.warm_up = crew, groups, warm_up
         self.rows: list[Row] = []
+        self.noticed: set[str] = set()
         self.console = stderr_console()
         # plain lines where there is no terminal to draw on
         self.progress = Progress(
@@ -112,6 +114,8 @@ class Bench:
         except UserError as error:
             complain(str(error))
             return 2
+        for warning in group.job.warnings:
+            self._notice(warning, [warning])
         for case in [*[_warm_up(group.cases[0])] * self.warm_up, *group.cases]:
             self._measure(session, case)
         session.close()
@@ -147,6 +151,15 @@ class Bench:
             speed, accepted = number(row["predicted_per_second"]), number(row["acceptance_rate"])
             figures = f"{speed} tokens/s" + ("" if accepted == "-" else f", acceptance {accepted}")
             self.console.print(f"[{len(self.rows)}] {_describe(case, turn)}: {figures}", markup=False)
+        name = _named(case, turn)
+        self._notice(name, [f"{name}: {notice}" for notice in generation.metrics.notices])
+
+    def _notice(self, name: str, lines: Sequence[str]) -> None:
+        """What the user should know of a measurement, once of all its repetitions."""
+        if lines and name not in self.noticed:
+            self.noticed.add(name)
+            for line in lines:
+                complain(line)
 
 
 def _warm_up(case: Case) -> Case:
@@ -160,4 +173,11 @@ def _warm_up(case: Case) -> Case:
 def _describe(case: Case, turn: Turn) -> str:
     about = f"repetition {case.repetition}" if case.repetition else "warm-up"
     again = ["again, for its answer"] if case.repetition and turn.measured else []
-    return ", ".join([case.options.policy, turn.name, f"n {case.job.n_predict}", about, *again])
+    return ", ".join([_named(case, turn), about, *again])
+
+
+def _named(case: Case, turn: Turn) -> str:
+    """A measurement, whichever of its repetitions."""
+    options = case.options
+    variant = variant_text(options.speculation, options.cancel, options.partitions)
+    return ", ".join(filter(None, (options.policy, variant, turn.name, f"n {case.job.n_predict}")))

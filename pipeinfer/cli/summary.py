@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from pipeinfer.cli.facets import without_suffixes
 from pipeinfer.cli.json_text import without_nan
 from pipeinfer.cli.report import number, size_text
 from pipeinfer.columns import ASKED
@@ -110,9 +111,9 @@ NAMED = ("prompt", "predicted_n")  # what the last of the names shows
 
 def _names(summary: dict[str, Any]) -> list[str]:
     return [
-        f"{summary['model'].removesuffix('.gguf')} {summary['quantisation']}",
+        f"{without_suffixes(summary['model'])} {summary['quantisation']}",
         size_text(summary["model_bytes"]),
-        summary["model_draft"].removesuffix(".gguf") or "-",
+        without_suffixes(summary["model_draft"]) or "-",
         str(summary["ranks"]),
         ",".join(map(str, summary["layers"])),
         " ".join(filter(None, (summary["policy"], summary["variant"], summary["pace"]))),
