@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pipeinfer.cluster.launch import check_size, rank_from_environment, size_from_environment
 from pipeinfer.errors import UserError
+from tests.jobs import COMMAND, ROOT, environment
 
 # one write: the launcher may mix the ranks' output at any byte
 PRINT_BOTH = """
@@ -76,3 +78,12 @@ def test_a_failing_job_says_only_what_rank_0_says(start: str) -> None:
     say = "rank_from_environment() or os.write(2, b'one line\\n')"
     done = run_three(f"import os; from pipeinfer.cluster.launch import *; {start} {say}; exit_together(2)")
     assert (done.returncode, done.stderr.strip("\0\n ")) == (2, "one line")
+
+
+def test_files_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
+    for name in ("json", "random", "numpy", "click"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    for command in (COMMAND, ["sh", str(ROOT / "scripts" / "pipeinfer")]):
+        environ = environment() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=environ)
+        assert done.returncode == 0 and done.stdout.startswith("pipeinfer "), done.stderr
