@@ -355,6 +355,8 @@ def test_prompts(tmp_path: Path) -> None:
     assert read_prompts(str(tmp_path / "b.jsonl"), 1) == questions[:1]
     assert read_prompts(str(tmp_path / "b.jsonl"), 0, n_turns=1) == [Prompt("b/1", "one"), Prompt("b/3", "three")]
     (tmp_path / "b.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="64 MiB"):
+        read_prompts("/dev/zero", 0)
     with pytest.raises(UserError, match="no questions"):
         read_prompts(str(tmp_path / "b.jsonl"), 0)
 

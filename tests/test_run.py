@@ -170,6 +170,7 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([], "-p"),
         (["-f", "{bad}/none.txt"], "none.txt"),
         (["-f", "{bad}/latin.txt"], "UTF-8"),
+        (["-f", "/dev/zero"], "64 MiB"),
         (["-m", str(TARGET), "--policy", "pipeinfer", "-p", "x"], "-md"),
         (["-p", "x", "-n", "2", "--results", "{bad}/results.csv"], "results.csv"),
         (["-p", "x", "-n", "2", "--trace", "{bad}/none/trace.json"], "trace.json"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.cli.asked import digest
+from pipeinfer.cli.limited import read_limited
 from pipeinfer.cli.prompts import TEXTS
 from pipeinfer.errors import UserError
 from pipeinfer.models.tokenizer import Tokenizer
@@ -109,7 +110,8 @@ def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[Prompt
         return [Prompt(f"pp{source}", n_tokens=int(source))]
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = read_limited(file, f"-p {source}")
     except OSError as error:
         raise UserError(f"-p {source}: {error.strerror}; give a number of tokens, a text file or a .jsonl") from None
     except UnicodeDecodeError as error:

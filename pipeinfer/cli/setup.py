@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.blocks import LARGEST, rows_in_blocks
+from pipeinfer.cli.limited import read_limited
 from pipeinfer.cli.memory import N_GUESS_ROWS, gpu_layers, plan_memory
 from pipeinfer.cli.options import RunOptions, threads_of_rank
 from pipeinfer.cli.values import MAX_CTX
@@ -174,8 +176,8 @@ def read_prompt(options: RunOptions) -> str:
     try:
         if options.file == STDIN and sys.stdin is None:
             raise UserError("--file -: standard input is closed; give the prompt with -p, or name a file")
-        data = sys.stdin.buffer.read() if options.file == STDIN else options.file.read_bytes()
-        return data.decode().removesuffix("\n")
+        with nullcontext(sys.stdin.buffer) if options.file == STDIN else options.file.open("rb") as file:
+            return read_limited(file, f"--file {options.file}").decode().removesuffix("\n")
     except OSError as error:
         raise UserError(f"--file {options.file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
