@@ -115,7 +115,10 @@ def _open_new(folder: Path, temporary: Path) -> BinaryIO:
 
 
 def _is_stream(path: Path) -> bool:
-    return str(path.parent) in STREAM_FOLDERS or (path.exists() and not path.is_file() and not path.is_dir())
+    # os.path's, for which a name that no file can have is that of none
+    return str(path.parent) in STREAM_FOLDERS or (
+        os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    )
 
 
 def _identity(path: Path) -> tuple[int, int] | str | None:

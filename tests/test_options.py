@@ -164,6 +164,13 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["timeline", "--for", "-5", "x", "-o", "y.png"], "--for"),
         (["timeline", "/tmp", "-o", "y.png"], "/tmp"),
         (["models", "grow", "--layers", "100000", "-o", "y.gguf"], "512"),
+        # a text in the place of a file's name
+        (["run", "-f", "Once upon a time " * 20], "too long"),
+        (["run", "-p", "x", "-m", "/tmp/" * 2000], "too long"),
+        (["run", "-p", "x", "--pace", "x" * 300], "too long"),
+        (["simulate", "--profile", "x" * 300], "too long"),
+        (["simulate", "--profile", "x" * 300 + ".toml"], "too long"),
+        (["timeline", "x" * 300, "-o", "y.png"], "too long"),
     ],
 )
 def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:

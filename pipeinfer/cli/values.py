@@ -6,6 +6,7 @@ does, later. Knows no command.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ MAX_THREADS = 512  # libggml's limit
 MAX_LAYERS = 512  # libllama's limit
 ALL_LAYERS, AUTO_LAYERS = -1, -2
 """All of a rank's layers on its GPU; the same where there is a GPU, else none."""
+
+NAME_MAX, PATH_MAX = 255, 4095
+"""Bytes of a file's name, and of a path, that Linux takes."""
 
 MAX_SHOWN = 60
 WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
@@ -104,7 +108,10 @@ class File(Text):
         text = super().convert(value, param, ctx)
         if text.startswith("-") and not (self.stdin and text == "-"):
             self.fail(f"{text!r} is no {self.name}; for one of this name write ./{text}", param, ctx)
-        return Path(text)
+        path = Path(text)
+        if len(os.fsencode(path)) > PATH_MAX or any(len(os.fsencode(part)) > NAME_MAX for part in path.parts):
+            self.fail(f"{text[:MAX_SHOWN] + '…'!r} is too long for the name of a {self.name}", param, ctx)
+        return path
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type=self.shell)]

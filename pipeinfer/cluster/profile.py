@@ -22,6 +22,7 @@ By measurement:
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -368,7 +369,7 @@ def spread_over(stages: Sequence[ModelCost], n_ranks: int) -> tuple[ModelCost, .
 def load_profile(name: str) -> ProfileFile:
     """A shipped profile by its name, or a file. Raises UserError when there is no such thing, naming those shipped."""
     path = Path(name)
-    if not path.suffix and not path.exists():
+    if not path.suffix and not os.path.exists(path):  # False also for a name that no file can have
         path = SHIPPED / f"{name}.toml"
     try:
         top = tomllib.loads(path.read_text(encoding="utf-8"))
