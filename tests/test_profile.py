@@ -15,7 +15,15 @@ from pipeinfer.cli.timeline import read_trace
 from pipeinfer.cluster.costs import Work, roofline
 from pipeinfer.cluster.profile import SHIPPED, load_profile, share_layers, shipped_profiles
 from pipeinfer.cluster.simulation import simulate
-from pipeinfer.cluster.survey import ModelTimes, StageRun, overheads, profile_toml, slowdowns, time_model
+from pipeinfer.cluster.survey import (
+    ModelTimes,
+    StageRun,
+    disturbed_line,
+    overheads,
+    profile_toml,
+    slowdowns,
+    time_model,
+)
 from pipeinfer.errors import UserError
 from pipeinfer.interfaces import Batch, FloatArray
 from pipeinfer.ledger import HeadLedger
@@ -212,6 +220,15 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     assert profile.stages[1].seconds(4, 100) == pytest.approx(4.9e-3, rel=1e-3), "attention costs rows in batches less"
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
     assert profile.blocks and profile.slowdown == (1.0, 1.25, 2.0) and profile.link.bytes_per_s == pytest.approx(1e9)
+
+
+def test_times_that_cannot_be_right_are_said() -> None:
+    """Of more rows a run takes longer; chunks of prompts have kernels of their own."""
+    fine = {1: 1e-3, 2: 1.2e-3, 4: 1.1e-3, 32: 9e-3, 64: 5e-3, 128: 8e-3}
+    assert ModelTimes(2, fine).disorder == pytest.approx(1.2 / 1.1)
+    assert not disturbed_line([ModelTimes(2, fine), ModelTimes(2, {1: 1e-3})])
+    for size, seconds, words in ((2, 2.2e-3, "2.0 times"), (64, 24e-3, "3.0 times")):
+        assert words in disturbed_line([ModelTimes(2, fine), ModelTimes(2, fine | {size: seconds})])
 
 
 class TimedModel:

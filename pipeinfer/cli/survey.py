@@ -18,6 +18,7 @@ from pipeinfer.cli.values import File
 from pipeinfer.cluster.survey import (
     ModelTimes,
     Overheads,
+    disturbed_line,
     overheads,
     profile_toml,
     slowdowns,
@@ -191,6 +192,8 @@ def _write(
     output: Path, crew: Crew, options: RunOptions, job: Job, times: list[dict[str, ModelTimes]], extra: Overheads,
     gbit_per_s: float,
 ) -> None:  # fmt: skip
+    from pipeinfer.cli.context import complain
+
     stages = [times[stage.rank]["stage"] for stage in job.plan.stages]
     hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
     title = [
@@ -202,4 +205,6 @@ def _write(
     drafts = [times[rank]["draft"] for rank in job.plan.drafts]
     text = profile_toml(title, job.n_embd, stages, drafts, extra, gbit_per_s, slowdown, job.blocks)
     write_file(output, "--output", text.encode())
+    if line := disturbed_line([*stages, *drafts]):
+        complain(line)
     print(output)

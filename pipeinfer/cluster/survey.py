@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -27,6 +27,7 @@ SIZES_IN_CONTEXT = (1, 128, 32)  # single rows and chunks of prompts first
 PROMPT = CONTEXT + SIZES[-1] + BLOCK  # rows of a prompt that is never read to its end, so that its context stays
 REPEATS, CHUNK_REPEATS = 15, 3
 REST_S = 0.003
+DISORDER_MAX = 1.5
 StageRun = tuple[int, float, float, float, bool]
 
 
@@ -53,9 +54,29 @@ class ModelTimes:
         )
         return interpolate(sizes, grown_s, min(n_rows, sizes[-1])) if sizes else 0.0
 
+    @property
+    def disorder(self) -> float:
+        """The most times as long that a run took as one of more rows; 1 or less where nothing disturbed the timing."""
+        kinds = [
+            [seconds for size, seconds in sorted(self.by_rows.items()) if (size > GUESSES_MAX) == is_chunk]
+            for is_chunk in (False, True)
+        ]
+        return max((few / more for runs_s in kinds for few, more in combinations(runs_s, 2)), default=0.0)
+
     def row_s(self, context: float) -> float:
         """Seconds of one row after so many tokens and a rest."""
         return self.by_rows[1] + self.context_s(1) * self.layers * context + self.rest_s
+
+
+def disturbed_line(models: Sequence[ModelTimes]) -> str:
+    """What the user should know of times that cannot be right; empty if all may be."""
+    worst = max((times.disorder for times in models), default=0.0)
+    if worst <= DISORDER_MAX:
+        return ""
+    return (
+        f"a run took up to {worst:.1f} times as long as one of more rows: something else computed meanwhile, and this "
+        "profile is as wrong; measure again when the machine is quiet"
+    )
 
 
 def time_model(
