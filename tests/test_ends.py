@@ -10,11 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from pipeinfer.cli.signals import HEAD_FIRST_S
+from pipeinfer.cli.stop import StopFlag, Stopper
 from pipeinfer.cluster.roster import check_alike, own_words
 from pipeinfer.cluster.segments import MARK, mark_own, remove_dead, segments_of, sweep
+from pipeinfer.cluster.watch import Watch
 from pipeinfer.errors import UserError
 from pipeinfer.sampling import SamplingParams
 from tests.jobs import COMMAND, ROOT, environment, launcher
@@ -102,6 +106,30 @@ def test_a_lone_process_that_is_stopped_while_it_loads_says_nothing_of_mpi(numbe
         _, errors = job.communicate(timeout=20)
         assert plan.startswith("policy ") and job.returncode == 128 + number
         assert "Abort" not in errors and "died" not in errors
+
+
+class Joined:
+    """The watch of rank 1, as far as a signal goes; notes when it was to ask rank 0 for a stop."""
+
+    rank, joined = 1, True
+
+    def __init__(self) -> None:
+        self.asked_s: list[float] = []
+
+    def ask_stop(self, reason: str) -> None:
+        assert reason == "rank 1 was terminated"
+        self.asked_s.append(time.monotonic())
+
+
+def test_rank_0_speaks_first_when_a_launcher_terminates_all() -> None:
+    """Otherwise the exit code was 1 or 143, as it came."""
+    watch = Joined()
+    stopper = Stopper(StopFlag(), cast(Watch, watch), lambda code: pytest.fail(f"ended with {code}"))
+    sent_s = time.monotonic()
+    stopper.on_signal(signal.SIGINT)
+    stopper.on_signal(signal.SIGTERM)
+    (asked_s,) = watch.asked_s
+    assert asked_s - sent_s >= HEAD_FIRST_S
 
 
 @only_mpich

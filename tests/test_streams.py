@@ -56,6 +56,8 @@ def test_a_figure_that_does_not_exist_is_null(arguments: str) -> None:
     result = json.loads(done.stdout, parse_constant=pytest.fail)
     (figures,) = result if isinstance(result, list) else (result["speculation"],)
     assert figures["acceptance_rate"] is None
+    if "-n 0" in arguments:
+        assert result["finish"] == "length"
 
 
 @pytest.mark.parametrize("streams", ["2>&-", "2> /dev/full"])

@@ -35,7 +35,7 @@ from pipeinfer.levels import Level
 from pipeinfer.metrics import RequestMetrics
 from pipeinfer.models.ggml import amx_works
 from pipeinfer.policies import Policy
-from pipeinfer.requests import Request
+from pipeinfer.requests import Finish, Request
 from pipeinfer.run_cost import RunCost
 from pipeinfer.runs import GuessVerdict
 from pipeinfer.sequences import SequencePool
@@ -194,7 +194,7 @@ class Session:
     def _drive(self, engine: Engine, request: Request, on_tokens: Callable[[Sequence[int]], None]) -> None:
         try:
             if not request.n_predict:
-                engine.stop(request)
+                engine.stop(request, Finish.LENGTH)
             for emission in engine.generate():
                 on_tokens(emission.tokens)
         except StopRequested:

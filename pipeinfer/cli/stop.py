@@ -53,7 +53,10 @@ class Stopper:
     end: Callable[[int], object]
 
     def on_signal(self, number: int) -> None:
-        """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes SIGTERM on."""
+        """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes SIGTERM on.
+
+        Not before rank 0 would have said its own: a launcher that ends hands SIGTERM to every rank, in any order.
+        """
         name = "interrupted" if number == signal.SIGINT else "terminated"
         if self.watch.rank == 0:
             self._stop(name, 128 + number)
@@ -61,6 +64,7 @@ class Stopper:
             time.sleep(HEAD_FIRST_S)
             self.end(128 + number)
         elif number == signal.SIGTERM:
+            time.sleep(HEAD_FIRST_S)
             self.watch.ask_stop(f"rank {self.watch.rank} was {name}")
 
     def on_request(self, reason: str) -> None:
