@@ -201,6 +201,16 @@ def test_bars_of_drafts_that_never_reached_the_target_say_so() -> None:
     assert "none" not in note_of(FIGURES["speed"]([row | {"draft_n_sent": 1} for row in rows]))
 
 
+@pytest.mark.parametrize("column", ["settings", "options", "model"])
+def test_what_differs_at_the_end_of_a_long_text_is_never_pooled(column: str) -> None:
+    long = "width 4, microbatch 0, inflight 0, p-accept 0."
+    rows = [
+        as_read(make_row(speed=speed) | {column: f"{long}{end}", "model_hash": end if column == "model" else "1"})
+        for end, speed in (("3", 10.0), ("5", 30.0))
+    ]
+    assert sorted(heights(FIGURES["speed"](rows))) == [10.0, 30.0]
+
+
 def test_names_of_several_drafts_have_no_suffixes() -> None:
     rows = [as_read(make_row(model_draft="small.gguf+large.gguf"))]
     assert panel_titles(FIGURES["speed"](rows)) == ["big + small+large"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +30,11 @@ def clean(text: str) -> str:
     """A name as a label: no mathematics, no control characters, not longer than fits."""
     shown = "".join(character if character.isprintable() else "?" for character in without_suffixes(text))
     return (shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…").replace("$", r"\$")
+
+
+def in_full(text: str) -> str:
+    """What rows are told apart by, as a label: in as many lines as it takes, nothing left out."""
+    return "\n".join(clean(line) for line in textwrap.wrap(text, LONGEST_NAME))
 
 
 def without_suffixes(names: str) -> str:
@@ -67,9 +73,9 @@ def _model(row: Row, role: str) -> tuple[str, str]:
 
 
 def _title(model: tuple[str, str], models: Iterable[tuple[str, str]]) -> str:
-    """A model's name, with its hash where another one has the same."""
+    """A model's name, with its hash where another one's looks the same, as long ones may."""
     name, digest = model
-    alike = [other for other in models if other[0] == name]
+    alike = [other for other in models if clean(other[0]) == clean(name)]
     return clean(name) + (f" #{digest[:HASH_SHOWN]}" if len(alike) > 1 else "")
 
 
@@ -105,7 +111,7 @@ def _facet_label(name: str, value: Any) -> str:
     if name == "pace_hash":
         return f"#{value[:HASH_SHOWN]}" if value else ""
     unset = value in (None, "")
-    return "" if unset else clean(LABELS.get(name, f"{name.replace('_', ' ')} {{}}").format(value))
+    return "" if unset else in_full(LABELS.get(name, f"{name.replace('_', ' ')} {{}}").format(value))
 
 
 # -- bars
@@ -123,7 +129,7 @@ def series_of(rows: Sequence[Row]) -> Series:
     def label(row: Row) -> str:
         parts = [clean(row["policy"])]
         if row["policy"] in several["settings"]:
-            parts.append(clean(row["settings"]))
+            parts.append(in_full(row["settings"]))
         if row["policy"] in several["layers"]:
             parts.append(f"layers {','.join(map(str, row['layers']))}")
         return "\n".join(parts)

@@ -32,6 +32,7 @@ from pipeinfer.cli.facets import (
     clean,
     count_text,
     grouped,
+    in_full,
     note_on,
     panels_of,
     pooled_text,
@@ -201,7 +202,7 @@ def _measured(row: Row) -> tuple[str, ...]:
 
 
 def _variant_label(variant: str) -> str:
-    return WITHOUT.get(variant, clean(variant)) or "complete"
+    return WITHOUT.get(variant, in_full(variant)) or "complete"
 
 
 def _on_bars(drawn: dict[Axes, list[Bar]]) -> str:
