@@ -211,6 +211,19 @@ def test_what_differs_at_the_end_of_a_long_text_is_never_pooled(column: str) -> 
     assert sorted(heights(FIGURES["speed"](rows))) == [10.0, 30.0]
 
 
+def test_a_long_legend_leaves_the_panels_their_height() -> None:
+    panel_heights = []
+    for settings in (
+        ["width 4"],
+        [f"width {number}, microbatch 0, inflight 0, accept_cutoff 0.5" for number in range(3)],
+    ):
+        figure = FIGURES["speed"]([as_read(make_row(speed=10.0) | {"settings": each}) for each in settings])
+        assert figure is not None
+        figure.canvas.draw()
+        panel_heights.append(figure.axes[0].get_window_extent().height)
+    assert panel_heights[1] > 0.8 * panel_heights[0]
+
+
 def test_names_of_several_drafts_have_no_suffixes() -> None:
     rows = [as_read(make_row(model_draft="small.gguf+large.gguf"))]
     assert panel_titles(FIGURES["speed"](rows)) == ["big + small+large"]

@@ -25,6 +25,7 @@ FURTHER = (("#009E73", "\\\\"), ("#D55E00", ""), ("#CC79A7", ".."), ("#56B4E9", 
 USES = {"busy_s": ("busy", "#009E73"), "cancelled_s": ("cancelled runs", "#D55E00"),
         "waiting_s": ("waiting for a run", "#56B4E9"), "idle_s": ("idle", "#DDDDDD")}  # fmt: skip
 LEGEND_WIDTH = 1.5  # inches an entry takes at least
+LINE_HEIGHT = 0.19  # inches
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -69,6 +70,8 @@ def legend(figure: Figure) -> None:
     """One for all panels, from the panel that has the most."""
     found = max((panel.get_legend_handles_labels() for panel in figure.axes), key=lambda pair: len(pair[1]))
     columns = max(1, min(len(found[1]), int(figure.get_figwidth() / max(LEGEND_WIDTH, 0.6 + text_width(found[1])))))
+    n_lines = sum(1 + label.count("\n") for label in found[1]) / columns
+    figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * max(0.0, n_lines - 1))  # the panels keep their height
     figure.legend(*found, loc="outside upper center", ncols=columns, frameon=False)
 
 
