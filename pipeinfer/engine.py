@@ -162,6 +162,8 @@ class Engine:
         if landed is None:
             return False
         flight, verdict = landed
+        # the stages are through with all that was sent before it, however long that was thought to take
+        self._free_s = min(self._free_s, self.clock() + self.target.cost_in_flight_s)
         if self.run_cost and verdict.slowest_s and flight.whole and not flight.n_context:
             self.run_cost.learn(flight.n_rows, flight.context, verdict.slowest_s)
         for part in flight.parts:
@@ -291,8 +293,8 @@ class Engine:
         for part in sent:
             self._note_sent(self._jobs[part.request.id], part, flight)
         if self.run_cost:
-            cost_s = self.run_cost.seconds(flight.n_rows, flight.context)
-            self._free_s = max(self._free_s, self.clock()) + cost_s
+            flight.cost_s = self.run_cost.seconds(flight.n_rows, flight.context)
+            self._free_s = max(self._free_s, self.clock()) + flight.cost_s
         return True
 
     def _note_sent(self, job: _Job, part: Part, flight: Flight) -> None:

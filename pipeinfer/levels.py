@@ -69,6 +69,7 @@ class Flight:
     run_id: int
     parts: list[Part]
     context: int  # tokens before a request's first row, the mean over the rows
+    cost_s: float = 0.0  # what it was thought to take the slowest stage
     dead: bool = False  # no row can count any more
     cancelled: bool = False  # and the stages were told
 
@@ -210,6 +211,11 @@ class Level:
             self._of_request.get(part.request.id, {}).pop(verdict.run_id, None)
         assert flight.cancelled or not verdict.cancelled, f"run {verdict.run_id} was cancelled by nobody"
         return flight, verdict
+
+    @property
+    def cost_in_flight_s(self) -> float:
+        """What the runs in flight that were not given up are thought to take the slowest stage."""
+        return sum(flight.cost_s for flight in self._flights.values() if not flight.dead)
 
     @property
     def busy(self) -> bool:

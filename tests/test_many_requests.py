@@ -10,7 +10,7 @@ import pytest
 from pipeinfer.choices import SyntheticChoices
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.cluster.simulate import SimPipeline, SimWaiter, VirtualClock
-from pipeinfer.cluster.simulation import row_costs
+from pipeinfer.cluster.simulation import row_costs, simulate
 from pipeinfer.drafting import ModelDrafter
 from pipeinfer.engine import Engine
 from pipeinfer.interfaces import Drafter
@@ -154,6 +154,17 @@ def test_a_request_that_has_to_wait_can_be_stopped() -> None:
     for emission in engine.generate():
         assert emission.request is first
     assert first.finish is Finish.LENGTH and not second.n_generated
+
+
+def test_a_prompt_that_was_thought_to_take_long_does_not_hold_guesses_back() -> None:
+    """Costs are timed on few rows: a prompt's are a guess, which its verdict corrects."""
+    stage = ModelCost("stage", 10, Work((1.0, 32.0, 33.0, 200.0), (0.001, 0.1, 0.0011, 0.0012)))
+    draft = ModelCost("draft", 2, Work((1.0,), (0.0001,)))
+    profile = Profile("odd", 64, (stage,), (draft,), LinkCost(1e-6, 1e12), HeadCost())
+    choices = SyntheticChoices((0.9,), 1, 200)
+    simulated = simulate(profile, choices, PipeInfer(), 60)
+    assert row_costs(profile)[24] > 0.5, "a chunk of 128 rows is thought to take seconds, and takes 12 ms"
+    assert simulated.metrics.n_sent > 20 and simulated.metrics.n_matched > 20
 
 
 def test_many_requests_keep_every_stage_busy() -> None:
