@@ -64,7 +64,6 @@ class Engine:
         drafts: Sequence[Level] = (),
         run_cost: RunCost | None = None,
         tracer: Tracer = NO_TRACE,
-        blocks: bool = False,
         on_prompt: Callable[[Request, int], None] | None = None,
     ) -> None:
         self.target, self.drafts, self.levels = target, tuple(drafts), (target, *drafts)
@@ -166,11 +165,7 @@ class Engine:
         self._free_s = min(self._free_s, self.clock() + self.target.cost_in_flight_s)
         if self.run_cost and verdict.slowest_s and flight.whole and not flight.n_context:
             self.run_cost.learn(flight.n_rows, flight.context, verdict.slowest_s)
-        for part in flight.parts:
-            job = self._jobs.get(part.request.id)
-            if job is None:
-                continue
-            self._wake(job)
+        for job, part in self._parts_of(flight):
             if verdict.cancelled:
                 job.metrics.n_saved += 1
                 continue
@@ -180,6 +175,13 @@ class Engine:
             if len(settled.path) > 1:
                 self._take(job, settled)
         return True
+
+    def _parts_of(self, flight: Flight) -> Iterator[tuple[_Job, Part]]:
+        """What the run carried of requests that are still open; they are asked again."""
+        for part in flight.parts:
+            if job := self._jobs.get(part.request.id):
+                self._wake(job)
+                yield job, part
 
     def _note_prompt(self, job: _Job, n_rows: int) -> None:
         job.n_heard += n_rows
@@ -283,7 +285,6 @@ class Engine:
         return None
 
     def _submit(self, parts: Sequence[Part]) -> bool:
-        self.target.has_cells(sum(part.n_rows for part in parts))
         flight = self.target.submit(parts)
         sent = flight.parts if flight else []
         # guesses can do without cells, certain tokens cannot
@@ -411,11 +412,7 @@ class Engine:
         if landed is None:
             return False
         flight, verdict = landed
-        for part in flight.parts:
-            job = self._jobs.get(part.request.id)
-            if job is None:
-                continue
-            self._wake(job)
+        for job, part in self._parts_of(flight):
             answers = [] if verdict.cancelled else zip(part.nodes, part.of(verdict.guesses), strict=True)
             for node, guesses in answers:
                 if node.live and node.refined < draft:

@@ -45,9 +45,7 @@ class Part:
     @property
     def dead(self) -> bool:
         """Whether nobody needs its cells or its answers. What was accepted since is context of all that follows."""
-        if self.request.finish:
-            return True
-        return not self.n_context and all(node.state is State.DEAD for node in self.nodes)
+        return len(self.dead_rows()) == self.n_rows
 
     def dead_rows(self) -> set[int]:
         """Rows of the run that nobody needs any more."""
@@ -151,16 +149,15 @@ class Level:
         n_blocks = rows_in_blocks(len(request.prompt)) if n_left and self.blocks else 0
         return (chunk_end(n_blocks, start, self.n_chunk) - start, n_blocks) if start < n_blocks else (n_left, 0)
 
-    def has_cells(self, n_rows: int) -> bool:
-        """Whether so many cells are free, after compaction if it is needed and possible."""
-        if n_rows > self.pool.n_free_cells and self.pool.can_compact:
-            self.pool.compact()
-        return n_rows <= self.pool.n_free_cells
-
     # -- runs
 
     def submit(self, parts: Sequence[Part]) -> Flight | None:
-        """Send what fits of the parts as one run; None, and nothing is sent, if that is nothing."""
+        """Send what fits of the parts as one run; None, and nothing is sent, if that is nothing.
+
+        Parked cells are won back before, if they are needed and that is possible.
+        """
+        if sum(part.n_rows for part in parts) > self.pool.n_free_cells and self.pool.can_compact:
+            self.pool.compact()
         ops: list[KvOp] = []
         rows: list[Row] = []
         sent = []
