@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.observe.results import read_results
 from pipeinfer.outputs import whole_file
-from pipeinfer.results import read_results
 
 UNDATED: dict[str, dict[str, str | None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 """The same table gives the same files."""
@@ -39,7 +39,7 @@ def write_figures(results: Path, folder: Path) -> None:
     rows = read_results(results)
     if not rows:
         raise UserError(f"{results} has a header and no rows; nothing to draw")
-    from pipeinfer.cli.figures import draw_all  # matplotlib takes a second: a bad table need not wait for it
+    from pipeinfer.observe.figures import draw_all  # matplotlib takes a second: a bad table need not wait for it
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in draw_all(rows):

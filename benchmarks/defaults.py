@@ -13,7 +13,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -21,13 +21,14 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pipeinfer.choices import SyntheticChoices, ranks_for
 from pipeinfer.cluster.costs import Profile
-from pipeinfer.cluster.profile import load_profile
-from pipeinfer.cluster.simulation import simulate
-from pipeinfer.policies.factory import PolicyOptions, make_policy
+from pipeinfer.core.policy import Policy
+from pipeinfer.policies import PipeInfer, Speculative
+from pipeinfer.virtual.choices import SyntheticChoices, ranks_for
+from pipeinfer.virtual.profile import load_profile
+from pipeinfer.virtual.simulation import simulate
 
-DEFAULT = PolicyOptions()
+DEFAULT = PipeInfer()
 BARS = {0.52: (1.4, 1.6), 0.66: (1.5, 1.6), 0.79: (1.6, 1.7), 0.9: (2.0, 2.15)}
 """Acceptance -> what is wanted over speculation with its best tree, and over a tree of 4."""
 
@@ -46,7 +47,7 @@ SPACE: dict[str, tuple[float, ...]] = {
     "inflight": (0, 2, 3, 4, 5, 6, 7, 9, 10, 12, 16, 32),
 }
 N_FINALISTS = 8
-Score = Callable[[PolicyOptions], float]
+Score = Callable[[PipeInfer], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,14 @@ def main(
 
 
 @cache
-def speed(profile: Profile, rate: float, policy: str, options: PolicyOptions, texts: Texts) -> float:
+def speed(profile: Profile, rate: float, policy: Policy, texts: Texts) -> float:
     """Tokens a second after the first one, the mean over the texts."""
-    return statistics.fmean(_speed(profile, rate, policy, options, seed, texts.n_tokens) for seed in texts.seeds)
+    return statistics.fmean(_speed(profile, rate, policy, seed, texts.n_tokens) for seed in texts.seeds)
 
 
-def _speed(profile: Profile, rate: float, policy: str, options: PolicyOptions, seed: int, n_tokens: int) -> float:
+def _speed(profile: Profile, rate: float, policy: Policy, seed: int, n_tokens: int) -> float:
     choices = SyntheticChoices(ranks_for(rate), seed, N_PROMPT)
-    token_s = simulate(profile, choices, make_policy(policy, options), n_tokens).metrics.token_s
+    token_s = simulate(profile, choices, policy.begin(), n_tokens).metrics.token_s
     return (n_tokens - 1) / (token_s[-1] - token_s[0])
 
 
@@ -105,10 +106,10 @@ def _speed(profile: Profile, rate: float, policy: str, options: PolicyOptions, s
 
 def compare(profile: Profile, rate: float, texts: Texts) -> bool:
     """Print a line; whether the default options reach both bars for this acceptance rate."""
-    trees = [PolicyOptions(n_draft=size, width=width) for size in TREE_SIZES for width in TREE_WIDTHS if width <= size]
-    speeds = {options: speed(profile, rate, "speculative", options, texts) for options in trees}
+    trees = [Speculative(n_draft=size, width=width) for size in TREE_SIZES for width in TREE_WIDTHS if width <= size]
+    speeds = {options: speed(profile, rate, options, texts) for options in trees}
     best = max(trees, key=lambda options: speeds[options])
-    ours = speed(profile, rate, "pipeinfer", DEFAULT, texts)
+    ours = speed(profile, rate, DEFAULT, texts)
     over_best = ours / speeds[best]
     over_fixed = ours / max(speeds[options] for options in trees if options.n_draft == FIXED_SIZE)
     wanted = BARS.get(rate, (0.0, 0.0))
@@ -145,12 +146,11 @@ def search(profile: Profile, rates: Sequence[float], n_evaluations: int, searche
 def gain(profile: Profile, rates: Sequence[float], texts: Texts) -> Score:
     """How many times as fast as the default a setting is, the geometric mean over the acceptance rates."""
     return lambda options: statistics.geometric_mean(
-        speed(profile, rate, "pipeinfer", options, texts) / speed(profile, rate, "pipeinfer", DEFAULT, texts)
-        for rate in rates
+        speed(profile, rate, options, texts) / speed(profile, rate, DEFAULT, texts) for rate in rates
     )
 
 
-def explore(score: Score, n_evaluations: int, rng: random.Random) -> dict[PolicyOptions, float]:
+def explore(score: Score, n_evaluations: int, rng: random.Random) -> dict[PipeInfer, float]:
     """Every setting that was tried and its score: half of them at random, the others by coordinate descent."""
     tried = {DEFAULT: score(DEFAULT)}
     for _ in range(n_evaluations // 2):
@@ -161,13 +161,15 @@ def explore(score: Score, n_evaluations: int, rng: random.Random) -> dict[Policy
     while len(tried) < n_evaluations:
         # from elsewhere, so that the descent does not end in the same place
         start = rng.choice(sorted(tried, key=lambda options: -tried[options])[:20])
-        values = asdict(start) | {name: rng.choice(SPACE[name]) for name in rng.sample(list(SPACE), 2)}
-        tried.setdefault(PolicyOptions(**values), score(PolicyOptions(**values)))
+        values = {name: getattr(start, name) for name in SPACE} | {
+            name: rng.choice(SPACE[name]) for name in rng.sample(list(SPACE), 2)
+        }
+        tried.setdefault(PipeInfer(**values), score(PipeInfer(**values)))
     return tried
 
 
 def descend(
-    start: PolicyOptions, tried: dict[PolicyOptions, float], score: Score, n_evaluations: int, rng: random.Random
+    start: PipeInfer, tried: dict[PipeInfer, float], score: Score, n_evaluations: int, rng: random.Random
 ) -> None:
     """Follow one option after the other to its best value, until none is left to improve or enough was tried."""
     best, improved = start, True
@@ -182,12 +184,12 @@ def descend(
                     best, improved = options, True
 
 
-def variations(options: PolicyOptions, name: str) -> Iterator[PolicyOptions]:
+def variations(options: PipeInfer, name: str) -> Iterator[PipeInfer]:
     for value in SPACE[name]:
         yield replace(options, **{name: value})  # type: ignore[arg-type]
 
 
-def with_values(values: dict[str, float]) -> PolicyOptions:
+def with_values(values: dict[str, float]) -> PipeInfer:
     return replace(DEFAULT, **values)  # type: ignore[arg-type]
 
 
@@ -202,7 +204,7 @@ def alone(profile: Profile, rates: Sequence[float], texts: Texts) -> None:
         print(f"{name:14} {default:g} -> {getattr(best, name):g}: {each}", flush=True)
 
 
-def describe(options: PolicyOptions) -> str:
+def describe(options: PipeInfer) -> str:
     changed = [name for name in SPACE if getattr(options, name) != getattr(DEFAULT, name)]
     return ", ".join(f"{name} {getattr(options, name):g}" for name in changed) or "the default"
 

@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from pipeinfer.engine import Engine
-from pipeinfer.levels import Level
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.levels import Level
+from pipeinfer.core.requests import Request
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.runs import Run, Verdict
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.policies import Iterative
-from pipeinfer.requests import Request
-from pipeinfer.run_cost import RunCost
-from pipeinfer.runs import Run, Verdict
-from pipeinfer.sampling import SamplingParams
-from pipeinfer.sequences import SequencePool
 
 N_TOKENS = 200
 

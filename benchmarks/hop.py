@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from pipeinfer.cluster.mpi import HeadPipeline, HeadWaiter, Link, serve
+from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
+from pipeinfer.cluster.serve import serve
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker
-from pipeinfer.cluster.wire import decode_verdict
-from pipeinfer.interfaces import Batch, FloatArray
-from pipeinfer.runs import KvOp, Row, Run
-from pipeinfer.sampling import SamplingParams
+from pipeinfer.cluster.transport import Link
+from pipeinfer.cluster.wire import decode_verdict, verdict_bytes
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp, Row, Run
+from pipeinfer.core.sampling import SamplingParams
 
 N_EMBD = 4096  # 16 KB of activations a row
 N_ROUNDS, N_BLOCK = 40, 50
@@ -69,10 +71,10 @@ def main() -> None:
             ring_s.append((time.perf_counter() - start_s) / size)
         if rank:
             worker = StageWorker(InstantModel(following is None), LocalPrunings(), time.perf_counter, rank == 1)
-            serve(link.comm, worker, rank - 1, following, 64, N_EMBD)
+            serve(link.comm, worker, rank - 1, following, 64, N_EMBD, lambda outbox, ledger: None)
             continue
-        pipeline = HeadPipeline(link.comm, range(1, size), None, 64, decode_verdict)
-        waiter = HeadWaiter(lambda: None, pipeline.ledger)
+        pipeline = HeadPipeline(link.comm, range(1, size), None, verdict_bytes(64), decode_verdict)
+        waiter = HeadWaiter(lambda: None, pipeline)
         for index in range(N_BLOCK):
             opens = {} if index else {0: SamplingParams(temp=0.0)}
             start_s = time.perf_counter()

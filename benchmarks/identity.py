@@ -2,8 +2,8 @@
 
 Token for token, greedy, and the same sampled text everywhere, on the shipped pair and on random-weight models of
 several quantisations, with prompts of about 1, 40 and 700 tokens. Prints a line a case; the exit code is 1 if any
-differs. What is hard on a pipeline comes by option: `--prompts 1900`, `--ablate all`, `--flags '--width 8 -ps 0'`,
-`--delays`.
+differs. What is hard on a pipeline comes by option: `--prompts 1900`, `--ablate all`, `--delays`, and, of
+`--policies pipeinfer`, `--flags '--width 8 -ps 0'`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.policies.factory import POLICIES
+from pipeinfer.policies.registry import POLICIES
 from tests.delayed import run_delayed
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import plain_tokens, run_json

@@ -12,6 +12,7 @@ its own /dev/shm.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -24,6 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from tests.jobs import ROOT, environment, launcher
 
 COMMAND = [str(ROOT / "scripts" / "pipeinfer")]  # as it is installed
@@ -33,6 +36,7 @@ LEFT_S = 4.0  # for the sentinel to clear up after the command has returned
 BAD_WORDS = ("Traceback", "Segmentation", "core dumped", "Error in", "Fatal", "died of SIGSEGV")
 BANNERS = ("BAD TERMINATION", "assert (!closed)", "YOUR APPLICATION TERMINATED")
 SHARED = Path("/dev/shm")
+TELLING = ("State", "PPid", "SigPnd", "ShdPnd", "SigBlk")  # of /proc/PID/status
 LONG = ["-p", "def read_lines(path):\n", "--ignore-eos"]
 
 
@@ -81,6 +85,18 @@ def _is_a_question(pid: int) -> bool:
     """Whether a process is what a shell asks before it becomes the program: without it the job is as well."""
     parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
     return Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"/bin/sh\0")
+
+
+def doing(pid: int) -> str:
+    """What a process is and waits for, as far as the kernel says."""
+
+    def read(name: str) -> str:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            return Path(f"/proc/{pid}/{name}").read_text(errors="replace").replace("\0", " ")
+        return ""
+
+    told = [line for line in read("status").splitlines() if line.partition(":")[0] in TELLING]
+    return f"process {pid}, {read('cmdline').strip()}, in {read('wchan')}: {', '.join(told)}"
 
 
 def wait_until(done: Callable[[], bool], limit_s: float) -> bool:
@@ -139,7 +155,7 @@ def perform(trial: Trial, folder: Path) -> tuple[list[str], float, str]:
     wrong += [word for word in BAD_WORDS if word in errors]
     wrong += [word for word in BANNERS if trial.interrupt and word in out + errors]
     if not wait_until(lambda: not marked(mark), LEFT_S):
-        wrong.append(f"left behind: {[Path(f'/proc/{pid}/cmdline').read_bytes() for pid in marked(mark)]}")
+        wrong.append(f"left behind: {'; '.join(map(doing, marked(mark)))}")
         for pid in marked(mark):
             os.kill(pid, signal.SIGKILL)
     wrong += [f"left {path.name}" for path in folder.iterdir() if path.name != "results.csv"]

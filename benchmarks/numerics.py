@@ -28,13 +28,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pipeinfer.interfaces import Batch
-from pipeinfer.models import ggml
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.grow import grow
-from pipeinfer.models.llama import LlamaParams, LlamaStage
-from pipeinfer.runs import KvOp, OpKind
+from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import run_json
 

@@ -28,8 +28,8 @@ import click
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.policies.factory import POLICIES
-from pipeinfer.results import Row, read_results
+from pipeinfer.observe.results import Record, read_results
+from pipeinfer.policies.registry import POLICIES
 from tests.jobs import finish, run_json
 
 PROFILE = """
@@ -90,7 +90,7 @@ class Setup:
     n_tokens: int
     rounds: int
 
-    def bench(self, policy: str, target: Path, draft: Path | None, *flags: str) -> list[Row]:
+    def bench(self, policy: str, target: Path, draft: Path | None, *flags: str) -> list[Record]:
         """The rows of one job that measures every prompt. Raises RuntimeError when it fails."""
         results = self.folder / "results.csv"
         results.unlink(missing_ok=True)
@@ -188,7 +188,7 @@ def worst(setup: Setup) -> Iterator[bool]:
     """A draft that is never right, and a good one, against none."""
     target = setup.grow("same", TARGET, N_LAYER)
     wrong = setup.grow("wrong", DRAFT, 4, "--noise", "1000", "-md", str(TARGET))
-    plain, with_wrong, with_good = list[Row](), list[Row](), list[Row]()
+    plain, with_wrong, with_good = list[Record](), list[Record](), list[Record]()
     for _ in range(setup.rounds):
         plain += setup.bench("iterative", target, None, "-r", "1")
         with_wrong += setup.bench("pipeinfer", target, wrong, "-r", "1")
@@ -234,12 +234,12 @@ def foretell(setup: Setup, policies: Sequence[str]) -> Iterator[bool]:
     """The simulation against what is measured."""
     target = setup.grow("same", TARGET, N_LAYER)
     choices = {name: setup.record(target, DRAFT, name) for name in PROMPTS}
-    found: dict[str, list[Row]] = {policy: [] for policy in policies}
+    found: dict[str, list[Record]] = {policy: [] for policy in policies}
     for _ in range(setup.rounds):
         for policy, rows in found.items():
             rows += setup.bench(policy, target, None if policy == "iterative" else DRAFT, "-r", "1")
     for policy, rows in found.items():
-        foretold: list[Row] = [
+        foretold: list[Record] = [
             {"prompt": name, "predicted_per_second": setup.foretell(policy, path, DRAFT)}
             for name, path in choices.items()
         ]
@@ -263,16 +263,16 @@ class Ratio:
         return f"{self.middle:.3f} ({self.least:.3f} to {self.most:.3f})"
 
 
-def ratios(rows: Sequence[Row], base: Sequence[Row], column: str) -> Ratio:
+def ratios(rows: Sequence[Record], base: Sequence[Record], column: str) -> Ratio:
     found = [of_prompt(rows, name, column) / of_prompt(base, name, column) for name in PROMPTS]
     return Ratio(statistics.median(found), min(found), max(found))
 
 
-def of_prompt(rows: Sequence[Row], name: str, column: str) -> float:
+def of_prompt(rows: Sequence[Record], name: str, column: str) -> float:
     return statistics.median(row[column] for row in rows if row["prompt"] == name)
 
 
-def speed_of(rows: Sequence[Row]) -> str:
+def speed_of(rows: Sequence[Record]) -> str:
     return f"{statistics.median(of_prompt(rows, name, 'predicted_per_second') for name in PROMPTS):.2f}/s"
 
 

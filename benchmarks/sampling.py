@@ -12,19 +12,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeinfer.drafting import coupled
-from pipeinfer.sampling import SamplingParams, choose
+from pipeinfer.core.drafting import coupled
+from pipeinfer.core.sampling import SamplingParams, choose
 
 N_VOCABS = (32_000, 128_256, 262_144)
 N_TIMES = 40
 OPTIONS = {
-    "greedy": SamplingParams(temp=0.0),
-    "defaults": SamplingParams(),
-    "defaults, repeat penalty 1.1": SamplingParams(repeat_penalty=1.1),
-    "no top-k": SamplingParams(top_k=0),
-    "top-p alone": SamplingParams(top_k=0, min_p=0.0),
-    "min-p alone": SamplingParams(top_k=0, top_p=1.0),
-    "no filter": SamplingParams(top_k=0, top_p=1.0, min_p=0.0),
+    "greedy": SamplingParams(seed=0, temp=0.0),
+    "defaults": SamplingParams(seed=0),
+    "defaults, repeat penalty 1.1": SamplingParams(seed=0, repeat_penalty=1.1),
+    "no top-k": SamplingParams(seed=0, top_k=0),
+    "top-p alone": SamplingParams(seed=0, top_k=0, min_p=0.0),
+    "min-p alone": SamplingParams(seed=0, top_k=0, top_p=1.0),
+    "no filter": SamplingParams(seed=0, top_k=0, top_p=1.0, min_p=0.0),
 }
 
 
@@ -49,7 +49,7 @@ def choice(params: SamplingParams) -> Callable[[np.ndarray, int], object]:
 
 
 def guesses(row: np.ndarray, position: int) -> object:
-    return coupled(row, 4, SamplingParams(), position)
+    return coupled(row, 4, SamplingParams(seed=0), position)
 
 
 def main() -> None:

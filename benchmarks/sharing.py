@@ -26,9 +26,9 @@ import click
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pipeinfer.models.demo import TARGET
+from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.grow import grow
-from pipeinfer.models.model_info import read_model_info
-from pipeinfer.models.threads import read_free
+from pipeinfer.models.llama.threads import read_free
 from tests.jobs import finish, start
 
 COMMON = ["run", "--json", "-p", "def fibonacci(n):", "--temp", "0", "--ignore-eos"]

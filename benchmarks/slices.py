@@ -20,9 +20,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pipeinfer.interfaces import Batch
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.llama import LlamaParams, LlamaStage
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
 from tests.gguf_factory import Shape, write_model
 
 

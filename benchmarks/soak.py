@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,18 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from soaking import AuditedEngine, Memory, finish, random_sampling, random_speculation, some
+from soaking import AuditedEngine, Memory, finish, random_policy, random_sampling, some
 
-from pipeinfer.blocks import BLOCK
 from pipeinfer.cluster.launch import rank_from_environment
-from pipeinfer.interfaces import FloatArray
+from pipeinfer.core.blocks import BLOCK
+from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Finish
+from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.tokenizer import Tokenizer
-from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
-from pipeinfer.requests import Finish
-from pipeinfer.sampling import SamplingParams, choose
+from pipeinfer.policies import PipeInfer
+from pipeinfer.policies.registry import POLICIES
 from tests.delayed import Pauses, pause_everywhere
 from tests.jobs import ROOT, environment, launcher
 from tests.plain_llama import BF16, FEW, decode, make_context, read_blocks
@@ -74,8 +76,7 @@ class Case:
     n_cells: int
     n_seq: int
     n_batch: int
-    policy: str
-    speculation: PolicyOptions
+    policy: Policy
     sampling: SamplingParams
     end_tokens: frozenset[int]
     cancel: bool
@@ -83,7 +84,10 @@ class Case:
     stop_after: int | None  # tokens after which the user stops it
 
     def __str__(self) -> str:
-        shown = asdict(self) | {"prompt": len(self.prompt), "end_tokens": len(self.end_tokens)}
+        shown = {field.name: getattr(self, field.name) for field in fields(self)} | {
+            "prompt": len(self.prompt),
+            "end_tokens": len(self.end_tokens),
+        }
         return str(shown)
 
 
@@ -100,8 +104,7 @@ def random_case(seed: int, index: int, tokenizer: Tokenizer) -> Case:
         n_cells=n_ctx + some(rng, 0, 1, 8, 40, 512, 512),
         n_seq=some(rng, 1, 2, 3, 8, 31, 31, 31, N_SEQ_MAX),
         n_batch=some(rng, 1, 7, 32, N_BATCH_MAX, N_BATCH_MAX),
-        policy=some(rng, *POLICIES, "pipeinfer", "pipeinfer", "pipeinfer"),
-        speculation=random_speculation(rng),
+        policy=random_policy(rng),
         sampling=random_sampling(rng),
         end_tokens=frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab))) if rng.random() < 0.3 else frozenset(),
         cancel=rng.random() < 0.85,
@@ -113,7 +116,7 @@ def random_case(seed: int, index: int, tokenizer: Tokenizer) -> Case:
 def largest_case() -> Case:
     return Case(
         prompt=[7] * N_PROMPT_MAX, n_predict=N_PREDICT_MAX, n_ctx=N_CTX, n_cells=N_CTX + 512, n_seq=N_SEQ_MAX,
-        n_batch=N_BATCH_MAX, policy="pipeinfer", speculation=PolicyOptions(width=16, split_cutoff=0.0),
+        n_batch=N_BATCH_MAX, policy=PipeInfer(width=16, split_cutoff=0.0),
         sampling=SamplingParams(), end_tokens=frozenset(), cancel=True, couple=True, stop_after=None,
     )  # fmt: skip
 
@@ -134,13 +137,13 @@ def random_prompt(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
 
 
 class SoakHead:
-    """In the place of `pipeinfer.cli.head.Head`: one generation after another; a line of JSON tells of each."""
+    """In the place of `pipeinfer.job.head.Head`: one generation after another; a line of JSON tells of each."""
 
     def __init__(self, context: Any, job: Any, tokenizer: Tokenizer) -> None:
         self.context, self.job, self.tokenizer = context, job, tokenizer
 
     def run(self) -> int:
-        from pipeinfer.cli.session import Session
+        from pipeinfer.job.session import Session
 
         end_s = time.monotonic() + 60 * float(os.environ["SOAK_MINUTES"])
         session = Session(self.context, self.job, lambda rank, loaded_s: None)
@@ -160,13 +163,12 @@ class SoakHead:
             if case.stop_after is not None and engine.request.n_generated >= case.stop_after:
                 engine.stop(engine.request)
 
-        options = replace(self.context.options, policy=case.policy, speculation=case.speculation, couple=case.couple)
+        options = replace(self.context.options, policy=case.policy, couple=case.couple)
         job = replace(
             self.job, prompt=tuple(case.prompt), n_predict=case.n_predict, n_ctx=case.n_ctx, n_cells=case.n_cells,
             n_seq=case.n_seq, n_batch=case.n_batch, sampling=case.sampling, end_tokens=case.end_tokens,
         )  # fmt: skip
-        policy = make_policy(case.policy, case.speculation)
-        generation = session.generate(job, options, policy, stop_in_time, cancel=case.cancel)
+        generation = session.generate(job, options, case.policy, stop_in_time, cancel=case.cancel)
         request, figures = generation.request, generation.figures
         return {
             "tokens": request.tokens[len(case.prompt) :],
@@ -180,7 +182,8 @@ class SoakHead:
 
 def run_as_rank(arguments: Sequence[str]) -> None:
     """What every rank of the job runs: `pipeinfer run` with another part for rank 0."""
-    from pipeinfer.cli import head, main, session
+    from pipeinfer.cli import main
+    from pipeinfer.job import head, session
 
     if os.environ["SOAK_DELAYS"]:
         pause_everywhere(Pauses(f"{os.environ['SOAK_SEED']}/{rank_from_environment()}", 1e-3))
@@ -266,7 +269,7 @@ class Tally:
             )
         self.faults += [f"case {self.last} keeps {leak}; {case}" for leak in record["leaks"]]
         self.n_tokens += len(tokens)
-        self.counts.update([case.policy, record["finish"]])
+        self.counts.update([case.policy.name, record["finish"]])
         self.counts.update({name: record[name] for name in ("n_cancelled", "n_matched")})
         for rank, (rss_bytes, open_files) in record["ranks"].items():
             self.memory.setdefault(rank, Memory()).samples.append(rss_bytes)

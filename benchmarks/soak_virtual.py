@@ -18,22 +18,21 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from soaking import AuditedEngine, Memory, finish, random_speculation, some
+from soaking import AuditedEngine, Memory, finish, random_policy, some
 
-from pipeinfer.choices import SyntheticChoices, ranks_for
-from pipeinfer.cli.context import resident_bytes
 from pipeinfer.cluster.costs import LinkCost, Profile
-from pipeinfer.cluster.profile import ProfileFile, load_profile
-from pipeinfer.cluster.simulate import SimPipeline, SimWaiter, VirtualClock
-from pipeinfer.cluster.simulated_drafts import SimDrafter, SimDraftLevel
-from pipeinfer.cluster.simulation import row_costs
-from pipeinfer.interpolation import interpolate
-from pipeinfer.levels import Level
-from pipeinfer.policies.factory import POLICIES, make_policy
-from pipeinfer.requests import Finish, Request
-from pipeinfer.run_cost import RunCost
-from pipeinfer.sampling import SamplingParams
-from pipeinfer.sequences import SequencePool
+from pipeinfer.core.interpolation import interpolate
+from pipeinfer.core.levels import Level
+from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.job.context import resident_bytes
+from pipeinfer.virtual.choices import SyntheticChoices, ranks_for
+from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
+from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
+from pipeinfer.virtual.profile import ProfileFile, load_profile
+from pipeinfer.virtual.simulation import row_costs
 
 
 @click.command(help=__doc__)
@@ -74,8 +73,8 @@ def soak(seconds: float, seed: int, first: int, profile_name: str = "pipeinfer-b
 
 def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str]:
     """One random generation in virtual time; the engine after it, and its settings in words."""
-    policy = some(rng, *POLICIES, "pipeinfer", "pipeinfer")
-    profile = _random_profile(rng, file, policy != "iterative")
+    policy = random_policy(rng)
+    profile = _random_profile(rng, file, policy.drafts)
     n_prompt, n_predict = rng.randint(1, some(rng, 8, 128, 1000)), some(rng, 1, 30, 100, 500)
     choices = SyntheticChoices(ranks_for(some(rng, 0.0, 0.3, 0.7, 0.95, 1.0)), rng.getrandbits(30), n_prompt)
     clock = VirtualClock()
@@ -95,11 +94,10 @@ def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str
         SimDrafter(profile, [choices], pipelines) if profile.drafts else None, SimWaiter(clock), clock,
         drafts=drafts, run_cost=RunCost(row_costs(profile)) if rng.random() < 0.8 else None,
     )  # fmt: skip
-    options = random_speculation(rng)
-    engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), make_policy(policy, options))
+    engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), policy)
     for _ in engine.generate():
         pass
-    return engine, f"{policy}, {n_prompt}+{n_predict} tokens, {pool.n_cells} cells, {n_seq} sequences, {options}"
+    return engine, f"{policy}, {n_prompt}+{n_predict} tokens, {pool.n_cells} cells, {n_seq} sequences"
 
 
 def _random_profile(rng: random.Random, file: ProfileFile, has_draft: bool) -> Profile:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from pipeinfer.engine import Engine
-from pipeinfer.metrics import RequestMetrics
-from pipeinfer.policies import Policy
-from pipeinfer.policies.factory import PolicyOptions
-from pipeinfer.requests import Request
-from pipeinfer.sampling import SamplingParams
-from pipeinfer.sequences import SequencePool
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.observer import Observer
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Request
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.policies.registry import POLICIES, make_policy
 
 GROWTH_BYTES = 3 << 20  # what a process's memory may vary by
 AUDIT_EVERY = 20  # steps of the engine
@@ -27,8 +28,9 @@ def some(rng: random.Random, *values: Any) -> Any:
     return rng.choice(values)
 
 
-def random_speculation(rng: random.Random) -> PolicyOptions:
-    return PolicyOptions(
+def random_policy(rng: random.Random) -> Policy:
+    name = some(rng, *POLICIES, "pipeinfer", "pipeinfer", "pipeinfer")
+    given = dict(
         n_draft=some(rng, 1, 4, 8, 20),
         width=some(rng, 1, 2, 4, 8, 16),
         microbatch=some(rng, 0, 0, 1, 2, 5, 32),
@@ -40,6 +42,7 @@ def random_speculation(rng: random.Random) -> PolicyOptions:
         continuous=rng.random() < 0.8,
         asynchronous=rng.random() < 0.8,
     )
+    return make_policy(name, given)
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
@@ -74,9 +77,10 @@ class AuditedEngine(Engine):
         super().__init__(*arguments, **options)
         AuditedEngine.newest, self._n_steps = self, 0
 
-    def add(self, request: Request, policy: Policy) -> RequestMetrics:
-        self.request, self.metrics = request, super().add(request, policy)
-        return self.metrics
+    def add(self, request: Request, policy: Policy, observer: Observer | None = None) -> None:
+        self.request = request
+        self.metrics = observer if isinstance(observer, RequestMetrics) else RequestMetrics()
+        super().add(request, policy, self.metrics)
 
     def step(self) -> Any:
         emission = super().step()
@@ -89,7 +93,7 @@ class AuditedEngine(Engine):
         """What an engine holds after its last request."""
         self.audit()
         found = ["a request, a run or an emission"] if self.busy else []
-        pools = [("smallest draft's", getattr(self.drafter, "pool", None))]
+        pools = [("smallest draft's", getattr(self.growth.drafter, "pool", None))]
         pools += [(f"level {number}'s", level.pool) for number, level in enumerate(self.levels)]
         for name, pool in pools:
             if pool is not None and pool.n_free != pool.n_seq:

@@ -45,8 +45,8 @@ class Pauses:
 
 def pause_everywhere(pauses: Pauses) -> None:
     """Put the pauses into this process's models and messages."""
-    from pipeinfer.cluster.mpi import Inbox, Outbox  # initialises MPI
-    from pipeinfer.models.llama import LlamaStage
+    from pipeinfer.cluster.transport import Inbox, Outbox  # initialises MPI
+    from pipeinfer.models.llama.stage import LlamaStage
 
     evaluate, send, poll = LlamaStage.evaluate, Outbox.send, Inbox.poll
     blind_until_s: dict[int, float] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from pipeinfer.models import ggml
+from pipeinfer.models.llama import ggml
 
 UNKNOWN, CONTROL, NORMAL, BYTE, UNUSED = 2, 3, 1, 6, 5
 PLAIN_TYPES = {

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import ModelFault, UserError
-from pipeinfer.interfaces import Batch
-from pipeinfer.models.gguf_header import metadata_spans, read_header
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.llama import LlamaParams, LlamaStage
+from pipeinfer.models.gguf.header import metadata_spans, read_header
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.tokenizer import TextStream, Tokenizer
 
 TEXT = "the model of <s> a rank\n  is Ä日🎉\x00 in 12 tokens</s>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeinfer.results import Row, result_row
+from pipeinfer.observe.results import Record, result_row
 
 SPEEDS = {"iterative": 10.0, "speculative": 14.0, "pipeinfer": 20.0}
 
@@ -40,7 +40,7 @@ def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0) -
     }  # fmt: skip
 
 
-def make_asked(policy: str = "pipeinfer", ranks: int = 3, **more: Any) -> Row:
+def make_asked(policy: str = "pipeinfer", ranks: int = 3, **more: Any) -> Record:
     """What is known before it is measured; `more` in place of it."""
     drafted = policy != "iterative"
     return {
@@ -55,7 +55,7 @@ def make_asked(policy: str = "pipeinfer", ranks: int = 3, **more: Any) -> Row:
     } | more  # fmt: skip
 
 
-def make_row(policy: str = "pipeinfer", prompt: str = "tale", repetition: int = 1, **more: Any) -> Row:
+def make_row(policy: str = "pipeinfer", prompt: str = "tale", repetition: int = 1, **more: Any) -> Record:
     """`more`: `ranks` and `speed`, and what was asked otherwise."""
     result = make_result(policy, more.get("ranks", 3), more.pop("speed", 0.0))
     asked = make_asked(policy, prompt=prompt, prompt_hash=f"hash of {prompt}", repetition=repetition, **more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeinfer.models.ggml import amx_works, load_library, probe_amx
+from pipeinfer.models.llama.ggml import amx_works, load_library, probe_amx
 
 
 def test_what_is_decided_is_what_the_probe_finds() -> None:

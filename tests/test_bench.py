@@ -9,24 +9,28 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeinfer.cli.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
-from pipeinfer.cli.options import RunOptions
-from pipeinfer.cli.prompts import TEXTS
-from pipeinfer.cli.run import run
-from pipeinfer.cli.summary import markdown, summarise
-from pipeinfer.cli.sweep import ABLATIONS, Case, Sweep, plan_groups
 from pipeinfer.cluster.cores import Host
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
+from pipeinfer.job.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
+from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.prompts import TEXTS
+from pipeinfer.job.sweep import ABLATIONS, Case, Sweep, plan_groups
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.tokenizer import Tokenizer
-from pipeinfer.policies.factory import PolicyOptions
-from pipeinfer.results import as_read, key_of, read_results
+from pipeinfer.observe.markdown import markdown_table
+from pipeinfer.observe.results import as_read, key_of, read_results
+from pipeinfer.observe.summary import markdown, summarise
+from pipeinfer.policies import PipeInfer, Speculative
+from pipeinfer.policies.registry import POLICIES
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import ROOT, environment, finish, run_json, start
 from tests.rows import make_row
@@ -115,12 +119,18 @@ def test_what_makes_a_measurement_worthless_is_said_once(pair: list[str], tmp_pa
     assert done.stderr.count("threads of 2 ranks that compute") == 1
 
 
-def plan_of(**changed: Any) -> Case:
-    """The first case of a sweep on two ranks, by the shipped pair, with something changed."""
-    given: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunOptions))
-    shared = {name: value for name, value in run.make_context("run", []).params.items() if name in given}
-    fixed = {"drafts": (), "threads": (1,), "ignore_eos": True, "speculation": PolicyOptions(), "temp": 0.0, "seed": 0}
-    options = RunOptions(**{**given, **shared, **fixed, "model": TARGET, "policy": "pipeinfer", **changed})
+def test_ablations_of_a_policy_that_is_not_measured_are_refused() -> None:
+    done = finish(3, ["bench", "-p", "8", "-n", "8", "--policy", "pipedec", "--ablate", "cancel,continuous"])
+    assert done.returncode == 2 and "--ablate cancel,continuous is about pipeinfer" in done.stderr, done.stderr
+
+
+GREEDY = SamplingParams(seed=0, temp=0.0)
+
+
+def plan_of(hosts: str = "abc", **changed: Any) -> tuple[Deployment, Case]:
+    """The first case of a sweep with a rank on each host, by the shipped pair, with something changed."""
+    fixed: dict[str, Any] = {"threads": (1,), "ignore_eos": True, "sampling": GREEDY, "policy": PipeInfer()}
+    options = RunOptions(**{**fixed, "model": TARGET, **changed})
     sweep = Sweep(
         base=options,
         pairs=((options.model, options.drafts or (DRAFT,)),),
@@ -132,34 +142,39 @@ def plan_of(**changed: Any) -> Case:
         repetitions=1,
         cut=0,
     )
-    (group,) = plan_groups(sweep, [Host(name, frozenset({0, 1}), 2) for name in "abc"])
+    (group,) = plan_groups(sweep, [Host(name, frozenset({0, 1}), 2) for name in hosts])
     (case,) = group.cases
-    return replace(case, options=replace(case.options, cancel=options.cancel))
+    return group.deployment, replace(case, options=replace(case.options, cancel=options.cancel))
 
 
 def key_with(**changed: Any) -> tuple[Any, ...]:
-    case = plan_of(**changed)
-    return key_of(as_read(case.asked(case.conversation.turns[0], 4)))
+    deployment, case = plan_of(**changed)
+    return key_of(as_read(case.asked(deployment, case.conversation.turns[0], 4)))
 
 
 def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     """--resume leaves nothing out that was asked otherwise, in whichever option of `run`."""
     changed: dict[str, Any] = {
         "drafts": (TARGET,), "prompt": "one three", "predict": 9, "ctx_size": 64, "batch_size": 7, "threads": (2,),
-        "n_gpu_layers": 1, "policy": "speculative", "layer_split": "1,8", "temp": 0.1, "top_k": 0, "top_p": 0.1,
-        "min_p": 0.1, "seed": 1, "numerics": "fast", "slice_cache": tmp_path, "pace": "pipeinfer-c",
-        "repeat_last_n": 3, "repeat_penalty": 1.1, "frequency_penalty": -0.1, "presence_penalty": 0.1, "couple": False,
-        "cancel": False, "partitions": False, "sequences": 3,
-        "speculation": PolicyOptions(decay=0.5),
+        "n_gpu_layers": 1, "policy": Speculative(), "layer_split": "1,8", 
+        "numerics": "fast", "slice_cache": tmp_path, "pace": "pipeinfer-c",
+        "sampling": SamplingParams(seed=1), "couple": False,
+        "cancel": False, "partitions": False, "sequences": 3, "lookup": True,
     }  # fmt: skip
     # a prompt is asked, whichever way it came; the rest says where to write
     not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose"}
     assert not set(changed) & not_asked
-    assert {field.name for field in fields(RunOptions)} == set(changed) | not_asked
+    assert {field.name for field in fields(RunOptions)} == set(changed) | {"draft_split"} | not_asked
     keys = {"": key_with()} | {name: key_with(**{name: value}) for name, value in changed.items()}
-    for name, value in asdict(PolicyOptions()).items():
-        other: Any = not value if isinstance(value, bool) else value + 1
-        keys[f"speculation.{name}"] = key_with(speculation=replace(PolicyOptions(), **{name: other}))
+    for split in ((1, 2), (2, 1)):  # of as many ranks, so that the target has as many stages
+        keys[f"draft_split {split}"] = key_with(hosts="abcde", drafts=(DRAFT, TARGET, TARGET), draft_split=split)
+    for kind in POLICIES.values():
+        for name, value, _ in settings_of(kind):
+            other: Any = not value if isinstance(value, bool) else value + 1
+            keys[f"{kind.name} {name}"] = key_with(policy=kind(**{name: other}))
+    for name, value, _ in settings_of(SamplingParams):
+        if name != "seed":
+            keys[name] = key_with(sampling=replace(GREEDY, **{name: type(value)(0.5 * value + 1)}))
     found: dict[tuple[Any, ...], str] = {}
     for name, key in keys.items():
         assert key not in found, f"{name} is taken for {found[key] or 'what was asked first'}"
@@ -367,9 +382,21 @@ def test_summary_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert (summary["samples"], summary["prompt"], summary["predicted_per_second"]) == (2, "set", 12.0)
     assert summary["predicted_per_second_std"] == pytest.approx(8**0.5)
     header, _, line = markdown([summary])
-    cells = dict(zip(header.split("|"), line.split("|"), strict=True))
-    assert (cells[" acceptance "].strip(), cells[" hit rate "].strip()) == ("0.80", "0.90")
-    assert cells[" tg t/s "].strip() == "12.00 ± 2.83" and cells[" test "].strip() == "set tg64"
+    assert len(header) == len(line), "columns stand under each other"
+    names, values = ([cell.strip() for cell in text.split("|")] for text in (header, line))
+    cells = dict(zip(names, values, strict=True))
+    assert (cells["acceptance"], cells["hit rate"]) == ("0.80", "0.90")
+    assert cells["tg t/s"] == "12.00 ± 2.83" and cells["test"] == "set tg64"
+
+
+def test_a_table_is_markdown() -> None:
+    assert markdown_table(["name", "t/s"], [["a|b", "1.50"], ["", "1e3"]], right_aligned=["t/s"]) == [
+        "| name   |   t/s |",
+        "|:-------|------:|",
+        "| a/b    |  1.50 |",
+        "|        |   1e3 |",
+    ]
+    assert len(markdown_table(["name", "t/s"], [])) == 2
 
 
 def test_csv_and_json_say_the_same(pair: list[str]) -> None:

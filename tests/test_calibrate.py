@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.calibrate import ROWS, largest_question, recall_rows, slowest_stage, time_rows
-from pipeinfer.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.kept import Kept
 from tests.toy import ToyStage
 

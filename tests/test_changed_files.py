@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cli.bus_error import describe, file_at
 from pipeinfer.errors import ModelFault
-from pipeinfer.models.check_result import check_result
+from pipeinfer.job.bus_error import describe, file_at
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.gguf_header import Tensor
-from pipeinfer.models.gguf_slice import read_model_info
+from pipeinfer.models.gguf.header import Tensor
+from pipeinfer.models.gguf.slice import read_model_info
+from pipeinfer.models.llama.check_result import check_result
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import finish, run_json, start
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
-from pipeinfer.cli.setup import spread_threads
-from pipeinfer.cluster.cores import Host, _quota, crowded_hosts, share_cores, this_host
+import pytest
+
+from pipeinfer.cluster.cores import Host, _quota, crowded_hosts, other_clocks, share_cores, this_host
 from pipeinfer.cluster.plan import Sizes, make_plan
-from tests.jobs import finish
+from pipeinfer.job.deployment import spread_threads
+from tests.jobs import environment, finish, launcher
 
 
 def host(name: str, *cores: int, quota: int = 99) -> Host:
@@ -21,11 +26,11 @@ SIZES = Sizes((8,) * 8, (1,) * 8, 0, 0)
 
 
 def test_the_draft_is_counted() -> None:
-    plan = make_plan(3, 1, SIZES, 256, None)  # rank 0 drafts, 1 and 2 are stages
+    plan = make_plan(3, [SIZES], SIZES, 256, None)  # rank 0 drafts, 1 and 2 are stages
     assert spread_threads((), plan, [host("a", *range(8))] * 3) == (2, 2, 2)
-    assert spread_threads((), make_plan(2, 1, SIZES, 256, None), [TWO] * 2) == (1, 1)
+    assert spread_threads((), make_plan(2, [SIZES], SIZES, 256, None), [TWO] * 2) == (1, 1)
     assert spread_threads((4,), plan, [TWO] * 3) == (4, 4, 4)
-    lone = make_plan(1, 1, SIZES, 256, None)
+    lone = make_plan(1, [SIZES], SIZES, 256, None)
     assert spread_threads((), lone, [TWO]) == (2,)
 
 
@@ -55,6 +60,31 @@ def test_a_job_warns_once() -> None:
 def test_what_this_process_may_use() -> None:
     here = this_host("x")
     assert here.cores == os.sched_getaffinity(0) and 1 <= here.n_cores <= len(here.cores)
+
+
+def test_ranks_of_one_boot_read_one_clock() -> None:
+    hosts = [replace(this_host("x"), clock=clock) for clock in ("a", "a", "b", "")]
+    assert other_clocks(hosts) == [2, 3]
+    assert other_clocks([replace(host, clock="") for host in hosts]) == [1, 2, 3]
+    assert other_clocks([this_host("x"), this_host("x")]) == ([] if sys.platform == "linux" else [1])
+
+
+SKEWED = """
+import time
+from pipeinfer.cluster.transport import Link
+link = Link()
+offset_s = link.clock_offset_s(lambda: time.perf_counter() - 5.0 * link.rank, [2])
+print(f"{link.rank} {offset_s}\\n", end="", flush=True)
+link.finalize()
+"""
+
+
+def test_another_hosts_clock_is_compared_with_rank_0s() -> None:
+    done = subprocess.run(
+        [*launcher(3), sys.executable, "-c", SKEWED], capture_output=True, text=True, timeout=60, env=environment()
+    )
+    offsets = {int(rank): float(offset) for rank, offset in map(str.split, done.stdout.splitlines())}
+    assert offsets == {0: 0.0, 1: 0.0, 2: pytest.approx(10.0, abs=0.05)}, done.stderr
 
 
 def test_a_container_may_be_allowed_less(tmp_path: Path) -> None:

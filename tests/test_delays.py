@@ -13,8 +13,8 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from tests.delayed import run_delayed
 from tests.jobs import ROOT, run_json
 
-TREES = ["--ignore-eos", "--width", "8", "-ps", "0", "--seed", "7"]
-TEXT = ["-p", "def read_lines(path):\n", "-n", "48", *TREES]
+TREES = ["--width", "8", "-ps", "0"]
+TEXT = ["-p", "def read_lines(path):\n", "-n", "48", "--ignore-eos", "--seed", "7"]
 DRAFTS = ["-md", str(DRAFT), "-md", str(TARGET)]  # a larger draft that is always right, when it is in time
 LONG_TEXT = "def add(first, second):\n    total = first + second\n    return total\n\n\n" * 85
 
@@ -58,7 +58,7 @@ def plain() -> dict[str, list[int]]:
     ],
 )
 def test_pauses_do_not_change_the_text(n_ranks: int, temp: str, flags: list[str], plain: dict[str, list[int]]) -> None:
-    result = run_delayed(n_ranks, [*TEXT, "--temp", temp, *flags], seed=n_ranks)
+    result = run_delayed(n_ranks, [*TEXT, *TREES, "--temp", temp, *flags], seed=n_ranks)
     assert result["tokens"] == plain[temp]
     assert result["finish"] == "length"
     n_cancelled = result["speculation"]["runs_cancelled"]
@@ -69,7 +69,7 @@ def test_pauses_do_not_change_the_text(n_ranks: int, temp: str, flags: list[str]
 def test_pauses_at_a_long_prompt(tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(LONG_TEXT)
-    common = ["-f", str(prompt), "-c", "2048", "-n", "32", *TREES, "--temp", "0"]
+    common = ["-f", str(prompt), "-c", "2048", "-n", "32", "--ignore-eos", *TREES, "--temp", "0"]
     result = run_delayed(3, common, seed=1)
     assert len(result["prompt_tokens"]) > 1800
     assert result["tokens"] == plain_on_one_thread(result["prompt_tokens"], 32)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.drafting import ModelDrafter, coupled, likeliest, newest_tokens
-from pipeinfer.requests import Request
-from pipeinfer.runs import Guess
-from pipeinfer.sampling import SamplingParams, choose
-from pipeinfer.sequences import SequencePool
+from pipeinfer.core.drafting import ModelDrafter, coupled, likeliest, newest_tokens
+from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import Guess
+from pipeinfer.core.sampling import SamplingParams, choose
+from pipeinfer.core.sequences import SequencePool
 from tests.toy import N_VOCAB, ToyStage
 
 
@@ -55,6 +55,6 @@ def test_certain_tokens_stay_evaluated_however_often_the_draft_is_interrupted() 
     drafter = ModelDrafter(ToyStage(0, 2, True), pool, n_batch=4, n_vocab=N_VOCAB)
     request = Request(0, list(range(11)), 9, SamplingParams(temp=0.0), 99)
     drafter.open(request)
-    assert drafter.expand(request, [request.tree.root], 2, lambda: True) is None
+    assert drafter.expand(request, {request.tree.root: 2}, lambda: True) is None
     assert pool.placed_end(request.id) == request.tree.root.position
-    assert drafter.expand(request, [request.tree.root], 2, lambda: False)
+    assert drafter.expand(request, {request.tree.root: 2}, lambda: False)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from pipeinfer.cli.signals import HEAD_FIRST_S
-from pipeinfer.cli.stop import StopFlag, Stopper
 from pipeinfer.cluster.roster import check_alike, own_words
-from pipeinfer.cluster.segments import MARK, mark_own, remove_dead, segments_of, sweep
-from pipeinfer.cluster.watch import Watch
+from pipeinfer.cluster.watch.segments import MARK, UCX_AGE_S, UCX_NAMES, mark_own, remove_dead, segments_of, sweep
+from pipeinfer.cluster.watch.watch import Watch
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.sampling import SamplingParams
+from pipeinfer.job.signals import HEAD_FIRST_S
+from pipeinfer.job.stop import StopFlag, Stopper
 from tests.jobs import COMMAND, ROOT, environment, launcher
 
 RUN = ["run", "-p", "def read_lines(path):\n", "-n", "2000", "-c", "3000", "--ignore-eos"]
@@ -191,10 +192,16 @@ def writes_into(pid: int, folder: Path) -> bool:
     return False
 
 
-HOLDER = """
-import mmap, sys, time
+OPENER = """
+import sys, time
 file = open(sys.argv[1], "r+b")
-held = mmap.mmap(file.fileno(), 0)
+print(flush=True)
+time.sleep(60)
+"""
+MAPPER = """
+import mmap, sys, time
+with open(sys.argv[1], "r+b") as file:
+    held = mmap.mmap(file.fileno(), 0)
 print(flush=True)
 time.sleep(60)
 """
@@ -213,9 +220,7 @@ def segment() -> Path:
 
 
 def test_only_marked_segments_that_nobody_maps_are_swept(segment: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(segment)], stdout=subprocess.PIPE)
-    assert holder.stdout
-    holder.stdout.readline()
+    holder = hold(segment, MAPPER)
     try:
         assert segments_of(holder.pid) == {segment}
         sweep()
@@ -224,8 +229,7 @@ def test_only_marked_segments_that_nobody_maps_are_swept(segment: Path) -> None:
         sweep()
         assert segment.exists()
     finally:
-        holder.kill()
-        holder.wait()
+        end(holder)
     os.setxattr(segment, MARK, b"of another namespace")
     sweep()
     assert segment.exists()
@@ -235,12 +239,64 @@ def test_only_marked_segments_that_nobody_maps_are_swept(segment: Path) -> None:
     mark_own()  # this process maps none: nothing to do
 
 
+@pytest.fixture
+def ucx_files() -> Iterator[list[Path]]:
+    """Two named as UCX names its own, one that is not."""
+    paths = [Path("/dev/shm") / f"{name}_{os.getpid()}" for name in ("ucx_shm_posix_1", "ucx_shm_posix_2", "other")]
+    try:
+        for path in paths:
+            path.write_bytes(bytes(4096))
+        with paths[-1].open("rb") as file:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield paths
+    except OSError:
+        pytest.skip("this kernel leases no files of tmpfs")
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("holder", [OPENER, MAPPER])
+def test_what_ucx_left_is_swept_if_no_process_has_it(ucx_files: list[Path], holder: str) -> None:
+    """It has no mark, and only its owner's death tells it from what a job that starts just now uses."""
+    sweep()
+    assert all(path.exists() for path in ucx_files), "as new as this, its maker may not have it open yet"
+    dead, alive = (hold(path, holder) for path in ucx_files[:2])
+    end(dead)
+    time.sleep(2 * UCX_AGE_S)
+    sweep()
+    assert [path.exists() for path in ucx_files] == [False, True, True]
+    end(alive)
+    sweep()
+    assert [path.exists() for path in ucx_files] == [False, False, True]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def hold(path: Path, text: str) -> subprocess.Popen[bytes]:
+    """A process that has the file."""
+    holder = subprocess.Popen([sys.executable, "-c", text, str(path)], stdout=subprocess.PIPE)
+    assert holder.stdout
+    holder.stdout.readline()
+    return holder
+
+
 @only_mpich
 def test_a_segment_is_marked_while_mpi_still_waits() -> None:
     """Rank 1 never starts MPI; what rank 0 has made by then is known as this program's, and goes when it is killed."""
     job = start([*COMMAND, *RUN], ["sh", "-c", "trap '' INT; sleep 60"])
-    wait_until(lambda: any(map(segments_of, descendants(job.pid))))
-    (segment,) = set[Path]().union(*map(segments_of, descendants(job.pid)))
+    found = set[Path]()
+
+    def look() -> bool:  # what UCX makes has a name for a moment only
+        used = set[Path]().union(*map(segments_of, descendants(job.pid)))
+        found.update(path for path in used if not path.match(UCX_NAMES))
+        return bool(found)
+
+    wait_until(look)
+    (segment,) = found
     wait_until(lambda: MARK in os.listxattr(segment) or not segment.exists())
     assert segment.exists()
     for pid in descendants(job.pid):

@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.drafting import ModelDrafter
-from pipeinfer.engine import Engine
-from pipeinfer.interfaces import Batch, Drafter, FloatArray
-from pipeinfer.levels import Level
-from pipeinfer.policies import Iterative, PipeInfer, Policy, Speculative
-from pipeinfer.requests import Finish, Request
-from pipeinfer.runs import KvOp, OpKind
-from pipeinfer.sampling import SamplingParams
-from pipeinfer.sequences import SequencePool
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
+from pipeinfer.core.levels import Level
+from pipeinfer.core.lookup import LookupDrafter
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
 from tests.toy import (
     N_LAYERS,
     N_VOCAB,
@@ -58,12 +61,27 @@ def random_policy(rng: random.Random) -> Policy:
         PipeInfer(rng.randint(1, 4), rng.randint(0, 9), rng.randint(1, 4), split_cutoff=rng.random() / 2),
         RandomPolicy(rng, rng.randint(1, 4), rng.randint(4, 40), rng.randint(1, 12)),
         RandomPolicy(rng, rng.randint(1, 4), rng.randint(4, 40), rng.randint(1, 12)),
+        PipeDec(children=rng.randint(1, 4), layer_width=rng.randint(1, 8), group=rng.randint(1, 3)),
+        FlowSpec(
+            rng.randint(1, 4),
+            rng.randint(1, 40),
+            rng.randint(1, 4),
+            rng.randint(1, 8),
+            rng.randint(0, 3),
+            rng.randint(1, 20),
+            rng.random() < 0.7,
+            rng.random() < 0.7,
+        ),
+        PipeSpec(rng.choice([0, 1, 5]), rng.random() < 0.2),
     ]
     return rng.choice(choices)
 
 
 def random_drafter(rng: random.Random, reference: Reference, n_ctx: int, seed: int) -> Drafter:
-    if rng.random() < 0.5:
+    share = rng.random()
+    if share < 0.1:
+        return LookupDrafter(OracleDrafter(reference, rng.random(), seed) if share < 0.05 else None)
+    if share < 0.5:
         return OracleDrafter(reference, rng.random(), seed)
     model = NoisyStage(0, N_LAYERS, rng.random(), n_cells=n_ctx + 64)
     return ModelDrafter(model, SequencePool(rng.choice([3, 16]), n_ctx + 64), rng.choice([4, 16]), N_VOCAB)
@@ -121,12 +139,11 @@ def test_prompts_in_blocks(seed: int) -> None:
     heard: dict[int, list[int]] = {0: [], 1: []}
     drafter = random_drafter(rng, reference, 300, seed)
     engine = toy_engine(pipeline, pool, drafter, n_chunk=rng.choice([3, 64, 128, 999]), blocks=True)
-    engine.on_prompt = lambda request, n_rows: heard[request.id].append(n_rows)
     lengths = [rng.choice([1, 40, 64, 65, 66, 129, 200, 260]) for _ in heard]
     prompts = [[rng.randrange(N_VOCAB) for _ in range(length)] for length in lengths]
     requests = [Request(i, prompt, 12, SamplingParams(temp=0.0), 300) for i, prompt in enumerate(prompts)]
     for request in requests:
-        engine.add(request, random_policy(rng))
+        engine.add(request, random_policy(rng), RequestMetrics(on_prompt=heard[request.id].append))
     given_up = requests[1] if rng.random() < 0.3 else None
     for _ in range(10_000):
         if not engine.busy:
@@ -276,7 +293,8 @@ def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool,
     drafter = ModelDrafter(QuickStage(0, N_LAYERS, n_cells, False, right=0.7), draft_pool, 16, N_VOCAB)
     engine = toy_engine(pipeline, pool, drafter)
     request = Request(0, [5], 20_000, SamplingParams(temp=0.0), n_ctx)
-    metrics = engine.add(request, PipeInfer(microbatch=2, width=3))
+    metrics = RequestMetrics()
+    engine.add(request, PipeInfer(microbatch=2, width=3), metrics)
     n_nodes = 0
     for index, _ in enumerate(engine.generate()):
         n_nodes = max(n_nodes, len(request.tree.nodes))
@@ -307,7 +325,7 @@ def test_the_root_may_move_while_the_draft_catches_up() -> None:
     for seed in range(15):
         rng = random.Random(seed)
         pipeline = ToyPipeline([ToyStage(layer, layer + 1, layer + 1 == N_LAYERS) for layer in range(N_LAYERS)], rng)
-        larger = ToyDraftPipeline([NoisyStage(0, N_LAYERS, 0.9, 10_000)], rng, width=3)
+        larger = ToyDraftPipeline([NoisyStage(0, N_LAYERS, 0.9, 10_000)], rng)
         level = Level(larger, SequencePool(16, 500), n_rows=4, n_chunk=64)
         small = QuickStage(0, N_LAYERS, 500, False, right=0.4)
         drafter = ModelDrafter(small, SequencePool(16, 500), rng.choice([2, 16]), N_VOCAB)
@@ -378,7 +396,8 @@ def test_good_guesses_are_sent_and_judged_once() -> None:
     reference = Reference(N_LAYERS)
     pipeline = toy_pipeline(random.Random(1), 3, 500, False)
     engine = toy_engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 1.0))
-    metrics = engine.add(Request(0, [1], 100, SamplingParams(temp=0.0), 200), PipeInfer(width=1))
+    metrics = RequestMetrics()
+    engine.add(Request(0, [1], 100, SamplingParams(temp=0.0), 200), PipeInfer(width=1), metrics)
     for _ in engine.generate():
         pass
     assert metrics.n_matched >= 50

@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf_header import metadata_spans, read_header
-from pipeinfer.models.gguf_slice import open_slice, read_model_info, slice_bytes
+from pipeinfer.models.gguf.header import ARRAY, BLOCKS, SCALARS, STRING, UINT32, metadata_spans, read_header
+from pipeinfer.models.gguf.model_info import FILE_TYPES
+from pipeinfer.models.gguf.slice import open_slice, read_model_info, slice_bytes
+from pipeinfer.models.gguf.writer import PER_LAYER_KEYS
 from tests.gguf_factory import Shape, write_model
 
 BIG_VOCAB = Shape(n_layer=3, n_vocab=40000)
@@ -45,6 +48,21 @@ def test_info_agrees_with_the_reference_reader(model: Path) -> None:
     for tensor in reader.tensors:
         mine = info.tensor(tensor.name)
         assert mine is not None and (mine.offset, mine.n_bytes) == (tensor.data_offset, tensor.n_bytes)
+
+
+def test_our_tables_are_those_of_the_reference() -> None:
+    kinds = gguf.GGUFValueType
+    assert (kinds.UINT32, kinds.STRING, kinds.ARRAY) == (UINT32, STRING, ARRAY)
+    theirs = {int(kind): np.dtype(number) for kind, number in gguf.GGUFReader.gguf_scalar_to_np.items()}
+    assert {kind: np.dtype(layout) for kind, layout in SCALARS.items()} == theirs
+    sizes = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    assert {kind: BLOCKS[kind] for kind in sizes} == sizes
+    prefixes = {"ALL_F32": "F32", "MOSTLY_MXFP4_MOE": "MXFP4"}
+    for kind in gguf.LlamaFileType:
+        if kind != gguf.LlamaFileType.GUESSED:
+            assert FILE_TYPES[kind] == prefixes.get(kind.name, kind.name.removeprefix("MOSTLY_"))
+    keys = [*vars(gguf.Keys.LLM).values(), *vars(gguf.Keys.Attention).values()]
+    assert all(f"{{arch}}.{key}" in keys for key in PER_LAYER_KEYS)
 
 
 def test_tied_embeddings_count_twice(tmp_path: Path) -> None:
@@ -175,7 +193,7 @@ FUZZ = """
 import random, sys
 from pathlib import Path
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
 source = Path(sys.argv[1]); data = source.read_bytes(); n_header = int(sys.argv[2])
 path = source.with_name("fuzz.gguf"); random.seed(0); refused = 0
 for i in range(400):
@@ -206,7 +224,7 @@ def test_damaged_headers_end_in_user_errors(tmp_path: Path) -> None:
 
 def test_no_library_is_loaded_for_planning(model: Path) -> None:
     code = (
-        "import sys; from pipeinfer.models.gguf_slice import read_model_info; import pipeinfer.models.llama;"
+        "import sys; from pipeinfer.models.gguf.slice import read_model_info; import pipeinfer.models.llama.stage;"
         f"read_model_info({str(model)!r}); assert not {{'llama_cpp', 'mpi4py'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parent.parent)

@@ -11,8 +11,8 @@ import pytest
 from pipeinfer.cli.models import search_noise
 from pipeinfer.errors import UserError
 from pipeinfer.models.agreement import acceptance
+from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.grow import grow, scaled
-from pipeinfer.models.model_info import read_model_info
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import COMMAND, finish, run_json
 
@@ -62,6 +62,15 @@ def test_scaling_blocks_scales_their_values(kind: str) -> None:
     signs = np.sign(np.sum(after * before, axis=1))
     assert set(signs.tolist()) == {-1.0, 1.0}
     np.testing.assert_allclose(after, signs[:, None] * 0.25 * before, rtol=1e-2, atol=1e-5)
+
+
+def test_a_model_that_changes_is_not_grown(tmp_path: Path) -> None:
+    source, grown = write_model(tmp_path / "model.gguf"), tmp_path / "grown.gguf"
+    info = read_model_info(source)
+    write_model(source, Shape(seed=1))
+    with pytest.raises(UserError, match=r"model.gguf was changed while it was read"):
+        grow(info, grown, 9, 0.0)
+    assert not grown.exists()
 
 
 def test_the_search_finds_the_noise() -> None:

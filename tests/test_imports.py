@@ -1,4 +1,4 @@
-"""Who may import whom: cli -> cluster, models, core; cluster -> core; models -> core; core -> numpy and the library."""
+"""Who may import whom: rooms on floors, each of which knows only those below."""
 
 from __future__ import annotations
 
@@ -11,9 +11,21 @@ PACKAGE = Path(__file__).parent.parent / "pipeinfer"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first if first in ("cli", "cluster", "models") else "core"
+FLOORS = (("ground",), ("core",), ("policies", "models"), ("observe",), ("cluster",), ("virtual",), ("job",), ("cli",))
+"""From the bottom: a room imports from the rooms of lower floors, and from itself."""
+
+APART = {("cluster", "models"), ("virtual", "models")}
+"""What never meets although a floor lies between: `job` composes them."""
+
+
+def room_of(module: str) -> str:
+    """The room of `pipeinfer.room.file`; the few files that lie beside the rooms are what all stand on."""
+    parts = module.split(".")
+    return parts[1] if (PACKAGE / parts[1]).is_dir() else "ground"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("pipeinfer", *path.relative_to(PACKAGE).with_suffix("").parts))
 
 
 def imported(path: Path) -> set[str]:
@@ -26,32 +38,36 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_rooms_import_only_what_they_may() -> None:
-    allowed = {
-        "cli": {"cli", "cluster", "models", "core"},
-        "cluster": {"cluster", "core"},
-        "models": {"models", "core"},
-    }
-    for path in MODULES:
-        rooms = {
-            name.split(".")[1] if name.split(".")[1] in ("cli", "cluster", "models") else "core"
-            for name in imported(path)
-            if name.startswith("pipeinfer.")
-        }
-        wrong = rooms - allowed.get(room_of(path), {"core"})
-        if path.name != "__main__.py":  # stands for the console script
-            assert not wrong, f"{path} imports from {wrong}"
+def test_every_room_has_a_floor() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert rooms == {room for floor in FLOORS for room in floor} - {"ground"}
 
 
-def test_core_needs_numpy_only() -> None:
+def test_rooms_import_only_from_rooms_below() -> None:
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
     for path in MODULES:
-        if room_of(path) == "core" and path.name != "__main__.py":
+        if path.name == "__main__.py":  # stands for the console script
+            continue
+        ours = room_of(module_of(path))
+        for name in imported(path):
+            if not name.startswith("pipeinfer.") or name == "pipeinfer.__version__":
+                continue
+            theirs = room_of(name)
+            below = theirs == ours or floor_of[theirs] < floor_of[ours]
+            assert below and (ours, theirs) not in APART, f"{path} imports {name}: {ours} may not know {theirs}"
+
+
+def test_core_and_policies_need_numpy_only() -> None:
+    for path in MODULES:
+        if room_of(module_of(path)) in ("core", "policies") and path.name != "__main__.py":
             foreign = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names - {"pipeinfer", "numpy"}
             assert not foreign, f"{path} imports {foreign}"
 
 
 def test_one_file_imports_mpi() -> None:
-    assert [path.name for path in MODULES if any(name.startswith("mpi4py") for name in imported(path))] == ["mpi.py"]
+    assert [path.name for path in MODULES if any(name.startswith("mpi4py") for name in imported(path))] == [
+        "transport.py"
+    ]
 
 
 def test_importing_the_package_and_its_command_does_not_start_mpi() -> None:
@@ -63,10 +79,10 @@ def test_a_rank_imports_only_what_it_needs() -> None:
     """Every rank of a job pays for its imports."""
     code = """
 import sys
-import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.cli.job, pipeinfer.cli.worker
-from pipeinfer.models.ggml import load_library
+import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.job.start, pipeinfer.job.worker
+from pipeinfer.models.llama.ggml import load_library
 load_library()
-heavy = {"rich", "matplotlib", "jinja2", "gguf", "pipeinfer.cli.bench", "pipeinfer.cli.head", "llama_cpp.llama"}
+heavy = {"rich", "matplotlib", "jinja2", "gguf", "pipeinfer.cli.bench", "pipeinfer.job.head", "llama_cpp.llama"}
 sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -75,7 +91,7 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 
 def test_llama_cpp_can_still_be_imported_whole() -> None:
     code = """
-from pipeinfer.models.ggml import load_library
+from pipeinfer.models.llama.ggml import load_library
 library = load_library()
 import llama_cpp
 assert llama_cpp.Llama and llama_cpp.llama_cpp is library

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
 
 from pipeinfer.cluster.wire import decode_guess_verdict, encode_verdict
-from pipeinfer.levels import Level
-from pipeinfer.policies import PipeInfer, Policy, Speculative
-from pipeinfer.requests import Finish, Request
-from pipeinfer.runs import Guess, GuessVerdict
-from pipeinfer.sampling import SamplingParams
-from pipeinfer.sequences import SequencePool
-from pipeinfer.tree import Node, TokenTree
+from pipeinfer.core.levels import Level
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.runs import Guess, GuessVerdict
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.tree import Node, TokenTree
+from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.policies import PipeInfer, PipeSpec, Speculative
 from tests.test_engine import N_LAYERS, random_drafter, random_policy, toy_engine, toy_pipeline
 from tests.toy import N_VOCAB, NoisyStage, OracleDrafter, Reference, ToyDraftPipeline
 
@@ -28,19 +30,21 @@ def draft_levels(
     for right in rights:
         cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), rng.randint(0, 2))), N_LAYERS]
         models = [NoisyStage(first, last, right, n_cells=n_ctx + 64) for first, last in pairwise(cuts)]
-        larger = ToyDraftPipeline(models, rng, width=rng.randint(1, 4), late=rng.choice([0.0, 0.5, 0.95]))
+        larger = ToyDraftPipeline(models, rng, late=rng.choice([0.0, 0.5, 0.95]))
         pool = SequencePool(rng.choice(n_seqs), n_ctx + 64)
         levels.append(Level(larger, pool, n_rows=rng.choice([1, 4, 16]), n_chunk=rng.choice([4, 64])))
     return levels
 
 
-def run_case(seed: int) -> int:
-    """One random configuration with one or two larger drafts; returns how many nodes were refined."""
+def run_case(
+    seed: int, n_larger: Sequence[int] = (1, 2), make_policy: Callable[[random.Random], Policy] = random_policy
+) -> int:
+    """One random configuration with some of so many larger drafts; returns how many nodes were refined."""
     rng, reference = random.Random(seed), Reference(N_LAYERS)
     n_ctx, parked = rng.choice([48, 64, 200]), rng.random() < 0.5
     n_cells = n_ctx + rng.randint(8, 80)
     pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked)
-    drafts = draft_levels(rng, n_ctx, [rng.random() for _ in range(rng.randint(1, 2))])
+    drafts = draft_levels(rng, n_ctx, [rng.random() for _ in range(rng.choice(n_larger))])
     pool = SequencePool(rng.choice([1, 3, 64]), n_cells, parked)
     drafter = random_drafter(rng, reference, n_ctx, seed)
     n_chunk, cancel = rng.choice([3, 64]), rng.random() < 0.9
@@ -49,12 +53,15 @@ def run_case(seed: int) -> int:
     n_refined = 0
     for request_id in range(rng.choice([1, 2])):
         prompt = [rng.randrange(N_VOCAB) for _ in range(rng.choice([1, 2, 30]))]
-        request = Request(request_id, prompt, 40, params, n_ctx)
-        metrics = engine.add(request, random_policy(rng))
+        policy, metrics = make_policy(rng), RequestMetrics()
+        # its drafts go on until the end of the text, and every node is audited at every step
+        n_predict = 16 if isinstance(policy, PipeSpec) else 40
+        request = Request(request_id, prompt, n_predict, params, n_ctx)
+        engine.add(request, policy, metrics)
         while engine.busy:
             engine.step()
             engine.audit()
-        n_expected = min(40, n_ctx - len(prompt))
+        n_expected = min(n_predict, n_ctx - len(prompt))
         assert request.tokens[len(prompt) :] == reference.generate(prompt, n_expected, params), f"seed {seed}"
         n_refined += metrics.n_refined
     assert not any(level.busy for level in engine.levels), "a run was forgotten"
@@ -68,6 +75,15 @@ def test_whatever_larger_drafts_say_the_text_is_the_targets(block: int) -> None:
     assert n_refined > 500
 
 
+@pytest.mark.parametrize("n_drafts", [1, 2, 3])
+def test_a_hierarchy_of_models_gives_the_largest_ones_text(n_drafts: int) -> None:
+    def hierarchy(rng: random.Random) -> Policy:
+        return PipeSpec(rng.choice([0, 0, 1, 3, 40]), asynchronous=rng.random() < 0.5)
+
+    n_refined = sum(run_case(seed, [n_drafts - 1], hierarchy) for seed in range(15))
+    assert n_refined >= 100 * (n_drafts - 1)
+
+
 def generate(policy: Policy, small: float, large: Sequence[float], seed: int = 1) -> tuple[Request, float]:
     """A generation with drafts that are right so often; (the request, tokens per target run with the root)."""
     rng, reference = random.Random(seed), Reference(N_LAYERS)
@@ -75,7 +91,8 @@ def generate(policy: Policy, small: float, large: Sequence[float], seed: int = 1
     drafts = draft_levels(rng, 400, large, n_seqs=(16,))
     engine = toy_engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, small), drafts)
     request = Request(0, [1, 2, 3], 300, SamplingParams(temp=0.0), 400)
-    metrics = engine.add(request, policy)
+    metrics = RequestMetrics()
+    engine.add(request, policy, metrics)
     for _ in engine.generate():
         pass
     assert request.tokens[3:] == reference.generate([1, 2, 3], 300, request.sampling)
@@ -131,6 +148,13 @@ def tree_of_two() -> tuple[TokenTree, list[Node]]:
     return tree, [first, second, below]
 
 
+def test_of_two_guesses_alike_that_of_the_larger_draft_comes_first() -> None:
+    tree = TokenTree(7, 10)
+    tree.grow(tree.root, [Guess(1, 0.9)], [-0.1])
+    (better,) = tree.refine(tree.root, [Guess(2, 0.5)], [-0.7], draft=1)
+    assert tree.root.children[0] is better and tree.root.children[1].log_prob == -0.7
+
+
 def test_refining_moves_scores_and_adds_what_was_missing() -> None:
     tree, (first, second, below) = tree_of_two()
     (third,) = tree.refine(tree.root, [Guess(2, 0.8), Guess(5, 0.1)], [-0.2, -2.3], draft=1)
@@ -174,14 +198,15 @@ def test_no_room_is_not_taken_for_a_draft_that_knows_nothing() -> None:
     (level,) = draft_levels(rng, 400, [0.5], n_seqs=(1,))
     level.n_rows = 2
     engine = toy_engine(toy_pipeline(rng, 2, 500, False), SequencePool(16, 500), None, [level])
-    metrics = engine.add(request, PipeInfer())
+    metrics = RequestMetrics()
+    engine.add(request, PipeInfer(), metrics)
     tree = request.tree
     one, other = tree.grow(tree.root, [Guess(1, 0.5), Guess(2, 0.25)], [-0.7, -1.4])
     (below,) = tree.grow(other, [Guess(3, 0.5)], [-0.7])
     for _ in range(20):
-        while engine._ask():
+        while engine.growth.ask():
             pass
-        engine._refine_next(1)
+        engine.growth.hear()
     assert one.refined == tree.root.refined == 1 and metrics.n_refined >= 2
     assert (other.refined, below.guessed_by, below.log_prob) == (0, 0, -0.7)
     assert not other.is_open(1), "nobody waits for it"

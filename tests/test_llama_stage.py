@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cli.load import inexact_line
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
 from pipeinfer.errors import UserError
-from pipeinfer.interfaces import Batch, FloatArray
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.llama import KvCacheFull, LlamaParams, LlamaStage
-from pipeinfer.runs import POSITION_END, KvOp, OpKind
+from pipeinfer.job.load import inexact_line
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import KvCacheFull, LlamaStage
 from tests.gguf_factory import Shape, write_model
 
 ARCHITECTURES = {
@@ -433,7 +434,7 @@ def test_damaged_weights_say_why(tmp_path: Path, model: Path) -> None:
 
 
 def test_gpu_layers_need_a_gpu_build(model: Path) -> None:
-    from pipeinfer.models import ggml
+    from pipeinfer.models.llama import ggml
 
     if ggml.load_library().llama_supports_gpu_offload():
         pytest.skip("this build can offload")
@@ -457,9 +458,10 @@ def test_progress_is_told_and_may_abort(model: Path) -> None:
 
 PEAK = """
 import sys; from pathlib import Path; import numpy as np
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.llama import LlamaParams, LlamaStage
-from pipeinfer.interfaces import Batch
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.core.interfaces import Batch
 info = read_model_info(sys.argv[1]); first, last = int(sys.argv[2]), int(sys.argv[3])
 params = LlamaParams(2048, 64, n_batch=512, n_outputs_max=32, exact=sys.argv[4] == "exact")
 cache = Path(sys.argv[5]) if sys.argv[5] else None

@@ -8,14 +8,16 @@ from itertools import pairwise
 
 import pytest
 
-from pipeinfer.drafting import ModelDrafter
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Request
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.llama import LlamaParams, LlamaStage
-from pipeinfer.policies import Iterative, PipeInfer, Policy, Speculative
-from pipeinfer.requests import Request
-from pipeinfer.sampling import SamplingParams
-from pipeinfer.sequences import SequencePool
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.policies import Iterative, PipeInfer, Speculative
 from tests.test_engine import toy_engine
 from tests.toy import ToyPipeline
 

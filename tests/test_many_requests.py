@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
-from pipeinfer.choices import SyntheticChoices
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
-from pipeinfer.cluster.simulate import SimPipeline, SimWaiter, VirtualClock
-from pipeinfer.cluster.simulation import row_costs, simulate
-from pipeinfer.drafting import ModelDrafter
-from pipeinfer.engine import Engine
-from pipeinfer.interfaces import Drafter
-from pipeinfer.ledger import stage_time
-from pipeinfer.levels import Level
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.interfaces import Drafter
+from pipeinfer.core.levels import Level
+from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.scheduler import Room, choose
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.observe.ledger import stage_time
+from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative, PipeInfer
-from pipeinfer.requests import Finish, Request
-from pipeinfer.run_cost import RunCost
-from pipeinfer.sampling import SamplingParams
-from pipeinfer.scheduler import Room, Share, Want, choose
-from pipeinfer.sequences import SequencePool
+from pipeinfer.virtual.choices import SyntheticChoices
+from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
+from pipeinfer.virtual.simulation import row_costs, simulate
 from tests.test_engine import QuickStage, plain_toy, random_policy, toy_engine, toy_pipeline
 from tests.test_levels import draft_levels
 from tests.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline
@@ -89,6 +91,11 @@ def test_each_of_many_requests_gets_its_own_text(block: int) -> None:
     assert sum(run_case(seed) for seed in range(block * 18, block * 18 + 18)) > 1600
 
 
+def test_who_shared_a_run_that_was_given_up_is_asked_again() -> None:
+    """Another request's verdict makes the rest of the run dead: who waited for it need not wait for its verdict."""
+    assert run_case(1465)
+
+
 def test_parked_cells_are_won_back_while_other_requests_are_open() -> None:
     """Two requests of 400 tokens in a cache that their wrong guesses fill several times over."""
     rng, n_cells = random.Random(1), 840
@@ -103,6 +110,27 @@ def test_parked_cells_are_won_back_while_other_requests_are_open() -> None:
         pass
     assert all(request.tokens == [request.prompt[0], *plain_toy(request.prompt[0], 400)] for request in requests)
     assert stages[0].n_packed > 1
+
+
+def test_requests_after_one_another_begin_in_a_packed_cache() -> None:
+    """Also where sequences are leased otherwise from then on."""
+    rng, n_cells = random.Random(4), 300
+    stages = [QuickStage(first, last, n_cells, True) for first, last in ((0, 2), (2, N_LAYERS))]
+    pool = SequencePool(8, n_cells, parked=True)
+    drafter = OracleDrafter(Reference(N_LAYERS), 0.4)
+    engine = toy_engine(ToyPipeline(stages, rng), pool, drafter)
+    for number, n_seq in enumerate((8, 8, 1, 3, 8)):
+        pool.resize(n_seq)
+        request = Request(number, [number + 3], 60, SamplingParams(temp=0.0), 100)
+        engine.add(request, PipeInfer(microbatch=4))
+        assert pool.n_free_cells == n_cells
+        for _ in engine.generate():
+            engine.audit()
+        assert request.tokens == [request.prompt[0], *plain_toy(request.prompt[0], 60)]
+    assert stages[0].n_packed == stages[1].n_packed == 4
+    with pytest.raises(AssertionError, match="1 requests hold sequences"):
+        engine.add(Request(9, [1], 4, SamplingParams(), 9), PipeInfer())
+        pool.resize(2)
 
 
 def test_what_is_kept_of_a_request_ends_with_it() -> None:
@@ -176,7 +204,9 @@ def test_many_requests_keep_every_stage_busy() -> None:
     level = Level(pipeline, SequencePool(255, 64 * 64, parked=True))
     engine = Engine(level, None, SimWaiter(clock), clock, run_cost=RunCost(row_costs(profile)))
     requests = [Request(at, found.prompt, 40, SamplingParams(temp=0.0), 60) for at, found in enumerate(choices)]
-    metrics = [engine.add(request, Iterative()) for request in requests]
+    metrics = [RequestMetrics() for _ in requests]
+    for request, observer in zip(requests, metrics, strict=True):
+        engine.add(request, Iterative(), observer)
     for _ in engine.generate():
         pass
     assert all(
@@ -191,27 +221,48 @@ def test_many_requests_keep_every_stage_busy() -> None:
 # -- the scheduler
 
 
+@dataclass
+class Asked:
+    """What a request would send, as the scheduler sees it."""
+
+    request_id: int
+    n_context: int
+    n_nodes: int
+    has_root: bool
+    n_prompt: int = 0
+
+    @property
+    def nodes(self) -> range:
+        return range(self.n_nodes)
+
+
+def shares(wants: Sequence[Asked], alone: bool = False) -> list[tuple[int, int, int]]:
+    """(request, certain tokens, nodes) of each request in the next run."""
+    chosen = choose(wants, ROOM, alone)
+    return [(want.request_id, n_context, n_nodes) for want, n_context, n_nodes in chosen]
+
+
 ROOM = Room(n_roots=2, n_cheap=6, n_rows=32, n_context=10)
 
 
 def test_roots_come_before_guesses_and_only_as_many_as_share_a_run() -> None:
-    wants = [Want(0, 0, 3, False), Want(1, 0, 1, True), Want(2, 0, 1, True), Want(3, 0, 1, True)]
-    assert choose(wants, ROOM, alone=False) == [Share(1, 0, 1), Share(2, 0, 1), Share(0, 0, 3)]
+    wants = [Asked(0, 0, 3, False), Asked(1, 0, 1, True), Asked(2, 0, 1, True), Asked(3, 0, 1, True)]
+    assert shares(wants) == [(1, 0, 1), (2, 0, 1), (0, 0, 3)]
 
 
 def test_guesses_fill_what_costs_little() -> None:
-    wants = [Want(1, 0, 1, True), Want(2, 0, 4, False), Want(3, 0, 4, False)]
-    assert choose(wants, ROOM, alone=False) == [Share(1, 0, 1), Share(2, 0, 4), Share(3, 0, 1)]
+    wants = [Asked(1, 0, 1, True), Asked(2, 0, 4, False), Asked(3, 0, 4, False)]
+    assert shares(wants) == [(1, 0, 1), (2, 0, 4), (3, 0, 1)]
 
 
 def test_whose_turn_it_is_decides_between_prompts_and_nodes() -> None:
-    prompt, other, root = Want(0, 7, 1, False), Want(1, 20, 1, False), Want(2, 0, 1, True)
-    assert choose([prompt, root, other], ROOM, alone=False) == [Share(0, 7, 1), Share(1, 3, 0)]
-    assert choose([root, prompt, other], ROOM, alone=False) == [Share(2, 0, 1)]
+    prompt, other, root = Asked(0, 7, 1, False), Asked(1, 20, 1, False), Asked(2, 0, 1, True)
+    assert shares([prompt, root, other]) == [(0, 7, 1), (1, 3, 0)]
+    assert shares([root, prompt, other]) == [(2, 0, 1)]
 
 
 def test_one_requests_policy_decides_alone() -> None:
-    assert choose([Want(0, 0, 20, True)], ROOM, alone=True) == [Share(0, 0, 20)]
+    assert shares([Asked(0, 0, 20, True)], alone=True) == [(0, 0, 20)]
 
 
 def test_as_many_runs_as_stages() -> None:

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from pipeinfer.ledger import HeadLedger, StageLedger, head_time, stage_time
-from pipeinfer.metrics import RequestMetrics, percentiles, speculation, timings, why_no_guess
+from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import Guess
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.tree import TokenTree
+from pipeinfer.observe.ledger import HeadLedger, StageLedger, head_time, stage_time
+from pipeinfer.observe.metrics import RequestMetrics, percentiles, speculation, timings, why_no_guess
 from pipeinfer.policies import Iterative, PipeInfer
-from pipeinfer.requests import Request
-from pipeinfer.runs import Guess
-from pipeinfer.sampling import SamplingParams
-from pipeinfer.sequences import SequencePool
-from pipeinfer.tree import TokenTree
 from tests.test_engine import N_LAYERS, toy_engine, toy_pipeline
 from tests.toy import OracleDrafter, Reference
 
@@ -71,15 +71,15 @@ def test_the_head_works_when_it_does_not_wait() -> None:
 
 def test_guesses_are_judged_by_how_far_ahead_they_were_made() -> None:
     """The root's child is one token ahead, its grandchild two; once the root has moved, a guess counts from there."""
-    tree, metrics = TokenTree(7, 10), RequestMetrics(0.0, 1)
+    tree, metrics = TokenTree(7, 10), RequestMetrics(submitted_s=0.0, n_prompt=1)
     (near,) = tree.grow(tree.root, [Guess(1, 0.9)], [-0.1])
     tree.grow(near, [Guess(2, 0.9)], [-0.1])
     tree.answer([tree.root], [1])
-    metrics.count_settled(1.0, 1, tree.settle())
+    metrics.settled(1.0, 1, tree.settle())
     (far,) = near.children
     tree.grow(far, [Guess(3, 0.9)], [-0.1])
     tree.answer([near, far], [2, 9])
-    metrics.count_settled(2.0, 2, tree.settle())
+    metrics.settled(2.0, 2, tree.settle())
     assert metrics.by_depth == {1: [1, 1], 2: [2, 1]}
     assert speculation(metrics)["by_depth"] == {"1": {"n": 1, "right": 1}, "2": {"n": 2, "right": 1}}
 
@@ -91,6 +91,7 @@ def test_a_draft_of_which_nothing_was_sent_is_explained() -> None:
     assert "answers in 2 ms" in why_no_guess(slow) and "steps of 5 ms, 10 of 10 given up" in why_no_guess(slow)
     late = replace(slow, n_draft_lost=0, n_drafted=12)
     assert "before the draft is done" in why_no_guess(late)
+    assert "as many runs were in flight as the policy allows" in why_no_guess(replace(late, draft_s=0.01))
     unsure = replace(slow, n_draft_lost=0)
     assert "never sure enough" in why_no_guess(unsure)
     for fine in (replace(slow, n_sent=1), replace(slow, token_s=[0.1, 0.2]), replace(slow, n_draft_steps=0)):
@@ -105,7 +106,8 @@ def test_the_engine_says_why_no_guess_was_sent(policy: type[PipeInfer] | type[It
     drafter.expand = lambda *_: None  # type: ignore[method-assign]
     engine = toy_engine(toy_pipeline(rng, 2, 500, False), SequencePool(4, 500), drafter)
     request = Request(0, [4], 30, SamplingParams(temp=0.0), 400)
-    metrics = engine.add(request, policy())
+    metrics = RequestMetrics()
+    engine.add(request, policy(), metrics)
     for _ in engine.generate():
         pass
     assert len(metrics.notices) == (policy is PipeInfer) and metrics.n_sent == 0

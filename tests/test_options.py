@@ -16,9 +16,11 @@ import pytest
 from pipeinfer.cli.command import Command, Group
 from pipeinfer.cli.commands import cli
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
-from pipeinfer.cli.options import unescape
 from pipeinfer.cli.values import TYPES, File, GpuLayers, Listed, Number, Split, Text, Whole
+from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
+from pipeinfer.job.options import unescape
+from pipeinfer.policies.registry import POLICIES
 from tests.jobs import COMMAND, environment, finish, run_json
 
 ODD = (
@@ -106,10 +108,14 @@ def check_legal(value: object, kind: click.ParamType) -> None:
 # -- odd values that are legal, to the end
 
 
-def extremes(name: str, which: str) -> list[str]:
-    """Every numeric option of a command at its least or most, but those that size the work."""
+def extremes(name: str, which: str, *policies: str) -> list[str]:
+    """Every numeric option of a command at its least or most, but those that size the work and other policies'."""
     words: list[str] = []
+    own = {setting for policy in policies for setting, _, _ in settings_of(POLICIES[policy])}
+    foreign = {setting for kind in POLICIES.values() for setting, _, _ in settings_of(kind)} - own
     for param in COMMANDS[name].params:
+        if param.name in foreign:
+            continue
         if not isinstance(param.type, (Whole, Number)) or param.name in (
             "predict", "prompt_tokens", "repetitions", "ctx_size", "nodes", "gbit", "acceptances",
         ):  # fmt: skip
@@ -122,10 +128,28 @@ def extremes(name: str, which: str) -> list[str]:
 
 
 @pytest.mark.parametrize("which", ["min", "max"])
-def test_a_run_with_every_number_at_its_limit(which: str) -> None:
-    done = finish(2, ["run", "-p", "def f(", "-n", "4", "-t", "1", "--ignore-eos", *extremes("run", which)])
+@pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])
+def test_a_run_with_every_number_at_its_limit(which: str, policy: str) -> None:
+    asked = ["--policy", policy, *extremes("run", which, policy)]
+    done = finish(2, ["run", "-p", "def f(", "-n", "4", "-t", "1", "--ignore-eos", *asked])
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--draft", "4"], "--draft is an option of --policy speculative; of such options pipeinfer has --micr"),
+        (["run", "--policy", "iterative", "-pa", "0.1"], "--accept-cutoff is an option of --policy pipeinfer"),
+        (["run", "--policy", "speculative", "--no-async"], "speculative has --draft, --width"),
+        (["bench", "--policy", "iterative,speculative", "-pd", "0"], "iterative has none; speculative has --draft"),
+        (["simulate", "--policy", "speculative", "--inflight", "3"], "--inflight is an option of --policy pipeinfer"),
+    ],
+)
+def test_an_option_of_another_policy_is_refused(words: list[str], said: str) -> None:
+    done = finish(1, [*words, *(["--profile", "flowspec"] if words[0] == "simulate" else ["-p", "x"])])
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("temp", ["1e-300", "5e-324", "1e-40", "1000"])
@@ -138,7 +162,21 @@ def test_very_low_and_high_temperatures(temp: str) -> None:
 
 @pytest.mark.parametrize("which", ["min", "max"])
 def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
-    done = finish(1, ["simulate", "--profile", "pipeinfer-a", "--nodes", "4", "-n", "8", *extremes("simulate", which)])
+    done = finish(
+        1,
+        [
+            "simulate",
+            "--profile",
+            "pipeinfer-a",
+            "--nodes",
+            "4",
+            "-n",
+            "8",
+            "--policy",
+            ",".join(POLICIES),
+            *extremes("simulate", which, *POLICIES),
+        ],
+    )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
 

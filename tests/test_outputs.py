@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.choices import RecordedChoices
 from pipeinfer.errors import UserError
+from pipeinfer.observe.results import append_result, check_results, read_results
+from pipeinfer.observe.trace import Span, write_chrome_trace
 from pipeinfer.outputs import check_separate, check_writable, whole_file, write_file
-from pipeinfer.results import append_result, check_results, read_results
-from pipeinfer.trace import Span, write_chrome_trace
+from pipeinfer.virtual.choices import RecordedChoices
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import COMMAND, environment, finish
 from tests.rows import make_row

@@ -6,17 +6,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeinfer.cluster.costs import LinkCost, ModelCost, Work
-from pipeinfer.cluster.pace import Courier, PacedStage, pace_profile
+from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.wire import encode
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.errors import UserError
-from pipeinfer.interfaces import Batch, FloatArray
-from pipeinfer.runs import KvOp, OpKind, Row, Run
+from pipeinfer.job.deployment import pace_profile
 from tests.jobs import finish, run_json
 
 LAYER_S, N_LAYERS = 0.01, 5
@@ -106,6 +108,20 @@ def test_a_run_takes_what_the_profile_says_once_the_models_own_time_is_known(own
         took_s = time.now - start_s
     assert took_s == pytest.approx(2 * N_LAYERS * LAYER_S)
     assert model.n_evaluated == 4
+
+
+def test_the_first_of_a_prompts_blocks_takes_longer_by_what_its_context_costs() -> None:
+    stage, time, _ = a_stage(own_s=0.004)
+    stage.cost = replace(stage.cost, prompt_s=0.05)
+    took_s = []
+    for first in (0, 64, 128, 0, 64):
+        batch, start_s = a_batch(64), time.now
+        batch.positions += first
+        batch.n_prompt = 192
+        stage.evaluate(batch, lambda: False)
+        took_s.append(time.now - start_s)
+    alone_s = stage.cost.layers * stage.cost.layer.at(64)
+    assert took_s[2:] == pytest.approx([alone_s, alone_s + 0.05, alone_s])
 
 
 def test_a_model_slower_than_the_profile_takes_its_own_time() -> None:

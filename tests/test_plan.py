@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
+from pytest import MonkeyPatch
 
+from pipeinfer.cluster import spread as spread_module
 from pipeinfer.cluster.plan import Sizes, balance, make_plan, parse_split, split_layers, stage_ranks
+from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
 
 
@@ -16,10 +20,11 @@ def sizes(layers: list[int], output: int = 0) -> Sizes:
 
 
 def test_roles() -> None:
-    assert stage_ranks(1, True) == [0]
-    assert stage_ranks(2, True) == [1]
-    assert stage_ranks(2, False) == [0, 1]
-    assert stage_ranks(4, True) == [1, 2, 3]
+    assert stage_ranks(1, [1]) == [0]
+    assert stage_ranks(2, [1]) == [1]
+    assert stage_ranks(2, []) == [0, 1]
+    assert stage_ranks(4, [1]) == [1, 2, 3]
+    assert stage_ranks(7, [1, 1, 3]) == [5, 6]
 
 
 def test_balance_is_optimal() -> None:
@@ -39,8 +44,96 @@ def test_balance_is_optimal() -> None:
         assert worst(found) == min(map(worst, options))
 
 
+def splits(n_layers: int, n_stages: int) -> list[tuple[int, ...]]:
+    """All there are."""
+    return [c for c in itertools.product(range(1, n_layers + 1), repeat=n_stages) if sum(c) == n_layers]
+
+
+def stage_sums(values: list[list[int]], counts: Sequence[int]) -> list[int]:
+    """Of what each stage has of `values[stage][layer]`."""
+    ends = list(itertools.accumulate(counts, initial=0))
+    return [sum(row[first:last]) for row, first, last in zip(values, ends, ends[1:], strict=False)]
+
+
+def random_case(rng: random.Random) -> tuple[list[list[int]], list[list[int]], StageRoom]:
+    """Costs and memory by stage and layer, and the memory that there is, of hosts with some stages each."""
+    n_layers = rng.randint(1, 7)
+    n_stages = rng.randint(1, min(4, n_layers))
+    speeds, layers = [rng.randint(1, 3) for _ in range(n_stages)], [rng.randint(1, 4) for _ in range(n_layers)]
+    costs = [[speed * layer for layer in layers] for speed in speeds]
+    needs = [[rng.randint(1, 5) for _ in layers] for _ in range(n_stages)]
+    hosts = tuple(rng.choice("ab") for _ in range(n_stages))
+    left = {host: rng.randint(0, 4 * n_layers) for host in hosts}
+    own = tuple(rng.randint(2, 3 * n_layers) for _ in hosts)
+    return costs, needs, StageRoom(lambda stage, first, last: sum(needs[stage][first:last]), hosts, left, own)
+
+
+def fits(needs: list[list[int]], counts: Sequence[int], room: StageRoom) -> bool:
+    held = stage_sums(needs, counts)
+    by_host = {name: sum(n for n, host in zip(held, room.hosts, strict=True) if host == name) for name in room.left}
+    return all(n <= own for n, own in zip(held, room.own, strict=True)) and all(
+        by_host[name] <= room.left[name] for name in room.left
+    )
+
+
+def test_no_split_that_fits_is_faster() -> None:
+    """Against all splits: stages of different speed, hosts that share their memory among stages, limits of ranks."""
+    rng, n_found, n_tight = random.Random(7), 0, 0
+    for _ in range(1500):
+        costs, needs, room = random_case(rng)
+        possible = [c for c in splits(len(costs[0]), len(costs)) if fits(needs, c, room)]
+        found = spread_layers(costs, room)
+        assert bool(found) == bool(possible), (costs, needs, room)
+        free = spread_layers(costs)
+        assert free and sum(free) == len(costs[0])
+        if found:
+            n_found, n_tight = n_found + 1, n_tight + (found != free)
+            assert tuple(found) in possible
+            assert max(stage_sums(costs, found)) == min(max(stage_sums(costs, c)) for c in possible)
+            assert found == free or not fits(needs, free, room), "where memory is no matter it changes nothing"
+    assert n_found > 300 and n_tight > 100
+
+
+def test_of_equally_fast_splits_the_most_even_one() -> None:
+    assert balance(sizes([1] * 11), 4) == [2, 3, 3, 3]
+    assert spread_layers([[1] * 6, [3] * 6, [1] * 6]) == [2, 1, 3]
+    assert spread_layers([[0.1] * 30] * 3) == [10] * 3, "sums of floats that are equal but for their rounding"
+
+
+def test_hosts_that_take_turns_share_in_equal_parts_where_all_ways_are_too_many(monkeypatch: MonkeyPatch) -> None:
+    hosts = tuple("abcabc")
+    room = StageRoom(lambda stage, first, last: last - first, hosts, {"a": 4, "b": 9, "c": 99}, (99,) * 6)
+    exact = spread_layers([[1] * 24] * 6, room)
+    monkeypatch.setattr(spread_module, "MAX_STATES", 1)
+    in_parts = spread_layers([[1] * 24] * 6, room)
+    for found in (exact, in_parts):
+        assert found and sum(found) == 24 and max(found) == 6
+        assert found[0] + found[3] <= 4 and found[1] + found[4] <= 9
+    assert in_parts and in_parts[0] <= 2 and in_parts[1] <= 4
+    parted = StageRoom(room.needed, hosts, {"a": 4, "b": 4, "c": 8}, (99,) * 6)
+    assert spread_layers([[1] * 24] * 6, parted) is None
+
+
+def test_as_many_stages_as_a_model_has_layers() -> None:
+    assert balance(sizes([1] * 512), 512) == [1] * 512
+    assert max(balance(sizes([1] * 512), 500)) == 2
+
+
+def test_a_small_host_gets_fewer_layers() -> None:
+    layers = sizes([10] * 12)
+    room = StageRoom(lambda stage, first, last: 10 * (last - first), ("a", "b", "a"), {"a": 110, "b": 25}, (99, 99, 50))
+    assert balance(layers, 3) == [4, 4, 4]
+    plan = make_plan(4, [sizes([1])], layers, 1, room=lambda placed, ranks: room)
+    assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 5), (5, 7), (7, 12)]
+    chosen = make_plan(4, [sizes([1])], layers, 1, split=[4, 4, 4], room=lambda placed, ranks: room)
+    assert [stage.last for stage in chosen.stages] == [4, 8, 12], "a split that was asked for is taken as it is"
+    short = StageRoom(room.needed, room.hosts, {"a": 40, "b": 25}, room.own)
+    tight = make_plan(4, [sizes([1])], layers, 1, room=lambda placed, ranks: short)
+    assert [stage.last for stage in tight.stages] == [4, 8, 12]
+
+
 def test_plan_counts_bytes_where_they_lie() -> None:
-    plan = make_plan(3, True, sizes([10, 10, 10, 10], output=7), n_cells=100, split=[3, 1])
+    plan = make_plan(3, [sizes([1])], sizes([10, 10, 10, 10], output=7), n_cells=100, split=[3, 1])
     first, last = plan.stages
     assert (first.rank, first.first, first.last, first.weight_bytes, first.kv_bytes) == (1, 0, 3, 35, 3000)
     assert (last.rank, last.first, last.last, last.weight_bytes, last.kv_bytes) == (2, 3, 4, 17, 1000)
@@ -71,8 +164,62 @@ def test_pipeinfers_split_form_is_taken() -> None:
     assert parse_split("0.1,0.4,0.5/1.0") == [0.1, 0.4, 0.5]
 
 
+# -- drafts over several ranks
+
+
+def test_larger_drafts_are_cut_by_size_too() -> None:
+    drafts = [sizes([1] * 4), sizes([2] * 6), sizes([3] * 9, output=9)]
+    plan = make_plan(8, drafts, sizes([10] * 12), 100, draft_split=[1, 3])
+    assert plan.draft_split == (1, 3)
+    assert [[(own.rank, own.first, own.last) for own in stages] for stages in plan.drafts] == [
+        [(0, 0, 4)], [(1, 0, 6)], [(2, 0, 4), (3, 4, 8), (4, 8, 9)],
+    ]  # fmt: skip
+    assert [(stage.rank, stage.first, stage.last) for stage in plan.stages] == [(5, 0, 4), (6, 4, 8), (7, 8, 12)]
+    last = plan.drafts[2][2]
+    assert (last.weight_bytes, last.kv_bytes) == (3 + 9, 100 * 10)
+    assert [plan.describe(rank) for rank in (0, 1, 3, 5)] == [
+        "draft 1", "draft 2", "draft 3 stage 1, layers 4-7", "stage 0, layers 0-3",
+    ]  # fmt: skip
+    assert plan.computing == frozenset(range(8))
+    assert [own.rank for own in plan.pipeline_of(3)] == [2, 3, 4]
+    assert [own.rank for own in plan.pipeline_of(6)] == [5, 6, 7]
+
+
+def test_a_draft_is_cut_so_that_it_fits_into_what_memory_the_drafts_before_leave() -> None:
+    asked: list[tuple[int, list[int]]] = []
+
+    def room(placed: Sequence[object], ranks: Sequence[int]) -> StageRoom:
+        asked.append((len(placed), list(ranks)))
+        hosts = tuple(map(str, ranks))
+        return StageRoom(lambda stage, first, last: last - first, hosts, dict.fromkeys(hosts, 9), (9, 2)[: len(ranks)])
+
+    plan = make_plan(5, [sizes([1]), sizes([1] * 6)], sizes([1] * 6), 1, room=room, draft_split=[2])
+    assert asked == [(1, [1, 2]), (2, [3, 4])]
+    assert [own.last for own in plan.drafts[1]] == [own.last for own in plan.stages] == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "n_drafts", "draft_split", "words"),
+    [(4, 1, [2], "--draft-split 2 cuts larger drafts, and there is none"),
+     (4, 0, [2], "--draft-split 2 cuts larger drafts, and there is none"),
+     (9, 2, [2, 3], "--draft-split 2,3 has 2 parts for 1 larger draft; give one number for each"),
+     (9, 3, [2], "--draft-split 2 has 1 part for 2 larger drafts; give one number for each"),
+     (3, 2, [2], "2 drafts on 3 ranks and the target need 4 ranks, here are 3; start more, or give a smaller"),
+     (1, 2, [2], "2 drafts on 3 ranks and the target need 4 ranks, here is 1; start more"),
+     (9, 2, [7], "--draft-split 7: 7 ranks for draft 2, which has 6 layers; give at most 6")],
+)  # fmt: skip
+def test_drafts_that_cannot_be_cut_so(n_ranks: int, n_drafts: int, draft_split: list[int], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make_plan(n_ranks, [sizes([1] * 6)] * n_drafts, sizes([1] * 12), 1, draft_split=draft_split)
+
+
+def test_drafts_in_one_part_each_may_share_a_lone_rank() -> None:
+    plan = make_plan(1, [sizes([1]), sizes([1] * 6)], sizes([1] * 12), 1, draft_split=[1])
+    assert plan.describe(0) == "draft 1, draft 2, stage 0, layers 0-11"
+
+
 def test_more_stages_than_layers() -> None:
     with pytest.raises(UserError, match="5 stages for 4 layers; start at most 5 ranks"):
-        make_plan(6, True, sizes([1] * 4), 10)
+        make_plan(6, [sizes([1])], sizes([1] * 4), 10)
     with pytest.raises(UserError, match="at most 4 ranks"):
-        make_plan(6, False, sizes([1] * 4), 10)
+        make_plan(6, [], sizes([1] * 4), 10)

@@ -15,11 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from pipeinfer.cli.facets import FACETS, SHOWN
-from pipeinfer.cli.figures import FIGURES, draw_all
-from pipeinfer.cli.summary import markdown, summarise
-from pipeinfer.columns import ASKED
-from pipeinfer.results import Row, append_result, as_read
+from pipeinfer.observe.columns import ASKED
+from pipeinfer.observe.facets import FACETS, SHOWN
+from pipeinfer.observe.figures import FIGURES, draw_all
+from pipeinfer.observe.results import Record, append_result, as_read
+from pipeinfer.observe.summary import markdown, summarise
 from tests.jobs import ROOT
 from tests.rows import SPEEDS, make_row
 
@@ -33,7 +33,7 @@ def no_figure_left() -> Iterator[None]:
 PNG = b"\x89PNG"
 
 
-def table(name: str = "big.gguf") -> list[Row]:
+def table(name: str = "big.gguf") -> list[Record]:
     rows = []
     for ranks in (3, 4, 8):
         for policy, speed in SPEEDS.items():
@@ -242,9 +242,29 @@ def test_ablations_are_held_against_what_was_asked_alike_on_a_scale_of_each_pair
             for model, speed in (("slow", 10.0), ("fast", 1000.0)) for variant in ("", "no-cancel")]  # fmt: skip
     rows += [as_read(make_row(speed=77.0, model="slow", model_hash="slow", predicted_n=8))]
     figure = FIGURES["ablation"](rows)
-    assert panel_titles(figure) == ["slow + small"] * 2 + ["fast + small"] * 2
+    assert panel_titles(figure) == ["pipeinfer, slow + small"] * 2 + ["pipeinfer, fast + small"] * 2
     assert figure and heights(figure)[:2] == [10.0, 10.0], "what was measured otherwise does not count"
     assert figure.axes[0].get_ylim()[1] < 20 < 1000 < figure.axes[2].get_ylim()[1]
+
+
+def test_ablations_of_policies_are_not_averaged() -> None:
+    rows = [as_read(make_row(policy, speed=speed, variant=variant))
+            for policy, speed in (("pipeinfer", 20.0), ("pipedec", 10.0)) for variant in ("", "no-cancel")]  # fmt: skip
+    figure = FIGURES["ablation"](rows)
+    assert panel_titles(figure) == ["pipeinfer, big + small"] * 2 + ["pipedec, big + small"] * 2
+    assert figure and not {15.0, 15000.0} & set(heights(figure)), heights(figure)
+
+
+def test_the_legend_has_what_any_panel_shows() -> None:
+    """Also where many settings need many looks, none of which is another one's."""
+    rows = [as_read(make_row(speed=10.0, model="one", model_hash="1") | {"settings": f"width {n}"}) for n in range(9)]
+    rows.append(as_read(make_row("iterative", speed=5.0, model="two", model_hash="2")))
+    figure = FIGURES["speed"](rows)
+    assert figure
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(texts) == 10 and "iterative" in texts
+    looks = {(bar.get_facecolor(), bar.get_hatch()) for axes in figure.axes for bar in axes.patches}
+    assert len(looks) == 10
 
 
 def test_files_from_a_table(tmp_path: Path) -> None:

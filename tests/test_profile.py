@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,27 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.choices import RecordedChoices, ranks_for, synthetic_team
-from pipeinfer.cli.timeline import read_trace
 from pipeinfer.cluster.costs import Work, roofline
-from pipeinfer.cluster.profile import SHIPPED, load_profile, share_layers, shipped_profiles
-from pipeinfer.cluster.simulation import simulate
-from pipeinfer.cluster.survey import (
-    ModelTimes,
-    StageRun,
-    disturbed_line,
-    overheads,
-    profile_toml,
-    slowdowns,
-    time_model,
-)
+from pipeinfer.cluster.plan import Sizes, make_plan
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp
 from pipeinfer.errors import UserError
-from pipeinfer.interfaces import Batch, FloatArray
-from pipeinfer.ledger import HeadLedger
-from pipeinfer.policies.factory import PolicyOptions, make_policy
-from pipeinfer.runs import KvOp
-from tests.jobs import finish
+from pipeinfer.job.timing import StageRun, overheads, slowdowns, time_model
+from pipeinfer.observe.ledger import HeadLedger
+from pipeinfer.observe.timeline import read_trace
+from pipeinfer.policies import PipeInfer
+from pipeinfer.virtual.choices import RecordedChoices, ranks_for, synthetic_team
+from pipeinfer.virtual.measured import ModelTimes, Overheads, disturbed_line, profile_toml
+from pipeinfer.virtual.profile import SHIPPED, load_profile, share_layers, shipped_profiles
+from pipeinfer.virtual.simulation import simulate
+from tests.jobs import finish, run_json
 from tests.toy import check_blocks
+
+SIZES = Sizes((20, 20, 20, 20, 20, 20), (1,) * 6, 7, 50)
 
 MEASURED = """
 embd = 288
@@ -50,10 +47,42 @@ layer_ms = [1.0, 2.0]
 output_ms = [3.0, 6.0]
 context_ns = 10
 run_us = 50
+prompt_us = 40
 [draft]
 layers = 2
 rows = [1]
 layer_ms = [0.5]
+"""
+
+
+HARDWARE = """
+[link]
+latency_us = 20
+gbit_per_s = 10
+[nodes.one]
+gb_per_s = 16
+gflop_per_s = 1e9
+[[cluster]]
+node = "one"
+count = {count}
+[models.large]
+layers = {n_layers}
+embd = 64
+layer_mb = {layer_mb}
+layer_mparam = 1
+output_mb = {output_mb}
+output_mparam = 1
+[models.small]
+layers = 1
+embd = 64
+layer_mb = 1
+layer_mparam = 1
+output_mb = 1
+output_mparam = 1
+[pairs.both]
+target = "large"
+draft = "small"
+acceptance = 0.7
 """
 
 
@@ -102,7 +131,7 @@ def test_layers_go_where_they_are_fast() -> None:
 
 def test_layers_need_room() -> None:
     file = load_profile("pipedec-14")
-    nodes = list(file._nodes())
+    nodes = list(file._machines())
     target, _, _ = file._pair("")
     assert sum(share_layers(nodes[1:], target)) == 80
     with pytest.raises(UserError, match="more nodes"):
@@ -114,6 +143,7 @@ def test_a_measured_profile(tmp_path: Path) -> None:
     assert profile.n_embd == 288 and profile.n_ranks == 3 and profile.acceptance == ()
     assert profile.stages[0].seconds(3, 0) == pytest.approx(4 * 1.75e-3)
     assert profile.stages[1].seconds(1, 1000) == pytest.approx(5 * (1e-3 + 1e-5) + 3e-3 + 50e-6)
+    assert [stage.prompt_s for stage in profile.stages] == pytest.approx([0, 40e-6]), "it may be left out"
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(1e-3)
     assert profile.link.latency_s == pytest.approx(20e-6) and profile.link.transfer_s(1.25e9) == pytest.approx(1)
     assert profile.head.run_s == pytest.approx(100e-6) and profile.head.verdict_s == 0
@@ -134,6 +164,8 @@ def test_a_measured_profile(tmp_path: Path) -> None:
         ("[link]", "[lin]", r"\[link\]"),
         ("[[stages]]", "[[stage]]", "stages"),
         ("embd = 288", "embd = ", "profile"),
+        ("prompt_us = 40", "prompt_us = -40", "prompt_us = -40"),
+        ("prompt_us = 40", 'prompt_us = "long"', "prompt_us = 'long'"),
     ],
 )
 def test_wrong_profiles_are_refused_with_the_place_and_the_way_out(
@@ -158,7 +190,7 @@ def test_odd_numbers_anywhere_are_refused_or_simulated(tmp_path: Path, text: str
             try:
                 profile = load_profile(path).lay_out()
                 first, *larger = synthetic_team([ranks_for(share) for share in profile.acceptance or (0.7,)], 0, 4)
-                simulated = simulate(profile, first, make_policy("pipeinfer", PolicyOptions()), 4, larger=larger)
+                simulated = simulate(profile, first, PipeInfer(), 4, larger=larger)
             except UserError as error:
                 assert len(str(error)) < 400
             else:
@@ -211,7 +243,7 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     found = (extra.hop_s, extra.run_s, extra.verdict_s, extra.draft_s)
     assert found == pytest.approx((0.05e-3, 0.02e-3, 0.3e-3, 0.1e-3))
     text = profile_toml(
-        ["Measured."], 64, stages, [draft], extra, gbit_per_s=8.0, slowdown=[1.0, 1.25, 2.0], blocks=True
+        ["Measured."], 64, SIZES, stages, [draft], extra, gbit_per_s=8.0, slowdown=[1.0, 1.25, 2.0], blocks=True
     )
     profile = load_profile(write(tmp_path, text)).lay_out()
     assert profile.stages[0].seconds(1, 0) == pytest.approx(1.1e-3, rel=1e-3)
@@ -220,6 +252,50 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     assert profile.stages[1].seconds(4, 100) == pytest.approx(4.9e-3, rel=1e-3), "attention costs rows in batches less"
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
     assert profile.blocks and profile.slowdown == (1.0, 1.25, 2.0) and profile.link.bytes_per_s == pytest.approx(1e9)
+
+
+def measured_text(sizes: Sizes, counts: Sequence[int], rng: random.Random) -> str:
+    """What `measure` writes of a rank for a draft and one for each of the stages, which are not equally fast."""
+    stages = [ModelTimes(count, {1: count * rng.uniform(0.5e-3, 2e-3)}) for count in counts]
+    extra = Overheads((0.0,) * len(stages), 1e-6, 0.0, 0.0, 0.0)
+    return profile_toml(["Measured."], 64, sizes, stages, [ModelTimes(1, {1: 1e-3})], extra, gbit_per_s=8.0)
+
+
+def test_simulate_splits_what_was_measured_as_run_does(tmp_path: Path) -> None:
+    """Also without the draft, whose rank holds layers then."""
+    rng = random.Random(3)
+    for _ in range(20):
+        n_layers, n_ranks = rng.randint(6, 40), rng.randint(2, 6)
+        layers = tuple(rng.choice((1_000_003, 1_250_000)) for _ in range(n_layers))
+        sizes = Sizes(layers, (1,) * n_layers, 1, rng.randint(1, 9_000_000))
+        with_draft = make_plan(n_ranks, [sizes], sizes, 1)
+        path = write(tmp_path, measured_text(sizes, [stage.last - stage.first for stage in with_draft.stages], rng))
+        for n_drafts in (0, 1):
+            profile = load_profile(path).lay_out(has_draft=bool(n_drafts))
+            planned = [stage.last - stage.first for stage in make_plan(n_ranks, [sizes] * n_drafts, sizes, 1).stages]
+            assert [stage.layers for stage in profile.stages] == planned
+
+
+def test_simulate_splits_over_equal_machines_as_run_does(tmp_path: Path) -> None:
+    """Both know what a layer and the output table take: how fast the machines are is no matter if they are alike."""
+    rng = random.Random(4)
+    for _ in range(20):
+        n_layers, n_ranks, layer_mb, output_mb = (rng.randint(*limits) for limits in ((8, 60), (2, 8), (1, 9), (1, 40)))
+        path = write(
+            tmp_path, HARDWARE.format(n_layers=n_layers, count=n_ranks, layer_mb=layer_mb, output_mb=output_mb)
+        )
+        sizes = Sizes((layer_mb,) * n_layers, (1,) * n_layers, 1, output_mb)
+        for n_drafts in (0, 1):
+            profile = load_profile(path).lay_out(has_draft=bool(n_drafts))
+            planned = [stage.last - stage.first for stage in make_plan(n_ranks, [sizes] * n_drafts, sizes, 1).stages]
+            assert [stage.layers for stage in profile.stages] == planned
+
+
+def test_sizes_must_be_those_of_the_layers(tmp_path: Path) -> None:
+    text = measured_text(SIZES, [2, 4], random.Random(1))
+    assert [stage.layers for stage in load_profile(write(tmp_path, text)).lay_out(has_draft=False).stages] == [2, 3, 1]
+    with pytest.raises(UserError, match=r"\[target\]: layer_bytes = .* give a list of 6 numbers"):
+        load_profile(write(tmp_path, text.replace("[20, ", "["))).lay_out(has_draft=False)
 
 
 def test_times_that_cannot_be_right_are_said() -> None:
@@ -235,14 +311,14 @@ class TimedModel:
     """A model on a clock of its own: a run takes 1 ms, 0.1 ms a row, 1 µs a row and token before it, and 2 ms more if
     it has another size than the one before. Every seventh run is disturbed."""
 
-    n_embd, is_last = 8, True
+    n_embd, is_last, disturbed_every = 8, True, 7
 
     def __init__(self) -> None:
         self.now_s, self.n_runs, self.n_rows_before = 0.0, 0, 0
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
         n_rows, self.n_runs = len(batch.positions), self.n_runs + 1
-        disturbed_s = 0.5 if self.n_runs % 7 == 0 else 0.0
+        disturbed_s = 0.5 if self.n_runs % self.disturbed_every == 0 else 0.0
         reshape_s = 2e-3 if n_rows != self.n_rows_before else 0.0
         context_s = 1e-6 * n_rows * int(batch.positions[0])
         self.now_s += 1e-3 + 1e-4 * n_rows + reshape_s + context_s + disturbed_s
@@ -265,6 +341,47 @@ def test_a_model_is_timed_from_single_rows_to_chunks_of_prompts() -> None:
     assert [found.context_s(n_rows) for n_rows in (1, 5, 128, 500)] == pytest.approx([0.5e-6] * 4)
 
 
+class BlockModel(TimedModel):
+    """A prompt in blocks gets a context of its own, which takes 5 ms and has no graph yet; a block is a run to it."""
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
+        check_blocks(batch)
+        if batch.n_prompt:
+            begins = int(batch.positions[0]) == 0
+            self.now_s += 5e-3 * begins
+            self.n_rows_before = 0 if begins else len(batch.positions)
+        return super().evaluate(batch, stop)
+
+
+def test_what_the_context_of_a_prompt_takes_is_told_apart_from_its_chunks(tmp_path: Path) -> None:
+    model = BlockModel()
+    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=1e9, blocks=True)
+    assert all(seconds == pytest.approx(1e-3 + 1e-4 * n_rows) for n_rows, seconds in found.by_rows.items())
+    assert found.prompt_s == pytest.approx(5e-3) and found.reshape_s == pytest.approx(2e-3)
+    assert [found.context_s(n_rows) for n_rows in (1, 64, 128)] == pytest.approx([0.5e-6] * 3)
+    extra = Overheads((0.0,), 0.0, 0.0, 0.0, 0.0)
+    text = profile_toml([], 8, SIZES, [found], [found], extra, gbit_per_s=8.0, blocks=True)
+    assert text.count("prompt_us = 5000\n") == 2
+    stage = load_profile(write(tmp_path, text)).lay_out().stages[0]
+    assert stage.seconds(128, 0) == pytest.approx(13.8e-3, rel=1e-3)
+    assert stage.seconds(128, 0, begins=True) == pytest.approx(18.8e-3, rel=1e-3)
+
+
+class Tiles(BlockModel):
+    """Runs of guesses attend ten times as slowly as blocks do."""
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
+        if not batch.n_prompt:
+            self.now_s += 9e-6 * len(batch.positions) * int(batch.positions[0])
+        return super().evaluate(batch, stop)
+
+
+def test_attention_of_chunks_is_timed_for_each_of_their_sizes() -> None:
+    model = Tiles()
+    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=1e9, blocks=True)
+    assert [found.context_s(n_rows) for n_rows in (1, 32, 64, 128)] == pytest.approx([5e-6, 5e-6, 0.5e-6, 0.5e-6])
+
+
 @pytest.mark.parametrize("budget_s", [1e9, 0.0])
 def test_chunks_of_prompts_are_timed_in_blocks(budget_s: float) -> None:
     class Blocks(TimedModel):
@@ -279,6 +396,23 @@ def test_chunks_of_prompts_are_timed_in_blocks(budget_s: float) -> None:
     model = Blocks()
     time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s, blocks=True)
     assert model.n_chunks > 0
+
+
+def test_a_chunk_is_timed_after_other_tokens_even_if_there_is_little_time() -> None:
+    """What attention takes a single row says nothing of it."""
+
+    class Slow(Tiles):
+        disturbed_every = 10**9
+
+        def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
+            self.now_s += 10.0 * (batch.n_prompt > 0)
+            return super().evaluate(batch, stop)
+
+    model = Slow()
+    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=5.0, blocks=True)
+    assert list(found.in_context_s) == [1, 64] and list(found.by_rows)[-1] == 64
+    assert found.context_s(1) == pytest.approx(5e-6)
+    assert found.context_s(64) == found.context_s(128) == pytest.approx(0.5e-6)
 
 
 def test_little_time_is_enough_for_single_rows() -> None:
@@ -298,5 +432,9 @@ def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert load_profile(str(path)).lay_out().n_stages == 1
     assert finish(1, ["simulate", "--profile", str(path), "-n", "32"]).returncode == 0
-    alone = finish(1, ["measure", "-o", str(path)])
-    assert alone.returncode == 2 and "mpirun" in alone.stderr
+    alone = load_profile(str(path)).lay_out(has_draft=False)
+    run = run_json(2, ["-p", "x", "-n", "1", "-t", "1", "--policy", "iterative"])
+    planned = [rank["layers"][1] - rank["layers"][0] for rank in run["ranks"]]
+    assert [stage.layers for stage in alone.stages] == planned
+    lone = finish(1, ["measure", "-o", str(path)])
+    assert lone.returncode == 2 and "mpirun" in lone.stderr

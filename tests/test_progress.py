@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from pipeinfer.cli.progress import PromptProgress
+from pipeinfer.observe.progress import PromptProgress
 
 
 class Progressing:

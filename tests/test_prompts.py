@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.blocks import block_edges, chunk_end
-from pipeinfer.interfaces import Batch, FloatArray
-from pipeinfer.models import prefill
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.llama import KvCacheFull, LlamaParams, LlamaStage
-from pipeinfer.runs import KvOp, OpKind
+from pipeinfer.core.blocks import block_edges, chunk_end
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama import prefill
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import KvCacheFull, LlamaStage
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import plain_tokens, run_json
 
@@ -208,9 +209,10 @@ def test_long_prompts_read_as_in_plain_llama(folder: Path, name: str) -> None:
 
 MEMORY = """
 import sys; import numpy as np
-from pipeinfer.interfaces import Batch
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.llama import LlamaParams, LlamaStage
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
 def held(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
 info = read_model_info(sys.argv[1])
 stage = LlamaStage(open_slice(info, 0, info.n_layer), LlamaParams(4096, 4, n_batch=127, n_outputs_max=2))

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pipeinfer.cli.report import show_table
+from pipeinfer.observe.report import show_table
 
 COLUMNS = ["rank", "host", "role", "layers", "weights", "KV", "threads"]
 ROWS = [

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.columns import ASKED, COLUMNS, NAMES
 from pipeinfer.errors import UserError
-from pipeinfer.results import append_result, as_read, check_results, key_of, read_results
+from pipeinfer.observe.columns import ASKED, COLUMNS, NAMES
+from pipeinfer.observe.results import append_result, as_read, check_results, key_of, read_results
 from tests.jobs import ROOT
 from tests.rows import make_row
 

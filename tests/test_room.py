@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.room import UNLIMITED, Memory, Room, check_room, free_room
 from pipeinfer.errors import UserError
+from pipeinfer.job.deployment import Deployment, deploy
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.prepare import open_models
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.policies import PipeInfer
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import finish, run_json
 
@@ -70,6 +77,53 @@ def test_this_machine_says_what_it_has() -> None:
         assert 0 < free_room().host < UNLIMITED
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     assert (free_room().own < UNLIMITED) == limited
+
+
+# -- plans
+
+
+def plan_on(rooms: Sequence[int], split: str | None = None) -> Deployment:
+    options = RunOptions(
+        model=TARGET, drafts=(DRAFT,), policy=PipeInfer(), predict=8, ctx_size=100_000, layer_split=split
+    )
+    hosts = [Host(f"h{rank}", frozenset({rank}), 1, Room(host=room)) for rank, room in enumerate(rooms)]
+    return deploy(options, hosts, open_models(options)[0], 100_000, n_prompt=3)
+
+
+def layers(deployment: Deployment) -> list[int]:
+    return [stage.last - stage.first for stage in deployment.plan.stages]
+
+
+def test_a_host_with_little_memory_gets_fewer_layers_instead_of_a_refusal() -> None:
+    even = plan_on([GB] * 4)
+    assert layers(even) == [3, 4, 2]
+    small = even.memory[2].needed - 1
+    uneven = plan_on([GB, GB, small, GB])
+    assert layers(uneven)[1] < 4 and uneven.memory[2].needed <= small
+    with pytest.raises(UserError, match=r"h2 has .* needs .*rank 2: .* leave --layer-split out, use a smaller context"):
+        plan_on([GB, GB, small, GB], "3,4,2")
+
+
+def test_what_no_split_fits_into_is_refused_with_the_numbers() -> None:
+    with pytest.raises(UserError, match=r"h2 has 100.0 MB .* needs 2.* no split was found that fits; use a smaller"):
+        plan_on([GB, GB, 10**8, GB])
+
+
+def test_a_larger_draft_is_cut_to_what_its_hosts_hold() -> None:
+    def plan(rooms: Sequence[int]) -> Deployment:
+        options = RunOptions(
+            model=TARGET, drafts=(TARGET, DRAFT), policy=PipeInfer(), predict=8, ctx_size=100_000, draft_split=(2,)
+        )
+        hosts = [Host(f"h{rank}", frozenset({rank}), 1, Room(host=room)) for rank, room in enumerate(rooms)]
+        return deploy(options, hosts, open_models(options)[0], 100_000, n_prompt=3)
+
+    even = plan([GB] * 4)
+    assert [stage.last for stage in even.plan.drafts[1]] == [5, 9]
+    whole = even.memory[1].kv + even.memory[2].kv
+    assert whole == even.memory[3].kv, "each rank has the keys and values of its own layers"
+    small = even.memory[1].needed - 1
+    uneven = plan([GB, small, GB, GB])
+    assert [stage.last for stage in uneven.plan.drafts[1]] == [4, 9] and uneven.memory[1].needed <= small
 
 
 # -- jobs

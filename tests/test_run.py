@@ -30,7 +30,7 @@ def plain() -> list[int]:
 @pytest.mark.parametrize(
     ("n_ranks", "policy"),
     [(1, "iterative"), (1, "pipeinfer"), (2, "speculative"), (2, "pipeinfer"), (3, "iterative"), (3, "pipeinfer"),
-     (4, "speculative"), (5, "pipeinfer")],
+     (4, "speculative"), (5, "pipeinfer"), (3, "pipedec"), (3, "flowspec"), (3, "pipespec")],
 )  # fmt: skip
 def test_greedy_text_is_that_of_plain_llama(n_ranks: int, policy: str, plain: list[int]) -> None:
     result = run_json(n_ranks, ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", "--policy", policy])
@@ -43,7 +43,15 @@ def test_sampled_text_is_the_same_everywhere() -> None:
     common = ["-p", PROMPT, "-n", "96", "--temp", "0.8", "--seed", "7", "--ignore-eos", "--policy"]
     first, *others = [
         run_json(n_ranks, [*common, policy])["tokens"]
-        for n_ranks, policy in ((1, "iterative"), (3, "pipeinfer"), (2, "speculative"), (4, "pipeinfer"))
+        for n_ranks, policy in (
+            (1, "iterative"),
+            (3, "pipeinfer"),
+            (2, "speculative"),
+            (4, "pipeinfer"),
+            (4, "pipedec"),
+            (3, "flowspec"),
+            (3, "pipespec"),
+        )
     ]
     assert all(tokens == first for tokens in others)
     assert first != run_json(1, [*common, "iterative", "--seed", "8"])["tokens"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeinfer.noise import gumbel, gumbel_bound, random_words
-from pipeinfer.sampling import SamplingParams, candidates, choose, largest, perturbed
+from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
+from pipeinfer.core.sampling import SamplingParams, candidates, choose, largest, perturbed
 
 
 def logits_of(probabilities: list[float]) -> np.ndarray:

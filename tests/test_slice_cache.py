@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.slice_cache import SEAL_BYTES, slice_samples
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.slice_cache import SEAL_BYTES, slice_samples
 from tests.gguf_factory import Shape, write_model
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +114,16 @@ def test_a_model_that_changes_after_its_header_was_read_is_not_cut(tmp_path: Pat
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_model_that_becomes_shorter_is_not_cut(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model.gguf")
+    info = read_model_info(model)
+    os.truncate(model, model.stat().st_size - 100)
+    for cache in (None, tmp_path / "cache"):
+        with pytest.raises(UserError, match=r"model.gguf became shorter while it was read"):
+            open_slice(info, 1, info.n_layer, cache)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_writers_may_race(model: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: cached(model, tmp_path), range(24)))
@@ -125,7 +135,7 @@ def test_writers_may_race(model: Path, tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from pipeinfer.models import gguf_slice
+from pipeinfer.models.gguf import slice as gguf_slice
 info = gguf_slice.read_model_info(sys.argv[1])
 def stall(*args):
     print("writing", flush=True)

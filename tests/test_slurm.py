@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.results import read_results
+from pipeinfer.observe.results import read_results
 from tests.jobs import COMMAND, ROOT, finish, launcher
 from tests.slurm import PROGRAMS, Slurm, missing_programs, private_slurm
 

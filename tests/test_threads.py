@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.interfaces import Batch
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.llama import LlamaParams, LlamaStage
-from pipeinfer.models.threads import Reading, ThreadShare, read_free, read_own, spin_briefly, threads_to_keep
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.models.llama.threads import Reading, ThreadShare, read_free, read_own, spin_briefly, threads_to_keep
 from tests.gguf_factory import Shape, write_model
 
 EVALUATION_S = 0.004

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.handshake import answer, new_nonce
-from pipeinfer.cluster.meeting import Meeting, _own_addresses, go_to, own_place
-from pipeinfer.cluster.watch import Watch
+from pipeinfer.cluster.watch.handshake import answer, new_nonce
+from pipeinfer.cluster.watch.meeting import Meeting, _own_addresses, go_to, own_place
+from pipeinfer.cluster.watch.watch import Watch
 
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
-from pipeinfer.cluster.meeting import Meeting, own_place
-from pipeinfer.cluster.watch import Watch
+from pipeinfer.cluster.watch.meeting import Meeting, own_place
+from pipeinfer.cluster.watch.watch import Watch
 
 rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 meeting_file = place / "meeting"
@@ -300,8 +300,8 @@ MPI_PROGRAM = """
 import ctypes, os, sys, time
 from pathlib import Path
 from mpi4py import MPI
-from pipeinfer.cluster.meeting import own_place
-from pipeinfer.cluster.watch import Watch
+from pipeinfer.cluster.watch.meeting import own_place
+from pipeinfer.cluster.watch.watch import Watch
 
 comm, place, kind = MPI.COMM_WORLD, Path(sys.argv[1]), sys.argv[2]
 watch = Watch(comm.rank, comm.size, comm.Abort, print)

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.cluster.records import Record
 from pipeinfer.cluster.stage import room_for
-from pipeinfer.cluster.wire import Kind, RowFlag, Transaction, decode_verdict, encode, encode_shutdown, encode_verdict
-from pipeinfer.runs import POSITION_END, KvOp, OpKind, Row, Run, Verdict
-from pipeinfer.sampling import SamplingParams
+from pipeinfer.cluster.wire import (
+    N_PRUNINGS_BYTES,
+    Kind,
+    Transaction,
+    bytes_before_activations,
+    decode_guess_verdict,
+    decode_prunings,
+    decode_verdict,
+    encode,
+    encode_last_prunings,
+    encode_order,
+    encode_prunings,
+    encode_verdict,
+    verdict_bytes,
+)
+from pipeinfer.core.runs import POSITION_END, Guess, GuessVerdict, KvOp, OpKind, Row, Run, Verdict
+from pipeinfer.core.sampling import SamplingParams
 
 ids = st.integers(0, 2**31 - 1)
 ops = st.builds(KvOp, st.sampled_from(OpKind), ids, ids, ids, ids | st.just(POSITION_END))
-rows = st.builds(Row, ids, ids, ids, st.lists(ids, min_size=1, max_size=5).map(tuple), st.booleans())
+rows = st.builds(Row, ids, ids, ids, st.lists(ids, min_size=1, max_size=5).map(tuple), st.integers(0, 255))
 params = st.builds(
     SamplingParams,
     st.integers(0, 2**32 - 1), st.floats(0, 5), st.integers(-1, 10**6), st.floats(0, 1), st.floats(0, 1),
@@ -31,13 +48,11 @@ def test_run_survives(run: Run, n_embd: int) -> None:
     assert (transaction.kind, transaction.run_id, transaction.cancelled) == (Kind.RUN, run.id, False)
     assert transaction.ops == run.ops and transaction.opens == run.opens and transaction.n_prompt == run.n_prompt
     assert transaction.seqs == [row.seqs for row in run.rows]
-    for row, (request, token, position, _, flags) in zip(run.rows, transaction.rows.tolist(), strict=True):
-        assert (row.request, row.token, row.position, row.wanted) == (
-            request,
-            token,
-            position,
-            bool(flags & RowFlag.WANTED),
-        )
+    for row, sent in zip(run.rows, transaction.sent_rows, strict=True):
+        assert (row.request, row.token, row.position) == (sent.request, sent.token, sent.position)
+        assert row.n_wanted == sent.n_wanted and not sent.dropped
+    n_extra = sum(len(row.seqs) - 1 for row in run.rows)
+    assert len(encode(run)) == bytes_before_activations(len(run.ops), len(run.rows), n_extra, len(run.opens))
     transaction.activations[:] = np.arange(len(run.rows) * n_embd, dtype=np.float32).reshape(-1, n_embd)
     received = Transaction(np.concatenate([transaction.message, np.full(9, 7, np.uint8)]), n_embd)
     assert np.array_equal(received.activations, transaction.activations)
@@ -46,10 +61,69 @@ def test_run_survives(run: Run, n_embd: int) -> None:
     assert len(received.message) == len(encode(run)), "a cancelled run travels without activations"
 
 
+def test_what_a_stage_changes_is_in_the_message() -> None:
+    transaction = Transaction(encode(Run(7, [Row(0, 1, 2, (3, 4)), Row(0, 5, 6, (3,))])), 4)
+    transaction.rows["dropped"][[1]] = True
+    again = Transaction(transaction.buffer, 4)
+    assert [(row.n_wanted, row.dropped) for row in again.sent_rows] == [(1, 0), (1, 1)]
+
+
+@dataclass(frozen=True)
+class More(SamplingParams):
+    """What requests might say of sampling some day."""
+
+    typical_p: float = 1.0
+    ignore_end: bool = False
+    n_drawn: int = 0
+
+
+@given(st.builds(More, n_drawn=st.integers(-(2**63), 2**63 - 1), ignore_end=st.booleans(), typical_p=st.floats(0, 1)))
+def test_a_new_field_travels_by_itself(more: More) -> None:
+    record = Record(More)
+    buffer = np.frombuffer(record.pack(more) + bytes(5), np.uint8)
+    found = record.read(buffer, 0)
+    assert found == more == next(record.read_all(buffer, 0, 1)) and type(found.ignore_end) is bool
+
+
+def test_a_field_without_a_size_is_refused() -> None:
+    @dataclass
+    class Odd:
+        at: int
+        name: str
+
+    with pytest.raises(TypeError, match="no fixed size"):
+        Record(Odd)
+
+
 @given(ids, st.lists(st.integers(-1, 2**31 - 1), max_size=9), st.booleans(), st.integers(0, 2**31 - 1))
 def test_verdict_survives(run_id: int, tokens: list[int], cancelled: bool, us: int) -> None:
     verdict = Verdict(run_id, tuple(tokens), cancelled, 1e-6 * us)
     assert decode_verdict(np.concatenate([encode_verdict(verdict), np.zeros(8, np.uint8)])) == verdict
+
+
+guesses = st.lists(st.builds(Guess, ids, st.floats(0, 1)), max_size=4)
+
+
+@given(ids, st.lists(guesses, max_size=9), st.booleans())
+def test_guesses_survive(run_id: int, rows: list[list[Guess]], cancelled: bool) -> None:
+    verdict = GuessVerdict(run_id, tuple(rows), cancelled, 1e-6)
+    message = encode_verdict(verdict)
+    assert len(message) == verdict_bytes(len(rows), sum(map(len, rows)))
+    assert decode_guess_verdict(np.concatenate([message, np.zeros(8, np.uint8)])) == verdict
+
+
+@given(st.dictionaries(st.integers(0, 2**63 - 1), st.none() | st.lists(ids, min_size=1, max_size=99), max_size=40))
+def test_prunings_survive_in_messages_of_bounded_size(rows: dict[int, list[int] | None]) -> None:
+    found: dict[int, list[int] | None] = {}
+    for message in encode_prunings(rows):
+        assert len(message) <= N_PRUNINGS_BYTES
+        heard = decode_prunings(np.concatenate([message, np.full(8, 9, np.uint8)]))
+        assert not heard.is_last
+        for run_id, part in heard.runs:
+            found[run_id] = None if part is None else [*(found.get(run_id) or []), *part]
+    assert found == rows
+    last = decode_prunings(encode_last_prunings())
+    assert last.is_last and not last.runs
 
 
 def test_the_slowest_stage_is_known_at_the_end() -> None:
@@ -63,4 +137,5 @@ def test_the_slowest_stage_is_known_at_the_end() -> None:
 
 
 def test_shutdown() -> None:
-    assert Transaction(encode_shutdown(), 4).kind is Kind.SHUTDOWN
+    for kind in (Kind.SHUTDOWN, Kind.REPORT):
+        assert Transaction(encode_order(kind), 4).kind is kind

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.blocks import block_edges
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import Transaction, decode_guess_verdict, decode_verdict, encode, encode_verdict
-from pipeinfer.interfaces import Batch, FloatArray, StageModel
-from pipeinfer.policies import View
-from pipeinfer.requests import Request
-from pipeinfer.runs import Guess, KvOp, OpKind, Run
-from pipeinfer.sampling import SamplingParams, choose
-from pipeinfer.tree import Node, Settled
+from pipeinfer.core.blocks import block_edges
+from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import Guess, KvOp, OpKind, Run
+from pipeinfer.core.sampling import SamplingParams, choose
+from pipeinfer.core.tree import Node
 
 N_VOCAB = 24
 N_EMBD = 4
@@ -183,10 +183,10 @@ class OracleDrafter:
         self.reference, self.acceptance, self.seed = reference, acceptance, seed
 
     def expand(
-        self, request: Request, nodes: Sequence[Node], width: int, interrupted: Callable[[], bool]
+        self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
     ) -> Sequence[list[Guess] | None] | None:
-        paths = [path_to(request, node) for node in nodes]
-        return None if interrupted() else [self._guess(request, path, width) for path in paths]
+        paths = [(path_to(request, node), width) for node, width in widths.items()]
+        return None if interrupted() else [self._guess(request, path, width) for path, width in paths]
 
     def _guess(self, request: Request, path: list[int], width: int) -> list[Guess]:
         h = mix(self.seed, self.reference.hash_after(tuple(path)))
@@ -231,9 +231,8 @@ class LatePrunings:
 
     def is_cancelled(self, run_id: int) -> bool:
         if self.rng.random() >= self.late:
-            self.known.cancelled |= self.undelivered.cancelled
-            for pruned, rows in self.undelivered.pruned.items():
-                self.known.pruned.setdefault(pruned, set()).update(rows)
+            self.known.cancel(self.undelivered.cancelled)
+            self.known.prune(self.undelivered.pruned)
             self.undelivered = LocalPrunings()
         return self.known.is_cancelled(run_id)
 
@@ -282,23 +281,18 @@ class ToyPipeline:
 
     def cancel(self, run_ids: Sequence[int]) -> None:
         for pruning in self.prunings:
-            pruning.undelivered.cancelled.update(run_ids)
+            pruning.undelivered.cancel(run_ids)
 
     def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
         for pruning in self.prunings:
-            for run_id, dead in rows.items():
-                pruning.undelivered.pruned.setdefault(run_id, set()).update(dead)
+            pruning.undelivered.prune(rows)
 
 
 class ToyDraftPipeline(ToyPipeline):
     """A larger draft by itself, over one or several stages."""
 
-    def __init__(self, models: Sequence[StageModel], rng: random.Random, width: int, late: float = 0.5) -> None:
-        self.width = width
-        super().__init__(models, rng, late)
-
     def _worker(self, index: int, model: StageModel) -> StageWorker:
-        return DraftWorker(model, self.prunings[index], lambda: 0.0, is_first=index == 0, width=self.width, couple=True)
+        return DraftWorker(model, self.prunings[index], lambda: 0.0, is_first=index == 0, couple=True)
 
     def decode(self, message: np.ndarray) -> Any:
         return decode_guess_verdict(message)
@@ -317,7 +311,7 @@ class ToyWaiter:
             self.rng.choice(flying).advance()
 
 
-class RandomPolicy:
+class RandomPolicy(Policy):
     """Sends and expands whatever a coin says: any tree shape, any order that keeps parents first."""
 
     def __init__(self, rng: random.Random, width: int, n_nodes: int, inflight: int) -> None:
@@ -339,18 +333,20 @@ class RandomPolicy:
                 taken.add(node)
         return chosen
 
-    def draft(self, view: View) -> list[Node]:
+    name = "random"
+
+    def draft(self, view: View) -> dict[Node, int]:
         open_nodes = [node for node in view.tree.nodes if not node.expanded and view.may_branch(node)]
         if not open_nodes or len(view.tree.nodes) >= self.n_nodes or self.rng.random() < 0.2:
-            return []
-        return self.rng.sample(open_nodes, self.rng.randint(1, min(3, len(open_nodes))))
+            return {}
+        return self._widths(self.rng.sample(open_nodes, self.rng.randint(1, min(3, len(open_nodes)))))
+
+    def _widths(self, nodes: Sequence[Node]) -> dict[Node, int]:
+        return {node: self.rng.randint(1, self.width) for node in nodes}
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         return [guess for guess in guesses if self.rng.random() < 0.9]
 
-    def refine(self, view: View, draft: int) -> list[Node]:
-        nodes = [node for node in view.tree.nodes if node.refined < draft and self.rng.random() < 0.5]
-        return self.rng.sample(nodes, len(nodes))
-
-    def settled(self, settled: Settled) -> str:
-        return ""
+    def refine(self, view: View, draft: int) -> dict[Node, int]:
+        nodes = [node for node in view.tree.nodes if node.is_open(draft) and self.rng.random() < 0.5]
+        return self._widths(self.rng.sample(nodes, len(nodes)))

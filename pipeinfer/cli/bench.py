@@ -9,16 +9,16 @@ from typing import Any
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.conversation import Prompt, read_prompts
-from pipeinfer.cli.options import RunOptions, choose_policy
-from pipeinfer.cli.policy_options import take_policy_options
-from pipeinfer.cli.prompts import TEXTS
 from pipeinfer.cli.run import run
-from pipeinfer.cli.sweep import ABLATIONS, Sweep
+from pipeinfer.cli.setting_options import take_policies, take_sampling
 from pipeinfer.cli.values import File, Listed, Split, Text, Whole
 from pipeinfer.errors import UserError
+from pipeinfer.job.conversation import Prompt, read_prompts
+from pipeinfer.job.options import RunOptions, choose_drafts, choose_policy
+from pipeinfer.job.prompts import TEXTS
+from pipeinfer.job.sweep import ABLATIONS, Sweep
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.policies.factory import POLICIES
+from pipeinfer.policies.registry import POLICIES, USUAL
 
 NOT_SHARED = (
     "model", "drafts", "prompt", "escape", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel",
@@ -40,7 +40,7 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
 )
 @click.option(
     "--policy", "policies", type=Listed(click.Choice(POLICIES)),
-    help="One or more, as in iterative,pipeinfer. [default: all the models allow]",
+    help=f"One or more, as in iterative,pipeinfer. [default: {','.join(USUAL)}, without guesses iterative]",
 )  # fmt: skip
 @click.option(
     "-p",
@@ -110,33 +110,26 @@ def bench(
     """
     if resume and not results:
         raise UserError("--resume needs --results: the file that has what was measured before")
-    if not models:
-        models, drafts = (TARGET,), drafts or ((DRAFT,),)
-    others |= dict.fromkeys(("continuous", "asynchronous"), True)  # --ablate is this command's way to say it
-    chosen = policies or (POLICIES if drafts else ("iterative",))
+    drafts = drafts or (() if models else ((DRAFT,),))
+    teams = tuple(choose_drafts(team, ()) for team in drafts) or ((),)
+    has_guesses = any(teams) or others["lookup"]
+    names = [choose_policy(name, has_guesses) for name in policies or (USUAL if has_guesses else ("iterative",))]
+    chosen = take_policies(names, others)
     base = RunOptions(
-        model=models[0],
-        drafts=(),
-        prompt=None,
-        file=None,
+        model=(models or (TARGET,))[0],
         predict=0,
         policy=chosen[0],
-        layer_split=None,
+        sampling=take_sampling(others),
         threads=threads or (),
         ignore_eos=True,
-        speculation=take_policy_options(others),
-        cancel=True,
-        partitions=True,
         results=results,
-        trace=None,
-        json=False,
         verbose=verbose,
         **others,
     )
     sweep = Sweep(
         base=base,
-        pairs=tuple((model, team) for model in models for team in drafts or ((),)),
-        policies=tuple(choose_policy(name, bool(drafts)) for name in chosen),
+        pairs=tuple((model, team) for model in models or (TARGET,) for team in teams),
+        policies=chosen,
         splits=splits,
         prompts=_prompts(sources or tuple(map(str, TEXTS)), questions, turns),
         predicts=predicts,
@@ -144,7 +137,7 @@ def bench(
         repetitions=repetitions,
         cut=cut,
     )
-    from pipeinfer.cli.measure import run_sweep  # initialises MPI
+    from pipeinfer.job.bench import run_sweep  # initialises MPI
 
     return run_sweep(sweep, warm_up, output, resume)
 

@@ -12,17 +12,18 @@ import click
 
 from pipeinfer import __version__
 from pipeinfer.cli.command import Group
-from pipeinfer.cli.streams import settle
 from pipeinfer.cluster.launch import exit_together, fail_together, rank_from_environment
 from pipeinfer.errors import UserError
+from pipeinfer.job.streams import settle
 
 COMMANDS = {
     "run": "run:run",
     "bench": "bench:bench",
     "models": "models:models",
     "simulate": "simulate:simulate_command",
+    "compare": "compare:compare_command",
     "record": "record:record_command",
-    "measure": "survey:measure_command",
+    "measure": "measure:measure_command",
     "reproduce": "reproduce:reproduce_command",
     "timeline": "timeline:timeline",
 }
@@ -45,7 +46,7 @@ class LazyGroup(Group):
 
 def show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:
     if is_asked and not ctx.resilient_parsing:
-        from pipeinfer.models.build import describe_build
+        from pipeinfer.models.llama.build import describe_build
 
         click.echo(f"pipeinfer {__version__}, {describe_build()}")
         ctx.exit()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from pipeinfer.cli.signals import end_at_once, on_signals
-from pipeinfer.cli.streams import take_streams
 from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.job.signals import end_at_once, on_signals
+from pipeinfer.job.streams import take_streams
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

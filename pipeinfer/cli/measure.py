@@ -1,183 +1,52 @@
-"""Run a sweep in one MPI job: load each group's models once, measure its cases one after another."""
+"""`pipeinfer measure`: its options. What it does is in `job.measure`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import copy
+from pathlib import Path
+from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+import click
 
-from pipeinfer.cli.asked import variant_text
-from pipeinfer.cli.context import complain, forget_peak
-from pipeinfer.cli.conversation import Turn
-from pipeinfer.cli.job import Crew, start_job
-from pipeinfer.cli.options import RunOptions
-from pipeinfer.cli.outcome import make_result
-from pipeinfer.cli.report import number, stderr_console
-from pipeinfer.cli.session import Generation, Session
-from pipeinfer.cli.setup import Job, check_outputs
-from pipeinfer.cli.summary import print_summary
-from pipeinfer.cli.sweep import Case, Group, Sweep, plan_groups
-from pipeinfer.cli.worker import run_stage
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.run import run
+from pipeinfer.cli.values import File
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.policies.factory import make_policy
-from pipeinfer.results import Row, append_result, as_read, key_of, read_results, result_row
+from pipeinfer.job.options import RunOptions
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.policies import PipeInfer
 
-WARM_UP_TOKENS = 16
-Plan = tuple[RunOptions, Job]
-
-
-def run_sweep(sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
-    """`pipeinfer bench`, on every rank; returns the exit code."""
-    return start_job(lambda crew: _run(crew, sweep, warm_up, output, resume), sweep, sweep.base.verbose)
-
-
-def _run(crew: Crew, sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
-    link, groups, error = crew.link, list[Group](), ""
-    if link.rank == 0:
-        try:
-            groups = _plan(sweep, crew, resume)
-        except UserError as caught:
-            error = str(caught)
-    plans, error = link.broadcast(([(group.options, group.job) for group in groups], error) if not link.rank else None)
-    if error:
-        if link.rank == 0:
-            complain(error)
-        return 2
-    if link.rank:
-        return _serve(crew, plans)
-    return Bench(crew, groups, warm_up).run(output)
+SHARED = (
+    "model", "drafts", "threads", "n_gpu_layers", "layer_split", "draft_split", "numerics", "slice_cache", "verbose",
+)  # fmt: skip
+N_TOKENS = 128
+PROMPT = "measure"
 
 
-def _plan(sweep: Sweep, crew: Crew, resume: bool) -> list[Group]:
-    check_outputs(sweep.base)
-    groups = plan_groups(sweep, crew.hosts)
-    path = sweep.base.results
-    if not resume or not path or not path.exists() or not path.stat().st_size:
-        return groups
-    known = {key_of(row) for row in read_results(path)}
-    left = [replace(group, cases=tuple(case.without(known) for case in group.cases)) for group in groups]
-    left = [replace(group, cases=tuple(case for case in group.cases if case.n_left)) for group in left]
-    return [group for group in left if group.cases]
+@click.command("measure", cls=Command)
+@click.option("-o", "--output", type=File(), required=True, help="The profile to write, TOML.")
+def measure_command(
+    output: Path, model: Path | None, drafts: tuple[Path, ...], threads: tuple[int, ...] | None, **others: Any
+) -> int:
+    """Measure stage, draft and link times of this cluster, under mpirun, and write a profile for `simulate`.
+
+    Rank 0 drafts, larger drafts have the next ranks, the others hold the target's layers.
+    """
+    if model is None:
+        model, drafts = TARGET, drafts or (DRAFT,)
+    if not drafts:
+        raise UserError("measure needs the draft model too; give -md")
+    options = RunOptions(
+        model=model, drafts=drafts, threads=threads or (), policy=PipeInfer(), prompt=PROMPT, predict=N_TOKENS,
+        sampling=SamplingParams(seed=0, temp=0.0), ignore_eos=True, **others,
+    )  # fmt: skip
+    from pipeinfer.job.measure import measure  # initialises MPI
+
+    return measure(options, output)
 
 
-def _serve(crew: Crew, plans: list[Plan]) -> int:
-    """A stage's part: one group after another, as long as rank 0 says so."""
-    code = 0
-    for options, job in plans:
-        if code or not crew.link.broadcast(None):
-            break
-        forget_peak()
-        code = run_stage(crew.context(options, job), job)
-    return code
-
-
-class Bench:
-    """Rank 0's part of a sweep."""
-
-    def __init__(self, crew: Crew, groups: list[Group], warm_up: int) -> None:
-        self.crew, self.groups, self.warm_up = crew, groups, warm_up
-        self.rows: list[Row] = []
-        self.noticed: set[str] = set()
-        self.console = stderr_console()
-        # plain lines where there is no terminal to draw on
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left:"), TimeRemainingColumn(elapsed_when_finished=False),
-            console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
-
-    def run(self, output: str) -> int:
-        """Measure and print the summary; also of what there is after an interruption. Returns the exit code."""
-        n_left = sum(case.n_left for group in self.groups for case in group.cases)
-        self.console.print(f"{n_left} generations to measure, {self.crew.link.size} ranks")
-        flag, code = self.crew.flag, 0
-        flag.orderly = True  # what was measured is kept
-        with self.progress:
-            self.task = self.progress.add_task("loading", total=n_left)
-            for group in self.groups:
-                go_on = not (flag.reason or code)
-                self.crew.link.broadcast(go_on)
-                if not go_on:
-                    break
-                code = self._measure_group(group)
-        print_summary(self.rows, output)
-        if flag.reason:
-            complain(f"{flag.reason}; what was measured up to here is kept, --resume goes on from it")
-        return code or flag.exit_code
-
-    def _measure_group(self, group: Group) -> int:
-        forget_peak()
-        session = Session(self.crew.context(group.options, group.job), group.job, lambda rank, loaded_s: None)
-        try:
-            session.open()
-        except UserError as error:
-            complain(str(error))
-            return 2
-        for warning in group.job.warnings:
-            self._notice(warning, [warning])
-        for case in [*[_warm_up(group.cases[0])] * self.warm_up, *group.cases]:
-            self._measure(session, case)
-        session.close()
-        return 0
-
-    def _measure(self, session: Session, case: Case) -> None:
-        """One turn after another; each one's prompt needs the answers before it."""
-        said: Sequence[int] = ()
-        for turn in case.conversation.turns:
-            if self.crew.flag.reason:
-                return
-            self.progress.update(self.task, description=_describe(case, turn))
-            job = replace(case.job, prompt=case.conversation.prompt(said, turn))
-            generation = self._generate(session, job, case.options)
-            said = generation.request.tokens
-            if case.repetition and not turn.measured and not self.crew.flag.reason:
-                self._keep(case, turn, generation)
-
-    def _generate(self, session: Session, job: Job, options: RunOptions) -> Generation:
-        policy = make_policy(options.policy, options.speculation)
-        return session.generate(job, options, policy, lambda tokens: None, cancel=options.cancel)
-
-    def _keep(self, case: Case, turn: Turn, generation: Generation) -> None:
-        measured = result_row(make_result("", generation, case.job, case.options), case.asked(turn))
-        self.rows.append(row := as_read(measured))
-        if case.options.results:
-            try:
-                append_result(case.options.results, measured)
-            except UserError as error:  # a full disk: nothing more could be kept
-                self.crew.flag.note(str(error), 2)
-        self.progress.advance(self.task)
-        if self.progress.disable:
-            speed, accepted = number(row["predicted_per_second"]), number(row["acceptance_rate"])
-            figures = f"{speed} tokens/s" + ("" if accepted == "-" else f", acceptance {accepted}")
-            self.console.print(f"[{len(self.rows)}] {_describe(case, turn)}: {figures}", markup=False)
-        name = _named(case, turn)
-        self._notice(name, [f"{name}: {notice}" for notice in generation.metrics.notices])
-
-    def _notice(self, name: str, lines: Sequence[str]) -> None:
-        """What the user should know of a measurement, once of all its repetitions."""
-        if lines and name not in self.noticed:
-            self.noticed.add(name)
-            for line in lines:
-                complain(line)
-
-
-def _warm_up(case: Case) -> Case:
-    """A short generation like this case's first, that no row is kept of."""
-    job = replace(case.job, n_predict=min(WARM_UP_TOKENS, case.job.n_predict))
-    return replace(
-        case, job=job, conversation=replace(case.conversation, turns=case.conversation.turns[:1]), repetition=0
-    )
-
-
-def _describe(case: Case, turn: Turn) -> str:
-    about = f"repetition {case.repetition}" if case.repetition else "warm-up"
-    again = ["again, for its answer"] if case.repetition and turn.measured else []
-    return ", ".join([_named(case, turn), about, *again])
-
-
-def _named(case: Case, turn: Turn) -> str:
-    """A measurement, whichever of its repetitions."""
-    options = case.options
-    variant = variant_text(options.speculation, options.cancel, options.partitions)
-    return ", ".join(filter(None, (options.policy, variant, turn.name, f"n {case.job.n_predict}")))
+measure_command.params += [copy.copy(option) for option in run.params if option.name in SHARED]
+for option in measure_command.params:
+    if isinstance(option, click.Option) and option.name == "draft_split":
+        option.hidden = True  # is refused, with the reason: a profile has each draft on one rank

@@ -10,8 +10,9 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command, Group
-from pipeinfer.cli.values import MAX_CTX, MAX_LAYERS, THREADS, File, Number, Whole
+from pipeinfer.cli.values import MAX_LAYERS, THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
+from pipeinfer.job.options import MAX_CTX
 from pipeinfer.models.demo import TARGET
 from pipeinfer.outputs import check_separate, check_writable, path_of, whole_file
 
@@ -74,9 +75,9 @@ def grow(
     Every added layer costs what a layer costs. With the original model (or its draft) as the draft, the acceptance rate
     is that of the original pair at --noise 0, and falls with the noise. Measured rates are those of greedy text.
     """
-    from pipeinfer.cli.memory import check_alone
+    from pipeinfer.job.memory import check_alone
+    from pipeinfer.models.gguf.model_info import read_model_info
     from pipeinfer.models.grow import write_grown
-    from pipeinfer.models.model_info import read_model_info
 
     if acceptance is not None and noise:
         raise UserError(f"--noise {noise:g} and --acceptance {acceptance:g} both choose the noise; give one of them")

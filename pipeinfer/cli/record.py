@@ -1,29 +1,15 @@
-"""`pipeinfer record`: what a real pair of models chooses, into a file for `simulate`. One process, no MPI."""
+"""`pipeinfer record`: its options. What it does is in `job.record`."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import click
 
-from pipeinfer.choices import RecordedChoices
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.memory import check_alone
-from pipeinfer.cli.run import MAX_TEMP
-from pipeinfer.cli.values import MAX_CTX, THREADS, File, Number, Text, Whole
-from pipeinfer.errors import UserError
+from pipeinfer.cli.values import THREADS, File, Number, Text, Whole
+from pipeinfer.job.options import MAX_CTX
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf_slice import open_slice, read_model_info
-from pipeinfer.models.llama import LlamaParams, LlamaStage
-from pipeinfer.models.model_info import part_paths
-from pipeinfer.models.tokenizer import Tokenizer, check_draft
-from pipeinfer.outputs import check_separate, check_writable
-from pipeinfer.recording import PathModel, draft_guesses, record
-from pipeinfer.sampling import SamplingParams
-
-N_BATCH = 128
 
 
 @click.command("record", cls=Command)
@@ -32,54 +18,15 @@ N_BATCH = 128
 @click.option("-p", "--prompt", type=Text(blank=True), required=True, help="The text to continue.")
 @click.option("-n", "--predict", type=Whole(1, MAX_CTX), default=512, show_default=True, help="Tokens to record.")
 @click.option("-t", "--threads", type=THREADS, help="[default: the cores]")
-@click.option("--temp", type=Number(0, MAX_TEMP), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temp", type=Number(0, 1000), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("-s", "--seed", type=Whole(0, 2**32 - 1), default=0, show_default=True)
 @click.option("-o", "--output", type=File(), required=True, help="The file to write.")
 def record_command(
     model: Path, model_draft: Path, prompt: str, predict: int, threads: int | None, temp: float, seed: int, output: Path
 ) -> int:
     """Record the text that the target writes and what the draft guesses after each of its tokens."""
-    check_separate({"--output": output}, {"--model": part_paths(model), "--model-draft": part_paths(model_draft)})
-    check_writable(output, "--output")
-    tokenizer = Tokenizer(model)
-    check_draft(tokenizer, model_draft)
-    tokens = tokenizer.encode(prompt)
-    if not tokens:
-        raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
-    about = {"model": str(model), "model_draft": str(model_draft), "temp": temp, "seed": seed}
-    n_cells = len(tokens) + predict + N_BATCH
-    check_alone([(read_model_info(model), True), (read_model_info(model_draft), False)], n_cells, N_BATCH)
-    target, params = open_whole(model, n_cells, threads, exact=True), sampling_of(about)
-    draft = draft_guesses(open_whole(model_draft, n_cells, threads, exact=False), params, couple=True)
-    choices = record(target, draft, tokens, predict, params, about)
-    choices.save(output)
-    right = sum(
-        choices.guesses(start, (), 1)[0].token == choices.target(start + 1)
-        for start in range(len(tokens) - 1, choices.n_tokens - 1)
-    )
-    click.echo(f"{output}: {predict} tokens, the draft's best guess is right for {right / predict:.1%}")
+    from pipeinfer.job.record import record_pair  # loads libllama
+
+    share = record_pair(model, model_draft, prompt, predict, threads, temp, seed, output)
+    click.echo(f"{output}: {predict} tokens, the draft's best guess is right for {share:.1%}")
     return 0
-
-
-def open_whole(path: Path, n_cells: int, threads: int | None, exact: bool) -> PathModel:
-    """A whole model in this process. Raises UserError when it cannot be loaded."""
-    info = read_model_info(path)
-    n_threads = threads or len(os.sched_getaffinity(0))
-    params = LlamaParams(
-        n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2, n_threads=n_threads, exact=exact
-    )
-    return PathModel(LlamaStage(open_slice(info, 0, info.n_layer, None), params), N_BATCH, blocks=exact)
-
-
-def sampling_of(about: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(seed=int(about["seed"]), temp=float(about["temp"]))
-
-
-def ask_draft(choices: RecordedChoices, model_draft: Path) -> None:
-    """Let a real draft answer for branches that were not recorded. Raises UserError."""
-    try:
-        params = sampling_of(choices.about)
-    except (KeyError, TypeError, ValueError):
-        raise UserError("these choices do not say how they were sampled; record them anew") from None
-    draft = open_whole(model_draft, choices.n_tokens + N_BATCH, None, exact=False)
-    choices.draft = draft_guesses(draft, params, couple=True)

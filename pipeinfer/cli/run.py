@@ -8,26 +8,21 @@ from typing import Any
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.options import RunOptions, choose_policy, unescape
-from pipeinfer.cli.policy_options import policy_options, take_policy_options
+from pipeinfer.cli.setting_options import policy_options, sampling_options, take_policies, take_sampling
 from pipeinfer.cli.values import (
-    MAX_CTX,
-    PROBABILITY,
+    MAX_LAYERS,
     THREADS,
     File,
     Folder,
     GpuLayers,
     Listed,
-    Number,
     Split,
     Text,
     Whole,
 )
+from pipeinfer.job.options import DEFAULT, MAX_CTX, RunOptions, choose_drafts, choose_policy, unescape
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.policies.factory import POLICIES
-
-MAX_TEMP = 1000
-PENALTY = Number(-1000, 1000)
+from pipeinfer.policies.registry import POLICIES
 
 
 @click.command(cls=Command)
@@ -39,7 +34,13 @@ PENALTY = Number(-1000, 1000)
     "drafts",
     type=File(),
     multiple=True,
-    help="Draft model, GGUF, with the target's vocabulary. Of several the smallest guesses, larger ones refine.",
+    help="Draft model, GGUF, with the target's vocabulary. Of several the smallest guesses, larger ones refine. "
+    "none: no draft.",
+)
+@click.option(
+    "--lookup",
+    is_flag=True,
+    help="Guess also what followed the newest tokens where they stood before; alone, or beside a draft.",
 )
 @click.option("-p", "--prompt", type=Text(blank=True), help="The text to continue.")
 @click.option(
@@ -60,7 +61,7 @@ PENALTY = Number(-1000, 1000)
     "--predict",
     "--n-predict",
     type=Whole(-2),
-    default=-1,
+    default=DEFAULT.predict,
     show_default=True,
     help="Tokens to generate; -1 or -2: until the model ends or the context is full.",
 )
@@ -68,7 +69,7 @@ PENALTY = Number(-1000, 1000)
     "-c",
     "--ctx-size",
     type=Whole(0, MAX_CTX),
-    default=0,
+    default=DEFAULT.ctx_size,
     show_default=True,
     help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.",
 )
@@ -76,7 +77,7 @@ PENALTY = Number(-1000, 1000)
     "-b",
     "--batch-size",
     type=Whole(1),
-    default=128,
+    default=DEFAULT.batch_size,
     show_default=True,
     help="Prompt tokens a run, 2048 at most; a prompt is cut into such chunks so that they fill the pipeline.",
 )
@@ -92,7 +93,7 @@ PENALTY = Number(-1000, 1000)
     "--n-gpu-layers",
     "n_gpu_layers",
     type=GpuLayers(),
-    default=0,
+    default=DEFAULT.n_gpu_layers,
     show_default=True,
     help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where there "
     "is one.",
@@ -101,16 +102,18 @@ PENALTY = Number(-1000, 1000)
 @click.option(
     "--layer-split", type=Split(), help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size]"
 )
-@click.option("--temp", "--temperature", type=Number(0, MAX_TEMP), default=0.8, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=Whole(-1), default=40, show_default=True, help="0 switches it off.")
-@click.option("--top-p", type=PROBABILITY, default=0.95, show_default=True, help="1 switches it off.")
-@click.option("--min-p", type=PROBABILITY, default=0.05, show_default=True, help="0 switches it off.")
-@click.option("-s", "--seed", type=Whole(-1, 2**32 - 1), default=-1, show_default=True, help="-1: a random one.")
+@click.option(
+    "--draft-split",
+    type=Listed(Whole(1, MAX_LAYERS)),
+    default=(),
+    help="Ranks that a larger draft takes, its layers cut by size; of several larger drafts 1,3, the smaller first. "
+    "[default: 1 each]",
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
 @click.option(
     "--numerics",
     type=click.Choice(["exact", "fast"]),
-    default="exact",
+    default=DEFAULT.numerics,
     show_default=True,
     help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
 )
@@ -122,10 +125,6 @@ PENALTY = Number(-1000, 1000)
     type=Text(),
     help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models.",
 )
-@click.option("--repeat-last-n", type=Whole(0, 4096), default=64, show_default=True, help="Tokens penalised.")
-@click.option("--repeat-penalty", type=Number(0.01, 100), default=1.0, show_default=True, help="1: off.")
-@click.option("--frequency-penalty", type=PENALTY, default=0.0, show_default=True, help="0: off.")
-@click.option("--presence-penalty", type=PENALTY, default=0.0, show_default=True, help="0: off.")
 @click.option(
     "--couple-draft/--no-couple-draft",
     "couple",
@@ -133,6 +132,7 @@ PENALTY = Number(-1000, 1000)
     show_default=True,
     help="Sampling: guesses share the target's random numbers, so that more are right.",
 )
+@sampling_options
 @policy_options
 @click.option("--no-cancel", "cancel", flag_value=False, type=bool, default=True, help="Ablation: dead runs go on.")
 @click.option(
@@ -145,10 +145,10 @@ PENALTY = Number(-1000, 1000)
 )
 @click.option(
     "--sequences",
-    type=Whole(1, 254),
-    default=31,
+    type=Whole(0, 254),
+    default=DEFAULT.sequences,
     show_default=True,
-    help="Branches that trees may have at a time; when they run out, trees get narrower.",
+    help="Branches that trees may have at a time; when they run out, trees get narrower. 0: as the policy can use.",
 )
 @click.option("--results", type=File(), help="Append a row of figures to this CSV file.")
 @click.option("--trace", type=File(), help="Write the timeline of all ranks, as Chrome trace events.")
@@ -158,6 +158,7 @@ def run(
     model: Path | None,
     drafts: tuple[Path, ...],
     policy: str | None,
+    lookup: bool,
     threads: tuple[int, ...] | None,
     prompt: str | None,
     escape: bool,
@@ -166,19 +167,20 @@ def run(
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
 
     Under mpirun every rank runs this command: rank 0 drafts, the others hold the target's layers. Without a draft rank
-    0 holds the first of them; of several drafts each takes a rank.
+    0 holds the first of them; of several drafts each takes a rank, a larger one as many as --draft-split says.
     """
-    if model is None:
-        model, drafts = TARGET, drafts or (DRAFT,)
+    drafts = choose_drafts(drafts, () if model else (DRAFT,))
+    (chosen,) = take_policies([choose_policy(policy, bool(drafts) or lookup)], others)
     options = RunOptions(
-        model=model,
+        model=model or TARGET,
         drafts=drafts,
-        policy=choose_policy(policy, bool(drafts)),
+        lookup=lookup,
+        policy=chosen,
+        sampling=take_sampling(others),
         threads=threads or (),
         prompt=unescape(prompt) if prompt and escape else prompt,
-        speculation=take_policy_options(others),
         **others,
     )
-    from pipeinfer.cli.job import run_job  # initialises MPI
+    from pipeinfer.job.start import run_job  # initialises MPI
 
     return run_job(options)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeinfer.choices import Choices, RecordedChoices, ranks_for, synthetic_team
-from pipeinfer.cli.asked import settings_text, variant_text
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.json_text import json_text
-from pipeinfer.cli.policy_options import policy_options, take_policy_options
-from pipeinfer.cli.simulated import make_result, simulated_columns, write_trace
-from pipeinfer.cli.summary import print_summary
+from pipeinfer.cli.setting_options import policy_options, take_policies
 from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole
-from pipeinfer.cluster.costs import Profile
-from pipeinfer.cluster.profile import ProfileFile, load_profile, shipped_profiles
-from pipeinfer.cluster.simulation import Simulated, simulate
 from pipeinfer.errors import UserError
+from pipeinfer.observe.results import check_results
+from pipeinfer.observe.summary import print_summary
 from pipeinfer.outputs import check_separate, check_writable
-from pipeinfer.policies.factory import POLICIES, PolicyOptions, make_policy
-from pipeinfer.results import Row, append_result, as_read, check_results, result_row
+from pipeinfer.policies.registry import POLICIES, USUAL
+from pipeinfer.virtual.choices import RecordedChoices, ranks_for
+from pipeinfer.virtual.outcome import write_trace
+from pipeinfer.virtual.profile import ProfileFile, load_profile, shipped_profiles
+from pipeinfer.virtual.study import Question, ask
 
-DEFAULT_ACCEPTANCE = 0.7
 MAX_GBIT = 10**6
 MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
 POLICY_LIST = Listed(click.Choice(POLICIES))
@@ -39,9 +34,7 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
 @click.option("--pair", type=Text(), help="Models of the profile. [default: its first pair]")
 @click.option("--nodes", type=Whole(0), default=0, help="Nodes of the profile to use. [default: all]")
 @click.option("--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links, in place of the profile's.")
-@click.option(
-    "--policy", "policies", type=POLICY_LIST, default=",".join(POLICIES), show_default=True, help="One or more."
-)
+@click.option("--policy", "policies", type=POLICY_LIST, default=",".join(USUAL), show_default=True, help="One or more.")
 @click.option("-n", "--predict", type=Whole(1, MAX_TOKENS), default=512, show_default=True, help="Tokens to generate.")
 @click.option(
     "-p", "--prompt-tokens", type=Whole(1, MAX_TOKENS), default=128, show_default=True, help="Synthetic choices."
@@ -113,8 +106,7 @@ def simulate_command(
         nodes=nodes,
         pair=pair or "",
         gbit=gbit,
-        policies=policies,
-        options=take_policy_options(others),
+        policies=take_policies(policies, others),
         predict=predict,
         prompt_tokens=prompt_tokens,
         by_rank=ranks_asked(acceptances, ranks, bool(files)),
@@ -131,80 +123,6 @@ def simulate_command(
     if not as_json:
         print_summary(rows, output)
     return 0
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What to simulate, in every combination of policies and seeds. `by_rank`, `known` (choices from files): one for
-    each draft, the smallest first; empty if the profile's acceptance is to be taken."""
-
-    file: ProfileFile
-    nodes: int
-    pair: str
-    gbit: float | None
-    policies: Sequence[str]
-    options: PolicyOptions
-    predict: int
-    prompt_tokens: int
-    by_rank: Sequence[Sequence[float]]
-    known: Sequence[RecordedChoices]
-    cancel: bool
-    partitions: bool
-
-    def answer(self, policy: str, seed: int, repetition: int) -> tuple[Simulated, dict[str, Any], Row]:
-        """One generation, its result object and row. Raises UserError when it cannot be simulated."""
-        profile = self._lay_out(policy != "iterative")
-        first, *larger = self._choices(profile, seed)
-        simulated = simulate(
-            profile, first, make_policy(policy, self.options), self.predict, cancel=self.cancel,
-            partitions=self.partitions, larger=larger if profile.drafts else [],
-        )  # fmt: skip
-        asked = simulated_columns(simulated, self._guessed(profile), seed, repetition) | {
-            "policy": policy,
-            "settings": settings_text(policy, self.options),
-            "variant": variant_text(self.options, self.cancel, self.partitions),
-        }
-        result = make_result(simulated, asked)
-        return simulated, result, result_row(result, asked)
-
-    def _lay_out(self, has_draft: bool) -> Profile:
-        profile = self.file.lay_out(self.nodes, self.pair, has_draft)
-        if self.gbit is None:
-            return profile
-        return replace(profile, link=replace(profile.link, bytes_per_s=self.gbit * 1e9 / 8))
-
-    def _choices(self, profile: Profile, seed: int) -> Sequence[Choices]:
-        """Of each draft. Raises UserError when there are not as many as drafts."""
-        n_drafts = len(profile.drafts)
-        found = self.known or synthetic_team(self._ranks(profile), seed, self.prompt_tokens)
-        if n_drafts and len(found) != n_drafts:
-            raise UserError(
-                f"{profile.name} has {n_drafts} drafts; give --acceptance, --ranks or --choices {n_drafts} times"
-            )
-        return found
-
-    def _ranks(self, profile: Profile) -> Sequence[Sequence[float]]:
-        """How often each draft's first, second, … guess is right."""
-        published = profile.acceptance or (DEFAULT_ACCEPTANCE,) * len(profile.drafts) or (DEFAULT_ACCEPTANCE,)
-        return self.by_rank or [ranks_for(share) for share in published]
-
-    def _guessed(self, profile: Profile) -> Sequence[object]:
-        """What says what each draft guesses."""
-        return [(known.prompt, known.tokens, known.about) for known in self.known] or self._ranks(profile)
-
-
-def ask(question: Question, seeds: Sequence[int], results: Path | None, as_json: bool) -> tuple[list[Row], Simulated]:
-    """Simulate everything; the rows of results.csv, and the last generation."""
-    rows: list[Row] = []
-    for repetition, seed in enumerate(seeds, start=1):
-        for policy in question.policies:
-            simulated, result, row = question.answer(policy, seed, repetition)
-            rows.append(as_read(row))
-            if results:
-                append_result(results, row)
-            if as_json:
-                print(json_text(result))
-    return rows, simulated
 
 
 def inputs_of(profile: str | None, files: Sequence[Path], drafts: Sequence[Path]) -> dict[str, list[Path]]:
@@ -235,7 +153,7 @@ def open_choices(paths: Sequence[Path], drafts: Sequence[Path]) -> list[Recorded
                 f"choices {path} are of another text than {paths[0]}; record both with one target and prompt"
             )
     for choices, draft in zip(found, drafts, strict=False):
-        from pipeinfer.cli.record import ask_draft  # needs llama-cpp-python
+        from pipeinfer.job.record import ask_draft  # needs llama-cpp-python
 
         ask_draft(choices, draft)
     return found

@@ -17,18 +17,10 @@ from click.shell_completion import CompletionItem
 
 from pipeinfer.cluster.plan import parse_split
 from pipeinfer.errors import UserError
-
-INT32_MAX = 2**31 - 1
-"""What libllama and the messages between ranks hold: tokens, positions, counts."""
-
-MAX_CTX = INT32_MAX - 1023
-"""Tokens of a context: with the cells above it, positions and cells must be 32-bit numbers."""
+from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, INT32_MAX
 
 MAX_THREADS = 512  # libggml's limit
 MAX_LAYERS = 512  # libllama's limit
-ALL_LAYERS, AUTO_LAYERS = -1, -2
-"""All of a rank's layers on its GPU; the same where there is a GPU, else none."""
-
 NAME_MAX, PATH_MAX = 255, 4095
 """Bytes of a file's name, and of a path, that Linux takes."""
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from pipeinfer.interfaces import Batch, StageModel
+from pipeinfer.cluster.timed_runs import evaluate, forget, in_turns
+from pipeinfer.core.interfaces import StageModel
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.kept import Kept
-from pipeinfer.run_cost import RunCost
-from pipeinfer.runs import KvOp, OpKind
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
@@ -32,18 +30,18 @@ def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1
     The cache must be empty and is empty afterwards. The first evaluation, which maps the weights in, is not counted.
     """
     start_s = clock()
-    _evaluate(model, 1)
-    found: dict[int, float] = {}
-    for n_rows in ROWS:
-        if found and (clock() - start_s > budget_s or max(found.values()) > DEAR * found[1]):
-            break
-        found[n_rows] = min(_time(model, n_rows, clock), _time(model, n_rows, clock))
-    # in turns, so that what disturbs for a moment does not disturb all that is known of one size
-    for _ in range(N_PASSES):
-        if clock() - start_s > PASSES_S:
-            break
-        found = {n_rows: min(seconds, _time(model, n_rows, clock)) for n_rows, seconds in found.items()}
-    return found
+    _time(model, 1, clock)
+
+    def once(n_rows: int) -> float:
+        return _time(model, n_rows, clock)
+
+    def enough(found: Mapping[int, list[float]]) -> bool:
+        least = [min(times) for times in found.values()]
+        return bool(least) and (clock() - start_s > budget_s or max(least) > DEAR * least[0])
+
+    found = in_turns(ROWS, 1, lambda n_rows: min(once(n_rows), once(n_rows)), enough)
+    again = in_turns(found, N_PASSES, once, lambda _: clock() - start_s > PASSES_S, whole_turns=True)
+    return {n_rows: min(times + again.get(n_rows, [])) for n_rows, times in found.items()}
 
 
 def recall_rows(
@@ -55,7 +53,7 @@ def recall_rows(
     """
     known = _read(kept.get(name))
     if known:
-        _evaluate(model, 1)
+        _time(model, 1, clock)
         row_s = min(_time(model, 1, clock) for _ in range(N_CHECKS))
         if row_s >= CREDIBLE * known[1]:
             return {n_rows: seconds * row_s / known[1] for n_rows, seconds in known.items()}
@@ -77,21 +75,11 @@ def _read(value: Any) -> dict[int, float]:
 
 
 def _time(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
+    """Of a run and of forgetting it: real ones carry operations on the cache too."""
     start_s = clock()
-    _evaluate(model, n_rows)
+    evaluate(model, n_rows)
+    forget(model)
     return clock() - start_s
-
-
-def _evaluate(model: StageModel, n_rows: int) -> None:
-    batch = Batch(
-        tokens=np.zeros(n_rows, np.int32),
-        positions=np.arange(n_rows, dtype=np.int32),
-        seqs=[(0,)] * n_rows,
-        hidden=np.full((n_rows, model.n_embd), 0.01, np.float32),
-        wanted=np.ones(n_rows, bool),
-    )
-    model.evaluate(batch, lambda: False)
-    model.apply([KvOp(OpKind.REMOVE, 0), KvOp(OpKind.COMPACT, 0)])
 
 
 def slowest_stage(costs: Sequence[dict[int, float]]) -> dict[int, float]:

@@ -24,11 +24,27 @@ class Host:
     n_cores: int
     room: Room = field(default_factory=Room)
     """What this rank may still take of the host's memory."""
+    clock: str = ""
+    """Ranks of one name here read one clock; empty: nobody knows."""
 
 
 def this_host(name: str) -> Host:
     cores = frozenset(os.sched_getaffinity(0))
-    return Host(name, cores, max(1, int(min(len(cores), _quota()))), free_room())
+    return Host(name, cores, max(1, int(min(len(cores), _quota()))), free_room(), clock_name())
+
+
+def clock_name() -> str:
+    """Whose monotonic clock this process reads: this boot's, shifted by the time namespace; empty where not said."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")
+    except OSError:
+        return ""
+
+
+def other_clocks(hosts: Sequence[Host]) -> list[int]:
+    """The ranks that may read another clock than rank 0 does."""
+    first, *others = hosts
+    return [rank for rank, host in enumerate(others, start=1) if not host.clock or host.clock != first.clock]
 
 
 def share_cores(hosts: Sequence[Host], computing: Set[int]) -> tuple[int, ...]:

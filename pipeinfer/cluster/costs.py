@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeinfer.interpolation import interpolate
+from pipeinfer.core.interpolation import interpolate
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class ModelCost:
     """A slice of a model on one node: `layers` alike, each `layer`, then `output` (the vocabulary), and `run_s` a run.
 
     `reshape_s` comes on top when a run has another number of rows than the one before: libllama builds its graph anew;
-    `rest_s` when the stage had nothing to do before it: its threads are woken. A whole draft model is such a slice too.
+    `rest_s` when the stage had nothing to do before it: its threads are woken; `prompt_s` when it begins a prompt in
+    blocks, which gets a context of its own. A whole draft model is such a slice too.
     """
 
     name: str
@@ -54,13 +55,17 @@ class ModelCost:
     run_s: float = 0.0
     reshape_s: float = 0.0
     rest_s: float = 0.0
+    prompt_s: float = 0.0
 
-    def before_layers_s(self, reshapes: bool, rested: bool = False) -> float:
-        return self.run_s + self.reshape_s * reshapes + self.rest_s * rested
+    def before_layers_s(self, reshapes: bool, rested: bool = False, begins: bool = False) -> float:
+        return self.run_s + self.reshape_s * reshapes + self.rest_s * rested + self.prompt_s * begins
 
-    def seconds(self, n_rows: int, context: int, reshapes: bool = False, rested: bool = False) -> float:
+    def seconds(
+        self, n_rows: int, context: int, reshapes: bool = False, rested: bool = False, begins: bool = False
+    ) -> float:
+        """`begins`: the rows are the first blocks of a prompt."""
         layers_s = self.layers * self.layer.at(n_rows, context)
-        return self.before_layers_s(reshapes, rested) + layers_s + self.output.at(n_rows)
+        return self.before_layers_s(reshapes, rested, begins) + layers_s + self.output.at(n_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class Profile:
     acceptance: tuple[float, ...] = ()
     """How often each draft's best guess is the target's token, as published for the pair."""
     blocks: bool = False
-    """Prompts are cut into blocks; see `pipeinfer.blocks`."""
+    """Prompts are cut into blocks; see `pipeinfer.core.blocks`."""
 
     @property
     def n_stages(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeinfer.runs import KvOp, OpKind
+from pipeinfer.core.runs import KvOp, OpKind
 
 
 class TokenHistory:

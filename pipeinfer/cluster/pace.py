@@ -12,12 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
-from pipeinfer.cluster.profile import load_profile
-from pipeinfer.cluster.wire import Buffer, Transaction
-from pipeinfer.errors import UserError
-from pipeinfer.interfaces import Batch, Clock, FloatArray, StageModel
-from pipeinfer.runs import KvOp
+from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost
+from pipeinfer.cluster.records import Buffer
+from pipeinfer.cluster.wire import Transaction
+from pipeinfer.core.interfaces import Batch, Clock, FloatArray, StageModel
+from pipeinfer.core.runs import KvOp
 
 N_STAMP = 8  # bytes: when a message is due, a float64
 SHARE_OF_NEW = 0.3  # of the newest measurement in the running mean of the model's own time
@@ -47,15 +46,16 @@ class PacedStage:
     ) -> None:
         self.model, self.cost, self.clock, self.sleep = model, cost, clock, sleep
         self.n_embd, self.is_last, self.n_vocab = model.n_embd, model.is_last, model.n_vocab
-        self._own_s: dict[int, float] = {}  # rows -> the model's own time
+        # rows, whether a prompt's blocks begin -> the model's own time
+        self._own_s: dict[tuple[int, bool], float] = {}
         self._n_rows_before = 0
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         start_s, n_rows = self.clock(), len(batch.positions)
-        context = int(batch.positions[0])
+        context, kind = int(batch.positions[0]), _kind(batch)
         reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
-        end_s = start_s + self.cost.seconds(n_rows, context, reshapes) - self.cost.run_s
-        begin_s = end_s - self._own_s.get(n_rows, 0.0)
+        end_s = start_s + self.cost.seconds(n_rows, context, reshapes, begins=batch.begins_blocks) - self.cost.run_s
+        begin_s = end_s - self._own_s.get(kind, 0.0)
         if not self._sleep_through_layers(start_s, begin_s, n_rows, context, stop):
             return None
         result = self._evaluate(batch, stop)
@@ -79,12 +79,12 @@ class PacedStage:
         return True
 
     def _evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
-        start_s, n_rows = self.clock(), len(batch.positions)
+        start_s, kind = self.clock(), _kind(batch)
         result = self.model.evaluate(batch, stop)
         took_s = self.clock() - start_s
         if result is not None:
-            known_s = self._own_s.get(n_rows, took_s)
-            self._own_s[n_rows] = known_s + SHARE_OF_NEW * (took_s - known_s)
+            known_s = self._own_s.get(kind, took_s)
+            self._own_s[kind] = known_s + SHARE_OF_NEW * (took_s - known_s)
         return result
 
     def _sleep_until(self, when_s: float) -> None:
@@ -102,6 +102,10 @@ class PacedStage:
 
     def close(self) -> None:
         self.model.close()
+
+
+def _kind(batch: Batch) -> tuple[int, bool]:
+    return len(batch.positions), batch.begins_blocks
 
 
 class Courier:
@@ -134,12 +138,3 @@ class Courier:
     def due_s(received: Buffer) -> float:
         """When a received message, stamp included, is due."""
         return float(received[-N_STAMP:].copy().view(np.float64)[0])
-
-
-def pace_profile(spec: str, n_ranks: int, n_drafts: int) -> Profile:
-    """The profile that `--pace NAME` or `--pace NAME:PAIR` gives `n_ranks` ranks. Raises UserError when none fits."""
-    name, _, pair = spec.partition(":")
-    profile = load_profile(name).lay_out(n_ranks, pair, n_drafts > 0)
-    if len(profile.drafts) != n_drafts:
-        raise UserError(f"--pace {spec} has {len(profile.drafts)} drafts, here are {n_drafts}; give -md as often")
-    return profile

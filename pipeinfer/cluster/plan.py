@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
 
 
@@ -22,7 +22,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Target layers [first, last) on one rank."""
+    """Layers [first, last) of the target, or of a draft, on one rank."""
 
     rank: int
     first: int
@@ -31,115 +31,177 @@ class StagePlan:
     kv_bytes: int
 
     @property
+    def span(self) -> str:
+        return f"{self.first}-{self.last - 1}"
+
+    @property
     def layers(self) -> str:
-        return f"layers {self.first}-{self.last - 1}"
+        return f"layers {self.span}"
+
+
+Stages = tuple[StagePlan, ...]
+"""A model's, in pipeline order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Rank 0 is the head. `drafts`: the drafts' ranks, the smallest draft's first; `stages` are in pipeline order."""
+    """Rank 0 is the head. `stages`: the target's; `drafts`: each draft's, the smallest one's first, which is whole."""
 
     n_ranks: int
-    stages: tuple[StagePlan, ...]
-    drafts: tuple[int, ...] = ()
+    stages: Stages
+    drafts: tuple[Stages, ...] = ()
 
     @property
-    def refiners(self) -> tuple[int, ...]:
-        """The ranks of the larger drafts."""
+    def refiners(self) -> tuple[Stages, ...]:
+        """The larger drafts' stages."""
         return self.drafts[1:]
+
+    @property
+    def draft_split(self) -> tuple[int, ...]:
+        """The ranks that each larger draft takes."""
+        return tuple(map(len, self.refiners))
 
     @property
     def computing(self) -> frozenset[int]:
         """The ranks that evaluate a model."""
-        return frozenset({*(stage.rank for stage in self.stages), *self.drafts})
+        return frozenset(stage.rank for stages in (self.stages, *self.drafts) for stage in stages)
+
+    def drafts_on(self, rank: int) -> dict[int, StagePlan]:
+        """Of the drafts that a rank hosts, by number, its layers."""
+        return {number: own for number, stages in enumerate(self.drafts) for own in stages if own.rank == rank}
+
+    def pipeline_of(self, rank: int) -> Stages:
+        """The stages among which a rank other than the head's has its place."""
+        return next(stages for stages in (*self.drafts, self.stages) if any(stage.rank == rank for stage in stages))
 
     def stage_of(self, rank: int) -> int | None:
         return next((index for index, stage in enumerate(self.stages) if stage.rank == rank), None)
 
     def describe(self, rank: int) -> str:
         """A rank's work in words, for messages."""
-        roles = self.drafts_on(rank)
-        index = self.stage_of(rank)
-        if index is not None:
-            roles.append(f"stage {index}, {self.stages[index].layers}")
+        roles = [f"{name}, layers {span}" if span else name for name, span in self.roles(rank)]
         return ", ".join(roles) or "head"
 
-    def drafts_on(self, rank: int) -> list[str]:
-        """The drafts that a rank hosts, by name: `draft`, or of several `draft 1`, `draft 2`, …"""
-        if self.drafts == (rank,):
-            return ["draft"]
-        return [f"draft {number}" for number, host in enumerate(self.drafts, start=1) if host == rank]
+    def roles(self, rank: int) -> list[tuple[str, str]]:
+        """What a rank hosts: (`draft`, its layers), of several drafts `draft 1`, …, of one in parts `draft 2 stage 0`,
+        …; (`stage 0`, …). A whole draft's layers are not named."""
+        found = []
+        for number, own in self.drafts_on(rank).items():
+            name = f"draft {number + 1}" if len(self.drafts) > 1 else "draft"
+            stages = self.drafts[number]
+            found.append((f"{name} stage {stages.index(own)}", own.span) if len(stages) > 1 else (name, ""))
+        index = self.stage_of(rank)
+        return found + ([] if index is None else [(f"stage {index}", self.stages[index].span)])
 
 
-def draft_ranks(n_ranks: int, n_drafts: int) -> tuple[int, ...]:
-    """Every draft has a rank to itself, the first of them the head's; a lone rank hosts everything.
+def draft_widths(n_drafts: int, draft_split: Sequence[int] = ()) -> tuple[int, ...]:
+    """The ranks that each draft takes, the smallest one first: one each, larger drafts as `draft_split` has it.
+
+    Raises UserError when that is not one number for each larger draft.
+    """
+    n_larger = max(0, n_drafts - 1)
+    if not draft_split:
+        return (1,) * n_drafts
+    shown = _listed(draft_split)
+    if not n_larger:
+        raise UserError(
+            f"--draft-split {shown} cuts larger drafts, and there is none: a lone draft lives whole on rank 0; "
+            "give -md for each draft, or leave it out"
+        )
+    if len(draft_split) != n_larger:
+        raise UserError(
+            f"--draft-split {shown} has {_count(len(draft_split), 'part')} for {_count(n_larger, 'larger draft')}; "
+            "give one number for each, the smaller first, or leave it out"
+        )
+    return (1, *draft_split)
+
+
+def draft_ranks(n_ranks: int, widths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Every draft has as many ranks to itself as `widths` says, the first of them the head's; a lone rank hosts
+    everything.
 
     Raises UserError when no rank would be left for the target.
     """
-    if n_ranks == 1:
-        return (0,) * n_drafts
-    if n_drafts >= n_ranks:
+    if n_ranks == 1 and set(widths) <= {1}:
+        return ((0,),) * len(widths)
+    if sum(widths) >= n_ranks:
+        is_cut = sum(widths) > len(widths)
+        way_out = f"a smaller --draft-split than {_listed(widths[1:])}" if is_cut else "-md less often"
+        where = f" on {sum(widths)} ranks" if is_cut else ""
         raise UserError(
-            f"{n_drafts} drafts and the target need {n_drafts + 1} ranks, here are {n_ranks}; "
-            "start more, or give -md less often"
+            f"{len(widths)} drafts{where} and the target need {sum(widths) + 1} ranks, here "
+            f"{'is 1' if n_ranks == 1 else f'are {n_ranks}'}; start more, or give {way_out}"
         )
-    return tuple(range(n_drafts))
+    return tuple(tuple(range(end - width, end)) for width, end in zip(widths, accumulate(widths), strict=True))
 
 
-def stage_ranks(n_ranks: int, n_drafts: int) -> list[int]:
+def stage_ranks(n_ranks: int, widths: Sequence[int]) -> list[int]:
     """The ranks that no draft has. Raises UserError when there is none."""
-    drafts = draft_ranks(n_ranks, n_drafts)
-    return [rank for rank in range(n_ranks) if n_ranks == 1 or rank not in drafts]
+    taken = {rank for ranks in draft_ranks(n_ranks, widths) for rank in ranks}
+    return [rank for rank in range(n_ranks) if n_ranks == 1 or rank not in taken]
 
 
-def make_plan(n_ranks: int, n_drafts: int, sizes: Sizes, n_cells: int, split: Sequence[float] | None = None) -> Plan:
-    """Spread the layers over the ranks, by `split` or so that the slowest stage reads as few bytes as possible.
+def _listed(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
 
-    Raises UserError when there are more stages than layers or the split does not fit.
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+RoomFor = Callable[[Sequence[Stages], Sequence[int]], StageRoom]
+"""(the drafts that have their ranks, ranks) -> what memory these have for the next draft, or for the target after the
+last one."""
+
+
+def make_plan(
+    n_ranks: int, drafts: Sequence[Sizes], target: Sizes, n_cells: int, split: Sequence[float] | None = None,
+    room: RoomFor | None = None, draft_split: Sequence[int] = (),
+) -> Plan:  # fmt: skip
+    """Spread each model's layers over its ranks: the target's by `split` or so that the slowest stage reads as few
+    bytes as `room` allows, larger drafts' likewise over as many ranks as `draft_split` says, the smaller first.
+
+    Where no split fits into the memory it is left out of account: who checks the plan's finds out what is missing.
+    Raises UserError when there are more stages than layers or a split does not fit.
     """
-    ranks = stage_ranks(n_ranks, n_drafts)
-    n_layers = len(sizes.layer_bytes)
-    if len(ranks) > n_layers:
-        most = n_layers + n_ranks - len(ranks)
-        raise UserError(f"{len(ranks)} stages for {n_layers} layers; start at most {most} ranks for this model")
-    counts = split_layers(split, n_layers, len(ranks)) if split else balance(sizes, len(ranks))
-    stages, first = [], 0
-    for rank, count in zip(ranks, counts, strict=True):
-        last = first + count
+    widths = draft_widths(len(drafts), draft_split)
+    for number, (width, draft) in enumerate(zip(widths, drafts, strict=True), start=1):
+        n_layers = len(draft.layer_bytes)
+        if width > n_layers:
+            raise UserError(
+                f"--draft-split {_listed(draft_split)}: {width} ranks for draft {number}, which has "
+                f"{_count(n_layers, 'layer')}; give at most {n_layers}"
+            )
+    placed: tuple[Stages, ...] = ()
+    for draft, ranks in zip(drafts, draft_ranks(n_ranks, widths), strict=True):
+        counts = balance(draft, len(ranks), room(placed, ranks) if room and len(ranks) > 1 else None)
+        placed += (_stages(draft, ranks, counts, n_cells),)
+    own, n_layers = stage_ranks(n_ranks, widths), len(target.layer_bytes)
+    if len(own) > n_layers:
+        most = n_layers + n_ranks - len(own)
+        raise UserError(f"{len(own)} stages for {n_layers} layers; start at most {most} ranks for this model")
+    left = room(placed, own) if room else None
+    counts = split_layers(split, n_layers, len(own)) if split else balance(target, len(own), left)
+    return Plan(n_ranks, _stages(target, own, counts, n_cells), placed)
+
+
+def _stages(sizes: Sizes, ranks: Sequence[int], counts: Sequence[int], n_cells: int) -> Stages:
+    """`counts`: layers on each of the ranks."""
+    stages, n_layers = [], len(sizes.layer_bytes)
+    for rank, (first, last) in zip(ranks, pairwise(accumulate(counts, initial=0)), strict=True):
         tables = (sizes.input_bytes if first == 0 else 0) + (sizes.output_bytes if last == n_layers else 0)
         kv_bytes = n_cells * sum(sizes.kv_bytes_per_cell[first:last])
         stages.append(StagePlan(rank, first, last, sum(sizes.layer_bytes[first:last]) + tables, kv_bytes))
-        first = last
-    return Plan(n_ranks, tuple(stages), draft_ranks(n_ranks, n_drafts))
+    return tuple(stages)
 
 
-def balance(sizes: Sizes, n_stages: int) -> list[int]:
-    """Layers a stage so that the most loaded stage reads the fewest bytes a token; the output table is the last's.
+def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None) -> list[int]:
+    """Layers a stage where all are taken to be equally fast: the most loaded one reads the fewest bytes a token.
 
-    The input table costs memory, not time: a row of it is read. Exact, by dynamic programming.
+    The input table costs memory, not time: a row of it is read.
     """
-    cost = list(sizes.layer_bytes)
-    cost[-1] += sizes.output_bytes
-    sums = [0]
-    for layer in cost:
-        sums.append(sums[-1] + layer)
-
-    @cache
-    def best(first: int, n_left: int) -> tuple[int, int]:
-        """(load of the most loaded stage, layers of the first stage) for layers [first, ...) on n_left stages."""
-        if n_left == 1:
-            return sums[-1] - sums[first], len(cost) - first
-        options = (
-            (max(sums[first + count] - sums[first], best(first + count, n_left - 1)[0]), count)
-            for count in range(1, len(cost) - first - n_left + 2)
-        )
-        return min(options)
-
-    counts, first = [], 0
-    for n_left in range(n_stages, 0, -1):
-        counts.append(best(first, n_left)[1])
-        first += counts[-1]
-    return counts
+    cost = [[*sizes.layer_bytes[:-1], sizes.layer_bytes[-1] + sizes.output_bytes]] * n_stages
+    return spread_layers(cost, room) or spread_layers(cost) or []
 
 
 def parse_split(text: str) -> list[float]:
@@ -156,13 +218,16 @@ def parse_split(text: str) -> list[float]:
     if not all(0 < value < float("inf") for value in values):
         raise UserError(f"--layer-split {text!r}: every part must be above 0")
     if draft_value != 1.0:
-        raise UserError(f"--layer-split {text!r} splits the draft; it lives on one rank, write /1.0 or leave it out")
+        raise UserError(
+            f"--layer-split {text!r} splits the draft, which rank 0 has whole; write /1.0 or leave it out "
+            "(--draft-split cuts larger drafts)"
+        )
     return values
 
 
 def split_layers(split: Sequence[float], n_layers: int, n_stages: int) -> list[int]:
     """Layers a stage from layers or proportions. Raises UserError with the way out when they do not fit."""
-    shown = ",".join(f"{part:g}" for part in split)
+    shown = _listed(split)
     if len(split) != n_stages:
         raise UserError(
             f"--layer-split {shown} has {len(split)} parts for {n_stages} stages; "

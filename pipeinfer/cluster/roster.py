@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pipeinfer
-from pipeinfer.cluster.meeting import Place, own_place
+from pipeinfer.cluster.watch.meeting import Place, own_place
 from pipeinfer.errors import UserError
 
 Words = tuple[str, str, str, dict[str, str]]
@@ -20,8 +21,19 @@ SHOWN = 60
 def own_words(settings: object) -> Words:
     """What this rank says; `settings`: a dataclass of what it was asked for."""
     assert is_dataclass(settings)
-    place, asked = own_place(), {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
-    return version_text(), place.host, place.where, asked
+    place = own_place()
+    return version_text(), place.host, place.where, dict(_named(settings))
+
+
+def _named(settings: Any) -> Iterator[tuple[str, str]]:
+    """Every field of a dataclass as text, those of dataclasses in it under their own names."""
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            yield field.name, type(value).__name__
+            yield from _named(value)
+        elif field.compare:  # what is learned while running is asked by nobody
+            yield field.name, repr(value)
 
 
 def places(all_words: Sequence[Words]) -> list[Place]:

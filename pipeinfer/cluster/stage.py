@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from pipeinfer.cluster.history import TokenHistory
-from pipeinfer.cluster.wire import Buffer, RowFlag, Transaction
-from pipeinfer.drafting import guess_next
-from pipeinfer.interfaces import Batch, FloatArray, StageModel
-from pipeinfer.runs import NO_TOKEN, Guess, GuessVerdict, OpKind, Verdict
-from pipeinfer.sampling import SamplingParams, choose
-from pipeinfer.trace import NO_TRACE, Tracer
+from pipeinfer.cluster.records import Buffer
+from pipeinfer.cluster.wire import Transaction
+from pipeinfer.core.drafting import guess_next
+from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
+from pipeinfer.core.runs import NO_TOKEN, Guess, GuessVerdict, OpKind, Verdict
+from pipeinfer.core.sampling import SamplingParams, choose
+from pipeinfer.observe.trace import NO_TRACE, Tracer
 
 
 class Pruned(Protocol):
@@ -36,15 +37,23 @@ class LocalPrunings:
         self.cancelled: set[int] = set()
         self.pruned: dict[int, set[int]] = {}
 
+    def cancel(self, run_ids: Iterable[int]) -> None:
+        self.cancelled.update(run_ids)
+
+    def prune(self, rows: Mapping[int, Iterable[int]]) -> None:
+        for run_id, dead in rows.items():
+            self.pruned.setdefault(run_id, set()).update(dead)
+
     def is_cancelled(self, run_id: int) -> bool:
         return run_id in self.cancelled
 
     def rows(self, run_id: int) -> Sequence[int]:
         return sorted(self.pruned.get(run_id, ()))
 
-    def forget(self, run_id: int) -> None:
-        self.cancelled.discard(run_id)
-        self.pruned.pop(run_id, None)
+    def forget_before(self, run_id: int) -> None:
+        """Runs come in the order of their ids: what concerns older ones is of no use."""
+        self.cancelled = {known for known in self.cancelled if known >= run_id}
+        self.pruned = {known: rows for known, rows in self.pruned.items() if known >= run_id}
 
 
 @dataclass(slots=True)
@@ -122,11 +131,12 @@ class StageWorker:
 
     def _evaluate(self, transaction: Transaction) -> list[Any]:
         seqs = transaction.seqs
-        transaction.rows[list(self.pruned.rows(transaction.run_id)), 4] |= RowFlag.DROPPED
+        if pruned := self.pruned.rows(transaction.run_id):
+            transaction.rows["dropped"][list(pruned)] = True
         alive = self._alive(transaction, seqs)
         n_dropped = transaction.n_rows - len(alive)
         if n_dropped:
-            transaction.rows[sorted(set(range(transaction.n_rows)) - set(alive)), 4] |= RowFlag.DROPPED
+            transaction.rows["dropped"][sorted(set(range(transaction.n_rows)) - set(alive))] = True
             self.stats.n_rows_pruned += n_dropped
         result = (
             self._evaluate_rows(transaction, alive, seqs) if alive else np.empty((0, self.model.n_embd), np.float32)
@@ -151,9 +161,11 @@ class StageWorker:
         """
         ends: dict[int, int] = {}
         alive = []
-        for index, (_, _, position, seq, flags) in enumerate(transaction.rows.tolist()):
+        positions, dropped = transaction.rows["position"].tolist(), transaction.rows["dropped"].tolist()
+        for index, position in enumerate(positions):
+            seq = seqs[index][0]
             end = ends[seq] if seq in ends else self.model.next_position(seq)
-            if end == position and not flags & RowFlag.DROPPED:
+            if end == position and not dropped[index]:
                 alive.append(index)
                 for owner in seqs[index]:
                     ends[owner] = position + 1
@@ -166,8 +178,8 @@ class StageWorker:
         if len(alive) < transaction.n_rows:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
-        wanted = (rows[:, 4] & RowFlag.WANTED).astype(bool)
-        batch = Batch(rows[:, 1], rows[:, 2], list(seqs), hidden, wanted, transaction.n_prompt)
+        wanted = rows["n_wanted"] > 0
+        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.n_prompt)
         return self.model.evaluate(batch, lambda: self._asked(transaction.run_id))
 
     def _asked(self, run_id: int) -> bool:
@@ -179,20 +191,22 @@ class StageWorker:
         """One for each row."""
         answers: list[Any] = []
         next_logits = iter(logits)
-        for (request, token, position, seq, flags), owners in zip(transaction.rows.tolist(), seqs, strict=True):
-            if self._history and not flags & RowFlag.DROPPED:
-                self._history.add(owners, token)
-            if flags & RowFlag.WANTED and not flags & RowFlag.DROPPED:
-                params = self._sampling[request]
-                history = self._history.last(seq, position + 1, params.looks_back) if self._history else ()
-                answers.append(self._answer(next(next_logits), params, position + 1, history))
+        for row, owners in zip(transaction.sent_rows, seqs, strict=True):
+            if self._history and not row.dropped:
+                self._history.add(owners, row.token)
+            if row.n_wanted and not row.dropped:
+                params, position = self._sampling[row.request], row.position + 1
+                history = self._history.last(row.seq, position, params.looks_back) if self._history else ()
+                answers.append(self._answer(next(next_logits), params, position, history, row.n_wanted))
             else:
                 answers.append(self._no_answer)
         return answers
 
     _no_answer: Any = NO_TOKEN
 
-    def _answer(self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int]) -> Any:
+    def _answer(
+        self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], n_wanted: int
+    ) -> Any:
         """What the verdict says of one row: the target's token at `position`."""
         return choose(logits, params, position, history)
 
@@ -201,7 +215,8 @@ class StageWorker:
 
 
 class DraftWorker(StageWorker):
-    """A stage of a larger draft: its verdicts have up to `width` guesses for a row."""
+    """A stage of a larger draft: its verdicts have as many guesses for a row as are wanted. `couple`: as for a
+    drafter."""
 
     UNIT = "question"
 
@@ -214,16 +229,17 @@ class DraftWorker(StageWorker):
         tracer: Tracer = NO_TRACE,
         n_layers: int = 0,
         *,
-        width: int,
         couple: bool,
     ) -> None:
         super().__init__(model, pruned, clock, is_first, tracer, n_layers)
-        self.width, self.couple = width, couple
+        self.couple = couple
 
     _no_answer: Any = ()
 
-    def _answer(self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int]) -> list[Guess]:
-        return guess_next(logits, params, position, history, self.width, self.couple)
+    def _answer(
+        self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], n_wanted: int
+    ) -> list[Guess]:
+        return guess_next(logits, params, position, history, n_wanted, self.couple)
 
     def _verdict(self, transaction: Transaction, answers: list[Any]) -> GuessVerdict:
         return GuessVerdict(transaction.run_id, tuple(answers), transaction.cancelled, transaction.slowest_s)

@@ -1,207 +1,291 @@
-"""How a run travels: one flat buffer per hop. Knows bytes; knows no MPI and no model.
+"""What ranks say to each other, and how it lies in bytes. Knows no MPI and no model.
 
-A transaction is int32 words: a header, the operations, the rows, further (row, sequence) pairs, the sampling of newly
-opened requests; then the activations as float32, (n_rows, n_embd), absent from the head and from cancelled runs. What a
-stage passes on differs from what it received in the flags and the activations only, so it writes both in place.
+| message   | from, to                | records, one kind behind the other                                         |
+|-----------|-------------------------|----------------------------------------------------------------------------|
+| a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request an int32 and its   |
+|           |                         | SamplingParams; then the activations, float32 (n_rows, n_embd)             |
+| the end   | head, stage after stage | Header                                                                     |
+| a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
+| prunings  | head, every stage       | PruningsHeader, then of each run PrunedRun and its rows, int32             |
+
+Activations are absent from what the head sends and from cancelled runs. What a stage passes on differs from what it
+received in the header, in which rows are dropped and in the activations only, so it writes them in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple
-from enum import IntEnum, IntFlag
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.interfaces import FloatArray, IntArray
-from pipeinfer.runs import NO_TOKEN, Guess, GuessVerdict, KvOp, OpKind, Run, Verdict
-from pipeinfer.sampling import SamplingParams
+from pipeinfer.cluster.records import I32, Buffer, Record
+from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
+from pipeinfer.core.sampling import SamplingParams
 
-Buffer = npt.NDArray[np.uint8]
+MAGIC = 0x50495046  # refuses a stray message early
+MAX_US = 2**31 - 1
+ALL_ROWS = -1
+N_PRUNINGS_BYTES = 512  # of a message of prunings, at most
+N_ROWS_AT_ONCE = 32  # rows of a run in one of its entries, at most
 
 
 class Kind(IntEnum):
     RUN = 1
     SHUTDOWN = 2
-    PAUSE = 3  # the runs of one measurement are over: report, and get ready for the next
+    REPORT = 3  # tell what was done since the last one
 
 
-class RowFlag(IntFlag):
-    WANTED = 1
-    DROPPED = 2  # a stage had no cells for the guesses before it: it is dead, and its activations are void
+class Header(NamedTuple):
+    magic: I32
+    kind: I32
+    run_id: int
+    cancelled: I32
+    n_ops: I32
+    n_rows: I32
+    n_extra: I32
+    n_opens: I32
+    n_prompt: I32  # see Run
+    slowest_us: I32  # of the stages that evaluated it, the one that it took longest
 
 
-_MAGIC = 0x50495046  # refuses a stray message early
-N_HEADER = 11
-"""Magic, kind, run id (two words), cancelled, n_ops, n_rows, n_extra, n_opens, µs in the slowest stage, n_prompt."""
-
-N_OP = 5  # kind, src, dst, first, last
-N_ROW = 5  # request, token, position, sequence, flags
-N_VERDICT = 6  # run id (two words), cancelled, µs in the slowest stage, n_rows, width; then tokens, or guesses
-MAX_US = 2**31 - 1
-N_OPEN = 20  # request, one spare word, then the sampling parameters as nine float64
+class SentRow(NamedTuple):
+    request: I32
+    token: I32
+    position: I32
+    seq: I32  # the one that it sees
+    n_wanted: I32  # answers
+    dropped: I32  # a stage had no cells for the guesses before it: it is dead, and its activations are void
 
 
-def words_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int) -> int:
-    return N_HEADER + N_OP * n_ops + N_ROW * n_rows + 2 * n_extra + N_OPEN * n_opens
+class ExtraSeq(NamedTuple):
+    row: I32
+    seq: I32  # one more that receives its cell
+
+
+class VerdictHeader(NamedTuple):
+    run_id: int
+    cancelled: I32
+    slowest_us: I32
+    n_rows: I32
+    n_guesses: I32
+
+
+class PruningsHeader(NamedTuple):
+    n_runs: I32
+    is_last: I32  # no other follows in this pipeline
+
+
+class PrunedRun(NamedTuple):
+    run_id: int
+    n_rows: I32  # or ALL_ROWS: it is cancelled
+
+
+HEADER, OP, ROW, EXTRA = Record(Header), Record(KvOp), Record(SentRow), Record(ExtraSeq)
+SAMPLING, VERDICT, GUESS = Record(SamplingParams), Record(VerdictHeader), Record(Guess)
+PRUNINGS, PRUNED = Record(PruningsHeader), Record(PrunedRun)
+INT = np.dtype("<i4")
+N_OPEN_BYTES = INT.itemsize + SAMPLING.n_bytes
+
+
+def bytes_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int) -> int:
+    """Of a run's message."""
+    records = OP.n_bytes * n_ops + ROW.n_bytes * n_rows + EXTRA.n_bytes * n_extra
+    return HEADER.n_bytes + records + N_OPEN_BYTES * n_opens
+
+
+def verdict_bytes(n_rows: int, n_guesses: int = 0) -> int:
+    return VERDICT.n_bytes + INT.itemsize * n_rows + GUESS.n_bytes * n_guesses
 
 
 class Transaction:
-    """A view on a transaction's buffer; nothing is copied. `buffer` may be longer than the message."""
+    """A view on a run's message; nothing is copied. `buffer` may be longer than the message.
 
-    __slots__ = ("_end", "_words", "buffer", "cancelled", "kind", "n_embd", "n_prompt", "n_rows", "opens_at", "rows",
-                 "run_id")  # fmt: skip
+    `rows`: SentRows as a structured array, which may be written to.
+    """
+
+    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "buffer", "kind", "n_embd", "n_prompt",
+                 "n_rows", "rows", "run_id")  # fmt: skip
 
     def __init__(self, buffer: Buffer, n_embd: int) -> None:
         self.buffer, self.n_embd = buffer, n_embd
-        self._words = words = buffer[: len(buffer) & ~3].view(np.int32)
-        magic, kind, low, high, cancelled, n_ops, self.n_rows, n_extra, n_opens, _, self.n_prompt = words[
-            :N_HEADER
-        ].tolist()
-        assert magic == _MAGIC, f"not a transaction: starts with {magic:#x}"
-        self.kind, self.cancelled, self.run_id = Kind(kind), bool(cancelled), joined(low, high)
-        rows_at = N_HEADER + N_OP * n_ops
-        self.opens_at = rows_at + N_ROW * self.n_rows + 2 * n_extra
-        self._end = self.opens_at + N_OPEN * n_opens
-        self.rows: IntArray = words[rows_at : rows_at + N_ROW * self.n_rows].reshape(-1, N_ROW)
+        self._header = header = HEADER.read(buffer, 0)
+        assert header.magic == MAGIC, f"not a transaction: starts with {header.magic:#x}"
+        self.kind, self.run_id = Kind(header.kind), header.run_id
+        self.n_rows, self.n_prompt = header.n_rows, header.n_prompt
+        self._rows_at = HEADER.n_bytes + OP.n_bytes * header.n_ops
+        self._extra_at = self._rows_at + ROW.n_bytes * header.n_rows
+        self._opens_at = self._extra_at + EXTRA.n_bytes * header.n_extra
+        self._end = self._opens_at + N_OPEN_BYTES * header.n_opens
+        self.rows: npt.NDArray[Any] = ROW.view(buffer, self._rows_at, header.n_rows)
 
     @property
     def ops(self) -> list[KvOp]:
-        words = self._words[N_HEADER : N_HEADER + N_OP * int(self._words[5])].reshape(-1, N_OP)
-        return [KvOp(OpKind(kind), src, dst, first, last) for kind, src, dst, first, last in words.tolist()]
+        return list(OP.read_all(self.buffer, HEADER.n_bytes, self._header.n_ops))
+
+    @property
+    def sent_rows(self) -> Iterator[SentRow]:
+        """A copy of `rows`, one by one."""
+        return ROW.read_all(self.buffer, self._rows_at, self.n_rows)
 
     @property
     def seqs(self) -> list[tuple[int, ...]]:
         """Each row's sequences, the one it sees first."""
-        owners: list[tuple[int, ...]] = [(seq,) for seq in self.rows[:, 3].tolist()]
-        extra = self._words[self.opens_at - 2 * int(self._words[7]) : self.opens_at]
-        for row, seq in extra.reshape(-1, 2).tolist():
+        owners: list[tuple[int, ...]] = [(seq,) for seq in self.rows["seq"].tolist()]
+        for row, seq in EXTRA.read_all(self.buffer, self._extra_at, self._header.n_extra):
             owners[row] += (seq,)
         return owners
 
     @property
     def opens(self) -> dict[int, SamplingParams]:
-        found = {}
-        for start in range(self.opens_at, self._end, N_OPEN):
-            seed, temp, top_k, top_p, min_p, last_n, *penalties = (
-                self._words[start + 2 : start + N_OPEN].copy().view(np.float64).tolist()
-            )
-            params = SamplingParams(int(seed), temp, int(top_k), top_p, min_p, int(last_n), *penalties)
-            found[int(self._words[start])] = params
-        return found
+        starts = range(self._opens_at, self._end, N_OPEN_BYTES)
+        return {_ints(self.buffer, at, 1)[0]: SAMPLING.read(self.buffer, at + INT.itemsize) for at in starts}
 
     @property
     def n_bytes_full(self) -> int:
-        return 4 * (self._end + self.n_rows * self.n_embd)
+        return self._end + 4 * self.n_rows * self.n_embd
 
     @property
     def message(self) -> Buffer:
         """What travels on: with the activations, unless the run is cancelled or this is no run."""
         has_activations = self.kind is Kind.RUN and not self.cancelled
-        return self.buffer[: self.n_bytes_full if has_activations else 4 * self._end]
+        return self.buffer[: self.n_bytes_full if has_activations else self._end]
 
     @property
     def activations(self) -> FloatArray:
         """(n_rows, n_embd), writable; the buffer must be long enough."""
-        return self._words[self._end : self._end + self.n_rows * self.n_embd].view(np.float32).reshape(-1, self.n_embd)
+        return self.buffer[self._end : self.n_bytes_full].view(np.float32).reshape(-1, self.n_embd)
 
     @property
     def slowest_s(self) -> float:
         """Seconds that the run took the slowest of the stages that evaluated it."""
-        return 1e-6 * int(self._words[9])
+        return 1e-6 * self._header.slowest_us
 
     def took(self, seconds: float) -> None:
         """A stage has evaluated the run in so long."""
-        self._words[9] = max(int(self._words[9]), _us(seconds))
+        if (us := _us(seconds)) > self._header.slowest_us:
+            self._change(self._header._replace(slowest_us=us))
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self._header.cancelled)
 
     def cancel(self) -> None:
         """From here on the transaction carries its operations only."""
-        self.cancelled = True
-        self._words[4] = 1
+        self._change(self._header._replace(cancelled=1))
+
+    def _change(self, header: Header) -> None:
+        self._header = header
+        HEADER.write(header, self.buffer, 0)
 
 
 def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     """The transaction of a run as the head sends it: without activations."""
-    extra = [(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
-    words: list[int] = [_MAGIC, kind, *halves(run.id), 0, len(run.ops), len(run.rows), len(extra), len(run.opens), 0,
-                        run.n_prompt]  # fmt: skip
-    for op in run.ops:
-        words += astuple(op)
-    for row in run.rows:
-        words += (row.request, row.token, row.position, row.seqs[0], RowFlag.WANTED if row.wanted else 0)
-    for pair in extra:
-        words += pair
-    packed = np.array(words, np.int32)
-    if run.opens:
-        packed = np.concatenate([packed, *(_encode_open(request, params) for request, params in run.opens.items())])
-    return packed.view(np.uint8)
+    extra = [ExtraSeq(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
+    counts = len(run.ops), len(run.rows), len(extra), len(run.opens)
+    return _message(
+        HEADER.pack(Header(MAGIC, kind, run.id, 0, *counts, run.n_prompt, 0)),
+        *map(OP.pack, run.ops),
+        *(ROW.pack(SentRow(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0)) for row in run.rows),
+        *map(EXTRA.pack, extra),
+        *(_packed([request]) + SAMPLING.pack(params) for request, params in run.opens.items()),
+    )
 
 
-def _encode_open(request: int, params: SamplingParams) -> IntArray:
-    # float64 holds every 32-bit seed exactly
-    values = np.array(astuple(params), np.float64)
-    return np.concatenate([np.array([request, 0], np.int32), values.view(np.int32)])
-
-
-def encode_shutdown(kind: Kind = Kind.SHUTDOWN) -> Buffer:
+def encode_order(kind: Kind) -> Buffer:
+    """A transaction that is no run; it comes behind all that was sent before."""
     return encode(Run(0, []), kind)
 
 
 def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
-    """A target's verdict has a token for each row; a draft's `width` tokens, then their probabilities as float32."""
     if isinstance(verdict, Verdict):
-        n_rows, width, body = len(verdict.tokens), 0, np.array(verdict.tokens, np.int32)
+        numbers: Sequence[int] = verdict.tokens
+        guesses: list[Guess] = []
     else:
-        n_rows, width = len(verdict.guesses), max(map(len, verdict.guesses), default=0)
-        body = _encode_guesses(verdict.guesses, width)
-    header = [*halves(verdict.run_id), verdict.cancelled, _us(verdict.slowest_s), n_rows, width]
-    return np.concatenate([np.array(header, np.int32), body]).view(np.uint8)
+        numbers = list(map(len, verdict.guesses))
+        guesses = [guess for of_row in verdict.guesses for guess in of_row]
+    header = VerdictHeader(verdict.run_id, verdict.cancelled, _us(verdict.slowest_s), len(numbers), len(guesses))
+    return _message(VERDICT.pack(header), _packed(numbers), *map(GUESS.pack, guesses))
 
 
 def decode_verdict(message: Buffer) -> Verdict:
     """Inverse of `encode_verdict` for a target's; the buffer may be longer than the message."""
-    run_id, cancelled, slowest_s, n_rows, _, body = _decode_header(message)
-    return Verdict(run_id, tuple(body[:n_rows].tolist()), cancelled, slowest_s)
+    header = VERDICT.read(message, 0)
+    tokens = _ints(message, VERDICT.n_bytes, header.n_rows)
+    return Verdict(header.run_id, tuple(tokens), bool(header.cancelled), 1e-6 * header.slowest_us)
 
 
 def decode_guess_verdict(message: Buffer) -> GuessVerdict:
     """The same for a draft's."""
-    run_id, cancelled, slowest_s, n_rows, width, body = _decode_header(message)
-    n = n_rows * width
-    tokens = body[:n].reshape(n_rows, width).tolist()
-    shares = body[n : 2 * n].view(np.float32).reshape(n_rows, width).tolist()
-    guesses = (
-        [Guess(token, share) for token, share in zip(*row, strict=True) if token != NO_TOKEN]
-        for row in zip(tokens, shares, strict=True)
-    )
-    return GuessVerdict(run_id, tuple(guesses), cancelled, slowest_s)
+    header = VERDICT.read(message, 0)
+    guesses = GUESS.read_all(message, verdict_bytes(header.n_rows), header.n_guesses)
+    rows = tuple(list(islice(guesses, n)) for n in _ints(message, VERDICT.n_bytes, header.n_rows))
+    return GuessVerdict(header.run_id, rows, bool(header.cancelled), 1e-6 * header.slowest_us)
 
 
-def _encode_guesses(guesses: Sequence[Sequence[Guess]], width: int) -> IntArray:
-    tokens = np.full((len(guesses), width), NO_TOKEN, np.int32)
-    shares = np.zeros((len(guesses), width), np.float32)
-    for row, found in enumerate(guesses):
-        tokens[row, : len(found)] = [guess.token for guess in found]
-        shares[row, : len(found)] = [guess.probability for guess in found]
-    return np.concatenate([tokens.ravel(), shares.view(np.int32).ravel()])
+@dataclass(frozen=True, slots=True)
+class Prunings:
+    """What need not be evaluated: (run id, rows, or None for all of them), in parts."""
+
+    runs: list[tuple[int, Sequence[int] | None]]
+    is_last: bool = False
 
 
-def _decode_header(message: Buffer) -> tuple[int, bool, float, int, int, IntArray]:
-    words = message[: len(message) & ~3].view(np.int32)
-    low, high, cancelled, us, n_rows, width = words[:N_VERDICT].tolist()
-    return joined(low, high), bool(cancelled), 1e-6 * us, n_rows, width, words[N_VERDICT:]
+def encode_prunings(rows: Mapping[int, Sequence[int] | None]) -> list[Buffer]:
+    """Rows of runs (None: all of a run's) as messages of N_PRUNINGS_BYTES at most."""
+    messages, n_left = [list[bytes]()], N_PRUNINGS_BYTES - PRUNINGS.n_bytes
+    for entry in _pruned_runs(rows):
+        if len(entry) > n_left:
+            messages.append([])
+            n_left = N_PRUNINGS_BYTES - PRUNINGS.n_bytes
+        messages[-1].append(entry)
+        n_left -= len(entry)
+    return [_message(PRUNINGS.pack(PruningsHeader(len(entries), False)), *entries) for entries in messages]
+
+
+def encode_last_prunings() -> Buffer:
+    """What ends them."""
+    return _message(PRUNINGS.pack(PruningsHeader(0, True)))
+
+
+def decode_prunings(message: Buffer) -> Prunings:
+    header, at = PRUNINGS.read(message, 0), PRUNINGS.n_bytes
+    runs: list[tuple[int, Sequence[int] | None]] = []
+    for _ in range(header.n_runs):
+        run_id, n_rows = PRUNED.read(message, at)
+        at += PRUNED.n_bytes
+        runs.append((run_id, None if n_rows == ALL_ROWS else _ints(message, at, n_rows)))
+        at += INT.itemsize * max(0, n_rows)
+    return Prunings(runs, bool(header.is_last))
+
+
+def _pruned_runs(rows: Mapping[int, Sequence[int] | None]) -> Iterator[bytes]:
+    for run_id, dead in rows.items():
+        if dead is None:
+            yield PRUNED.pack(PrunedRun(run_id, ALL_ROWS))
+            continue
+        for start in range(0, len(dead), N_ROWS_AT_ONCE):
+            part = dead[start : start + N_ROWS_AT_ONCE]
+            yield PRUNED.pack(PrunedRun(run_id, len(part))) + _packed(part)
+
+
+def _message(*parts: bytes) -> Buffer:
+    return np.frombuffer(bytearray().join(parts), np.uint8)
+
+
+def _packed(numbers: Iterable[int]) -> bytes:
+    return np.array(numbers, INT).tobytes()
+
+
+def _ints(buffer: Buffer, at: int, n: int) -> list[int]:
+    numbers: list[int] = np.ndarray(n, INT, buffer, at).tolist()
+    return numbers
 
 
 def _us(seconds: float) -> int:
     return min(round(1e6 * seconds), MAX_US)
-
-
-def halves(number: int) -> tuple[int, int]:
-    """A 64-bit number as two signed words, the lower first."""
-    low, high = np.array([number], np.int64).view(np.int32).tolist()
-    return low, high
-
-
-def joined(low: int, high: int) -> int:
-    return high << 32 | low & 0xFFFFFFFF

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeinfer.interfaces import Batch, FloatArray
-from pipeinfer.models.gguf_slice import open_slice
-from pipeinfer.models.llama import LlamaParams, LlamaStage
-from pipeinfer.models.model_info import read_model_info
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
 
 ROWS = 32  # tokens a batch
 

@@ -8,7 +8,6 @@ quantised again, and a model of any size goes through in a stream.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf_header import ARRAY, BLOCKS, SCALARS, Tensor, metadata_spans
-from pipeinfer.models.gguf_slice import PER_LAYER_KEYS
-from pipeinfer.models.model_info import MAX_LAYERS, ModelInfo, layer_of
+from pipeinfer.models.gguf.header import BLOCKS, Tensor, metadata_spans
+from pipeinfer.models.gguf.model_info import MAX_LAYERS, ModelInfo, layer_of
+from pipeinfer.models.gguf.writer import encode_entry, encode_header, model_metadata, tensor_data, write_gguf
 from pipeinfer.outputs import whole_file
 
-ALIGNMENT = 32
 CHUNK_BYTES = 1 << 24
 OUTPUT_PROJECTIONS = ("attn_output", "ffn_down")
 """The tensors that write to the residual stream, in every supported architecture; `ffn_down_exps` of experts too."""
@@ -57,14 +55,15 @@ def grow(info: ModelInfo, path: Path, n_layer: int, noise: float, seed: int = 0)
 def write_grown(info: ModelInfo, file: BinaryIO, n_layer: int, noise: float, seed: int = 0) -> None:
     """The same from the beginning of an open file, which it leaves flushed.
 
-    Raises UserError when the depth, the noise or the model's quantisation does not do.
+    Raises UserError when the depth, the noise or the model's quantisation does not do, or the model changed since its
+    header was read.
     """
     _check(info, n_layer, noise)
     parts = list(_parts(info, n_layer, noise, seed))
-    file.write(_header(info, parts, n_layer))
-    for part in parts:
-        _write_tensor(file, part)
+    header = encode_header(list(_entries(info, n_layer)), [(part.name, part.source) for part in parts])
+    write_gguf(file, header, map(_data, parts))
     file.flush()
+    info.check_unchanged()
 
 
 def scaled(blocks: Bytes, kind: int, factor: float, rng: np.random.Generator) -> Bytes:
@@ -116,60 +115,29 @@ def _parts(info: ModelInfo, n_layer: int, noise: float, seed: int) -> Iterator[P
             yield Part(name, tensor, noise if _adds(tensor.name) else None, (seed, layer, index))
 
 
-# -- writing
+def _data(part: Part) -> Iterator[bytes | memoryview]:
+    """A tensor's data, some of its blocks at a time."""
+    block_bytes, rng = BLOCKS[part.source.type][1], np.random.default_rng(part.seed)
+    for piece in tensor_data(part.source, CHUNK_BYTES // block_bytes * block_bytes):
+        if part.scale is None:
+            yield piece
+        elif part.scale == 0:
+            # all-zero blocks are zeros in every type that ggml has
+            yield bytes(len(piece))
+        else:
+            blocks = np.frombuffer(piece, np.uint8).reshape(-1, block_bytes)
+            yield scaled(blocks, part.source.type, part.scale, rng).tobytes()
 
 
-def _write_tensor(file: BinaryIO, part: Part) -> None:
-    """The tensor's data and the padding after it, some at a time."""
-    tensor, rng = part.source, np.random.default_rng(part.seed)
-    block_bytes = BLOCKS[tensor.type][1]
-    step = CHUNK_BYTES // block_bytes * block_bytes
-    with open(tensor.path, "rb") as source:
-        source.seek(tensor.offset)
-        for start in range(0, tensor.n_bytes, step):
-            data = source.read(min(step, tensor.n_bytes - start))
-            if part.scale == 0:
-                # all-zero blocks are zeros in every type that ggml has
-                data = bytes(len(data))
-            elif part.scale is not None:
-                blocks = np.frombuffer(data, np.uint8).reshape(-1, block_bytes)
-                data = scaled(blocks, tensor.type, part.scale, rng).tobytes()
-            file.write(data)
-    file.write(bytes(-tensor.n_bytes % ALIGNMENT))
-
-
-def _header(info: ModelInfo, parts: list[Part], n_layer: int) -> bytes:
-    entries = list(_metadata(info, n_layer))
-    out = [b"GGUF", struct.pack("<IQQ", 3, len(parts), len(entries)), *entries]
-    at = 0
-    for part in parts:
-        shape = part.source.shape
-        out += [_text(part.name), struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, part.source.type, at)]
-        at += part.source.n_bytes + -part.source.n_bytes % ALIGNMENT
-    head = b"".join(out)
-    return head + bytes(-len(head) % ALIGNMENT)
-
-
-def _metadata(info: ModelInfo, n_layer: int) -> Iterator[bytes]:
-    """Encoded entries: the model's own, with what counts layers changed, and without the traces of a split."""
-    arch = info.architecture
+def _entries(info: ModelInfo, n_layer: int) -> Iterator[bytes]:
+    """The metadata: the model's own as they are in its file, the vocabulary with them, but for what counts layers."""
+    known = model_metadata(info, [layer % info.n_layer for layer in range(n_layer)])
     with open(info.paths[0], "rb") as file:
         for key, (start, end) in metadata_spans(info.paths[0]).items():
-            value = info.metadata[key]
-            if key.startswith(("split.", "general.tensor_extra")) or key == "general.alignment":
+            if key not in known:
                 continue
-            if key == f"{arch}.block_count":
-                yield _text(key) + struct.pack("<II", 4, n_layer)
-            elif key.removeprefix(f"{arch}.") in PER_LAYER_KEYS and value.type == ARRAY:
-                assert isinstance(value.value, tuple), key
-                items = [value.value[layer % info.n_layer] for layer in range(n_layer)]
-                layout = f"<{n_layer}{SCALARS[value.item_type][1]}"
-                yield _text(key) + struct.pack("<IIQ", ARRAY, value.item_type, n_layer) + struct.pack(layout, *items)
+            if known[key] != info.metadata[key].raw:
+                yield encode_entry(key, known[key])
             else:
                 file.seek(start)
                 yield file.read(end - start)
-
-
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data

@@ -7,8 +7,8 @@ import ctypes
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-from pipeinfer.models import ggml
-from pipeinfer.models.vocabulary import VocabularyCheck
+from pipeinfer.models.gguf.vocabulary import VocabularyCheck
+from pipeinfer.models.llama import ggml
 
 ATTR_UNKNOWN, ATTR_UNUSED, ATTR_BYTE = 1, 2, 32
 NO_TOKEN_ID = -1

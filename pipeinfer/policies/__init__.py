@@ -1,8 +1,10 @@
 """Policies: which nodes go to the target now, and which nodes does the draft expand now. Nothing else."""
 
-from pipeinfer.policies.base import Policy, View
+from pipeinfer.policies.flowspec import FlowSpec
 from pipeinfer.policies.iterative import Iterative
+from pipeinfer.policies.pipedec import PipeDec
 from pipeinfer.policies.pipeinfer import PipeInfer
+from pipeinfer.policies.pipespec import PipeSpec
 from pipeinfer.policies.speculative import Speculative
 
-__all__ = ["Iterative", "PipeInfer", "Policy", "Speculative", "View"]
+__all__ = ["FlowSpec", "Iterative", "PipeDec", "PipeInfer", "PipeSpec", "Speculative"]

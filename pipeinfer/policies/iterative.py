@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from pipeinfer.policies.base import View
-from pipeinfer.runs import Guess
-from pipeinfer.tree import Node, Settled
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.tree import Node
 
 
-class Iterative:
+@dataclass(unsafe_hash=True)  # by its settings, which stay as they are
+class Iterative(Policy):
     """Sends the root; never drafts."""
 
-    width = 0
+    name: ClassVar[str] = "iterative"
+    drafts: ClassVar[bool] = False
 
     def send(self, view: View) -> list[Node]:
         root = view.tree.root
         return [root] if root.run_id is None else []
-
-    def draft(self, view: View) -> list[Node]:
-        return []
-
-    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
-        return []
-
-    def refine(self, view: View, draft: int) -> list[Node]:
-        return []
-
-    def settled(self, settled: Settled) -> str:
-        return ""

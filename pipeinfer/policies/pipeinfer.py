@@ -7,38 +7,32 @@ verdict stay in the tree and in the pipeline: they are never drafted or sent twi
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import ClassVar
 
-from pipeinfer.policies.base import View
-from pipeinfer.runs import Guess
-from pipeinfer.tree import Node, Settled
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.runs import Guess
+from pipeinfer.core.settings import setting
+from pipeinfer.core.tree import Node, Settled
+from pipeinfer.policies.confidence import Confidence
+from pipeinfer.policies.limits import MAX_RUN, MAX_RUNS, MAX_WIDTH
 
 SCORE = attrgetter("score")
-HIT_MEMORY = 16
-"""Verdicts over which the share of right guesses is averaged."""
-
 PAUSE_BELOW, RESUME_ABOVE = 0.06, 0.15
 LONGEST_PAUSE = 64
 
-LEARNING_RATE, LARGEST_BIAS = 0.2, 4.0
-"""Of the correction of the draft's confidence, in log-odds."""
 
-
-@dataclass
-class PipeInfer:
+@dataclass(unsafe_hash=True)  # by its settings, which stay as they are
+class PipeInfer(Policy):
     """`microbatch`: guesses a run at most (0: as many as are cheap). `inflight`: runs in flight at most (0: one more
     than there are stages).
 
     Cutoffs are probabilities under the draft: the likeliest guess after a node enters the tree from `accept_cutoff` on,
     a further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each expansion
     that finds a guess raises the accept cutoff by `recovery`, each that finds none lowers it by `decay`; an accepted
-    guess resets it.
-
-    The draft's confidence is corrected by experience before it is compared or multiplied along a path: an overly
-    modest draft would have its chains yield to their siblings, an overly bold one would never branch. Every draft has
-    a correction of its own.
+    guess resets it. Probabilities are corrected by experience (`confidence`) before they are compared or multiplied
+    along a path; requests of one session share it.
 
     Larger drafts, if there are any, are asked first about the likeliest nodes of which nothing was sent that follows.
 
@@ -48,21 +42,39 @@ class PipeInfer:
     without `asynchronous`, the draft works only while the pipeline is empty.
     """
 
-    microbatch: int = 0
-    inflight: int = 0
-    width: int = 4
-    accept_cutoff: float = 0.02
-    split_cutoff: float = 0.05
-    recovery: float = 0.0
-    decay: float = 0.01
-    continuous: bool = True
-    asynchronous: bool = True
-    _shift: float = field(default=0.0, init=False)
-    _hit_rate: float = field(default=0.5, init=False)
-    _pause: int = field(default=0, init=False)  # roots between two tries; 0 while guesses pay
-    _n_roots: int = field(default=0, init=False)
-    # by draft: log-odds added to the confidence in the first guess
-    _biases: dict[int, float] = field(default_factory=lambda: defaultdict(float), init=False)
+    name: ClassVar[str] = "pipeinfer"
+
+    microbatch: int = setting(
+        0, "--microbatch", help="Guesses a run at most; 0: as many as cost hardly more than one row.", most=MAX_RUN,
+        shown=True,
+    )  # fmt: skip
+    inflight: int = setting(
+        0, "--inflight", help="Runs in flight at most; 0: one more than there are stages.", most=MAX_RUNS, shown=True
+    )
+    width: int = setting(4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
+    accept_cutoff: float = setting(
+        0.02, "--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min", most=1,
+        help="Probability from which the draft's first guess counts.",
+    )  # fmt: skip
+    split_cutoff: float = setting(
+        0.05, "--split-cutoff", "-ps", "--draft-p-split", "--spec-draft-p-split", most=1,
+        help="The same for further guesses, which make branches.",
+    )  # fmt: skip
+    recovery: float = setting(
+        0.0, "--recovery", "-pr", most=1, help="Added to -pa for every expansion, until a guess is accepted."
+    )
+    decay: float = setting(
+        0.01, "--decay", "-pd", most=1, help="Taken off -pa for every expansion that finds no guess."
+    )
+    continuous: bool = setting(True, "--no-continuous", help="Ablation: one run of guesses in flight at a time.")
+    asynchronous: bool = setting(True, "--no-async", help="Ablation: the draft works only while the pipeline is empty.")
+    confidence: Confidence = field(default_factory=Confidence, compare=False, repr=False)
+    _shift: float = field(default=0.0, init=False, repr=False, compare=False)
+    _pause: int = field(default=0, init=False, repr=False, compare=False)  # roots between two tries; 0: guesses pay
+    _n_roots: int = field(default=0, init=False, repr=False, compare=False)
+
+    def begin(self) -> PipeInfer:
+        return replace(self)
 
     # -- sending
 
@@ -71,6 +83,8 @@ class PipeInfer:
         if root.run_id is None:
             waits_for_draft = not self.asynchronous and not view.n_inflight and self.draft(view)
             return [] if waits_for_draft else [root]
+        if view.n_inflight and view.hold():
+            return []
         if view.n_inflight >= self._n_inflight_max(view):
             return []
         return view.fitting(self._unsent(view))[: self._n_rows(view)]
@@ -90,45 +104,36 @@ class PipeInfer:
 
     # -- drafting
 
-    def draft(self, view: View) -> list[Node]:
+    def draft(self, view: View) -> dict[Node, int]:
         """The likeliest open nodes, if their children could belong into the next run."""
         n_rows = self._n_rows(view)
         if not n_rows or self._resting or (view.n_inflight and not self.asynchronous):
-            return []
+            return {}
         ready = self._unsent(view)
         worst = ready[n_rows - 1].score if len(ready) >= n_rows else float("-inf")
         # children score no higher than their parent
         open_nodes = [
             node for node in view.tree.nodes if not node.expanded and node.score > worst and view.may_branch(node)
         ]
-        return sorted(open_nodes, key=SCORE, reverse=True)[:n_rows]
+        return dict.fromkeys(sorted(open_nodes, key=SCORE, reverse=True)[:n_rows], self.width)
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         cutoff = max(0.0, self.accept_cutoff + self._shift)
         kept = [
             guess
-            for rank, guess in enumerate(self._corrected(guesses, self._biases[draft]))
+            for rank, guess in enumerate(self.confidence.corrected(guesses, draft))
             if guess.probability >= (self.split_cutoff if rank else cutoff)
         ]
         self._shift += self.recovery if kept else -self.decay
         return kept
 
-    @staticmethod
-    def _corrected(guesses: list[Guess], bias: float) -> list[Guess]:
-        """The first guess's probability moved by the bias in log-odds, the others scaled to what that leaves."""
-        if not guesses:
-            return guesses
-        first = min(max(guesses[0].probability, 1e-6), 1 - 1e-6)
-        moved = 1 / (1 + (1 - first) / first * math.exp(-bias))
-        rest = (1 - moved) / (1 - first)
-        return [Guess(guesses[0].token, moved), *(Guess(g.token, g.probability * rest) for g in guesses[1:])]
-
-    def refine(self, view: View, draft: int) -> list[Node]:
+    def refine(self, view: View, draft: int) -> dict[Node, int]:
         """The likeliest nodes, those first after which nothing was sent: there its guesses come in time."""
         if self._resting or (view.n_inflight and not self.asynchronous):
-            return []
+            return {}
         open_nodes = [node for node in view.tree.nodes if node.is_open(draft) and view.may_branch(node)]
-        return sorted(open_nodes, key=lambda node: (any(child.run_id for child in node.children), -node.score))
+        found = sorted(open_nodes, key=lambda node: (any(child.run_id for child in node.children), -node.score))
+        return dict.fromkeys(found, self.width)
 
     # -- learning
 
@@ -141,17 +146,16 @@ class PipeInfer:
             self._shift = 0.0
         self._n_roots += len(settled.path) - 1
         for node, right in settled.firsts:
-            bias = self._biases[node.guessed_by] + LEARNING_RATE * (right - math.exp(node.log_prob))
-            self._biases[node.guessed_by] = min(max(bias, -LARGEST_BIAS), LARGEST_BIAS)
+            self.confidence.judged(node.guessed_by, math.exp(node.log_prob), right)
         for index in range(settled.n_contested):
-            self._hit_rate += (float(index < settled.n_matched) - self._hit_rate) / HIT_MEMORY
+            self.confidence.met(index < settled.n_matched)
         return self._pause_or_resume(settled.n_contested > 0, settled.n_matched > 0)
 
     def _pause_or_resume(self, contested: bool, matched: bool) -> str:
-        if not self._pause and self._hit_rate < PAUSE_BELOW:
+        if not self._pause and self.confidence.hit_rate < PAUSE_BELOW:
             self._pause = 4
             return "hardly any guess of the draft is right: only single tokens are sent, guesses are tried now and then"
-        if self._pause and self._hit_rate > RESUME_ABOVE:
+        if self._pause and self.confidence.hit_rate > RESUME_ABOVE:
             self._pause = 0
             return "the draft's guesses are right again: speculation goes on"
         if self._pause and contested:

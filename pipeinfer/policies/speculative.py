@@ -6,18 +6,26 @@ The baseline of PipeInfer's evaluation: the pipeline idles while the draft works
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from pipeinfer.policies.base import View
-from pipeinfer.runs import Guess
-from pipeinfer.tree import Node, Settled
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.runs import Guess
+from pipeinfer.core.settings import setting
+from pipeinfer.core.tree import Node
+from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
 
-@dataclass
-class Speculative:
-    """`n_draft`: guesses a tree. `width`: guesses after each node. `min_probability`: a guess below it is not kept."""
+@dataclass(unsafe_hash=True)  # by its settings, which stay as they are
+class Speculative(Policy):
+    """One tree at a time, into an empty pipeline. `min_probability`: a guess below it is not kept."""
 
-    n_draft: int = 4
-    width: int = 2
+    name: ClassVar[str] = "speculative"
+
+    n_draft: int = setting(
+        4, "--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", help="Guesses a tree.", least=1, most=MAX_RUN,
+        shown=True,
+    )  # fmt: skip
+    width: int = setting(4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
     min_probability: float = 0.05
 
     def send(self, view: View) -> list[Node]:
@@ -25,19 +33,19 @@ class Speculative:
             return []
         return [view.tree.root, *self._best(view)]
 
-    def draft(self, view: View) -> list[Node]:
+    def draft(self, view: View) -> dict[Node, int]:
         """Best first: while one of the best `n_draft` guesses is not expanded, expanding it may find a better one."""
         root = view.tree.root
         if view.n_inflight or not view.may_branch(root):
-            return []
+            return {}
         if not root.expanded:
-            return [root]
+            return {root: self.width}
         best = self._best(view)
         if len(best) == self.n_draft:
             # children score no higher than their parent: only nodes above the last of the best can improve the tree
             best = best[:-1]
         open_nodes = [node for node in best if not node.expanded and view.may_branch(node)]
-        return [max(open_nodes, key=lambda node: node.score)] if open_nodes else []
+        return {max(open_nodes, key=lambda node: node.score): self.width} if open_nodes else {}
 
     def _best(self, view: View) -> list[Node]:
         """The `n_draft` guesses of the highest score, parents before children."""
@@ -49,14 +57,11 @@ class Speculative:
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         return [guess for guess in guesses if guess.probability >= self.min_probability]
 
-    def refine(self, view: View, draft: int) -> list[Node]:
+    def refine(self, view: View, draft: int) -> dict[Node, int]:
         """The finished tree, before it is sent: each draft after the smaller ones."""
         if view.n_inflight or not view.may_branch(view.tree.root) or self.draft(view):
-            return []
+            return {}
         nodes = [view.tree.root, *self._best(view)]
         if draft > 1 and any(node.is_open(draft - 1) for node in nodes if view.may_branch(node)):
-            return []
-        return [node for node in nodes if node.is_open(draft) and view.may_branch(node)]
-
-    def settled(self, settled: Settled) -> str:
-        return ""
+            return {}
+        return {node: self.width for node in nodes if node.is_open(draft) and view.may_branch(node)}

@@ -1,0 +1,164 @@
+"""The head's end of a pipeline: send runs, hear verdicts, say what need not be evaluated; and how the head waits.
+
+Knows ranks and messages; neither trees nor policies.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.pace import Courier
+from pipeinfer.cluster.records import Buffer
+from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
+from pipeinfer.cluster.wire import Kind, encode, encode_last_prunings, encode_order, encode_prunings
+from pipeinfer.core.runs import GuessVerdict, Run, Verdict
+from pipeinfer.observe.ledger import HeadLedger
+
+A = TypeVar("A", Verdict, GuessVerdict)
+
+
+class OwnPrunings(LocalPrunings):
+    """What the head's own stage need not evaluate. `listen` is called between its layers: messages of MPI move only
+    while somebody calls it, the last run's activations on their way to the next stage among them."""
+
+    def __init__(self, listen: Callable[[], object]) -> None:
+        super().__init__()
+        self.listen = listen
+
+    def is_cancelled(self, run_id: int) -> bool:
+        self.listen()
+        return super().is_cancelled(run_id)
+
+
+class HeadPipeline(Generic[A]):
+    """The Pipeline of rank 0 to one level. If the head hosts its first stage, `work` evaluates the oldest run; a lone
+    rank does so for the whole model. `decode`: what the last stage's messages mean. `n_bytes`: of a verdict at most."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        stage_ranks: Sequence[int],
+        worker: StageWorker | None,
+        n_bytes: int,
+        decode: Callable[[Buffer], A],
+        courier: Courier | None = None,
+    ) -> None:
+        self.comm, self.worker = comm, worker
+        self.decode: Callable[[Buffer], A] = decode
+        self.n_stages = len(stage_ranks)
+        self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
+        self.outbox, self.idle = Outbox(comm, courier), Idle()
+        self.ledger = HeadLedger()
+        self._prunings = OwnPrunings(self.has_verdict)
+        self._queue: deque[Run] = deque()
+        self._verdicts: deque[A] = deque()
+        if worker:
+            worker.pruned = self._prunings
+        if self.remote_ranks:
+            self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_ahead=4, courier=courier)
+
+    def submit(self, run: Run) -> None:
+        self.ledger.submitted_s[run.id] = time.monotonic()
+        if self.worker:
+            self._queue.append(run)
+        else:
+            self.outbox.send_run(encode(run), self.remote_ranks[0])
+
+    def poll(self) -> A | None:
+        return self._verdicts.popleft() if self.has_verdict() else None
+
+    def has_verdict(self) -> bool:
+        """Whether `poll` would return one."""
+        if not self._verdicts and self.remote_ranks and (message := self._inbox.poll()) is not None:
+            verdict = self.decode(message)
+            self._inbox.give_back(message)
+            self.ledger.verdicts.append((time.monotonic(), verdict.run_id))
+            self._verdicts.append(verdict)
+        return bool(self._verdicts)
+
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest run was submitted that the head's own stage has yet to evaluate; infinity if none."""
+        return self.ledger.submitted_s[self._queue[0].id] if self._queue else math.inf
+
+    def work(self) -> None:
+        """The head's own stage: evaluate the oldest run and pass it on, or keep its verdict."""
+        assert self.worker
+        run = self._queue.popleft()
+        start_s = time.monotonic()
+        transaction = room_for(encode(run), self.worker.model.n_embd)
+        verdict = self.worker.process(transaction)
+        self._prunings.forget_before(run.id + 1)
+        if self.remote_ranks:
+            self.outbox.send_run(transaction.message, self.remote_ranks[0])
+        else:
+            self._verdicts.append(cast(A, verdict))
+        if transaction.cancelled:
+            self.ledger.cancelled.append((start_s, time.monotonic()))
+
+    def cancel(self, run_ids: Sequence[int]) -> None:
+        if self.worker:
+            self._prunings.cancel(run_ids)
+        self.ledger.cancels.append((time.monotonic(), len(run_ids)))
+        self._tell(dict.fromkeys(run_ids))
+
+    def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
+        if self.worker:
+            self._prunings.prune(rows)
+        self._tell(rows)
+
+    def _tell(self, rows: Mapping[int, Sequence[int] | None]) -> None:
+        for message in encode_prunings(rows):
+            for rank in self.remote_ranks:
+                self.outbox.send(message, rank, Tag.CANCEL)
+                self.ledger.n_cancel_messages += 1
+
+    def ask_reports(self) -> None:
+        """Every remote stage shall report what it did since the last time, once it is through with all runs so far."""
+        if self.remote_ranks:
+            self.outbox.send(encode_order(Kind.REPORT), self.remote_ranks[0], Tag.PIPELINE)
+
+    def take_ledger(self) -> HeadLedger:
+        """What was noted since the last time."""
+        ledger, self.ledger = self.ledger, HeadLedger()
+        return ledger
+
+    def shutdown(self) -> None:
+        """Send every remote stage home."""
+        for rank in self.remote_ranks:
+            self.outbox.send(encode_last_prunings(), rank, Tag.CANCEL)
+        if self.remote_ranks:
+            self.outbox.send(encode_order(Kind.SHUTDOWN), self.remote_ranks[0], Tag.PIPELINE)
+            self.outbox.flush(self.idle)
+            self._inbox.close(self.idle)
+
+
+class HeadWaiter:
+    """How rank 0 waits: by its own stages' work, or for a verdict. `check` is asked in every wait and may raise
+    `StopRequested`; waits are noted in the ledger of `target`."""
+
+    def __init__(self, check: Callable[[], None], target: HeadPipeline[Any]) -> None:
+        self.check, self.target, self.idle = check, target, Idle()
+
+    def wait(self, pipelines: Sequence[HeadPipeline[Any]], timeout_s: float | None = None) -> None:
+        self.check()
+        oldest = min(pipelines, key=lambda pipeline: pipeline.oldest_s)
+        if oldest.oldest_s < math.inf:
+            oldest.work()
+            return
+
+        def any_verdict() -> bool | None:
+            self.check()
+            return any(pipeline.has_verdict() for pipeline in pipelines) or None
+
+        start_s = time.monotonic()
+        try:
+            self.idle.within(any_verdict, math.inf if timeout_s is None else timeout_s)
+        finally:
+            self.target.ledger.waits.append((start_s, time.monotonic()))

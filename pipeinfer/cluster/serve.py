@@ -1,0 +1,113 @@
+"""A stage's end of a pipeline: receive a run, evaluate it, pass it on; hear from the head what need not be evaluated.
+
+Knows ranks and messages; what is done with a run is `stage`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.pace import Courier
+from pipeinfer.cluster.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
+from pipeinfer.cluster.wire import (
+    N_PRUNINGS_BYTES,
+    Kind,
+    Transaction,
+    bytes_before_activations,
+    decode_prunings,
+    encode_verdict,
+)
+from pipeinfer.observe.ledger import StageLedger
+
+N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 64  # room in a transaction, far above what 256 sequences need
+
+
+class HeardPrunings:
+    """What this stage need not evaluate, as the head's messages have it."""
+
+    def __init__(self, comm: Comm, courier: Courier | None = None) -> None:
+        self._inbox = Inbox(comm, 0, Tag.CANCEL, N_PRUNINGS_BYTES, courier=courier)
+        self._known = LocalPrunings()
+        self._ended = False
+
+    def is_cancelled(self, run_id: int) -> bool:
+        self._hear(run_id)
+        return self._known.is_cancelled(run_id)
+
+    def rows(self, run_id: int) -> Sequence[int]:
+        self._hear(run_id)
+        return self._known.rows(run_id)
+
+    def _hear(self, run_id: int) -> None:
+        while (message := self._inbox.poll()) is not None:
+            self._known.forget_before(run_id)
+            heard = decode_prunings(message)
+            self._inbox.give_back(message)
+            self._ended = heard.is_last
+            for dead_id, rows in heard.runs:
+                if rows is None:
+                    self._known.cancel([dead_id])
+                else:
+                    self._known.prune({dead_id: rows})
+
+    def close(self, idle: Idle) -> None:
+        """Take every message meant for this pipeline: a late one must not cancel a run of the next."""
+        idle.until(lambda: self.is_cancelled(0) or self._ended or None)
+        self._inbox.close(idle)
+
+
+def serve(
+    comm: Comm,
+    worker: StageWorker | None,
+    previous: int,
+    following: int | None,
+    n_rows_max: int,
+    n_embd: int,
+    report: Callable[[Outbox, StageLedger], None],
+    since_s: float | None = None,
+    courier: Courier | None = None,
+) -> None:
+    """A stage's loop: receive a run, evaluate, pass on; until the shutdown, which it passes on too.
+
+    `following` is None on the last stage, which answers the head instead. Without a worker (its model did not load) the
+    rank only waits for the shutdown. `report` is called, once the order to do so has been passed on, with what was sent
+    and how the time was spent since the last time. The ledger's first wait begins at `since_s`, or now.
+    """
+    n_bytes = bytes_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX) + 4 * n_rows_max * n_embd
+    inbox = Inbox(comm, previous, Tag.PIPELINE, n_bytes, courier=courier)
+    prunings = HeardPrunings(comm, courier)
+    outbox, idle, ledger = Outbox(comm, courier), Idle(), StageLedger()
+    wait_s = time.monotonic() if since_s is None else since_s
+    if worker:
+        worker.pruned = prunings
+
+    while True:
+        buffer = idle.until(inbox.poll)
+        start_s = time.monotonic()
+        transaction = Transaction(buffer, n_embd)
+        if transaction.kind is not Kind.RUN:
+            ledger.note(0, wait_s, start_s, start_s, False)
+            if following is not None:
+                outbox.send(transaction.message, following, Tag.PIPELINE)
+            if transaction.kind is Kind.SHUTDOWN:
+                break
+            report(outbox, ledger)
+            ledger, wait_s = StageLedger(), time.monotonic()
+            continue
+        assert worker, "a run arrived at a rank whose model did not load"
+        verdict = worker.process(transaction)
+        if following is not None:
+            inbox.give_back(buffer, outbox.send_run(transaction.message, following))
+        else:
+            assert verdict, "the last stage has no verdict"
+            outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
+            inbox.give_back(buffer)
+        end_s = time.monotonic()
+        ledger.note(transaction.run_id, wait_s, start_s, end_s, transaction.cancelled)
+        wait_s = end_s
+    outbox.flush(idle)
+    inbox.close(idle)
+    prunings.close(idle)

@@ -1,0 +1,49 @@
+"""Made-up runs on a loaded model, a few sizes in turns. Knows no MPI, and not what is timed of them or why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import numpy as np
+
+from pipeinfer.core.interfaces import Batch, StageModel
+from pipeinfer.core.runs import KvOp, OpKind
+
+T = TypeVar("T")
+
+
+def in_turns(
+    sizes: Iterable[int], n_turns: int, time_size: Callable[[int], T], over: Callable[[Mapping[int, list[T]]], bool],
+    whole_turns: bool = False,
+) -> dict[int, list[T]]:  # fmt: skip
+    """Of each size what `time_size` found, once a turn. In turns, so that what disturbs for a moment does not disturb
+    all that is known of one size.
+
+    `over`: of what was found, whether that is all; asked before each size, with `whole_turns` before each turn.
+    """
+    found: dict[int, list[T]] = {}
+    for turn in range(n_turns):
+        for index, size in enumerate(list(found) if turn else sizes):
+            if not (index and whole_turns) and over(found):
+                return found
+            found.setdefault(size, []).append(time_size(size))
+    return found
+
+
+def evaluate(model: StageModel, n_rows: int, position: int = 0, n_wanted: int | None = None, n_prompt: int = 0) -> None:
+    """Rows at `position` and after it; the last `n_wanted` want logits, or all. `n_prompt`: as in `Batch`."""
+    batch = Batch(
+        tokens=np.zeros(n_rows, np.int32),
+        positions=np.arange(position, position + n_rows, dtype=np.int32),
+        seqs=[(0,)] * n_rows,
+        hidden=np.full((n_rows, model.n_embd), 0.01, np.float32),
+        wanted=np.arange(n_rows) >= n_rows - (n_rows if n_wanted is None else n_wanted),
+        n_prompt=n_prompt,
+    )
+    model.evaluate(batch, lambda: False)
+
+
+def forget(model: StageModel, first: int = 0) -> None:
+    """What is at position `first` and after it."""
+    model.apply([KvOp(OpKind.REMOVE, 0, first=first), KvOp(OpKind.COMPACT, 0)])

@@ -1,0 +1,290 @@
+"""MPI: messages in order between two ranks, and what all ranks do together. The only file that imports mpi4py.
+
+Knows bytes, sources and tags; no run and no pipeline. Sends never block, receives are posted ahead, waits are polls.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import ctypes
+import math
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import Any, TypeAlias, TypeVar
+
+import mpi4py
+import numpy as np
+import numpy.typing as npt
+
+mpi4py.rc(initialize=False, finalize=False)  # `Link` does both, without holding the interpreter's lock
+from mpi4py import MPI
+
+from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.pace import N_STAMP, Courier
+from pipeinfer.cluster.records import Buffer
+
+T = TypeVar("T")
+
+N_LOOKS, REST_S = 16, 5e-4
+"""Whenever somebody looks for a message MPI moves a piece of each large one, of some 16 KB over TCP. Who has not looked
+for so long, asleep or between two layers, therefore looks so often: 1 MB takes 7 ms instead of 47 at a look a ms."""
+
+Comm: TypeAlias = MPI.Comm
+
+
+N_LOOKS_AWAKE, AWAKE_S = 1000, 0.2
+"""What is timed between two ranks, the clocks' offset and a link's bandwidth, is waited for so long without sleep."""
+
+
+class Tag(IntEnum):
+    PIPELINE = 1  # runs and the shutdown: what must keep its order shares this tag
+    VERDICT = 2
+    CANCEL = 3
+    REPORT = 4  # a rank's progress while loading, its statistics at the end
+    CLOCK = 5
+
+
+class Outbox:
+    """Sends that never block: each buffer is kept until its message is out. `courier`: stamps them, in paced jobs."""
+
+    def __init__(self, comm: Comm, courier: Courier | None = None) -> None:
+        self.comm, self.courier = comm, courier
+        self._pending: deque[tuple[MPI.Request, Any]] = deque()
+        self.n_runs = self.n_run_bytes = 0
+
+    def send_run(self, message: Buffer, dest: int) -> MPI.Request:
+        self.n_runs += 1
+        self.n_run_bytes += message.nbytes
+        return self.send(message, dest, Tag.PIPELINE)
+
+    def send(self, message: np.ndarray, dest: int, tag: Tag) -> MPI.Request:
+        while self._pending and self._pending[0][0].Test():
+            self._pending.popleft()
+        if self.courier:
+            message = self.courier.stamp(message, dest, tag is Tag.PIPELINE)
+        request = self.comm.Isend([message, MPI.BYTE], dest, tag)
+        self._pending.append((request, message))
+        return request
+
+    def take_counts(self) -> tuple[int, int]:
+        """Messages that carried a run since the last time, and their bytes."""
+        counts, self.n_runs, self.n_run_bytes = (self.n_runs, self.n_run_bytes), 0, 0
+        return counts
+
+    def flush(self, idle: Idle) -> None:
+        """Return when everything is out."""
+        while self._pending:
+            idle.until(lambda: _is_done(self._pending[0][0]) or None)
+            self._pending.popleft()
+
+
+class Inbox:
+    """Receives posted ahead, so that the next message arrives while this one is worked on.
+
+    With a `courier`, in paced jobs, a message has not come before it is due.
+    """
+
+    def __init__(
+        self, comm: Comm, source: int, tag: Tag, n_bytes: int, n_ahead: int = 2, courier: Courier | None = None
+    ) -> None:
+        self.comm, self.source, self.tag = comm, source, tag
+        self.n_bytes = n_bytes + (N_STAMP if courier else 0)
+        self.courier = courier
+        self._looked_s = -math.inf
+        self._due_s: float | None = None  # of the oldest message, which is here
+        self._posted: deque[tuple[MPI.Request, Buffer]] = deque()
+        self._resting: deque[tuple[MPI.Request, Buffer]] = deque()
+        for _ in range(n_ahead):
+            self._post(np.empty(self.n_bytes, np.uint8))
+
+    def _post(self, buffer: Buffer) -> None:
+        self._posted.append((self.comm.Irecv([buffer, MPI.BYTE], self.source, self.tag), buffer))
+
+    def poll(self) -> Buffer | None:
+        """The next message in a buffer that is the caller's until it is handed to `give_back`."""
+        request, buffer = self._posted[0]
+        if not (self._has_come(request) if self.courier is None else self._is_due(self.courier, request, buffer)):
+            return None
+        self._posted.popleft()
+        if self._resting and self._resting[0][0].Test():
+            self._post(self._resting.popleft()[1])
+        else:
+            self._post(np.empty(self.n_bytes, np.uint8))
+        return buffer
+
+    def _has_come(self, request: MPI.Request, status: MPI.Status | None = None) -> bool:
+        n_looks = N_LOOKS if time.perf_counter() - self._looked_s > REST_S else 1
+        has_come = _is_done(request, n_looks, status)
+        self._looked_s = time.perf_counter()
+        return has_come
+
+    def _is_due(self, courier: Courier, request: MPI.Request, buffer: Buffer) -> bool:
+        if self._due_s is None:
+            status = MPI.Status()
+            if not self._has_come(request, status):
+                return False
+            self._due_s = courier.due_s(buffer[: status.Get_count(MPI.BYTE)])
+        if courier.clock() < self._due_s:
+            return False
+        self._due_s = None
+        return True
+
+    def give_back(self, buffer: Buffer, sent: MPI.Request = MPI.REQUEST_NULL) -> None:
+        """Use the buffer again once the message that is being sent from it, if there is one, is out."""
+        if len(self._resting) < 4:
+            self._resting.append((sent, buffer))
+
+    def close(self, idle: Idle) -> None:
+        """Take the receives back that no message will come for."""
+        for request, _ in self._posted:
+            request.Cancel()
+        while self._posted:
+            idle.until(lambda: _is_done(self._posted[0][0]) or None)
+            self._posted.popleft()
+
+
+def _is_done(request: MPI.Request, n_looks: int = N_LOOKS, status: MPI.Status | None = None) -> bool:
+    return any(request.Test(status) for _ in range(n_looks))
+
+
+def abort(code: int) -> None:
+    """End the other ranks at once, if MPI runs and there are any: MPI says so, and may crash in exit handlers."""
+    if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
+        MPI.COMM_WORLD.Abort(code)
+
+
+class Link:
+    """This rank's connection to the others, and the collective steps before and after the pipeline runs.
+
+    Every wait but MPI's own start and end is a poll, so that the waiting rank leaves its cores to the others and its
+    threads, which hear signals and the watch, can always run.
+    """
+
+    def __init__(self) -> None:
+        """Start MPI: returns when every rank has come here."""
+        # mpi4py would hold the interpreter's lock, so that a signal could do nothing against a rank that never comes
+        self._mpi = ctypes.CDLL(MPI.__file__)
+        if not MPI.Is_initialized():
+            self._mpi.MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+            MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
+        self._idle = Idle()
+        self.comm, request = MPI.COMM_WORLD.Idup()
+        self._wait(request)
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self._outgoing: list[MPI.Request] = []
+        self._incoming: tuple[int, MPI.Request] | None = None
+
+    def _wait(self, request: MPI.Request) -> None:
+        self._idle.until(lambda: _is_done(request) or None)
+
+    def _wait_awake(self, request: MPI.Request) -> None:
+        asleep_s = time.perf_counter() + AWAKE_S
+        while not _is_done(request, N_LOOKS_AWAKE) and time.perf_counter() < asleep_s:
+            pass
+        self._wait(request)
+
+    # -- what all ranks do together
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        own = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        self._wait(self.comm.Iallgather(np.array([len(own)], np.int64), sizes))
+        values = np.empty(sizes.sum(), np.uint8)
+        ends = np.cumsum(sizes)
+        self._wait(self.comm.Iallgatherv(own, [values, (sizes.tolist(), (ends - sizes).tolist()), MPI.BYTE]))
+        return [pickle.loads(part.data) for part in np.split(values, ends[:-1])]
+
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value, on every rank."""
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        size = np.array([len(data)], np.int64)
+        self._wait(self.comm.Ibcast(size))
+        if self.rank:
+            data = np.empty(size[0], np.uint8)
+        self._wait(self.comm.Ibcast(data))
+        shared: T = pickle.loads(data.data) if self.rank else value  # type: ignore[assignment]
+        return shared
+
+    def clock_offset_s(self, clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
+        """Seconds to add to this rank's clock to get rank 0's; 0 unless it is of `ranks`, whose clocks are others.
+
+        Collective; the round with the least delay counts.
+        """
+        offset_s, time_s = 0.0, np.zeros(1)
+        for rank in ranks:
+            if self.rank == 0:
+                for _ in range(n_rounds):
+                    self._receive(time_s, rank)
+                    time_s[0] = clock()
+                    self._send(time_s, rank)
+            elif self.rank == rank:
+                offset_s = min(self._ask_clock(clock, time_s) for _ in range(n_rounds))[1]
+        return offset_s
+
+    def _ask_clock(self, clock: Callable[[], float], time_s: npt.NDArray[np.float64]) -> tuple[float, float]:
+        """(delay, offset) of one question to rank 0."""
+        start_s = clock()
+        self._send(time_s, 0)
+        self._receive(time_s, 0)
+        delay_s = clock() - start_s
+        return delay_s, float(time_s[0]) - (start_s + delay_s / 2)
+
+    def bandwidth_gbit(self, n_bytes: int = 1 << 22, n_rounds: int = 4) -> float:
+        """What the slowest link between neighbouring ranks carries, in Gbit/s. Collective; needs two ranks."""
+        buffer, slowest_s = np.zeros(n_bytes, np.uint8), 0.0
+        for rank in range(1, self.size):
+            if self.rank == rank - 1:
+                slowest_s = max(slowest_s, min(self._round_trip_s(buffer, rank) for _ in range(n_rounds)))
+            elif self.rank == rank:
+                for _ in range(n_rounds):
+                    self._receive(buffer, rank - 1)
+                    self._send(buffer, rank - 1)
+        return 8e-9 * 2 * n_bytes / max(self.all_gather(slowest_s))
+
+    def _round_trip_s(self, buffer: Buffer, rank: int) -> float:
+        start_s = time.perf_counter()
+        self._send(buffer, rank)
+        self._receive(buffer, rank)
+        return time.perf_counter() - start_s
+
+    def _send(self, values: npt.NDArray[Any], rank: int) -> None:
+        self._wait_awake(self.comm.Isend(values, rank, Tag.CLOCK))
+
+    def _receive(self, values: npt.NDArray[Any], rank: int) -> None:
+        self._wait_awake(self.comm.Irecv(values, rank, Tag.CLOCK))
+
+    # -- reports
+
+    def report(self, value: object) -> None:
+        """Send a value to rank 0 without waiting for it to be taken."""
+        self._outgoing = [request for request in self._outgoing if not request.Test()]
+        self._outgoing.append(self.comm.isend(value, 0, Tag.REPORT))
+
+    def next_report(self) -> tuple[int, Any] | None:
+        """On rank 0: (rank, value) of a report, if one has come."""
+        if self._incoming is None:
+            status = MPI.Status()
+            message = self.comm.improbe(MPI.ANY_SOURCE, Tag.REPORT, status)
+            if message is None:
+                return None
+            self._incoming = status.Get_source(), message.irecv()
+        rank, request = self._incoming
+        for _ in range(N_LOOKS):
+            has_come, value = request.test()
+            if has_come:
+                self._incoming = None
+                return rank, value
+        return None
+
+    # -- the end
+
+    def finalize(self) -> None:
+        """Leave in order with the others, so that the launcher sees no failure but the exit code."""
+        for request in self._outgoing:
+            self._wait(request)
+        self._wait(self.comm.Ibarrier())  # whoever waits for the last rank does so here, not within MPI
+        self._mpi.MPI_Finalize()

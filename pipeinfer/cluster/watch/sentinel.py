@@ -1,0 +1,218 @@
+"""The process beside rank 0 that holds a connection to every rank, and speaks for those that died or never came.
+
+It runs in a session of its own, out of reach of the launcher's kill, and isolated: the standard library alone, and of
+this package what needs no more. Knows no MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from pipeinfer.cluster.watch.deaths import Process, ranks_beside
+from pipeinfer.cluster.watch.door import Door
+from pipeinfer.cluster.watch.handshake import MAX_LINE_BYTES, Message, decode, encode, title, write_line
+from pipeinfer.cluster.watch.segments import remove_dead, segments_of, sweep
+
+EXIT_CODE = 1
+ABORT_GRACE_S = 1.0
+"""How long rank 0 has to end the job by MPI before the sentinel kills it, which makes the launcher end the job."""
+
+LAUNCHER_GRACE_S = 0.3
+"""How long the launcher has to end the job when a process died: it does so without the many lines of MPI_Abort."""
+
+KILLED = " of SIGKILL"
+LOOK_EVERY_S = 0.05
+REMAINS_S = 2.0
+
+
+class Sentinel:
+    """Until every rank has come, or the time is over, it listens; then it has connections to ranks and none else."""
+
+    def __init__(self, head: socket.socket, head_pid: int, host: str, size: int, join_s: float) -> None:
+        self._head_pid = head_pid
+        self._size = size
+        self._join_s = join_s
+        self._until_s = time.monotonic() + join_s
+        self._key = ""
+        self._door: Door | None = None
+        self._links: dict[int, socket.socket] = {0: head}
+        self._hosts = {0: host}
+        self._abouts: dict[int, str] = {}
+        self._processes = {0: Process(head_pid)}
+        self._partial: dict[int, bytes] = {}
+        self._segments: set[Path] = set()
+        self._stopping = False
+        # epoll reports in the order of the events: the first to die comes first, even if the launcher killed the others
+        # before we woke.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(head, selectors.EVENT_READ, 0)
+
+    def run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(None if self._complete else LOOK_EVERY_S):
+                if isinstance(key.data, int):
+                    self._receive(key.data)
+                elif self._door and (came := self._door.hear(key.data, self._links)):
+                    self._let_in(*came)
+            if not self._complete:
+                self._look()
+
+    @property
+    def _complete(self) -> bool:
+        """Every rank has come, and MPI has started: `_key` is rank 0's word for that."""
+        return bool(self._key) and len(self._links) == self._size
+
+    def _look(self) -> None:
+        """While ranks are awaited: what rank 0 would leave behind, who is late, who says nothing."""
+        self._segments |= segments_of(self._head_pid)
+        if self._door:
+            self._door.dismiss_silent()
+        if time.monotonic() > self._until_s:
+            here = "" if self._key else f", nor does it run on host {self._hosts[0]}"
+            late = f"{self._who_is_missing()} did not join within {self._join_s:g} s"
+            self._end(f"{late}{here}; ending the job", died=False)
+
+    def _let_in(self, rank: int, link: socket.socket, rest: bytes) -> None:
+        self._links[rank], self._partial[rank] = link, rest
+        self._selector.register(link, selectors.EVENT_READ, rank)
+        self._tell(rank, {"head": self._title(0)})
+        if self._complete and self._door:
+            self._door.close()
+
+    # -- what ranks say
+
+    def _receive(self, rank: int) -> None:
+        link = self._links[rank]
+        try:
+            data = self._receive_from_head(link) if rank == 0 else link.recv(MAX_LINE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost(rank)
+        *lines, self._partial[rank] = (self._partial.get(rank, b"") + data).split(b"\n")
+        if len(self._partial[rank]) > MAX_LINE_BYTES:
+            self._end(f"{self._title(rank)}: a message without an end", died=False)
+        for line in lines:
+            self._handle(rank, decode(line))
+
+    def _receive_from_head(self, link: socket.socket) -> bytes:
+        """With its first words rank 0 hands over the socket on which the others will come."""
+        data, fds, _, _ = socket.recv_fds(link, MAX_LINE_BYTES, 1)
+        if fds:
+            self._door = Door(socket.socket(fileno=fds[0]), self._selector)
+        return data
+
+    def _handle(self, rank: int, message: Message) -> None:
+        if "fault" in message:
+            self._end(f"{self._title(rank)}: {message['fault']}", died=False)
+        elif "stop" in message:
+            self._stopping = True
+            self._tell(0, message)
+        elif "about" in message:
+            self._abouts[rank] = message["about"]
+            if rank == 0:
+                self._tell_all({"head": self._title(0)})
+        elif "pid" in message:
+            self._processes[rank] = Process(message["pid"])
+        elif "key" in message:  # from rank 0: MPI has started, the others may come
+            self._key, self._size = message["key"], message["size"]
+            self._hosts = dict(enumerate(message["hosts"]))
+            self._segments |= segments_of(self._head_pid)
+            assert self._door
+            if self._complete:
+                self._door.close()
+            else:
+                self._door.open(self._key, self._size)
+        elif "bye" in message:
+            if rank == 0:
+                self._tell_all(message)
+                os._exit(0)
+            self._tell(rank, message)
+            self._selector.unregister(self._links[rank])
+
+    # -- ends
+
+    def _lost(self, rank: int) -> None:
+        if self._stopping:
+            self._end("", died=True)
+        how = self._processes[rank].how_it_ended() if rank in self._processes else ""
+        if not self._complete and how == KILLED:
+            self._end("", died=True)  # as the launcher does with the others when one ended: it says which
+        self._end(f"{self._who_died(rank)} died{how}; ending the job", died=True)
+
+    def _end(self, line: str, died: bool) -> None:
+        if line:
+            write_line(line)
+        self._tell_all({"end": True})
+        if died:
+            self._await_head(LAUNCHER_GRACE_S)
+        self._tell(0, {"end": True})
+        self._await_head(ABORT_GRACE_S)
+        if os.getppid() == self._head_pid:
+            os.kill(self._head_pid, signal.SIGKILL)
+        self._clear_up()
+        os._exit(EXIT_CODE)
+
+    def _await_head(self, timeout_s: float) -> None:
+        """Until rank 0 has ended. The launcher waits for us, the last to hold its pipe, so go as soon as possible."""
+        head = self._links[0]
+        head.settimeout(timeout_s)
+        with contextlib.suppress(OSError):
+            while head.recv(MAX_LINE_BYTES):
+                pass
+
+    def _clear_up(self) -> None:
+        """Remove what the killed leave in this host's shared memory; nobody waits for it."""
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        deadline = time.monotonic() + REMAINS_S
+        while not remove_dead(self._segments) and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+        time.sleep(LAUNCHER_GRACE_S)
+        sweep()  # other ranks, and rank 0 before anybody looked, may have marked more
+
+    def _tell(self, rank: int, message: Message) -> None:
+        with contextlib.suppress(OSError):
+            self._links[rank].send(encode(message), socket.MSG_DONTWAIT)
+
+    def _tell_all(self, message: Message) -> None:
+        for rank in self._links:
+            if rank > 0:
+                self._tell(rank, message)
+
+    # -- words
+
+    def _who_died(self, rank: int) -> str:
+        """A rank may die before it has joined; then the launcher's kill of another one is all we see."""
+        if len(self._links) == self._size:
+            return self._title(rank)
+        return f"{self._title(rank)}, or {self._who_is_missing()}, which had not joined yet,"
+
+    def _who_is_missing(self) -> str:
+        """Before MPI has started nobody can come to us: then those are missing that do not live on this host."""
+        here = set(self._links) if self._key else {0} | ranks_beside(self._head_pid)
+        missing = [rank for rank in range(self._size) if rank not in here]
+        named = ", ".join(self._title(rank) if rank in self._hosts else f"rank {rank}" for rank in missing)
+        return named or "a rank"
+
+    def _title(self, rank: int) -> str:
+        return title(rank, self._hosts.get(rank, ""), self._abouts.get(rank, ""))
+
+
+def main(head_fd: str, head_pid: str, host: str, size: str, join_s: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    Sentinel(socket.socket(fileno=int(head_fd)), int(head_pid), host, int(size), float(join_s)).run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

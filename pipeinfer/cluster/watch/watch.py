@@ -1,0 +1,234 @@
+"""A rank's end of the watch: notice that a rank died, say which one in one line, and end the job. Knows no MPI.
+
+Launchers kill the rest of a job when a rank dies, but say neither which machine nor which layers are gone, and they
+would kill a thread of ours before it could. So rank 0 starts a *sentinel*, a small process of its own, before MPI,
+which may wait for a rank that never comes. Every rank holds a TCP connection to it (rank 0 a socket pair) on which the
+kernel reports a death at once; keepalive reports a vanished host. Nobody polls once all are there.
+
+    rank 1..n ── TCP ──> sentinel <── socket pair ── rank 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.cluster.launch import is_launched
+from pipeinfer.cluster.watch.deaths import Process
+from pipeinfer.cluster.watch.handshake import Message, encode, messages, title, write_line
+from pipeinfer.cluster.watch.meeting import Meeting, Place, go_to, open_door
+from pipeinfer.cluster.watch.sentinel import ABORT_GRACE_S, EXIT_CODE
+
+JOIN_S = 60.0
+"""How long ranks wait for each other at the start; the environment variable may say otherwise."""
+
+JOIN_VARIABLE = "PIPEINFER_JOIN_TIMEOUT"
+HEAD_FIRST_S = 3.0
+"""How much longer the others wait than rank 0, which can name who did not come."""
+
+START = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from pipeinfer.cluster.watch.sentinel import main; main(*sys.argv[1:])"
+)
+
+
+class Watch:
+    """One rank's link to the sentinel, made before MPI starts; `join` is the rest of it, once MPI has started.
+
+    As a context manager it says goodbye at the end of the block, and reports an exception that leaves the block as this
+    rank's fault; `SystemExit` and `KeyboardInterrupt` are goodbyes.
+    """
+
+    def __init__(self, rank: int, size: int, end: Callable[[int], object], on_stop: Callable[[str], object]) -> None:
+        """Rank 0 starts the sentinel. `end(code)` ends all ranks, is called from a thread and may return; `on_stop`
+        is called on rank 0, from a thread, when a rank asks for an orderly stop."""
+        self.rank = rank
+        self._end_all = end
+        self._on_stop = on_stop
+        self._link: socket.socket | None = None
+        self._sentinel: subprocess.Popen[bytes] | None = None
+        self._about = ""
+        self._about_head = title(0, "", "")
+        self._closing = False
+        self._sending = threading.RLock()  # a signal's thread may send too
+        self._joined = threading.Event()
+        if is_launched():
+            self._start(self._await_launcher, Process(os.getppid()))
+        if rank == 0:
+            self._link, self._sentinel = _start_sentinel(size)
+            self._start(self._listen, self._link)
+        else:
+            self._start(self._await_joining)
+
+    @property
+    def connected(self) -> bool:
+        """False when the sentinel could not be reached: then only the launcher notices this rank's death."""
+        return self._link is not None
+
+    @property
+    def joined(self) -> bool:
+        """Whether every rank has come, and the others may be told what happens here."""
+        return self._joined.is_set()
+
+    def join(self, places: Sequence[Place], broadcast: Callable[[Meeting | None], Meeting]) -> None:
+        """Meet the others, on every rank together, before anything slow: loading is watched too.
+
+        `places`: of every rank; `broadcast` hands rank 0's argument to all ranks.
+        """
+        if self.rank == 0:
+            broadcast(self._invite(places))
+        else:
+            self._link = go_to(broadcast(None), self.rank)
+            if self._link:
+                self._start(self._listen, self._link)
+        self._joined.set()
+
+    def describe(self, about: str) -> None:
+        """What this rank does, for the line about its death: `stage 1, layers 8-15`."""
+        self._about = about
+        self._send({"about": about})
+
+    def ask_stop(self, reason: str) -> None:
+        """Ask rank 0 to stop the job in an orderly way: its `on_stop` is called. Later deaths are not reported."""
+        self._send({"stop": reason})
+
+    def fault(self, message: str) -> None:
+        """Report why this rank cannot go on, once, and end the job. Does not return."""
+        if not self._send({"fault": message}):
+            write_line(f"{title(self.rank, socket.gethostname(), self._about)}: {message}")
+            self._end()
+        time.sleep(2 * ABORT_GRACE_S)
+        self._end()
+
+    def close(self) -> None:
+        """Say goodbye: from now on this rank may end. Rank 0 calls it last, after the others were told to leave."""
+        if self._closing:
+            return
+        self._closing = True
+        self._joined.set()
+        self._send({"bye": True})
+        if self._sentinel is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._sentinel.wait(timeout=ABORT_GRACE_S)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self.fault(f"{kind.__name__}: {error}")
+        self.close()
+
+    def _invite(self, places: Sequence[Place]) -> Meeting:
+        """Open the door and hand it, with the key to it, to the sentinel."""
+        assert self._link
+        meeting, door = open_door(places)
+        word = {"key": meeting.key, "size": len(places), "hosts": [place.host for place in places]}
+        with door:
+            socket.send_fds(self._link, [encode(word)], [door.fileno()])
+        return meeting
+
+    def _start(self, what: Callable[..., object], *arguments: Any) -> None:
+        threading.Thread(target=what, args=arguments, name="watch", daemon=True).start()
+
+    def _send(self, message: Message) -> bool:
+        if self._link is None:
+            return False
+        try:
+            with self._sending:
+                self._link.sendall(encode(message))
+        except OSError:
+            return False
+        return True
+
+    def _await_joining(self) -> None:
+        """MPI may wait for ever for a rank that ended before: rank 0's sentinel says so, if rank 0 has come."""
+        limit_s = join_limit_s() + HEAD_FIRST_S
+        if not self._joined.wait(limit_s):
+            here = title(self.rank, socket.gethostname(), "")
+            write_line(
+                f"{here} has waited {limit_s:g} s for the other ranks to join, and rank 0 says nothing; ending the job"
+            )
+            self._end()
+
+    def _await_launcher(self, launcher: Process) -> None:
+        """Without its process on this host nobody would end this one, nor hear of its end."""
+        if launcher.wait() and not self._closing:
+            self.fault(f"the launcher's process on this host died{launcher.how_it_ended()}; ending the job")
+
+    def _listen(self, link: socket.socket) -> None:
+        lost = "ended"
+        try:
+            for message in messages(link):
+                if "stop" in message:
+                    self._on_stop(message["stop"])
+                elif "head" in message:
+                    self._about_head = message["head"]
+                elif "bye" in message:
+                    return
+                elif "end" in message:
+                    self._leave()
+        except OSError as error:
+            lost = f"cannot be reached any more ({error.strerror or error})"
+        if not self._closing:
+            self._lost_sentinel(lost)
+
+    def _lost_sentinel(self, how: str) -> None:
+        """Rank 0 says what became of its sentinel; the others only when rank 0 does not."""
+        if self.rank == 0:
+            write_line(f"the watch, the process that notices dead ranks,{self._sentinel_end()}; ending the job")
+            self._end()
+        time.sleep(2 * ABORT_GRACE_S)
+        if self.rank == 1:
+            write_line(f"the watch on the host of {self._about_head} {how}, and rank 0 says nothing; ending the job")
+        self._end()
+
+    def _sentinel_end(self) -> str:
+        assert self._sentinel
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._sentinel.wait(timeout=ABORT_GRACE_S)
+            return f" was killed by {signal.Signals(-code).name}" if code < 0 else f" ended with exit code {code}"
+        return " does not answer"
+
+    def _leave(self) -> None:
+        """The job ends: rank 0 does it through MPI; the others wait for that, but not for long."""
+        if self.rank > 0:
+            time.sleep(2 * ABORT_GRACE_S)
+            os._exit(EXIT_CODE)
+        self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):  # MPI_Abort prints a line of its own; ours has been printed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            self._end_all(EXIT_CODE)
+        finally:
+            os._exit(EXIT_CODE)
+
+
+def join_limit_s() -> float:
+    """Seconds that ranks wait for each other at the start."""
+    with contextlib.suppress(ValueError):
+        return max(1.0, float(os.environ.get(JOIN_VARIABLE, JOIN_S)))
+    return JOIN_S
+
+
+def _start_sentinel(size: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    root = str(Path(__file__).parents[3])
+    about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s()]
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", START, root, *map(str, about)], stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
+        )  # fmt: skip
+    return ours, process

@@ -1,0 +1,313 @@
+"""The event loop that joins requests, policies, drafter and levels. No I/O of its own: tests drive it by hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pipeinfer.core.growth import Growth
+from pipeinfer.core.interfaces import Clock, Drafter, Waiter
+from pipeinfer.core.levels import Flight, Level, Part
+from pipeinfer.core.observer import Observer
+from pipeinfer.core.opened import Opened
+from pipeinfer.core.pacer import Pacer
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.rota import Rota
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.scheduler import Room, choose
+from pipeinfer.core.tree import Settled, TokenTree
+
+
+@dataclass(slots=True, eq=False)
+class Emission:
+    """Tokens of a request that the target has just settled."""
+
+    request: Request
+    tokens: list[int]
+
+
+class Engine:
+    """Asks, in this order: has a verdict come? can a run go? can a larger draft be asked? can the draft step? and else
+    waits, for whatever comes first of any level.
+
+    `drafts`: larger drafts, the smallest of them first; what `drafter` guesses they refine. `run_cost`: what runs cost
+    the slowest stage, learned further here; with it a run is held back until a stage is about to want it, so that what
+    goes is the best known then. Requests beyond what cells and sequences allow wait for their turn.
+    """
+
+    def __init__(
+        self,
+        target: Level,
+        drafter: Drafter | None,
+        waiter: Waiter,
+        clock: Clock,
+        *,
+        drafts: Sequence[Level] = (),
+        run_cost: RunCost | None = None,
+    ) -> None:
+        self.target, self.levels = target, (target, *drafts)
+        self.waiter, self.clock, self.run_cost = waiter, clock, run_cost
+        self._pacer = Pacer(run_cost, clock)
+        self._room = Room.for_load(1, target.pipeline.n_stages, 1, target.n_rows, target.n_chunk)
+        self._drains = False  # nothing is sent until the parked cells can be won back
+        self._jobs: dict[int, Opened] = {}
+        self.growth = Growth(drafter, drafts, clock, self._jobs, self._wake, target.n_inflight)
+        self._waiting: deque[Opened] = deque()
+        self._senders = Rota[Opened]()  # whom to ask for a run
+        self._emissions: deque[Emission] = deque()
+
+    # -- requests
+
+    def add(self, request: Request, policy: Policy, observer: Observer | None = None) -> None:
+        """Take a request in; its tokens come out of `step`, and the observer hears what becomes of it."""
+        view = View(
+            request, self.target, self.growth.n_drafts, self.growth.drafts, partial(self._holds, request.tree),
+            self._n_rows_for_guesses, partial(self._run_s, request.tree), lambda: self.growth.step_s,
+        )  # fmt: skip
+        job = Opened(request, policy, observer or Observer(), view)
+        job.observer.submitted(self.clock(), len(request.prompt))
+        self._waiting.append(job)
+        self._admit()
+
+    def stop(self, request: Request, reason: Finish = Finish.STOPPED) -> None:
+        """End a request now; what it emitted stays."""
+        if request.finish is None:
+            request.finish = reason
+        if request.id in self._jobs:
+            self._close(self._jobs[request.id])
+        for job in [job for job in self._waiting if job.request is request]:
+            self._waiting.remove(job)
+            job.observer.finished(self.clock())
+
+    def _admit(self) -> None:
+        """Open the requests that have waited longest, while their whole texts have cells and there is a sequence."""
+        while self._waiting and self._has_room_for(self._waiting[0].request):
+            job = self._waiting.popleft()
+            for level in self.levels:
+                if not self._jobs and level.pool.can_compact:
+                    level.pool.compact()  # attention costs what the cells between the first and the last in use do
+                level.open(job.request)
+            self.growth.open(job.request)
+            self._jobs[job.request.id] = job
+            self._wake(job)
+
+    def _has_room_for(self, request: Request) -> bool:
+        n_reserved = sum(job.request.n_tokens_most for job in self._jobs.values())
+        n_cells = min(level.pool.n_cells for level in self.levels)
+        fits = not self._jobs or n_reserved + request.n_tokens_most <= n_cells
+        return fits and all(level.pool.n_free for level in self.levels) and self.growth.can_open
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is open or waits, a run in flight or an emission to be taken."""
+        return bool(self._jobs or self._waiting or self._emissions) or any(level.busy for level in self.levels)
+
+    def generate(self) -> Iterator[Emission]:
+        """Run until all requests are finished and nothing is in flight."""
+        while self.busy:
+            emission = self.step()
+            if emission:
+                yield emission
+                while self._emissions:  # of others with rows in the same run
+                    yield self._emissions.popleft()
+
+    # -- the loop
+
+    def step(self) -> Emission | None:
+        """Answer the first of the questions that has an answer; wait if none has."""
+        answered = self._emissions or self._hear() or self._send() or self.growth.ask() or self._draft()
+        if not answered:
+            self.waiter.wait([level.pipeline for level in self.levels], self._pacer.timeout_s)
+        return self._emissions.popleft() if self._emissions else None
+
+    def _wake(self, job: Opened) -> None:
+        """Something has changed for the request: ask its policy again."""
+        self._senders.add(job.request.id, job)
+        if self.growth.n_drafts:
+            self.growth.wake(job)
+
+    def _hear(self) -> bool:
+        """Take in what has come: a verdict of the target, or else what a larger draft says."""
+        return self._settle_next() or self.growth.hear()
+
+    def _draft(self) -> bool:
+        """Let the draft take a step; what comes meanwhile is taken in, and what it frees is sent at once."""
+        drafted = self.growth.draft(self._meanwhile)
+        if drafted and self._waiting:
+            self._admit()  # the drafter may have heard of a request that ended meanwhile
+        return drafted
+
+    def _meanwhile(self) -> None:
+        while self._hear():
+            while self._send() or self.growth.ask():
+                pass
+
+    # -- verdicts
+
+    def _settle_next(self) -> bool:
+        """Take the target's next verdict in, if one has come."""
+        landed = self.target.poll()
+        if landed is None:
+            return False
+        flight, verdict = landed
+        self._pacer.landed(self.target.cost_in_flight_s)
+        if self.run_cost and verdict.slowest_s and flight.whole and not flight.n_context:
+            self.run_cost.learn(flight.n_rows, flight.context, verdict.slowest_s)
+        now_s = self.clock()
+        for part in flight.parts:
+            job = self._jobs.get(part.request.id)
+            if job is None:
+                continue
+            self._wake(job)
+            if verdict.cancelled:
+                job.observer.run_spared()
+                continue
+            if part.n_context:
+                job.n_heard += part.n_context
+                job.observer.prompt_evaluated(job.n_heard)
+            tree = part.request.tree
+            tree.answer(part.nodes, verdict.tokens, part.first)
+            if tree.root.verdict is not None:
+                self._take(job, tree.settle(), now_s)
+        return True
+
+    def _take(self, job: Opened, settled: Settled, now_s: float) -> None:
+        """Emit what the target settled, and free and cancel what it refuted."""
+        request = job.request
+        tokens = request.take(settled.tokens)
+        self._emissions.append(Emission(request, tokens))
+        job.observer.settled(now_s, len(tokens), settled)
+        for level in self.levels:
+            if given_up := level.settle(request, settled.path):
+                self._count_given_up(level, given_up)
+        if self.growth.n_drafts:
+            self.growth.settle(request, settled.path)
+        if notice := job.policy.settled(settled):
+            job.observer.noticed(notice)
+        if request.finish:
+            self._close(job)
+
+    def _close(self, job: Opened) -> None:
+        request = job.request
+        job.observer.finished(self.clock())
+        for level in self.levels:
+            self._count_given_up(level, level.close(request))
+        del self._jobs[request.id]
+        self._senders.discard(request.id)
+        self.growth.close(request)
+        self._admit()
+
+    def _count_given_up(self, level: Level, flights: Sequence[Flight]) -> None:
+        if level is not self.target or not flights:  # nobody waits for a larger draft to be free
+            return
+        self._pacer.given_up()
+        for flight in flights:
+            for part in flight.parts:
+                if job := self._jobs.get(part.request.id):
+                    self._wake(job)  # others that had rows in it may have waited for it
+                    if flight.cancelled:
+                        job.observer.run_cancelled()
+
+    # -- sending
+
+    def _send(self) -> bool:
+        """Send the next run to the target, if one shall go now."""
+        self._pacer.begin()
+        if not self._senders or (self._drains and not self._drained()):
+            return False
+        alone = len(self._jobs) == 1
+        if not alone and self._pacer.is_early(0):
+            return False
+        self._room = self._measure_room()
+        wants = [part for job in self._senders if (part := self._wanted(job, alone))]
+        chosen = [part.cut(n_context, n_nodes) for part, n_context, n_nodes in choose(wants, self._room, alone)]
+        return bool(chosen) and self._submit(chosen)
+
+    def _wanted(self, job: Opened, alone: bool) -> Part | None:
+        """What the request would send now; it is not asked again until something changes if that is nothing."""
+        request, root, target = job.request, job.request.tree.root, self.target
+        answered = root.position >= len(request.prompt)  # then the target has seen all of the prompt
+        if not answered and target.n_context_left(request):
+            if target.n_inflight(request) <= 2 * target.pipeline.n_stages:
+                n_context, n_prompt = target.next_context(request)
+                return Part(request, n_context, [] if n_prompt else [root], not n_prompt, n_prompt)
+        elif not answered and root.run_id is None and len(request.prompt) > 1:
+            return Part(request, 0, [root], True)  # right behind the prompt
+        elif nodes := job.policy.send(job.view):
+            return Part(request, 0, nodes, nodes[0] is root)
+        elif alone and self._pacer.holds:
+            return None  # to be asked again when it is due
+        if target.n_inflight(request):
+            self._senders.discard(request.id)
+        return None
+
+    def _submit(self, parts: Sequence[Part]) -> bool:
+        flight = self.target.submit(parts)
+        sent = flight.parts if flight else []
+        # guesses can do without cells, certain tokens cannot
+        left_out = len(sent) < len(parts) and any(part.certain and part not in sent for part in parts)
+        self._drains = left_out and self.target.pool.n_parked > 0
+        if flight is None:
+            return False
+        for part in sent:
+            self._note_sent(self._jobs[part.request.id], part, flight)
+        flight.cost_s = self._pacer.sent(flight.n_rows, flight.context)
+        return True
+
+    def _note_sent(self, job: Opened, part: Part, flight: Flight) -> None:
+        for node in part.nodes:
+            node.run_id = flight.run_id
+        n_nodes, n_inflight = len(part.nodes), self.target.n_inflight(job.request)
+        job.observer.run_sent(part.n_context + n_nodes, n_nodes, part.has_root, part.n_branches, n_inflight)
+        if part.has_root and not (self.growth.n_drafts and job.policy.drafts):
+            self._senders.discard(job.request.id)  # there is nothing more to send before the verdict
+            return
+        self._wake(job)
+        self._senders.rotate(job.request.id)
+
+    def _drained(self) -> bool:
+        """Whether the parked cells have been won back, for which nothing may be in flight."""
+        if self.target.pool.can_compact:
+            self.target.pool.compact()
+            self._drains = False
+        return not self._drains
+
+    def _measure_room(self) -> Room:
+        target, n_open = self.target, len(self._jobs)
+        n_cheap = self.run_cost.n_cheap_rows(0) if self.run_cost else target.n_rows
+        return Room.for_load(n_open, target.pipeline.n_stages, n_cheap, target.n_rows, target.n_chunk)
+
+    # -- what policies see
+
+    def _holds(self, tree: TokenTree) -> bool:
+        """Whether a request that is alone should keep its guesses back for now."""
+        return len(self._jobs) == 1 and self._pacer.is_early(tree.root.position)
+
+    def _run_s(self, tree: TokenTree, n_rows: int) -> float:
+        """What a run of so many rows takes the slowest stage; 0 if nobody knows."""
+        return self.run_cost.seconds(n_rows, tree.root.position) if self.run_cost else 0.0
+
+    def _n_rows_for_guesses(self, context: int) -> int:
+        """Rows of a run that cost hardly more than one and that other requests' roots leave."""
+        if self.run_cost is None:
+            return 1
+        return self.run_cost.n_cheap_rows(context) if len(self._jobs) == 1 else self._room.n_guesses
+
+    def audit(self) -> None:
+        """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""
+        for job in self._jobs.values():
+            job.request.tree.audit()
+            assert self.target.n_inflight(job.request) or job.request.id in self._senders, (
+                f"request {job.request.id} has nothing in flight and is not asked for more"
+            )
+            for node in job.request.tree.nodes:
+                waiting = node.run_id is not None and node.verdict is None
+                assert not waiting or self.target.is_inflight(node.run_id), (
+                    f"run {node.run_id} is forgotten, its node waits for ever"
+                )
+        live = {job.request.id: job.request.tree.nodes for job in self._jobs.values()}
+        for level in self.levels:
+            level.audit(live)

@@ -1,0 +1,139 @@
+"""The Protocols that join the core to models, clusters and tests. Knows no implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from pipeinfer.core.requests import Request
+    from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
+    from pipeinfer.core.tree import Node
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows one stage evaluates together, in topological order.
+
+    tokens, positions  (n_rows,) int32
+    seqs               per row its sequence ids, the one it sees first
+    hidden             (n_rows, n_embd) float32, the residual stream before this stage; None on the first stage
+    wanted             (n_rows,) bool, rows whose logits the last stage must return
+    n_prompt           more than 0: the rows are whole blocks of a prompt of which so many rows are evaluated in blocks
+                       (see `blocks`), all in the same one sequence, and none is wanted
+    """
+
+    tokens: IntArray
+    positions: IntArray
+    seqs: list[tuple[int, ...]]
+    hidden: FloatArray | None
+    wanted: npt.NDArray[np.bool_]
+    n_prompt: int = 0
+
+    @property
+    def begins_blocks(self) -> bool:
+        """Whether these are the first of a prompt's blocks."""
+        return self.n_prompt > 0 and int(self.positions[0]) == 0
+
+
+class StageModel(Protocol):
+    """A contiguous slice of layers with its KV cache: what one stage computes."""
+
+    n_embd: int
+    is_last: bool
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        """Change the KV cache. Ops arrive in order, each exactly once."""
+        ...
+
+    def next_position(self, seq: int) -> int:
+        """The position a sequence's next row must have: its last cell's + 1, or 0 when it is empty."""
+        ...
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        """The residual stream after the slice (n_rows, n_embd), or, on the last stage, the logits (n_wanted, n_vocab).
+
+        `stop` is asked between layers; once it answers True the evaluation ends, leaves the KV cache as it was before,
+        and returns None. The result is only valid until the next call; the caller may change it.
+        """
+        ...
+
+
+Answer = TypeVar("Answer", bound="Verdict | GuessVerdict", covariant=True)
+
+
+class Pipeline(Protocol[Answer]):
+    """All stages of one level as the head sees them. Runs are evaluated in the order of submission."""
+
+    @property
+    def n_stages(self) -> int: ...
+
+    def submit(self, run: Run) -> None:
+        """Send a run off. Never blocks."""
+        ...
+
+    def poll(self) -> Answer | None:
+        """The next verdict if one has come. Verdicts come in the order of submission."""
+        ...
+
+    def cancel(self, run_ids: Sequence[int]) -> None:
+        """Tell every stage that these runs need no evaluation. Their KvOps still apply, their verdicts still come."""
+        ...
+
+    def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Tell every stage that these rows (run id -> indices) need no evaluation where their run has not begun."""
+        ...
+
+
+class Waiter(Protocol):
+    """How the head waits when it has nothing to do."""
+
+    def wait(self, pipelines: Sequence[Any], timeout_s: float | None = None) -> None:
+        """Return when a verdict of one of the pipelines, of this waiter's kind, may have come or the time is over.
+
+        Raises StopRequested when the user asks to stop.
+        """
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses what follows a node, for any number of requests."""
+
+    @property
+    def can_open(self) -> bool:
+        """Whether there is room for another request."""
+        ...
+
+    def open(self, request: Request) -> None:
+        """A request begins; there must be room for it."""
+        ...
+
+    def expand(
+        self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
+    ) -> Sequence[list[Guess] | None] | None:
+        """For each node up to so many guesses, most likely first, or None where there was no room to evaluate it.
+
+        None altogether when `interrupted` answered True meanwhile.
+        """
+        ...
+
+    def settle(self, request: Request, path: Sequence[Node]) -> None:
+        """The request's root moved along `path` (old root first, new root last); all other branches are dead."""
+        ...
+
+    def close(self, request: Request) -> None:
+        """The request has ended: free what it holds."""
+        ...
+
+
+class Clock(Protocol):
+    def __call__(self) -> float:
+        """Seconds, monotonic."""
+        ...

@@ -1,0 +1,278 @@
+"""One model that judges nodes, the target or a larger draft: its pipeline, its KV sequences, its runs in flight.
+
+Knows rows, sequences and runs; no policy, no model and no MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from pipeinfer.core.blocks import chunk_end, rows_in_blocks
+from pipeinfer.core.interfaces import Pipeline
+from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import KvOp, OpKind, Row, Run
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.tree import Node, State
+
+NO_ROWS: Set[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What a run carries of one request: its next `n_context` certain tokens below the root, then nodes, parents first.
+
+    `first`: the index of its first node's row in the run; the rows of its context come right before.
+    """
+
+    request: Request
+    n_context: int
+    nodes: list[Node]
+    has_root: bool  # as the first of its nodes
+    n_prompt: int = 0  # more than 0: the context is whole blocks of a prompt with so many rows in blocks, see `blocks`
+    widths: Mapping[Node, int] | None = None  # guesses wanted after each node, of a draft
+    first: int = 0
+    n_branches: int = 0  # of its nodes, those that took a sequence of their own
+    pruned: Set[int] = NO_ROWS  # rows of the run that the stages were told to leave out
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_context + len(self.nodes)
+
+    @property
+    def certain(self) -> bool:
+        """Whether it carries certain tokens, the root among them: the request cannot go on without it."""
+        return self.n_context > 0 or self.has_root
+
+    @property
+    def dead(self) -> bool:
+        """Whether nobody needs its cells or its answers. What was accepted since is context of all that follows."""
+        return len(self.dead_rows()) == self.n_rows
+
+    def dead_rows(self) -> set[int]:
+        """Rows of the run that nobody needs any more."""
+        if self.request.finish:
+            return set(range(self.first - self.n_context, self.first + len(self.nodes)))
+        return {row for row, node in enumerate(self.nodes, self.first) if node.state is State.DEAD}
+
+    def n_wanted(self, node: Node) -> int:
+        """Answers asked for after one of its nodes: one of the target."""
+        return self.widths[node] if self.widths else 1
+
+    def cut(self, n_context: int, n_nodes: int) -> Part:
+        """The same with no more than so many certain tokens and nodes."""
+        if n_context == self.n_context and n_nodes == len(self.nodes):
+            return self
+        return Part(self.request, n_context, self.nodes[:n_nodes], self.has_root and n_nodes > 0, self.n_prompt)
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A run between submission and verdict."""
+
+    run_id: int
+    parts: list[Part]
+    n_rows: int
+    n_context: int
+    context: int  # tokens before a request's first row, the mean over the rows
+    cost_s: float = 0.0  # what it was thought to take the slowest stage
+    dead: bool = False  # no row can count any more
+    cancelled: bool = False  # and the stages were told
+    whole: bool = True  # every stage evaluates all of its rows
+
+
+class Level:
+    """Places nodes and context, submits them as runs, and keeps what is in flight. Requests are opened and closed.
+
+    `n_chunk`: certain tokens a run at most. `n_rows`: nodes a run at most. `cancel`: tell the stages of runs and rows
+    that cannot count any more (off only for ablation studies). `blocks`: a prompt is cut where its length alone says.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline[Any],
+        pool: SequencePool,
+        *,
+        n_chunk: int = 128,
+        n_rows: int = 64,
+        cancel: bool = True,
+        blocks: bool = False,
+    ) -> None:
+        self.pipeline, self.pool, self.n_chunk, self.n_rows, self.cancel = pipeline, pool, n_chunk, n_rows, cancel
+        self.blocks = blocks
+        self._next_run_id = 1
+        self._flights: dict[int, Flight] = {}
+        self._of_request: dict[int, dict[int, Flight]] = {}
+        self._opens: dict[int, SamplingParams] = {}  # of requests that no run has carried yet
+        self._closes: list[KvOp] = []
+        self._n_dead = 0  # of the runs in flight, those that were given up
+
+    # -- requests
+
+    def open(self, request: Request) -> None:
+        self.pool.open(request.id)
+        self._of_request[request.id] = {}
+        self._opens[request.id] = request.sampling
+
+    def close(self, request: Request) -> list[Flight]:
+        """The request has finished: free what it holds. Returns the runs that were given up."""
+        given_up = self._give_up(request)
+        self.pool.close(request.id)
+        del self._of_request[request.id]
+        if self._opens.pop(request.id, None) is None:
+            self._closes.append(KvOp(OpKind.CLOSE, request.id))
+        return given_up
+
+    # -- what a request wants, what there is room for
+
+    def n_inflight(self, request: Request) -> int:
+        """Runs of the request without a verdict, those that cannot count any more left out."""
+        flights = self._of_request[request.id]
+        return sum(not flight.dead for flight in flights.values()) if self._n_dead else len(flights)
+
+    def n_evaluated(self, request: Request) -> int:
+        """Runs of the request without a verdict, those that the stages were told to leave out left out."""
+        return sum(not flight.cancelled for flight in self._of_request[request.id].values())
+
+    def n_context_left(self, request: Request) -> int:
+        """Certain tokens below the root that this level has yet to see."""
+        return request.tree.root.position - self.pool.placed_end(request.id)
+
+    def next_context(self, request: Request) -> tuple[int, int]:
+        """How many certain tokens the next run may carry, and, if they are whole blocks, of how many rows in blocks.
+
+        Where they are not, a run may carry fewer.
+        """
+        n_left = self.n_context_left(request)
+        start = self.pool.placed_end(request.id) if n_left else 0
+        n_blocks = rows_in_blocks(len(request.prompt)) if n_left and self.blocks else 0
+        return (chunk_end(n_blocks, start, self.n_chunk) - start, n_blocks) if start < n_blocks else (n_left, 0)
+
+    # -- runs
+
+    def submit(self, parts: Sequence[Part]) -> Flight | None:
+        """Send what fits of the parts as one run; None, and nothing is sent, if that is nothing.
+
+        Parked cells are won back before, if they are needed and that is possible.
+        """
+        pool, run, sent = self.pool, Run(self._next_run_id, []), list[Part]()
+        if pool.n_parked and pool.can_compact and sum([part.n_rows for part in parts]) > pool.n_free_cells:
+            pool.compact()
+        n_free, n_context = pool.n_free_cells, 0
+        for part in parts:
+            if n_rows := self._place(part, run, n_free):
+                n_free -= n_rows
+                n_context += part.n_context
+                sent.append(part)
+                if part.request.id in self._opens:
+                    run.opens[part.request.id] = self._opens.pop(part.request.id)
+        if not sent:
+            return None
+        self._next_run_id += 1
+        run.n_prompt = sent[0].n_prompt
+        run.ops[:0] = [*self._closes, *pool.take_pending()]
+        self._closes.clear()
+        flight = self._flights[run.id] = Flight(run.id, sent, len(run.rows), n_context, run.context)
+        for part in sent:
+            self._of_request[part.request.id][run.id] = flight
+        self.pipeline.submit(run)
+        return flight
+
+    def _place(self, part: Part, run: Run, n_free: int) -> int:
+        """Give cells, of which so many are free, and rows of the run to what fits of the part; how many.
+
+        Its nodes are cut down to what can be placed: trees get narrower. Context is placed as a whole or not at all.
+        """
+        if n_free and not part.n_context and len(part.nodes) == 1 and part.nodes[0].parent is None:
+            root = part.nodes[0]  # by itself, as every request without guesses sends it
+            seq, n_wanted = self.pool.place_root(part.request.id, root), part.n_wanted(root) if part.widths else 1
+            part.first = len(run.rows)
+            run.rows.append(Row(part.request.id, root.token, root.position, (seq,), n_wanted))
+            return 1
+        if not part.n_context:
+            part.nodes = self.pool.fitting(part.nodes)
+        n_rows = part.n_rows
+        if not n_rows or n_rows > n_free:
+            return 0
+        request, rows, start = part.request, run.rows, self.pool.placed_end(part.request.id)
+        placement = self.pool.place(request.id, part.n_context, part.nodes)
+        part.n_branches = len(placement.leased)
+        run.ops += placement.ops
+        for position in range(start, start + part.n_context):
+            rows.append(Row(request.id, request.tokens[position], position, (placement.context_seq,), n_wanted=0))
+        part.first = len(rows)
+        for node, seqs in zip(part.nodes, placement.node_seqs, strict=True):
+            rows.append(Row(request.id, node.token, node.position, seqs, part.n_wanted(node)))
+        return n_rows
+
+    def poll(self) -> tuple[Flight, Any] | None:
+        """The next verdict, with the flight that it ends, if one has come."""
+        verdict = self.pipeline.poll()
+        if verdict is None:
+            return None
+        flight = self._flights.pop(verdict.run_id)
+        self._n_dead -= flight.dead
+        for part in flight.parts:
+            if (flights := self._of_request.get(part.request.id)) is not None:
+                flights.pop(verdict.run_id, None)
+        assert flight.cancelled or not verdict.cancelled, f"run {verdict.run_id} was cancelled by nobody"
+        return flight, verdict
+
+    @property
+    def cost_in_flight_s(self) -> float:
+        """What the runs in flight that were not given up are thought to take the slowest stage."""
+        return sum([flight.cost_s for flight in self._flights.values() if not flight.dead])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._flights)
+
+    def is_inflight(self, run_id: int | None) -> bool:
+        return run_id in self._flights
+
+    @property
+    def n_flights(self) -> int:
+        return len(self._flights)
+
+    # -- settling
+
+    def settle(self, request: Request, path: Sequence[Node]) -> list[Flight]:
+        """The request's root moved along `path` (old root first, new root last); all other branches are dead.
+
+        Returns the runs that were given up.
+        """
+        self.pool.settle(request.id, path)
+        return self._give_up(request) if self._of_request[request.id] else []
+
+    def _give_up(self, request: Request) -> list[Flight]:
+        """Cancel the request's runs of which no row can count any more, and prune the dead rows out of the others."""
+        flying = [flight for flight in self._of_request[request.id].values() if not flight.dead]
+        doomed = [flight for flight in flying if all(part.dead for part in flight.parts)]
+        for flight in doomed:
+            flight.dead, flight.cancelled, flight.whole = True, self.cancel, flight.whole and not self.cancel
+        self._n_dead += len(doomed)
+        if self.cancel:
+            if doomed:
+                self.pipeline.cancel([flight.run_id for flight in doomed])
+            self._prune(request, [flight for flight in flying if not flight.dead])
+        return doomed
+
+    def _prune(self, request: Request, flights: Sequence[Flight]) -> None:
+        rows = {}
+        for flight in flights:
+            part = next(part for part in flight.parts if part.request is request)
+            if found := part.dead_rows() - part.pruned:
+                part.pruned |= found
+                flight.whole = False
+                rows[flight.run_id] = sorted(found)
+        if rows:
+            self.pipeline.prune(rows)
+
+    def audit(self, live: Mapping[int, Sequence[Node]]) -> None:
+        """Raise AssertionError if a sequence leaks or a run is forgotten; `live`: live nodes of each open request."""
+        self.pool.audit(live)
+        assert set(self._of_request) == set(live), f"requests {set(live)} open, {set(self._of_request)} known"
+        for request_id, flights in self._of_request.items():
+            assert flights.items() <= self._flights.items(), f"request {request_id} waits for runs that have ended"

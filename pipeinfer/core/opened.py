@@ -1,0 +1,20 @@
+"""A request with all that serves it: what the parts of the engine hand each other. Does nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeinfer.core.observer import Observer
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.requests import Request
+
+
+@dataclass(slots=True, eq=False)
+class Opened:
+    """A request that is open, or waits to be."""
+
+    request: Request
+    policy: Policy
+    observer: Observer
+    view: View
+    n_heard: int = 0  # rows of the prompt that every stage has evaluated

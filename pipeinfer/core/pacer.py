@@ -1,0 +1,61 @@
+"""When the slowest stage will want its next run. Knows costs and times; no tree, no request and no policy."""
+
+from __future__ import annotations
+
+import math
+
+from pipeinfer.core.interfaces import Clock
+from pipeinfer.core.run_cost import RunCost
+
+LOOKAHEAD = 0.5
+"""A run is due when the slowest stage has this much of a one-row run left to do: it must be there in time."""
+
+
+class Pacer:
+    """Adds up what was sent, by `run_cost`, without which nothing is ever early."""
+
+    def __init__(self, run_cost: RunCost | None, clock: Clock) -> None:
+        self.run_cost, self.clock = run_cost, clock
+        self._free_s = -math.inf  # when the slowest stage will have done what was sent
+        self._due_s: float | None = None
+
+    def begin(self) -> None:
+        """A round of questions begins: nothing is held back yet."""
+        self._due_s = None
+
+    def is_early(self, context: int) -> bool:
+        """Whether a run sent now would only lie in a queue. `context`: tokens before it."""
+        if self.run_cost is None:
+            return False
+        due_s = self._free_s - LOOKAHEAD * self.run_cost.seconds(1, context)
+        if self.clock() >= due_s:
+            return False
+        self._due_s = due_s
+        return True
+
+    @property
+    def holds(self) -> bool:
+        """Whether a run was held back in this round."""
+        return self._due_s is not None
+
+    @property
+    def timeout_s(self) -> float | None:
+        """How long until what was held back in this round is due; None if nothing was."""
+        return None if self._due_s is None else max(0.0, self._due_s - self.clock())
+
+    def sent(self, n_rows: int, context: int) -> float:
+        """A run has been submitted; what it is thought to take the slowest stage."""
+        if self.run_cost is None:
+            return 0.0
+        cost_s = self.run_cost.seconds(n_rows, context)
+        self._free_s = max(self._free_s, self.clock()) + cost_s
+        return cost_s
+
+    def landed(self, cost_in_flight_s: float) -> None:
+        """A verdict has come: the stages are through with all that was sent before it, whatever that was thought to
+        take. `cost_in_flight_s`: what is left."""
+        self._free_s = min(self._free_s, self.clock() + cost_in_flight_s)
+
+    def given_up(self) -> None:
+        """Runs were cancelled: the stages are free as soon as they hear of it."""
+        self._free_s = -math.inf

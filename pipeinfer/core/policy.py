@@ -1,0 +1,117 @@
+"""What every policy answers, and what it may look at. Knows the tree, no pipeline and no model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from pipeinfer.core.levels import Level
+from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import Guess
+from pipeinfer.core.tree import Node, Settled, TokenTree
+
+
+@dataclass(slots=True)
+class View:
+    """One request as its policy sees it: what is asked of it is answered as it is now."""
+
+    request: Request
+    target: Level
+    n_drafts: int
+    larger: Sequence[Level]  # drafts, without the smallest
+    hold: Callable[[], bool]
+    """Whether a run sent now would only lie in a queue. The policy is asked again when it would not: who sends as late
+    as possible sends the best that is known then."""
+
+    rows_for_guesses: Callable[[int], int]  # by the tokens of context
+    run_s: Callable[[int], float]
+    """What a run of so many rows takes the slowest stage here, as measured; 0 if nobody knows."""
+
+    draft_s: Callable[[], float]
+    """What a step of the draft takes, as measured; 0 while nobody knows."""
+
+    tree: TokenTree = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tree = self.request.tree
+
+    @property
+    def n_stages(self) -> int:
+        return self.target.pipeline.n_stages
+
+    @property
+    def n_inflight(self) -> int:
+        """Runs without a verdict, cancelled ones left out."""
+        return self.target.n_inflight(self.request)
+
+    def n_asked(self, draft: int) -> int:
+        """Runs of a larger draft, by its number, without an answer."""
+        return self.larger[draft - 1].n_inflight(self.request)
+
+    @property
+    def n_evaluated(self) -> int:
+        """The same with those that nobody needs any more, if the stages are not told so (`--no-cancel`)."""
+        return self.target.n_evaluated(self.request)
+
+    @property
+    def depth_left(self) -> int:
+        """Tokens that can still come; deeper guesses are of no use."""
+        return self.request.depth_left
+
+    @property
+    def n_cheap_rows(self) -> int:
+        """What a run may carry without costing much more than a single row."""
+        return self.rows_for_guesses(self.tree.root.position)
+
+    def fitting(self, nodes: Sequence[Node]) -> list[Node]:
+        """Which of unsent nodes there is room for, in their order."""
+        return self.target.pool.fitting(nodes)
+
+    def in_reach(self, node: Node) -> bool:
+        """Whether the node's token can still be part of the output and be followed by another."""
+        return node.position - self.tree.root.position < self.depth_left
+
+    def may_branch(self, node: Node) -> bool:
+        """Whether guesses after the node would be in reach."""
+        return node.position + 1 - self.tree.root.position < self.depth_left
+
+
+@dataclass
+class Policy(ABC):
+    """A dataclass whose settings (see `settings`) are its own. One instance serves one request, so it may remember;
+    what it learns of the models it may share with the instances that begin from it.
+
+    `name`: as in --policy. `drafts`: whether it has any use for a draft. `n_seq`: KV sequences that its trees can use.
+    """
+
+    name: ClassVar[str]
+    drafts: ClassVar[bool] = True
+    n_seq: ClassVar[int] = 31
+
+    def begin(self) -> Policy:
+        """The policy of a new request, with these settings."""
+        return copy(self)
+
+    @abstractmethod
+    def send(self, view: View) -> list[Node]:
+        """Nodes to send to the target now as one run, parents before children; empty to send nothing."""
+
+    def draft(self, view: View) -> Mapping[Node, int]:
+        """Nodes the draft shall expand now, in one batch, and into how many guesses each; empty to draft nothing."""
+        return {}
+
+    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
+        """Which guesses after `node` enter the tree, and how probable they are. Draft 0 is the smallest."""
+        return guesses
+
+    def refine(self, view: View, draft: int) -> Mapping[Node, int]:
+        """Nodes that draft number `draft`, a larger one, shall be asked about now, the most important first, and for
+        how many guesses each."""
+        return {}
+
+    def settled(self, settled: Settled) -> str:
+        """The root moved. Returns what the user should know about it, usually nothing."""
+        return ""

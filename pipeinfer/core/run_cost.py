@@ -1,0 +1,90 @@
+"""What a run costs the slowest stage: timed at loading, corrected by what the stages report of each run since.
+
+Knows numbers of rows and tokens; no model, no pipeline and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeinfer.core.interpolation import interpolate
+
+CHEAP = 1.25
+"""A run may cost this many times a single row: beyond it, two smaller runs use a pipeline better."""
+
+MEMORY = 0.98
+"""What an observation still weighs after the next one."""
+
+FAITH_IN_TIMES, FAITH_IN_NO_SLOPE = 2.0, 5.0
+"""How firmly it is believed, in observations, that runs take as long as timed and that their context costs nothing. If
+only single rows are seen, an excess after a short context means a busy machine, after a long one attention."""
+
+LARGEST_EXCESS = 3.0
+"""An observation counts as this many times what was expected at most: ranks are interrupted now and then."""
+
+PER_TOKENS = 1000.0
+
+
+class RunCost:
+    """Seconds of a run of n rows after a context: scale × timed(n) + slope × n × context.
+
+    `timed`: rows -> seconds at an empty cache, in the slowest stage; 1 must be among the rows. Runs of other sizes:
+    straight lines, the last one continued. The scale is how much slower than at loading everything is now, the slope is
+    attention's share; both are fitted to what was observed by recursive least squares with forgetting.
+    """
+
+    def __init__(self, timed: Mapping[int, float]) -> None:
+        self._row_s = timed[1]
+        self._rows = tuple(timed)
+        self._known: dict[int, float] = {}  # what `_timed` said
+        self._shares = tuple(seconds / self._row_s for seconds in timed.values())  # in units of one row's time
+        self._sizes = tuple(zip(self._rows, self._shares, strict=True))
+        self._scale, self._slope = 1.0, 0.0
+        # moments of (timed, n × context) and their products with what was observed
+        self._tt, self._tx, self._xx = 0.0, 0.0, 0.0
+        self._ty, self._xy = 0.0, 0.0
+        self._cheap: tuple[int, int] | None = None  # context, rows
+
+    def seconds(self, n_rows: int, context: int) -> float:
+        """`context`: tokens before the run."""
+        return self._row_s * self._expected(self._timed(n_rows), n_rows * context / PER_TOKENS)
+
+    def n_cheap_rows(self, context: int) -> int:
+        """The most rows, of the sizes timed, that a run may have without costing much more than one."""
+        if self._cheap is None or self._cheap[0] != context:
+            limit = CHEAP * self._expected(1.0, context / PER_TOKENS)
+            cheap = 1
+            for n, timed in self._sizes:
+                if n > cheap and self._expected(timed, n * context / PER_TOKENS) <= limit:
+                    cheap = n
+            self._cheap = context, cheap
+        return self._cheap[1]
+
+    def learn(self, n_rows: int, context: int, seconds: float) -> None:
+        """A run has taken the slowest stage so long."""
+        t, x = self._timed(n_rows), n_rows * context / PER_TOKENS
+        y = min(seconds / self._row_s, LARGEST_EXCESS * self._expected(t, x))
+        self._tt, self._tx, self._xx = MEMORY * self._tt + t * t, MEMORY * self._tx + t * x, MEMORY * self._xx + x * x
+        self._ty, self._xy = MEMORY * self._ty + t * y, MEMORY * self._xy + x * y
+        tt, ty = self._tt + FAITH_IN_TIMES, self._ty + FAITH_IN_TIMES
+        xx = self._xx + FAITH_IN_NO_SLOPE
+        self._slope = max(0.0, (tt * self._xy - self._tx * ty) / (tt * xx - self._tx**2))
+        self._scale = max(0.0, (ty - self._tx * self._slope) / tt)
+        self._cheap = None
+
+    def _expected(self, timed: float, x: float) -> float:
+        return self._scale * timed + self._slope * x
+
+    def _timed(self, n_rows: int) -> float:
+        """In units of one row's time, at an empty cache."""
+        found = self._known.get(n_rows)
+        if found is None:
+            found = self._known[n_rows] = self._continued(n_rows)
+        return found
+
+    def _continued(self, n_rows: int) -> float:
+        if len(self._rows) == 1:
+            return float(n_rows)
+        share = interpolate(self._rows, self._shares, n_rows)
+        # more rows than the most that were timed never cost less than those
+        return max(share, self._shares[-1]) if n_rows > self._rows[-1] else share

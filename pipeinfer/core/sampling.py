@@ -1,0 +1,212 @@
+"""Choose a token from logits: the same choice for the same (logits, seed, position), wherever and whenever asked.
+
+Knows no tree and no model. A choice costs about a look at every logit: as a rule nothing is sorted, and no noise drawn,
+but for the tokens that can be chosen.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
+from pipeinfer.core.settings import setting
+
+Ids = npt.NDArray[np.intp]
+Logits = npt.NDArray[np.float32]
+
+BLOCKS_A_TOKEN = 32
+"""`largest` looks at so many blocks for each token wanted: few others are then as large as what it finds."""
+
+BLOCK = 4096  # weights added up at once
+CHUNK = 16_384  # logits worked on at once: what is computed of them stays in the processor's cache
+
+HEADS = (1 / 512, 5 / 32)
+"""About these shares of the logits, the largest, `nucleus` puts in order before it does so with all. The first one is
+enough where a model is sure; the second is above a tenth, below which numpy's search for indices is slower."""
+
+SAMPLE_EVERY = 64  # logits, of which one is looked at to tell how large such a share is
+
+N_EXACT = 512  # candidates whose noise is computed without asking first whether it can matter
+
+MIN_TEMP = 1e-30  # what is below is greedy, and would overflow as a divisor
+
+BELOW_BEST = 8.0
+"""Of many candidates those whose scores lie further below the best are left out: each is less than e^-8 as likely."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
+
+    The penalties look at the last `repeat_last_n` tokens, the prompt's included.
+    """
+
+    seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
+    temp: float = setting(0.8, "--temp", "--temperature", help="0 is greedy.", most=1000)
+    top_k: int = setting(40, "--top-k", help="0 switches it off.", least=-1)
+    top_p: float = setting(0.95, "--top-p", help="1 switches it off.", most=1)
+    min_p: float = setting(0.05, "--min-p", help="0 switches it off.", most=1)
+    repeat_last_n: int = setting(64, "--repeat-last-n", help="Tokens penalised.", most=4096)
+    repeat_penalty: float = setting(1.0, "--repeat-penalty", help="1: off.", least=0.01, most=100)
+    frequency_penalty: float = setting(0.0, "--frequency-penalty", help="0: off.", least=-1000, most=1000)
+    presence_penalty: float = setting(0.0, "--presence-penalty", help="0: off.", least=-1000, most=1000)
+
+    def __post_init__(self) -> None:
+        if self.temp < MIN_TEMP:
+            object.__setattr__(self, "temp", 0.0)
+
+    @property
+    def settled(self) -> SamplingParams:
+        """With a seed: a random one if none was given."""
+        return self if self.seed >= 0 else replace(self, seed=secrets.randbits(32))
+
+    @property
+    def looks_back(self) -> int:
+        """How many of the newest tokens a choice depends on."""
+        off = self.repeat_penalty == 1.0 and self.frequency_penalty == 0.0 and self.presence_penalty == 0.0
+        return 0 if off else self.repeat_last_n
+
+
+def choose(logits: Logits, params: SamplingParams, position: int, history: Sequence[int] = ()) -> int:
+    """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates.
+
+    `history` is what `penalise` wants; the logits are penalised in place.
+    """
+    penalise(logits, params, history)
+    if params.temp <= 0.0:
+        return int(np.argmax(logits))
+    ids, scores = perturbed(logits, params, position)
+    return int(ids[np.argmax(scores)])
+
+
+def penalise(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
+    """Change logits (n_vocab,) for the tokens of `history`, which has `params.looks_back` at most."""
+    if not history or not params.looks_back:
+        return
+    ids, counts = np.unique(np.asarray(history), return_counts=True)
+    seen = logits[ids]
+    seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
+    logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty
+
+
+def perturbed(logits: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """Candidates and their scores, the highest of which is the sample (Gumbel-max), for `params.temp` above 0.
+
+    All candidates if they are few, else those that come near the best.
+    """
+    ids = candidates(logits, params)
+    values = logits if len(ids) == len(logits) else logits[ids]
+    if len(ids) > N_EXACT:
+        return contenders(ids, values, params, position)
+    return ids, scores(values, random_words(params.seed, position, ids), params.temp)
+
+
+def scores(values: Logits, words: npt.NDArray[np.uint64], temp: float) -> npt.NDArray[np.float64]:
+    """Logits over the temperature, with the noise of their random words."""
+    return values.astype(np.float64) / temp + gumbel(words)
+
+
+def contenders(ids: Ids, values: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
+    """The candidates that are not `BELOW_BEST` below the best, and some others, with their scores."""
+    reached, found = -np.inf, []
+    for start in range(0, len(ids), CHUNK):
+        part = slice(start, start + CHUNK)
+        words = random_words(params.seed, position, ids[part])
+        bounds = values[part] * np.float32(1.0 / params.temp) + gumbel_bound(words)
+        hopeful = slice(best := int(np.argmax(bounds)), best + 1)
+        reached = max(reached, float(scores(values[part][hopeful], words[hopeful], params.temp)[0]))
+        near = np.flatnonzero(bounds >= np.float32(reached - BELOW_BEST))
+        found.append((ids[part][near], scores(values[part][near], words[near], params.temp)))
+    return np.concatenate([some for some, _ in found]), np.concatenate([score for _, score in found])
+
+
+# -- candidates
+
+
+def candidates(logits: Logits, params: SamplingParams) -> Ids:
+    """Token ids left by top-k, then top-p, then min-p (llama.cpp's order), ascending; ties go to the smaller id."""
+    if 0 < params.top_k < len(logits):
+        ids = largest(logits, params.top_k)
+        return ids[likely(logits[ids], params)]
+    return likely(logits, params)
+
+
+def largest(logits: Logits, n: int) -> Ids:
+    """The ids of the `n` largest of more logits (n_vocab,), ascending; ties go to the smaller id."""
+    n_blocks = BLOCKS_A_TOKEN * n
+    n_rows = len(logits) // n_blocks
+    if n_rows < 2:
+        return _first(logits, n, np.partition(logits, -n)[-n])
+    # the n-th largest of the maxima of blocks is reached by n tokens at least, and hardly more
+    maxima = logits[: n_rows * n_blocks].reshape(n_rows, n_blocks).max(axis=0)
+    ids = np.flatnonzero(logits >= np.partition(maxima, -n)[-n])
+    values = logits[ids]
+    return ids[_first(values, n, np.partition(values, -n)[-n])]
+
+
+def _first(values: Logits, n: int, least: np.float32) -> Ids:
+    """Indices of the `n` largest, ascending, the last of which is `least`; ties go to the smaller index."""
+    found = np.flatnonzero(values >= least)
+    if len(found) == n:
+        return found
+    ties = np.flatnonzero(values[found] == least)
+    return np.delete(found, ties[n - len(found) :])
+
+
+def likely(values: Logits, params: SamplingParams) -> Ids:
+    """Indices of the logits that top-p and then min-p leave, ascending."""
+    top = values.max()
+    if params.min_p <= 0.0:
+        if params.top_p >= 1.0:
+            return np.arange(len(values))
+        return nucleus(values, top, params.top_p * total_weight(values, top))
+    # what top-p leaves does not depend on what is less likely, so min-p may go first
+    kept = np.flatnonzero(values >= top + np.float32(np.log(params.min_p)))
+    if params.top_p >= 1.0:
+        return kept
+    return kept[nucleus(values[kept], top, params.top_p * total_weight(values, top))]
+
+
+def _weights(values: Logits, top: np.float32) -> Logits:
+    """What the tokens' probabilities are proportional to: e to what the logits lie below `top`."""
+    below = values - top
+    return np.exp(below, out=below)
+
+
+def total_weight(values: Logits, top: np.float32) -> float:
+    starts = range(0, len(values), CHUNK)
+    return sum(float(_weights(values[start : start + CHUNK], top).sum(dtype=np.float64)) for start in starts)
+
+
+def nucleus(values: Logits, top: np.float32, target: float) -> Ids:
+    """Indices, ascending, of the fewest largest logits whose weights together reach `target`, or of all."""
+    if len(values) > CHUNK:
+        sample = np.sort(values[::SAMPLE_EVERY])[::-1]
+        for share in HEADS:
+            head = np.flatnonzero(values >= sample[int(share * len(sample))])
+            found, reached = _reaching(values[head], top, target)
+            if reached:
+                return head[found]
+    return _reaching(values, top, target)[0]
+
+
+def _reaching(values: Logits, top: np.float32, target: float) -> tuple[Ids, bool]:
+    """What `nucleus` returns, and whether these reach the target."""
+    ordered = np.sort(values)
+    n_needed = _n_until(_weights(ordered[::-1], top), target)
+    n = min(n_needed, len(values))
+    return _first(values, n, ordered[-n]), n == n_needed
+
+
+def _n_until(weights: Logits, target: float) -> int:
+    """How many of the weights, from the first on, it takes to reach the target; one more if all do not."""
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
+    reached = np.cumsum(sums)
+    block = int(np.searchsorted(reached[:-1], target))
+    inside = reached[block] - sums[block] + np.cumsum(weights[block * BLOCK :][:BLOCK], dtype=np.float64)
+    return block * BLOCK + int(np.searchsorted(inside, target)) + 1

@@ -1,0 +1,98 @@
+"""Which requests' rows make the next run of a level. Pure: knows numbers of rows; no tree, sequences or clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+
+class Want(Protocol):
+    """What one request would send now: a chunk of its certain tokens, or nodes, of which the first may be its root."""
+
+    @property
+    def n_context(self) -> int: ...
+
+    @property
+    def nodes(self) -> Sized: ...
+
+    @property
+    def has_root(self) -> bool: ...
+
+    @property
+    def n_prompt(self) -> int:
+        """More than 0: the certain tokens are whole blocks of a prompt, never cut, and travel by themselves."""
+        ...
+
+
+W = TypeVar("W", bound=Want)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a run may carry. `n_roots`: requests whose roots share a run, so that there are as many runs as stages.
+    `n_cheap`: rows that cost hardly more than one. `n_rows`, `n_context`: nodes and certain tokens at most."""
+
+    n_roots: int
+    n_cheap: int
+    n_rows: int
+    n_context: int
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def for_load(n_open: int, n_stages: int, n_cheap: int, n_rows: int, n_context: int) -> Room:
+        """With R requests open and p stages about p runs of R / p roots keep every stage busy."""
+        return Room(max(1, -(-n_open // n_stages)), n_cheap, n_rows, n_context)
+
+    @property
+    def n_guesses(self) -> int:
+        """Guesses that a run has room for beside its roots."""
+        return max(0, self.n_cheap - self.n_roots)
+
+
+def choose(wants: Sequence[W], room: Room, alone: bool) -> list[tuple[W, int, int]]:
+    """The next run: wants, and how many of their certain tokens and of their nodes go. They come in the order in which
+    requests are due.
+
+    The request that is due decides whether the run carries prompts or nodes: a run of both would make every root in it
+    wait for a whole chunk. Of nodes roots come first, guesses fill what is left of the rows that cost little; `alone`:
+    a single request's policy decides by itself how many guesses pay.
+    """
+    if not wants:
+        return []
+    return _prompts(wants, room) if wants[0].n_context else _nodes(wants, room, alone)
+
+
+def _prompts(wants: Sequence[W], room: Room) -> list[tuple[W, int, int]]:
+    first = wants[0]
+    if first.n_prompt:
+        return [(first, first.n_context, 0)]
+    shares, left = [], room.n_context
+    for want in wants:
+        if want.n_prompt:
+            continue
+        n_context = min(want.n_context, left)
+        if n_context:
+            shares.append((want, n_context, len(want.nodes) if n_context == want.n_context else 0))
+            left -= n_context
+    return shares
+
+
+def _nodes(wants: Sequence[W], room: Room, alone: bool) -> list[tuple[W, int, int]]:
+    roots = [want for want in wants if want.has_root and not want.n_context][: room.n_roots]
+    left = room.n_rows if alone else max(len(roots), min(room.n_cheap, room.n_rows))
+    n_roots_left, shares = len(roots), []
+    for want in roots:
+        n_roots_left -= 1
+        n_nodes = len(want.nodes)
+        if n_nodes > 1:
+            n_nodes = max(1, min(n_nodes, left - n_roots_left))
+        shares.append((want, 0, n_nodes))
+        left -= n_nodes
+    if left > 0:
+        for want in wants:
+            if not want.has_root and not want.n_context and (n_nodes := min(len(want.nodes), left)):
+                shares.append((want, 0, n_nodes))
+                left -= n_nodes
+    return shares

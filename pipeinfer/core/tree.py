@@ -1,0 +1,184 @@
+"""The live speculation of one request: grow it, settle verdicts into it. Knows no model, no MPI, no sequence ids."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pipeinfer.core.runs import NO_TOKEN, Guess
+
+
+class State(Enum):
+    LIVE = "live"
+    RETIRED = "retired"  # accepted, above the root
+    DEAD = "dead"  # not on the path the target took
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One guessed (or, at the root, certain) token. `log_prob` is the draft's for the edge, `score` their sum."""
+
+    token: int
+    position: int
+    parent: Node | None = None
+    log_prob: float = 0.0
+    score: float = 0.0
+    children: list[Node] = field(default_factory=list)
+    run_id: int | None = None  # the run that carries it to the target
+    verdict: int | None = None
+    expanded: bool = False  # a draft has guessed what follows it
+    refined: int = 0  # the largest draft that has: 0 the first, smallest one
+    passed_over: int = 0  # the largest draft that had no room for it since the root last moved
+    guessed_by: int = 0  # the draft that `log_prob` is of
+    depth: int = 0  # tokens beyond the certain ones when it was guessed
+    state: State = State.LIVE
+
+    @property
+    def live(self) -> bool:
+        return self.state is State.LIVE
+
+    def is_open(self, draft: int) -> bool:
+        """Whether the larger draft may yet say what follows."""
+        return max(self.refined, self.passed_over) < draft
+
+    def child(self, token: int) -> Node | None:
+        return next((child for child in self.children if child.token == token), None)
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and all below it, parents before children."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children)
+
+
+@dataclass(slots=True, eq=False)
+class Settled:
+    """What verdicts did to the tree: the root moved along `path`, from the old root to the new one, both included."""
+
+    path: list[Node]
+    tokens: list[int]  # what the target emitted: the path without the old root
+    n_judged: int = 0  # guesses whose parent's verdict is in: each now right or wrong
+    n_matched: int = 0  # the right ones
+    firsts: Sequence[tuple[Node, bool]] = ()
+    """For each token in whose place guesses stood the likeliest guess, and whether it was right."""
+
+    @property
+    def n_contested(self) -> int:
+        """Tokens in whose place at least one guess stood."""
+        return len(self.firsts)
+
+
+class TokenTree:
+    """The root is the newest certain token; every path below it is one guess at what follows.
+
+    `nodes` holds the live nodes in insertion order: the root first, parents before children.
+    """
+
+    def __init__(self, token: int, position: int) -> None:
+        self.root = Node(token, position)
+        self.nodes = [self.root]
+
+    def grow(self, parent: Node, guesses: Sequence[Guess], log_probs: Sequence[float]) -> list[Node]:
+        """Add one child of `parent` for each guess it does not have yet; `log_probs` are those of the edges."""
+        assert parent.live, f"growing a {parent.state.value} node at position {parent.position}"
+        parent.expanded = True
+        grown = []
+        for guess, log_prob in zip(guesses, log_probs, strict=True):
+            if parent.child(guess.token) is None:
+                node = Node(guess.token, parent.position + 1, parent, log_prob, parent.score + log_prob)
+                node.depth = node.position - self.root.position
+                parent.children.append(node)
+                grown.append(node)
+        self.nodes += grown
+        return grown
+
+    def refine(self, parent: Node, guesses: Sequence[Guess], log_probs: Sequence[float], draft: int) -> list[Node]:
+        """A larger draft's guesses take the place of a smaller one's: new children are added, those known get its
+        `log_probs`, and those it does not guess none better than its least. Returns the new ones.
+        """
+        assert parent.refined < draft, f"draft {draft} refines what draft {parent.refined} has refined"
+        parent.refined = draft
+        found = {guess.token: log_prob for guess, log_prob in zip(guesses, log_probs, strict=True)}
+        least = min(log_probs, default=0.0)
+        grown = self.grow(parent, guesses, log_probs)
+        for child in parent.children:
+            child.log_prob, child.guessed_by = found.get(child.token, min(child.log_prob, least)), draft
+            for node in child.subtree():
+                assert node.parent
+                node.score = node.parent.score + node.log_prob
+        parent.children.sort(key=lambda child: (-child.log_prob, child.token not in found))
+        return grown
+
+    def answer(self, nodes: Sequence[Node], tokens: Sequence[int], first: int = 0) -> None:
+        """Note the target's choice after each node, from `tokens[first]` on; dead nodes may come without one."""
+        for index, node in enumerate(nodes, first):
+            if node.state is State.LIVE:
+                token = tokens[index]
+                assert token != NO_TOKEN, f"a live node at position {node.position} came back without a verdict"
+                node.verdict = token
+
+    def settle(self) -> Settled:
+        """Advance the root along the verdicts it has: a matching child becomes the root, else a fresh unsent node."""
+        if not self.root.children and (token := self.root.verdict) is not None:
+            return self._advance(token)  # nothing was guessed: the common case of many requests at once
+        path, tokens, dead, firsts, n_judged, n_matched = [self.root], list[int](), [], [], 0, 0
+        while (token := self.root.verdict) is not None:
+            old = self.root
+            follower = old.child(token)
+            n_judged += len(old.children)
+            firsts += [(first, first is follower) for first in old.children[:1]]
+            n_matched += follower is not None
+            dead += [node for child in old.children if child is not follower for node in child.subtree()]
+            self.root = follower or Node(token, old.position + 1)
+            # history is the caller's to keep: cut the links so that it can be freed
+            old.state, old.children, self.root.parent = State.RETIRED, [], None
+            path.append(self.root)
+            tokens.append(token)
+        for node in dead:
+            node.state = State.DEAD
+        if len(path) > 1:
+            self.nodes = [node for node in self.nodes if node.live] or [self.root]
+            for node in self.nodes:
+                node.passed_over = 0
+        return Settled(path, tokens, n_judged, n_matched, firsts)
+
+    def _advance(self, token: int) -> Settled:
+        """What `settle` comes to if there are no guesses."""
+        old = self.root
+        old.state, old.parent = State.RETIRED, None
+        self.root = Node(token, old.position + 1)
+        self.nodes = [self.root]
+        return Settled([old, self.root], [token])
+
+    def unsent(self) -> Iterator[Node]:
+        """Live nodes that no run has carried yet, parents before children."""
+        return (node for node in self.nodes if node.run_id is None)
+
+    def audit(self) -> None:
+        """Raise AssertionError unless `nodes` is exactly the root's subtree, parents first."""
+        assert self.nodes[0] is self.root, "the root is not the first node"
+        assert {id(node) for node in self.nodes} == {id(node) for node in self.root.subtree()}, "stray nodes"
+        seen: set[int] = set()
+        for node in self.nodes:
+            assert node.live, f"a {node.state.value} node among the live"
+            assert node is self.root or id(node.parent) in seen, "a child before its parent"
+            assert node.run_id is None or node.parent is None or node.parent.run_id is not None, (
+                "sent before its parent"
+            )
+            seen.add(id(node))
+
+
+def with_ancestors(nodes: Sequence[Node], placed: Container[Node]) -> list[Node]:
+    """The nodes and all above them that are not in `placed`, parents first, the order of `nodes` kept."""
+    found: dict[Node, None] = {}
+    for node in nodes:
+        path: list[Node] = []
+        step: Node | None = node
+        while step is not None and step not in found and step not in placed:
+            path.append(step)
+            step = step.parent
+        found |= dict.fromkeys(reversed(path))
+    return list(found)

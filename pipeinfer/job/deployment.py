@@ -1,0 +1,155 @@
+"""What every rank needs to know to load its part of the models and serve it: the plan, and what follows from it. Knows
+nothing of what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pipeinfer.cluster.cores import Host, crowded_hosts, share_cores
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split
+from pipeinfer.cluster.room import Memory, check_room
+from pipeinfer.core.blocks import LARGEST, rows_in_blocks
+from pipeinfer.errors import UserError
+from pipeinfer.job.memory import N_GUESS_ROWS, MemoryNeeds, gpu_layers
+from pipeinfer.job.options import RunOptions, threads_of_rank
+from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.virtual.profile import load_profile
+
+MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
+N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model as rank 0 found it, before the job: its file may be replaced or removed while the job runs."""
+
+    path: Path
+    fingerprint: str
+    n_bytes: int
+    n_params: int
+    n_layer: int
+    n_embd: int
+    quantisation: str
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> ModelFile:
+        return cls(
+            info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
+            sizes_of(info),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Models on ranks, as long as they are loaded. Rank 0 makes it and broadcasts it.
+
+    n_cells   of every KV cache
+    n_batch   tokens of a prompt that a run carries at most
+    threads   of each rank
+    memory    of each rank, what it will hold
+    blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
+    pace      what the ranks and links shall be slowed down to
+    """
+
+    plan: Plan
+    model: ModelFile
+    drafts: tuple[ModelFile, ...]  # in the order of the plan's
+    n_cells: int
+    n_batch: int
+    threads: tuple[int, ...]
+    hosts: tuple[Host, ...]
+    memory: tuple[Memory, ...]
+    blocks: bool = False
+    pace: Profile | None = None
+
+    @property
+    def n_embd(self) -> int:
+        return self.model.n_embd
+
+    @property
+    def n_rows_max(self) -> int:
+        """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
+        return max(self.n_batch + 1, N_GUESS_ROWS, LARGEST if self.blocks else 0)
+
+    def largest_input(self, rank: int) -> tuple[int, int]:
+        """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
+        drafts = [self.drafts[number] for number in self.plan.drafts_on(rank)]
+        return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.n_embd)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What will make it slow, a line each."""
+        return crowded_hosts(self.hosts, self.plan.computing, self.threads)
+
+
+def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
+    """The plan for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when splits, threads or
+    memory do not fit."""
+    n_cells = -(-(n_ctx + N_CELLS_SPARE) // 256) * 256
+    split = parse_split(options.layer_split) if options.layer_split else None
+    draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
+    drafts = sorted((read_model_info(path) for path in options.drafts_in_use), key=lambda draft: draft.n_bytes)
+    n_batch = min(options.batch_size, MAX_BATCH, n_ctx)
+    blocks = options.numerics == "exact" and gpu_layers(options) == 0
+    n_in_blocks = rows_in_blocks(n_prompt) if blocks else 0
+    model, needs = (
+        ModelFile.of(info),
+        MemoryNeeds(options, info, drafts, n_cells, max(n_batch + 1, N_GUESS_ROWS), n_in_blocks),
+    )
+    plan = make_plan(
+        len(hosts), [sizes_of(draft) for draft in drafts], model.sizes, n_cells, split, partial(needs.room, hosts),
+        options.draft_split if drafts else (),
+    )  # fmt: skip
+    if options.pace is not None:
+        check_profiled(f"--pace {options.pace}", plan)
+    memory = needs.of_plan(plan)
+    check_room([host.name for host in hosts], [host.room for host in hosts], memory, _way_out(plan, split is not None))
+    return Deployment(
+        plan=plan,
+        model=model,
+        drafts=tuple(map(ModelFile.of, drafts)),
+        n_cells=n_cells,
+        n_batch=n_batch,
+        threads=spread_threads(options.threads, plan, hosts),
+        hosts=tuple(hosts),
+        memory=memory,
+        blocks=blocks,
+        pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
+    )
+
+
+def _way_out(plan: Plan, chosen: bool) -> str:
+    """Where memory is short. `chosen`: the user has split the layers."""
+    first = "leave --layer-split out, " if chosen else "no split was found that fits; " if len(plan.stages) > 1 else ""
+    return f"{first}use a smaller context (-c), more ranks on further hosts, or a smaller quantisation"
+
+
+def sizes_of(info: ModelInfo) -> Sizes:
+    return Sizes(info.layer_bytes, info.kv_bytes_per_cell, info.input_bytes, info.output_bytes)
+
+
+def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) -> tuple[int, ...]:
+    """Threads of each rank: as given, else the cores of each host shared by all ranks that compute there."""
+    defaults = share_cores(hosts, plan.computing)
+    return tuple(threads_of_rank(threads, rank, len(hosts), default) for rank, default in enumerate(defaults))
+
+
+def check_profiled(what: str, plan: Plan) -> None:
+    """Raises UserError when a draft is cut: a profile could not say so."""
+    if max(plan.draft_split, default=1) > 1:
+        shown = ",".join(map(str, plan.draft_split))
+        raise UserError(f"{what}: a profile has each draft on 1 rank, --draft-split is {shown}; leave that out")
+
+
+def pace_profile(spec: str, n_ranks: int, n_drafts: int) -> Profile:
+    """The profile that `--pace NAME` or `--pace NAME:PAIR` gives `n_ranks` ranks. Raises UserError when none fits."""
+    name, _, pair = spec.partition(":")
+    profile = load_profile(name).lay_out(n_ranks, pair, n_drafts > 0)
+    if len(profile.drafts) != n_drafts:
+        raise UserError(f"--pace {spec} has {len(profile.drafts)} drafts, here are {n_drafts}; give -md as often")
+    return profile

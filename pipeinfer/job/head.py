@@ -1,0 +1,116 @@
+"""Rank 0's part of `pipeinfer run`: stream the text of one generation, report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.asked import asked_of
+from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.outcome import make_result, write_trace
+from pipeinfer.job.plan_table import show_plan
+from pipeinfer.job.request import GenerationRequest
+from pipeinfer.job.session import Generation, Session
+from pipeinfer.job.streams import exit_code, lost
+from pipeinfer.models.tokenizer import TextStream, Tokenizer
+from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.progress import PromptProgress
+from pipeinfer.observe.report import show_ranks, show_statistics, stderr_console
+from pipeinfer.observe.results import Record, append_result, result_row
+
+
+class Head:
+    """Rank 0's part of one job."""
+
+    def __init__(
+        self, context: Context, deployment: Deployment, request: GenerationRequest, tokenizer: Tokenizer
+    ) -> None:
+        self.context, self.deployment, self.request, self.options = context, deployment, request, context.options
+        self.console = stderr_console()
+        self.stream = TextStream(tokenizer)
+        self.text = ""
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        flag = self.context.flag
+        show_plan(self.console, self.deployment, self.request, self.options.policy.name)
+        session = Session(self.context, self.deployment, self._show_loaded)
+        try:
+            session.open()
+        except UserError as error:
+            complain(str(error))
+            return 2
+        for warning in self.deployment.warnings:
+            complain(warning)
+        flag.orderly = True  # from now on there is a text to be kept
+        progress = PromptProgress(self.console, CLOCK, len(self.request.prompt) - 1)
+        generation = session.generate(
+            self.request,
+            self.options,
+            self.options.policy.begin(),
+            self._push,
+            on_prompt=progress.update,
+        )
+        progress.close()
+        self._print(self.stream.flush())
+        session.close()
+        code = self._report(generation)
+        if flag.reason and not lost(sys.stdout):
+            complain(f"{flag.reason}; the text up to here is complete")
+        return flag.exit_code or code
+
+    def _show_loaded(self, rank: int, loaded_s: float) -> None:
+        self.console.print(
+            f"rank {rank} ({self.deployment.plan.describe(rank)}) loaded in {loaded_s:.1f} s", style="dim"
+        )
+
+    # -- text
+
+    def _push(self, tokens: Sequence[int]) -> None:
+        self._print("".join(self.stream.push(token) for token in tokens))
+
+    def _print(self, text: str) -> None:
+        self.text += text
+        if self.options.json:
+            return
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        if error := lost(sys.stdout):
+            self.context.flag.set("standard output is lost", exit_code(error))  # the next wait ends the request
+
+    # -- reporting
+
+    def _report(self, generation: Generation) -> int:
+        """Returns the exit code: 2 when a file could not be written."""
+        asked = asked_of(self.deployment, self.request, self.options)
+        result = make_result(self.text, generation, self.deployment, asked)
+        if self.options.json:
+            print(json_text(result), flush=True)
+        if not self.text.endswith("\n"):
+            self.console.print()  # on a terminal the statistics begin on a line of their own
+        for notice in generation.metrics.notices:
+            complain(notice)
+        show_statistics(self.console, result)
+        if self.options.verbose:
+            show_ranks(self.console, result)
+        return self._write_files(result, asked, generation)
+
+    def _write_files(self, result: dict[str, Any], asked: Record, generation: Generation) -> int:
+        """Every file that was asked for, whatever became of the others."""
+        results, trace = self.options.results, self.options.trace
+        writing: list[Callable[[], None]] = []
+        if results:
+            writing.append(lambda: append_result(results, result_row(result, asked)))
+        if trace:
+            writing.append(lambda: write_trace(trace, generation, self.deployment))
+        code = 0
+        for write in writing:
+            try:
+                write()
+            except UserError as error:
+                complain(str(error))
+                code = 2
+        return code

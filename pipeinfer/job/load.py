@@ -1,0 +1,147 @@
+"""Load what a rank hosts, its slice of the target or of a draft, and make what drives it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pipeinfer import __version__
+from pipeinfer.cluster.calibrate import recall_rows, time_rows
+from pipeinfer.cluster.pace import Courier, LoadedModel, PacedStage
+from pipeinfer.cluster.plan import StagePlan
+from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker
+from pipeinfer.cluster.wire import verdict_bytes
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.errors import UserError
+from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.memory import N_GUESS_ROWS, gpu_layers
+from pipeinfer.job.options import RunOptions
+from pipeinfer.kept import user_kept
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.policies.limits import MAX_WIDTH
+
+N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a larger draft's answer at most
+
+if TYPE_CHECKING:
+    Progress = Callable[[float], bool]
+
+
+def load_stage(context: Context, deployment: Deployment, on_progress: Progress) -> LoadedModel | None:
+    """This rank's slice of the target, if it has one. Raises UserError when this host's file is not rank 0's."""
+    index = deployment.plan.stage_of(context.rank)
+    if index is None:
+        return None
+    options, stage = context.options, deployment.plan.stages[index]
+    info = read_model_info(options.model)
+    if info.fingerprint != deployment.model.fingerprint:
+        raise UserError(f"{options.model} differs from rank 0's; copy the same file to every host")
+    params = LlamaParams(
+        n_cells=deployment.n_cells,
+        n_seq_max=options.n_seq + 1,  # one more, in which exact numerics park rejected cells
+        n_batch=deployment.n_rows_max,
+        n_outputs_max=N_GUESS_ROWS + 1,
+        n_threads=deployment.threads[context.rank],
+        n_gpu_layers=gpu_layers(options),
+        exact=options.numerics == "exact",
+    )
+    layers = open_slice(info, stage.first, stage.last, options.slice_cache, lambda line: _notice(context, line))
+    model = LlamaStage(layers, params, on_progress)
+    return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
+
+
+def _notice(context: Context, line: str) -> None:
+    complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
+
+
+def inexact_line(numerics: str, gpu_ranks: Sequence[int]) -> str:
+    """What is to be said when exact numerics were asked for and these ranks have layers of the target on GPUs."""
+    if numerics != "exact" or not gpu_ranks:
+        return ""
+    return (
+        f"--numerics exact holds on CPUs only: the layers of {'ranks' if len(gpu_ranks) > 1 else 'rank'} "
+        f"{', '.join(map(str, gpu_ranks))} are on GPUs, whose kernels depend on the batch, so that tokens that are all "
+        "but tied may differ between policies and splits; -ngl 0 is exact"
+    )
+
+
+def make_worker(context: Context, deployment: Deployment, model: LoadedModel) -> StageWorker:
+    """What drives a loaded stage."""
+    index = deployment.plan.stage_of(context.rank)
+    assert index is not None, f"rank {context.rank} has a model and no stage"
+    stage = deployment.plan.stages[index]
+    n_layers = deployment.pace.stages[index].layers if deployment.pace else stage.last - stage.first
+    return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers)
+
+
+def load_drafts(context: Context, deployment: Deployment, on_progress: Progress) -> dict[int, LoadedModel]:
+    """What this rank hosts of drafts, by number, each with a KV cache for as many tokens as the target's."""
+    return {
+        number: _load_draft(context, deployment, number, own, on_progress)
+        for number, own in deployment.plan.drafts_on(context.rank).items()
+    }
+
+
+def _load_draft(
+    context: Context, deployment: Deployment, number: int, own: StagePlan, on_progress: Progress
+) -> LoadedModel:
+    draft, options = deployment.drafts[number], context.options
+    info = read_model_info(draft.path)
+    if info.fingerprint != draft.fingerprint:
+        raise UserError(f"{draft.path} differs from rank 0's; copy the same file to every host")
+    params = LlamaParams(
+        n_cells=deployment.n_cells,
+        n_seq_max=options.n_seq + 1,
+        n_batch=N_GUESS_ROWS,
+        n_outputs_max=N_GUESS_ROWS,
+        n_threads=deployment.threads[context.rank],
+        n_gpu_layers=gpu_layers(options),
+        exact=False,  # guesses need not be reproducible to the bit: the target decides
+    )
+    layers = open_slice(info, own.first, own.last, options.slice_cache, lambda line: _notice(context, line))
+    model = LlamaStage(layers, params, on_progress)
+    return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model
+
+
+def time_loaded(
+    context: Context, deployment: Deployment, model: LoadedModel, draft: int | None = None
+) -> dict[int, float]:
+    """What rows cost a loaded model: the stage of this rank, or what it has of the draft of that number. Paced ones are
+    timed anew."""
+    if deployment.pace:
+        return time_rows(model, CLOCK)
+    rank, options = context.rank, context.options
+    if draft is None:
+        index = deployment.plan.stage_of(rank)
+        assert index is not None, f"rank {rank} has a model and no stage"
+        part = f"{deployment.model.fingerprint} {deployment.plan.stages[index].layers} {options.numerics}"
+    else:
+        part = f"{deployment.drafts[draft].fingerprint} {deployment.plan.drafts_on(rank)[draft].layers} of a draft"
+    where = f"{deployment.hosts[rank].name}, {deployment.hosts[rank].n_cores} cores, {deployment.threads[rank]} threads"
+    name = f"rows: {part}, {where}, -ngl {options.n_gpu_layers}, pipeinfer {__version__}"
+    return recall_rows(model, CLOCK, user_kept(), name)
+
+
+def make_drafter(deployment: Deployment, options: RunOptions, model: LoadedModel) -> ModelDrafter:
+    """The model's cache must be empty."""
+    pool = SequencePool(options.n_seq, deployment.n_cells)
+    return ModelDrafter(model, pool, N_GUESS_ROWS, model.n_vocab, options.couple)
+
+
+def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:
+    """What drives a loaded larger draft, or a stage of it."""
+    own, couple = deployment.plan.drafts_on(context.rank)[number], context.options.couple
+    n_layers = own.last - own.first
+    return DraftWorker(model, LocalPrunings(), CLOCK, own.first == 0, context.tracer, n_layers, couple=couple)
+
+
+def make_courier(context: Context, deployment: Deployment) -> Courier | None:
+    """What makes messages take their modelled time, in a paced job; its clock is rank 0's."""
+    pace = deployment.pace
+    if pace is None:
+        return None
+    return Courier(pace.link, lambda: CLOCK() + context.clock_offset_s, deployment.n_embd, pace.n_embd)

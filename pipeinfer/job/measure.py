@@ -1,0 +1,159 @@
+"""Time this cluster with these models, and write a profile for `simulate`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from pipeinfer.cluster.pace import LoadedModel
+from pipeinfer.errors import UserError
+from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.deployment import Deployment, check_profiled
+from pipeinfer.job.load import load_drafts, load_stage
+from pipeinfer.job.memory import N_GUESS_ROWS
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.prepare import inputs_of, prepare
+from pipeinfer.job.request import GenerationRequest
+from pipeinfer.job.session import Session
+from pipeinfer.job.start import Crew, start_job
+from pipeinfer.job.timing import overheads, slowdowns, time_model, time_over_and_over
+from pipeinfer.job.worker import run_stage
+from pipeinfer.outputs import check_separate, check_writable, write_file
+from pipeinfer.policies import Iterative, Speculative
+from pipeinfer.virtual.measured import ModelTimes, Overheads, disturbed_line, profile_toml
+
+ALONE_S, BESIDE_S = 0.5, 1.0  # how long ranks of one host compute alone, beside each other
+SLOT_S, TIMING_S = 3.0, 2.0
+"""Ranks of one host take turns, for so long each, and time their models a part of it: nobody shall time a model while
+another one computes beside it."""
+
+
+def measure(options: RunOptions, output: Path) -> int:
+    """`pipeinfer measure`, on every rank; returns the exit code."""
+    return start_job(lambda crew: _measure(crew, options, output), options, options.verbose)
+
+
+def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
+    link, deployment, request, error = crew.link, None, None, ""
+    if link.rank == 0:
+        try:
+            if link.size < 2:
+                raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
+            check_separate({"--output": output}, inputs_of(options))
+            check_writable(output, "--output")
+            found, request, _ = prepare(options, crew.hosts)
+            check_profiled("measure", found.plan)
+            deployment = found
+        except UserError as caught:
+            error = str(caught)
+    deployment, error = link.broadcast((deployment, error) if link.rank == 0 else None)
+    if deployment is None:
+        if link.rank == 0:
+            complain(error)
+        return 2
+    context = crew.context(replace(options, trace=Path()), deployment)
+    context.tracer.on = True
+    gbit_per_s = link.bandwidth_gbit()
+    times = link.all_gather(_time_own_models(crew, context, deployment))
+    extra = _run_plainly(context, deployment, request, times)
+    if link.rank == 0:
+        assert extra
+        _write(output, crew, options, deployment, times, extra, gbit_per_s)
+    return 0
+
+
+def _time_own_models(crew: Crew, context: Context, deployment: Deployment) -> dict[str, ModelTimes]:
+    """Load, time and free this rank's models; ranks of one host in turns, the others asleep, then 2, 3, … of them at
+    once."""
+    stage = load_stage(context, deployment, lambda fraction: True)
+    drafts = load_drafts(context, deployment, lambda fraction: True)
+    start_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
+    names = [host.name for host in crew.hosts]
+    n_here, n_most = names.count(names[context.rank]), max(map(names.count, names))
+    turn = names[: context.rank].count(names[context.rank])
+    _sleep_until(start_s + turn * SLOT_S)
+    found = _time_alone(context, deployment, stage, drafts)
+    models = [model for model in (stage, *drafts.values()) if model]
+    together_s = start_s + n_most * SLOT_S
+    beside_s = next(iter(found.values())).beside_s
+    beside_s[1] = time_over_and_over(models[0], CLOCK, CLOCK() + ALONE_S)
+    for n_busy in range(2, n_most + 1):
+        _sleep_until(together_s + (n_busy - 2) * BESIDE_S)
+        if turn < n_busy <= n_here:
+            beside_s[n_busy] = time_over_and_over(models[0], CLOCK, together_s + (n_busy - 1) * BESIDE_S)
+    for model in models:
+        model.close()
+    _sleep_until(together_s + (n_most - 1) * BESIDE_S)
+    return found
+
+
+def _time_alone(
+    context: Context, deployment: Deployment, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
+) -> dict[str, ModelTimes]:
+    found: dict[str, ModelTimes] = {}
+    if stage:
+        part = deployment.plan.stages[deployment.plan.stage_of(context.rank) or 0]
+        n_layer = part.last - part.first
+        found["stage"] = time_model(
+            stage, n_layer, deployment.n_rows_max, deployment.n_cells, CLOCK, TIMING_S, blocks=deployment.blocks
+        )
+    for number, draft in drafts.items():
+        n_layer = deployment.drafts[number].n_layer  # all of them: no draft is cut here
+        found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, deployment.n_cells, CLOCK, TIMING_S)
+    return found
+
+
+def _sleep_until(when_s: float) -> None:
+    """On this rank's clock; at once if it is past."""
+    time.sleep(max(0.0, when_s - time.monotonic()))
+
+
+def _run_plainly(
+    context: Context, deployment: Deployment, request: GenerationRequest | None, times: list[dict[str, ModelTimes]]
+) -> Overheads | None:
+    """A real job without speculation, then one for the draft's steps, during which all else rests.
+
+    Rank 0, which knows the request, gets what they cost on top of the models' own times.
+    """
+    if not request:
+        run_stage(context, deployment)
+        return None
+    session = Session(context, deployment, lambda rank, loaded_s: None)
+    session.open()
+    for _ in range(2):  # the first one warms up
+        plain = session.generate(request, context.options, Iterative(), lambda tokens: None)
+    drafted = session.generate(request, context.options, Speculative(), lambda tokens: None)
+    session.close()
+    steps_s = [
+        span["duration_s"]
+        for span in drafted.figures[0]["spans"]
+        if span["kind"] == "draft" and span["args"]["nodes"] == 1 and span["args"]["finished"]
+    ]
+    ranks = [stage.rank for stage in deployment.plan.stages]
+    runs = [plain.figures[rank]["runs"] for rank in ranks]
+    own = [times[rank]["stage"] for rank in ranks]
+    return overheads(plain.ledger, runs, own, steps_s, times[0].get("draft"))
+
+
+def _write(
+    output: Path, crew: Crew, options: RunOptions, deployment: Deployment, times: list[dict[str, ModelTimes]],
+    extra: Overheads, gbit_per_s: float,
+) -> None:  # fmt: skip
+    stages = [times[stage.rank]["stage"] for stage in deployment.plan.stages]
+    hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
+    title = [
+        f"Measured by `pipeinfer measure` on {len(crew.hosts)} ranks: {hosts}.",
+        f"Target {options.model.name}, draft {' and '.join(draft.path.name for draft in deployment.drafts)}.",
+    ]
+    one_host = len({host.name for host in crew.hosts}) == 1
+    slowdown = slowdowns([next(iter(found.values())).beside_s for found in times]) if one_host else []
+    drafts = [times[draft.rank]["draft"] for (draft,) in deployment.plan.drafts]
+    text = profile_toml(
+        title, deployment.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
+        deployment.blocks,
+    )  # fmt: skip
+    write_file(output, "--output", text.encode())
+    if line := disturbed_line([*stages, *drafts]):
+        complain(line)
+    print(output)

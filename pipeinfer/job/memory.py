@@ -1,0 +1,139 @@
+"""What ranks will hold in memory: their models, the contexts, and what comes with them; what that leaves for stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.plan import Plan, Stages
+from pipeinfer.cluster.room import Memory, check_room, free_room
+from pipeinfer.cluster.spread import StageRoom
+from pipeinfer.core.blocks import LARGEST
+from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, RunOptions
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.slice import slice_bytes
+from pipeinfer.models.llama.buffers import buffer_bytes
+from pipeinfer.models.llama.ggml import load_library
+
+CELLS_PADDING = 256  # libllama's
+N_GUESS_ROWS = 32  # guesses a run carries at most
+N_MESSAGES = 4  # on their way in and out of a rank at a time
+TOKEN_BYTES = 150  # of a vocabulary, on rank 0
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """What a target and its drafts take of ranks' memory, whichever rank has which layers. What a GPU holds is not
+    counted.
+
+    `n_rows`: of the largest run; `n_in_blocks`: of the prompt, which are evaluated in a context of their own.
+    """
+
+    options: RunOptions
+    info: ModelInfo
+    drafts: Sequence[ModelInfo]  # the smallest first
+    n_cells: int
+    n_rows: int
+    n_in_blocks: int
+
+    def of_plan(self, plan: Plan) -> tuple[Memory, ...]:
+        """Of every rank."""
+        found = self._with_drafts(plan.n_ranks, plan.drafts)
+        for stage in plan.stages:
+            found[stage.rank] += self.of_stage(stage.first, stage.last)
+        return tuple(found)
+
+    def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
+        """What is left on `ranks` for the draft that comes after those that are placed, or after all of them for the
+        target. One host a rank. What other ranks have yet to get does not count."""
+        number, besides = len(placed), self._with_drafts(len(hosts), placed)
+        left = {host.name: min(other.room.host for other in hosts if other.name == host.name) for host in hosts}
+        for rank, host in enumerate(hosts):
+            left[host.name] -= 0 if rank in ranks else besides[rank].needed
+        memory = cache(partial(self.of_draft, number) if number < len(self.drafts) else self.of_stage)
+        return StageRoom(
+            needed=lambda stage, first, last: (besides[ranks[stage]] + memory(first, last)).needed,
+            hosts=tuple(hosts[rank].name for rank in ranks),
+            left=left,
+            own=tuple(hosts[rank].room.own for rank in ranks),
+        )
+
+    def _with_drafts(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
+        """Of every rank, what it holds besides layers of models that have no place yet."""
+        found = [Memory(buffers=N_MESSAGES * 4 * self.n_rows * self.info.n_embd)] * n_ranks
+        found[0] += Memory(buffers=TOKEN_BYTES * self.info.n_vocab * (1 + len(self.drafts)))
+        for number, stages in enumerate(placed):
+            for stage in stages:
+                found[stage.rank] += self.of_draft(number, stage.first, stage.last)
+        return found
+
+    def of_draft(self, number: int, first: int, last: int) -> Memory:
+        """Of layers [first, last) of a draft."""
+        draft = self.drafts[number]
+        is_cut = last - first < draft.n_layer
+        messages = Memory(buffers=N_MESSAGES * 4 * N_GUESS_ROWS * draft.n_embd if is_cut else 0)
+        return messages + slice_memory(
+            draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False,
+            in_file=self.options.slice_cache is not None, n_on_gpu=gpu_layers(self.options),
+        )  # fmt: skip
+
+    def of_stage(self, first: int, last: int) -> Memory:
+        """Of layers [first, last) of the target."""
+        found = slice_memory(
+            self.info, first, last, self.n_cells, self.n_rows, self._n_outputs, self.options.numerics == "exact",
+            self.options.slice_cache is not None, gpu_layers(self.options),
+        )  # fmt: skip
+        if self.n_in_blocks:
+            found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
+        return found
+
+    @property
+    def _n_outputs(self) -> int:
+        return max(N_GUESS_ROWS, self.options.n_seq) + 1
+
+
+def gpu_layers(options: RunOptions) -> int:
+    """How many of a model's layers this rank puts on its GPU; negative: all."""
+    if options.n_gpu_layers != AUTO_LAYERS:
+        return options.n_gpu_layers
+    return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
+
+
+def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: int) -> None:
+    """Raises UserError when this host has no memory for whole models, each (model, exact), in this process."""
+    total = Memory()
+    for info, exact in models:
+        total += slice_memory(info, 0, info.n_layer, n_cells, n_rows, n_rows, exact, in_file=True)
+    check_room(["this host"], [free_room()], [total], "use a smaller -n")
+
+
+def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int) -> Memory:
+    """Of a prompt's context beside the other, and of the cells of a run on their way from one to the other."""
+    n_cells = -(-n_cells // CELLS_PADDING) * CELLS_PADDING
+    cell_bytes = sum(info.kv_bytes_per_cell[first:last])
+    buffers = buffer_bytes(info, last == info.n_layer, n_cells, LARGEST, n_outputs)
+    return Memory(kv=n_cells * cell_bytes, buffers=buffers + min(n_cells, n_rows) * cell_bytes)
+
+
+def slice_memory(
+    info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, exact: bool, in_file: bool,
+    n_on_gpu: int = 0,
+) -> Memory:  # fmt: skip
+    """Of layers [first, last) with one context. `in_file`: on a disk, else the slice lives in memory."""
+    is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
+    in_file = in_file or is_whole
+    weights = info.n_bytes if is_whole else slice_bytes(info, first, last)
+    mapped = weights if exact and in_file else 0
+    # read weights are laid out anew, and a table that is also the output head is there in both forms
+    head_again = 0 if exact or not is_last or (is_whole and not info.tied) else info.input_bytes
+    on_host = first if n_on_gpu < 0 else max(first, last - n_on_gpu)
+    return Memory(
+        weights=weights - mapped + head_again,
+        mapped=mapped,
+        kv=n_cells * sum(info.kv_bytes_per_cell[first:on_host]),
+        buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs),
+        # without exact numerics weights are read out of the slice, which is let go when they are
+        loading=0 if exact or in_file else weights,
+    )

@@ -1,0 +1,110 @@
+"""What a run is asked to do, built once from the command line and checked as far as that goes without a model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.errors import UserError
+from pipeinfer.policies import Iterative
+
+INT32_MAX = 2**31 - 1
+"""What libllama and the messages between ranks hold: tokens, positions, counts."""
+
+MAX_CTX = INT32_MAX - 1023
+"""Tokens of a context: with the cells above it, positions and cells must be 32-bit numbers."""
+
+ALL_LAYERS, AUTO_LAYERS = -1, -2
+"""All of a rank's layers on its GPU; the same where there is a GPU, else none."""
+
+STDIN = Path("-")
+
+ESCAPE = re.compile(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})")
+NO_DRAFT = Path("none")
+PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The options of `pipeinfer run` under their long names; see its help for their meanings."""
+
+    model: Path
+    drafts: tuple[Path, ...] = ()
+    prompt: str | None = None
+    file: Path | None = None
+    predict: int = -1
+    ctx_size: int = 0
+    batch_size: int = 128
+    threads: tuple[int, ...] = ()
+    n_gpu_layers: int = 0
+    policy: Policy = field(default_factory=Iterative)
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
+    layer_split: str | None = None
+    draft_split: tuple[int, ...] = ()
+    lookup: bool = False
+    ignore_eos: bool = False
+    numerics: str = "exact"
+    slice_cache: Path | None = None
+    pace: str | None = None
+    couple: bool = True
+    cancel: bool = True
+    partitions: bool = True
+    sequences: int = 0
+    results: Path | None = None
+    trace: Path | None = None
+    json: bool = False
+    verbose: bool = False
+
+    @property
+    def n_seq(self) -> int:
+        """Sequences that trees may lease; one, and so no branches, without partitions."""
+        return (self.sequences or self.policy.n_seq) if self.partitions else 1
+
+    @property
+    def drafts_in_use(self) -> tuple[Path, ...]:
+        """The drafts that the policy needs, in any order."""
+        return self.drafts if self.policy.drafts else ()
+
+
+def unescape(text: str) -> str:
+    """A prompt with llama.cpp's escapes replaced; what is none of them stays. Raises UserError."""
+    try:
+        return ESCAPE.sub(_escaped, text.encode()).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--prompt has escapes for bytes that are not UTF-8 (byte {error.start}); with --no-escape they are text"
+        ) from None
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    word = found[1]
+    return bytes.fromhex(word[1:].decode()) if word[:1] == b"x" else PLAIN.get(word, word)
+
+
+def threads_of_rank(threads: tuple[int, ...], rank: int, n_ranks: int, default: int) -> int:
+    if len(threads) not in (0, 1, n_ranks):
+        shown = ",".join(map(str, threads))
+        raise UserError(f"--threads {shown} has {len(threads)} values for {n_ranks} ranks; give one, or one a rank")
+    return (threads * n_ranks)[rank] if threads else default
+
+
+def choose_drafts(given: tuple[Path, ...], default: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The drafts asked for: `-md none` is none at all. Raises UserError for none and some."""
+    if NO_DRAFT in given and len(given) > 1:
+        raise UserError(f"-md {NO_DRAFT} is no draft, and others are given; leave one of them out")
+    return () if given == (NO_DRAFT,) else given or default
+
+
+def choose_policy(policy: str | None, has_guesses: bool) -> str:
+    """The policy asked for, or the best that the models at hand allow. Raises UserError."""
+    if policy is None:
+        return "pipeinfer" if has_guesses else "iterative"
+    if policy != "iterative" and not has_guesses:
+        raise UserError(f"--policy {policy} needs a draft model; give -md or --lookup, or use --policy iterative")
+    return policy
+
+
+DEFAULT = RunOptions(model=Path())

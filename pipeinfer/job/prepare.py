@@ -1,0 +1,60 @@
+"""Rank 0 turns options into a deployment and a request: reads headers, tokenises, and checks all that can be wrong
+beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.errors import UserError
+from pipeinfer.job.deployment import Deployment, deploy
+from pipeinfer.job.options import STDIN, RunOptions
+from pipeinfer.job.request import GenerationRequest, make_request, read_prompt
+from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
+from pipeinfer.models.tokenizer import Tokenizer, check_draft
+from pipeinfer.observe.results import check_results
+from pipeinfer.outputs import check_separate, check_writable
+
+
+def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, GenerationRequest, Tokenizer]:
+    """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
+    check_outputs(options)
+    info, tokenizer = open_models(options)
+    prompt = tokenizer.encode(read_prompt(options))
+    if not prompt:
+        raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
+    request = make_request(options, info, tokenizer, prompt)
+    return deploy(options, hosts, info, request.n_ctx, len(prompt)), request, tokenizer
+
+
+def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
+    """The target's header and vocabulary. Raises UserError when a model is unusable or the draft's does not fit."""
+    info = read_model_info(options.model)
+    tokenizer = Tokenizer(options.model)
+    for path in options.drafts_in_use:
+        read_model_info(path)
+        check_draft(tokenizer, path)
+    return info, tokenizer
+
+
+def check_outputs(options: RunOptions) -> None:
+    """What is written at the end must not fail then, and must not be what is read. Leaves nothing behind."""
+    check_separate({"--results": options.results, "--trace": options.trace}, inputs_of(options))
+    cache = options.slice_cache
+    if cache and cache.exists() and not cache.is_dir():
+        raise UserError(f"--slice-cache {cache} is no directory; name one, it is made if it is not there")
+    if options.results:
+        check_results(options.results)
+    if options.trace:
+        check_writable(options.trace, "--trace")
+
+
+def inputs_of(options: RunOptions) -> dict[str, list[Path]]:
+    """The files that a job reads, by the options that name them."""
+    return {
+        "--model": part_paths(options.model),
+        "--model-draft": [part for draft in options.drafts for part in part_paths(draft)],
+        "--file": [options.file] if options.file not in (None, STDIN) else [],
+        "--pace": [Path(options.pace.partition(":")[0])] if options.pace else [],
+    }

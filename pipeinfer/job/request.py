@@ -1,0 +1,78 @@
+"""What is asked of loaded models: a prompt, how it is to be continued, and whether that fits into the context. Loads
+nothing and plans nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from pipeinfer.core.requests import Request
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.errors import UserError
+from pipeinfer.job.limited import read_limited
+from pipeinfer.job.options import MAX_CTX, STDIN, RunOptions
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.tokenizer import Tokenizer
+
+DEFAULT_CTX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One text to generate. Only rank 0 needs to know it: the others learn what they need with the runs."""
+
+    prompt: tuple[int, ...]
+    n_predict: int
+    n_ctx: int
+    sampling: SamplingParams
+    end_tokens: frozenset[int]
+
+    def open(self, id: int) -> Request:
+        """Its state in an engine."""
+        return Request(id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens)
+
+
+def make_request(
+    options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int = 0
+) -> GenerationRequest:
+    """`n_most`: tokens of the longest prompt that the same context shall hold. Raises UserError when it does not."""
+    n_ctx, n_predict = fit_context(options, info, max(n_most, len(prompt)))
+    ends = () if options.ignore_eos else filter(tokenizer.is_end, range(tokenizer.n_vocab))
+    return GenerationRequest(tuple(prompt), n_predict, n_ctx, options.sampling.settled, frozenset(ends))
+
+
+def read_prompt(options: RunOptions) -> str:
+    if options.prompt is not None and options.file is None:
+        return options.prompt
+    if options.prompt is not None or options.file is None:
+        raise UserError("give the prompt with -p TEXT or with -f FILE (- is standard input), one of them")
+    try:
+        if options.file == STDIN and sys.stdin is None:
+            raise UserError("--file -: standard input is closed; give the prompt with -p, or name a file")
+        with nullcontext(sys.stdin.buffer) if options.file == STDIN else options.file.open("rb") as file:
+            return read_limited(file, f"--file {options.file}").decode().removesuffix("\n")
+    except OSError as error:
+        raise UserError(f"--file {options.file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--file {options.file} is not UTF-8 text (byte {error.start})") from None
+
+
+def fit_context(options: RunOptions, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
+    """(context size, tokens to generate), both final. Raises UserError when they do not fit."""
+    limit = options.ctx_size or min(info.n_ctx_train, MAX_CTX)
+    source = f"-c {limit}" if options.ctx_size else f"the model's context of {limit}"
+    way_out = "raise -c" if options.ctx_size else "give -c to go beyond what it was trained for"
+    if n_prompt >= limit:
+        raise UserError(f"the prompt has {n_prompt} tokens, {source} holds {limit} with the text to come; {way_out}")
+    if options.predict < 0:
+        n_ctx = options.ctx_size or min(limit, max(DEFAULT_CTX, 2 * n_prompt))
+        return n_ctx, n_ctx - n_prompt
+    if n_prompt + options.predict > limit:
+        raise UserError(
+            f"-n {options.predict} would be cut: {source} leaves {limit - n_prompt} tokens "
+            f"after the {n_prompt} of the prompt; "
+            f"use -n {limit - n_prompt} or -n -1, or {way_out}"
+        )
+    return options.ctx_size or n_prompt + options.predict, options.predict

@@ -1,0 +1,236 @@
+"""Rank 0's hold on the loaded models of all ranks: one engine for all requests, and everyone's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from pipeinfer.cluster.calibrate import largest_question, slowest_stage
+from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
+from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.pace import LoadedModel
+from pipeinfer.cluster.wire import decode_guess_verdict, decode_verdict, verdict_bytes
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.levels import Level
+from pipeinfer.core.lookup import LookupDrafter
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.runs import GuessVerdict, Verdict
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.load import (
+    N_GUESS_BYTES,
+    gpu_layers,
+    inexact_line,
+    load_drafts,
+    load_stage,
+    make_courier,
+    make_draft_worker,
+    make_drafter,
+    make_worker,
+    time_loaded,
+)
+from pipeinfer.job.memory import N_GUESS_ROWS
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.request import GenerationRequest
+from pipeinfer.models.llama.ggml import amx_works
+from pipeinfer.observe.ledger import HeadLedger
+from pipeinfer.observe.metrics import RequestMetrics
+
+NO_AMX = (
+    "this build of llama.cpp has AMX kernels that crash, so they are not used; for full speed install it again: "
+    "CMAKE_ARGS=\"-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'\" pip install --force-reinstall --no-cache-dir --no-deps "
+    "llama-cpp-python"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one request gave. `figures`: what each rank that took part reports of itself. `refiners`: what rank 0 asked
+    each rank of a larger draft, and when. `row_s`: seconds of one row in each stage's rank, timed at loading."""
+
+    request: Request
+    metrics: RequestMetrics
+    ledger: HeadLedger
+    figures: dict[int, dict[str, Any]]
+    refiners: dict[int, HeadLedger]
+    row_s: dict[int, float]
+
+
+class Session:
+    """Between `open` and `close` every rank of the plan holds its models, and what the engine learned of them stays.
+
+    Other ranks are in `worker.run_stage`.
+    """
+
+    def __init__(self, context: Context, deployment: Deployment, on_loaded: Callable[[int, float], None]) -> None:
+        """`on_loaded(rank, seconds)` is called for every remote stage that has loaded."""
+        self.context, self.deployment, self.on_loaded = context, deployment, on_loaded
+        self._ranks = [stage.rank for stage in deployment.plan.stages]
+        self.remote_ranks = sorted(deployment.plan.computing - {0})
+        self._stage: LoadedModel | None = None
+        self._drafts: dict[int, LoadedModel] = {}  # by number
+        self._costs: dict[int, dict[int, float]] = {}  # of each stage's rank: rows of a run -> seconds
+        self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each larger draft, by number
+        self._pipeline: HeadPipeline[Verdict] | None = None
+        self._larger: dict[int, HeadPipeline[GuessVerdict]] = {}  # of the larger drafts, by number
+        self._drafter: ModelDrafter | None = None
+        self._engine: Engine | None = None
+        self._request_ids = count()
+
+    def open(self) -> None:
+        """Load. Raises UserError, all ranks sent home, when one of them could not: the error of the lowest rank."""
+        error = ""
+        try:
+            self._stage = load_stage(self.context, self.deployment, lambda fraction: True)
+            self._drafts = load_drafts(self.context, self.deployment, lambda fraction: True)
+            if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
+                complain(NO_AMX)
+            if self._stage:
+                self._costs[0] = time_loaded(self.context, self.deployment, self._stage)
+            self._refiner_costs = {
+                number: time_loaded(self.context, self.deployment, draft, number)
+                for number, draft in self._drafts.items()
+                if number
+            }
+        except UserError as caught:
+            error = str(caught)
+        reports = self._reports()
+        costs = {rank: report.get("cost_s", {}) for rank, report in reports.items()}
+        self._costs |= {rank: costs[rank] for rank in self._ranks if rank}
+        for number, stages in enumerate(self.deployment.plan.refiners, start=1):
+            if number not in self._drafts:
+                self._refiner_costs[number] = slowest_stage([costs.get(stage.rank, {}) for stage in stages])
+        error = first_error({0: {"error": error}} | reports)
+        self._connect()
+        if error:
+            self.close()
+            raise UserError(error)
+        self._engine = self._make_engine()
+        on_gpu = {0: gpu_layers(self.context.options) != 0} | {rank: each["on_gpu"] for rank, each in reports.items()}
+        line = inexact_line(self.context.options.numerics, [rank for rank in self._ranks if on_gpu[rank]])
+        if line:
+            complain(line)
+
+    def _connect(self) -> None:
+        """Make this rank's ends of the pipelines, its own stages among them."""
+        context, deployment, worker = self.context, self.deployment, None
+        comm, courier = context.link.comm, make_courier(context, deployment)
+        if self._stage:
+            worker = make_worker(context, deployment, self._stage)
+        n_bytes = verdict_bytes(deployment.n_rows_max)
+        self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, courier)
+        for number, stages in enumerate(deployment.plan.refiners, start=1):
+            draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]
+            asker = make_draft_worker(context, deployment, number, draft) if draft else None
+            self._larger[number] = HeadPipeline(comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier)
+
+    @property
+    def _pipelines(self) -> list[HeadPipeline[Any]]:
+        return [*([self._pipeline] if self._pipeline else []), *self._larger.values()]
+
+    def _make_engine(self) -> Engine:
+        context, deployment, options = self.context, self.deployment, self.context.options
+        assert self._pipeline
+        pool = SequencePool(options.n_seq, deployment.n_cells, parked=options.numerics == "exact")
+        drafts = [
+            Level(
+                pipeline, SequencePool(options.n_seq, deployment.n_cells), n_chunk=N_GUESS_ROWS,
+                n_rows=largest_question(self._refiner_costs[number]),
+            )
+            for number, pipeline in self._larger.items()
+        ]  # fmt: skip
+        target = Level(self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=N_GUESS_ROWS, blocks=deployment.blocks)
+        if self._drafts:
+            self._drafter = make_drafter(deployment, options, self._drafts[0])
+        drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter
+        slowest = slowest_stage(list(self._costs.values()))
+        return Engine(
+            target, drafter, HeadWaiter(context.flag.check, self._pipeline), CLOCK,
+            drafts=drafts, run_cost=RunCost(slowest) if slowest else None,
+        )  # fmt: skip
+
+    def generate(
+        self,
+        asked: GenerationRequest,
+        options: RunOptions,
+        policy: Policy,
+        on_tokens: Callable[[Sequence[int]], None],
+        on_prompt: Callable[[int], None] | None = None,
+    ) -> Generation:
+        """One request, alone, to its end, also when the user stops it.
+
+        `options`: of them those that need no other models, ablations. `on_prompt` hears how many rows of the prompt
+        have been evaluated.
+        """
+        engine = self._set_up(options)
+        request, metrics = asked.open(next(self._request_ids)), RequestMetrics(self.context.tracer, on_prompt)
+        engine.add(request, policy, metrics)
+        self._drive(engine, request, on_tokens)
+        return self._collect(request, metrics)
+
+    def _set_up(self, options: RunOptions) -> Engine:
+        """The engine as this request wants it; no other one may be open."""
+        assert self._engine, "the session is not open"
+        self._engine.target.cancel = options.cancel
+        pools = [level.pool for level in self._engine.levels] + ([self._drafter.pool] if self._drafter else [])
+        for pool in pools:
+            if pool.n_seq != options.n_seq:
+                pool.resize(options.n_seq)
+        return self._engine
+
+    def _collect(self, request: Request, metrics: RequestMetrics) -> Generation:
+        """What every rank did since the last request."""
+        assert self._pipeline
+        for each in self._pipelines:
+            each.ask_reports()
+        figures = {0: self.context.take_figures(self._pipeline.worker, self._pipeline.outbox, None)} | self._reports()
+        plan = self.deployment.plan
+        asked = {number: pipeline.take_ledger() for number, pipeline in self._larger.items()}
+        ledgers = {stage.rank: asked[number] for number in asked for stage in plan.drafts[number]}
+        row_s = {rank: cost[1] for rank, cost in self._costs.items()}
+        return Generation(request, metrics, self._pipeline.take_ledger(), figures, ledgers, row_s)
+
+    def close(self) -> None:
+        """Send the stages home and free what this rank holds."""
+        for pipeline in self._pipelines:
+            pipeline.shutdown()
+        for model in (self._stage, *self._drafts.values()):
+            if model:
+                model.close()
+
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        """One report of every remote rank."""
+        reports: dict[int, dict[str, Any]] = {}
+        while len(reports) < len(self.remote_ranks):
+            rank, report = Idle().until(self.context.link.next_report)
+            reports[rank] = report
+            if "loaded_s" in report:
+                self.on_loaded(rank, report["loaded_s"])
+        return reports
+
+    def _drive(self, engine: Engine, request: Request, on_tokens: Callable[[Sequence[int]], None]) -> None:
+        try:
+            if not request.n_predict:
+                engine.stop(request, Finish.LENGTH)
+            for emission in engine.generate():
+                on_tokens(emission.tokens)
+        except StopRequested:
+            _drain(engine, request)
+
+
+def first_error(reports: Mapping[int, Mapping[str, Any]]) -> str:
+    """That of the lowest rank; empty if all is well."""
+    return next((report["error"] for _, report in sorted(reports.items()) if report.get("error")), "")
+
+
+def _drain(engine: Engine, request: Request) -> None:
+    engine.stop(request)
+    for _ in engine.generate():
+        raise AssertionError("a stopped request emitted tokens")

@@ -1,0 +1,128 @@
+"""One MPI job from start to end, on every rank: connect, agree on a plan, do the rank's part, leave together."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from pipeinfer.cluster.cores import Host, other_clocks, this_host
+from pipeinfer.cluster.launch import check_size, end_job, is_first_here, rank_from_environment, size_from_environment
+from pipeinfer.cluster.roster import check_alike, own_words, places
+from pipeinfer.cluster.transport import Link, abort
+from pipeinfer.cluster.watch.segments import marking, sweep
+from pipeinfer.cluster.watch.watch import Watch
+from pipeinfer.errors import UserError
+from pipeinfer.job.bus_error import report_bus_errors
+from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.prepare import prepare
+from pipeinfer.job.request import GenerationRequest
+from pipeinfer.job.signals import on_signals
+from pipeinfer.job.stop import StopFlag, Stopper
+from pipeinfer.models.llama.ggml import load_library
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.observe.trace import Tracer
+
+Prepared = tuple[Deployment, GenerationRequest, Tokenizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """All ranks of a job, as one of them sees them."""
+
+    link: Link
+    flag: StopFlag
+    watch: Watch
+    hosts: list[Host]
+
+    def context(self, options: RunOptions, deployment: Deployment) -> Context:
+        """What this rank needs for its part of a plan. Collective: clocks that may differ are compared."""
+        self.watch.describe(deployment.plan.describe(self.link.rank))
+        tracer = Tracer(CLOCK, on=options.trace is not None)
+        return Context(options, self.link, self.flag, tracer, self.link.clock_offset_s(CLOCK, other_clocks(self.hosts)))
+
+
+def run_job(options: RunOptions) -> int:
+    """`pipeinfer run`, on every rank; returns the exit code, the same on all of them when the input is at fault."""
+    return start_job(lambda crew: _run(crew, options), options, options.verbose)
+
+
+def start_job(part: Callable[[Crew], int], settings: object, verbose: bool) -> int:
+    """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code.
+
+    `settings`: a dataclass of all that was asked for, which must be the same on every rank. Raises UserError, on every
+    rank and with MPI ended, when ranks do not fit together.
+    """
+    flag, end = StopFlag(), partial(end_job, abort=abort)
+    watch = Watch(rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason))
+    stopper = Stopper(flag, watch, end)
+    on_signals(stopper.on_signal)
+    if is_first_here():
+        threading.Thread(target=sweep, daemon=True).start()
+    with marking():
+        link = Link()
+    _meet(link, watch, settings)
+    with watch:
+        try:
+            hosts = link.all_gather(this_host(socket.gethostname()))
+            if link.rank:
+                _get_ready()
+            with report_bus_errors(watch.fault):
+                code = part(Crew(link, flag, watch, hosts))
+        except Exception:
+            if verbose:
+                traceback.print_exc()
+            raise  # the watch says it in one line and ends the job
+        link.finalize()
+    return flag.exit_code or code
+
+
+def _meet(link: Link, watch: Watch, settings: object) -> None:
+    """Join the watch, if the ranks fit together."""
+    try:
+        check_size(link.size)
+        all_words = link.all_gather(own_words(settings))
+        check_alike(all_words)
+    except UserError:
+        link.finalize()
+        watch.close()
+        raise
+    watch.join(places(all_words), link.broadcast)
+
+
+def _get_ready() -> None:
+    """What every other rank can do while rank 0 plans."""
+    import pipeinfer.job.worker  # noqa: F401
+
+    load_library()
+
+
+def _run(crew: Crew, options: RunOptions) -> int:
+    link = crew.link
+    prepared, error = _prepare(options, crew.hosts) if link.rank == 0 else (None, "")
+    deployment, error = link.broadcast((prepared and prepared[0], error) if link.rank == 0 else None)
+    if deployment is None:
+        if link.rank == 0:
+            complain(error)
+        return 2
+    context = crew.context(options, deployment)
+    if not prepared:
+        from pipeinfer.job.worker import run_stage
+
+        return run_stage(context, deployment)
+    from pipeinfer.job.head import Head  # draws: only rank 0 pays for importing what it draws with
+
+    return Head(context, *prepared).run()
+
+
+def _prepare(options: RunOptions, hosts: list[Host]) -> tuple[Prepared | None, str]:
+    """On rank 0; else what is wrong."""
+    try:
+        return prepare(options, hosts), ""
+    except UserError as error:
+        return None, str(error)

@@ -1,0 +1,82 @@
+"""Ctrl-C and SIGTERM in a job: rank 0 stops it, in order and with the text kept once there is one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeinfer.cluster.watch.handshake import write_line
+from pipeinfer.cluster.watch.watch import Watch
+from pipeinfer.errors import StopRequested
+from pipeinfer.job.signals import HEAD_FIRST_S, show_cursor
+
+ORDERLY_S = 1.2
+"""How long an orderly stop may take before the job is ended where it stands."""
+
+
+class StopFlag:
+    """Set by a signal or by another rank; `check` turns it into `StopRequested`, once.
+
+    `orderly`: there is something to keep, so rank 0 stops in order; before, the job is ended where it stands.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.exit_code = 0
+        self.orderly = False
+        self._raised = False
+
+    def set(self, reason: str, exit_code: int = 1) -> None:
+        if not self.reason:
+            self.reason, self.exit_code = reason, exit_code
+
+    def note(self, reason: str, exit_code: int) -> None:
+        """Set by the caller itself, who needs no exception to learn of it."""
+        self.set(reason, exit_code)
+        self._raised = True
+
+    def check(self) -> None:
+        if self.reason and not self._raised:
+            self._raised = True
+            raise StopRequested(self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopper:
+    """What a rank of a job does when it is asked to stop. `end` ends all ranks at once."""
+
+    flag: StopFlag
+    watch: Watch
+    end: Callable[[int], object]
+
+    def on_signal(self, number: int) -> None:
+        """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes SIGTERM on.
+
+        Not before rank 0 would have said its own: a launcher that ends hands SIGTERM to every rank, in any order.
+        """
+        name = "interrupted" if number == signal.SIGINT else "terminated"
+        if self.watch.rank == 0:
+            self._stop(name, 128 + number)
+        elif not self.watch.joined:
+            time.sleep(HEAD_FIRST_S)
+            self.end(128 + number)
+        elif number == signal.SIGTERM:
+            time.sleep(HEAD_FIRST_S)
+            self.watch.ask_stop(f"rank {self.watch.rank} was {name}")
+
+    def on_request(self, reason: str) -> None:
+        """On rank 0, when another rank was asked to stop."""
+        if not self.flag.reason:
+            threading.Thread(target=self._stop, args=(reason, 1), daemon=True).start()
+
+    def _stop(self, reason: str, code: int) -> None:
+        self.flag.set(reason, code)
+        self.watch.ask_stop(reason)  # so that the deaths that follow are no news
+        if self.flag.orderly:
+            time.sleep(ORDERLY_S)
+            write_line(f"{reason}; ended where it stood, after {ORDERLY_S:g} s without an orderly end")
+        show_cursor()
+        self.end(code)

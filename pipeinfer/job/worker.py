@@ -1,0 +1,66 @@
+"""The rank of a stage, of the target or of a larger draft, from loading to the shutdown."""
+
+from __future__ import annotations
+
+import socket
+
+from pipeinfer.cluster.pace import LoadedModel
+from pipeinfer.cluster.serve import serve
+from pipeinfer.cluster.stage import StageWorker
+from pipeinfer.cluster.transport import Outbox
+from pipeinfer.errors import UserError
+from pipeinfer.job.context import CLOCK, Context
+from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.load import (
+    gpu_layers,
+    load_drafts,
+    load_stage,
+    make_courier,
+    make_draft_worker,
+    make_worker,
+    time_loaded,
+)
+from pipeinfer.observe.ledger import StageLedger
+
+
+def run_stage(context: Context, deployment: Deployment) -> int:
+    """Load, serve, and send figures home whenever rank 0 asks for them, until it ends the session.
+
+    Returns the exit code.
+    """
+    start_s = ready_s = CLOCK()
+    model = None
+    try:
+        model, number = load_stage(context, deployment, lambda fraction: True), None
+        drafts = load_drafts(context, deployment, lambda fraction: True)
+        if drafts:
+            ((number, model),) = drafts.items()
+        loaded_s = CLOCK() - start_s
+        cost_s = time_loaded(context, deployment, model, number) if model else {}
+        ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
+        on_gpu = gpu_layers(context.options) != 0
+        context.link.report({"loaded_s": loaded_s, "cost_s": cost_s, "on_gpu": on_gpu})
+    except UserError as error:
+        context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
+    ranks = [stage.rank for stage in deployment.plan.pipeline_of(context.rank)]
+    index = ranks.index(context.rank)
+    previous = ranks[index - 1] if index else 0
+    following = ranks[index + 1] if index + 1 < len(ranks) else None
+    courier = make_courier(context, deployment)
+    worker = _make_worker(context, deployment, model) if model else None
+
+    def report(outbox: Outbox, ledger: StageLedger) -> None:
+        context.link.report(context.take_figures(worker, outbox, ledger))
+
+    n_rows, n_embd = deployment.largest_input(context.rank)
+    serve(context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier)
+    if model:
+        model.close()
+    return 0 if model else 2
+
+
+def _make_worker(context: Context, deployment: Deployment, model: LoadedModel) -> StageWorker:
+    drafts = list(deployment.plan.drafts_on(context.rank))
+    if drafts:
+        return make_draft_worker(context, deployment, drafts[0], model)
+    return make_worker(context, deployment, model)

@@ -1,0 +1,204 @@
+"""What a GGUF model is and what its parts weigh, from its header alone. Cuts nothing and loads nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.check_numbers import NumberCheck
+from pipeinfer.models.gguf.contents import FileState, SourceFile, check_unchanged, sample_digest
+from pipeinfer.models.gguf.header import Header, Tensor, Value, read_header, sample_spans
+
+ARCHITECTURES = ("falcon", "llama", "phi3", "qwen2", "qwen3", "qwen3moe")
+"""Those whose chained slices have been tested against the whole model, bit for bit. Mixtral is a `llama`."""
+
+MAX_LAYERS = 512
+
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4", 39: "NVFP4",
+    40: "Q1_0", 41: "Q2_0",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a model is and what its parts weigh. Bytes are as stored in the file.
+
+    layer_bytes              one entry a layer
+    input_bytes              the token table
+    output_bytes             the output head and norms; with tied embeddings the token table counts again
+    kv_bytes_per_cell        one entry a layer: K and V of one token, 2 bytes an element
+    fingerprint              equal on two hosts that hold the same file: of its header and samples of every tensor
+    states                   of each path when its header was read: whether it was written to since, on this host
+    """
+
+    path: Path
+    paths: tuple[Path, ...]
+    architecture: str
+    name: str
+    n_layer: int
+    n_embd: int
+    n_vocab: int
+    n_ctx_train: int
+    quantisation: str
+    n_params: int
+    layer_bytes: tuple[int, ...]
+    input_bytes: int
+    output_bytes: int
+    kv_bytes_per_cell: tuple[int, ...]
+    tied: bool
+    fingerprint: str
+    states: tuple[FileState, ...] = field(repr=False, compare=False)
+    metadata: dict[str, Value] = field(repr=False, compare=False)
+    tensors: tuple[Tensor, ...] = field(repr=False, compare=False)
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the file when its header was read, all parts of a split one."""
+        return sum(state.n_bytes for state in self.states)
+
+    def tensor(self, name: str) -> Tensor | None:
+        return next((tensor for tensor in self.tensors if tensor.name == name), None)
+
+    def check_unchanged(self) -> None:
+        """UserError unless the files are those whose headers were read."""
+        for path, state in zip(self.paths, self.states, strict=True):
+            check_unchanged(path, state)
+
+    def source(self, path: Path) -> SourceFile:
+        """One of `paths`, to compute from. Raises UserError when it has changed."""
+        spans = sample_spans(tensor for tensor in self.tensors if tensor.path == path)
+        return SourceFile(path, lambda fd: sample_digest(fd, spans), self.states[self.paths.index(path)])
+
+
+def read_model_info(path: str | Path) -> ModelInfo:
+    """Read the header of a model, all parts of a split one; UserError when it cannot be used, with the way out."""
+    path = Path(path)
+    headers = _read_parts(path)
+    metadata = headers[0].metadata
+    architecture = _text(metadata, "general.architecture", "")
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"{path}: architecture {architecture!r} cannot be cut into layer slices; "
+                        f"supported are {', '.join(ARCHITECTURES)}")  # fmt: skip
+    tensors = tuple(tensor for header in headers for tensor in header.tensors)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    table = by_name.get("token_embd.weight")
+    n_layer = _number(path, metadata, f"{architecture}.block_count", 0, MAX_LAYERS)
+    if n_layer == 0 or table is None or len(table.shape) != 2:
+        raise UserError(f"{path} holds no layers or no token table (a vocabulary or an adapter?); give a whole model")
+    NumberCheck(path, architecture, metadata).all()
+    output = by_name.get("output.weight")
+    layer_bytes = _layer_bytes(path, tensors, n_layer)
+    n_embd = _number(path, metadata, f"{architecture}.embedding_length", 1, 1 << 20)
+    if table.shape[0] != n_embd or (output is not None and output.shape != table.shape):
+        raise UserError(f"{path} is damaged: its token table of shape {table.shape} does not fit embeddings of length "
+                        f"{n_embd} or its output head; convert the model again")  # fmt: skip
+    ends = sum(tensor.n_bytes for tensor in tensors if not tensor.name.startswith("blk."))
+    return ModelInfo(
+        path=path,
+        paths=tuple(header.path for header in headers),
+        architecture=architecture,
+        name=_text(metadata, "general.name", path.stem),
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_vocab=table.shape[1],
+        n_ctx_train=_number(path, metadata, f"{architecture}.context_length", 1, 1 << 31),
+        quantisation=_quantisation(metadata),
+        n_params=sum(tensor.n_elements for tensor in tensors),
+        layer_bytes=layer_bytes,
+        input_bytes=table.n_bytes,
+        output_bytes=ends - (table.n_bytes if output is not None else 0),
+        kv_bytes_per_cell=_kv_bytes(path, metadata, architecture, n_layer, n_embd),
+        tied=output is None,
+        fingerprint=hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest()[:32],
+        states=tuple(header.state for header in headers),
+        metadata=metadata,
+        tensors=tensors,
+    )
+
+
+def layer_of(tensor_name: str) -> int | None:
+    match = re.match(r"blk\.(\d{1,4})\.", tensor_name)
+    return int(match.group(1)) if match else None
+
+
+def _read_parts(path: Path) -> list[Header]:
+    """The headers of a model's files: one, or all `-0000i-of-0000n` of a split model, in order."""
+    head = read_header(path)
+    count = head.metadata.get("split.count")
+    if count is None or not isinstance(count.value, int) or count.value < 2:
+        return [head]
+    paths = part_paths(path)
+    if len(paths) != count.value:
+        raise UserError(f"{path} is one of {count.value} parts but is not named so; rename it to "
+                        f"NAME-00001-of-{count.value:05}.gguf")  # fmt: skip
+    if path.name != paths[0].name:
+        raise UserError(f"{path} is a later part of a split model; give the first, {paths[0].name}")
+    for part in paths:
+        if not part.exists():
+            raise UserError(f"part {part.name} of the split model {path} is missing; put it into the same directory")
+    return [head, *map(read_header, paths[1:])]
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Where the parts of a model are by its name: all `-0000i-of-0000n` of a split one, in order, else the file."""
+    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if match is None:
+        return [path]
+    n_parts = int(match.group(3))
+    return [path.with_name(f"{match.group(1)}-{i + 1:05}-of-{n_parts:05}.gguf") for i in range(n_parts)]
+
+
+def _layer_bytes(path: Path, tensors: tuple[Tensor, ...], n_layer: int) -> tuple[int, ...]:
+    sizes = [0] * n_layer
+    for tensor in tensors:
+        layer = layer_of(tensor.name)
+        if layer is not None and layer >= n_layer:
+            raise UserError(f"{path} is damaged: tensor {tensor.name} of a model with {n_layer} layers; "
+                            "convert the model again")  # fmt: skip
+        if layer is not None:
+            sizes[layer] += tensor.n_bytes
+    if 0 in sizes:
+        raise UserError(f"{path}: layer {sizes.index(0)} of {n_layer} has no tensors; give a whole model")
+    return tuple(sizes)
+
+
+def _kv_bytes(path: Path, metadata: dict[str, Value], arch: str, n_layer: int, n_embd: int) -> tuple[int, ...]:
+    def per_layer(key: str, default: tuple[int, ...] | None) -> tuple[int, ...]:
+        value = metadata[f"{arch}.{key}"].value if f"{arch}.{key}" in metadata else default
+        values = value if isinstance(value, tuple) else (value,) * n_layer
+        numbers = tuple(item for item in values if isinstance(item, int) and 0 <= item <= 1 << 16)
+        if len(numbers) != n_layer:
+            raise UserError(f"{path} is damaged: {arch}.{key} is {str(value)[:80]} for {n_layer} layers; "
+                            "convert the model again")  # fmt: skip
+        return numbers
+
+    heads = per_layer("attention.head_count", None)
+    heads_kv = per_layer("attention.head_count_kv", heads)
+    # libllama derives the length of a head from the first layer, for all layers
+    default = (n_embd // max(heads[0], 1),) * n_layer
+    key, value = per_layer("attention.key_length", default), per_layer("attention.value_length", default)
+    return tuple(2 * n * (k + v) for n, k, v in zip(heads_kv, key, value, strict=True))
+
+
+def _quantisation(metadata: dict[str, Value]) -> str:
+    value = metadata["general.file_type"].value if "general.file_type" in metadata else None
+    return FILE_TYPES.get(value, "unknown") if isinstance(value, int) else "unknown"
+
+
+def _text(metadata: dict[str, Value], key: str, default: str) -> str:
+    value = metadata[key].value if key in metadata else default
+    return value if isinstance(value, str) else default
+
+
+def _number(path: Path, metadata: dict[str, Value], key: str, low: int, high: int) -> int:
+    value = metadata[key].value if key in metadata else None
+    if not isinstance(value, int) or not low <= value <= high:
+        raise UserError(f"{path}: {key} is {value!r}, {low} to {high} are possible; convert the model again")
+    return value

@@ -1,0 +1,37 @@
+"""Could these numbers come from a sound model? Knows no model."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.errors import ModelFault
+
+
+def check_result(rows: FloatArray, are_logits: bool, where: str) -> None:
+    """ModelFault when a row, (n_rows, n), is not a residual stream or logits that a next step could go on from.
+
+    Every value must be finite, except that logits may be -inf (a token that is ruled out) and must not be all equal.
+    One pass in the ordinary case: a sum is finite if all that it adds up is.
+    """
+    if not rows.size:
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = rows.sum()
+    if not math.isfinite(total):
+        sound = np.isfinite(rows) | (np.isneginf(rows) & are_logits)
+        if not sound.all():
+            bad = rows[~sound][0]
+            raise _fault(
+                f"a value that is no number ({bad}) in row {np.argmin(sound.all(axis=1))} of {len(rows)}", where
+            )
+    if are_logits and rows.shape[1] > 1:
+        for row in np.flatnonzero(rows[:, 0] == rows[:, -1]):
+            if (rows[row] == rows[row, 0]).all():
+                raise _fault(f"the same logit ({rows[row, 0]}) for every token in row {row} of {len(rows)}", where)
+
+
+def _fault(what: str, where: str) -> ModelFault:
+    return ModelFault(f"{where} computed {what}: the model file is damaged; copy or download it again")

@@ -1,0 +1,167 @@
+"""Load libllama quietly, and reach the few functions of libggml that llama_cpp's Python does not export.
+
+llama_cpp is imported by `load_library`, not by importing this module: it takes a while. Knows no stage and no cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections import deque
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.core.interfaces import FloatArray, IntArray
+from pipeinfer.kept import user_kept
+from pipeinfer.models.gguf.contents import SourceFile
+from pipeinfer.models.gguf.header import Tensor
+from pipeinfer.models.llama.threads import spin_briefly
+
+LOG_ERROR = 4
+PROBE_TIMEOUT_S = 20.0
+F32, F16 = 0, 1
+
+_errors: deque[str] = deque(maxlen=4)
+_keep_alive: list[Any] = []
+
+
+@cache
+def load_library() -> ModuleType:
+    """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`)."""
+    spin_briefly(os.environ)
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # dying, it would start a debugger that prints a screenful
+    library = _bindings()
+
+    @library.llama_log_callback
+    def on_log(level: int, text: bytes, _: object) -> None:
+        if level == LOG_ERROR:
+            _errors.append(text.decode("utf-8", "replace").strip())
+
+    _keep_alive.append(on_log)  # ctypes does not hold it, libllama calls it until the process ends
+    library.llama_log_set(on_log, None)
+    library.llama_backend_init()
+    return library
+
+
+def _bindings() -> ModuleType:
+    """llama_cpp's ctypes module, without the package around it: importing that takes longer than loading a small model,
+    and nothing of it is used here."""
+    spec = find_spec("llama_cpp")
+    if "llama_cpp" in sys.modules or spec is None:
+        return import_module("llama_cpp.llama_cpp")
+    sys.modules["llama_cpp"] = module_from_spec(spec)
+    try:
+        return import_module("llama_cpp.llama_cpp")
+    finally:
+        del sys.modules["llama_cpp"]  # whoever imports it gets it whole
+
+
+@cache
+def amx_works() -> bool:
+    """False when libggml has kernels for this processor's matrix tiles, and they crash or multiply wrongly.
+
+    GCC 12 drops most of the tile configuration before it is loaded (its `_tile_loadconfig` claims to read 8 of the 64
+    bytes), and the first multiplication then ends the process: another process tries.
+    """
+    library = load_library()
+    if b"AMX_INT8 = 1" not in library.llama_print_system_info():
+        return True
+    folder = Path(str(library.__file__)).parent / "lib"
+    name, kept = f"amx: {folder} of {folder.stat().st_mtime_ns} on {os.uname().nodename}", user_kept()
+    works = kept.get(name)
+    if not isinstance(works, bool):
+        works = probe_amx(folder)
+        kept.put(name, works)
+    return works
+
+
+def probe_amx(folder: Path) -> bool:
+    """Whether the libggml in `folder` multiplies rightly, or has no AMX kernels for this processor."""
+    probe = [sys.executable, "-I", "-S", str(Path(__file__).with_name("amx_probe.py")), str(folder)]
+    try:
+        done = subprocess.run(probe, capture_output=True, stdin=subprocess.DEVNULL, timeout=PROBE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def last_errors() -> str:
+    """What libllama last complained about, on one line; forgotten once asked for."""
+    text = "; ".join(_errors)
+    _errors.clear()
+    return "".join(sign if sign.isprintable() else "?" for sign in text)  # it quotes what is in damaged files
+
+
+@cache
+def ggml() -> ctypes.CDLL:
+    """libggml-base, next to the libllama in use."""
+    library = load_library()
+    name = "libggml-base.dylib" if sys.platform == "darwin" else "libggml-base.so"
+    base = ctypes.CDLL(str(Path(str(library.__file__)).parent / "lib" / name))
+    base.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    base.ggml_backend_tensor_get.restype = None
+    base.ggml_get_name.argtypes = [ctypes.c_void_p]
+    base.ggml_get_name.restype = ctypes.c_void_p
+    base.ggml_get_type_traits.argtypes = [ctypes.c_int]
+    base.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
+    return base
+
+
+_ToFloat = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+
+
+class _TypeTraits(ctypes.Structure):
+    _fields_ = [
+        ("type_name", ctypes.c_char_p),
+        ("block_size", ctypes.c_int64),
+        ("block_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", _ToFloat),
+        ("from_float_ref", ctypes.c_void_p),
+    ]
+
+
+class TokenTable:
+    """The rows of a token embedding, read from the model file as tokens need them.
+
+    What libllama's own lookup computes, bit for bit (the same conversion of each row), but only rows in use are ever
+    read, and the slice that starts the pipeline needs no vocabulary. Read, not mapped: a model file that is cut off
+    while the job runs is a fault with a name.
+    """
+
+    def __init__(self, tensor: Tensor, source: SourceFile) -> None:
+        """`source` is the tensor's file, which the table closes."""
+        self.n_embd, self.n_vocab = tensor.shape
+        self._row_bytes = tensor.n_bytes // self.n_vocab
+        self._type, self._offset, self._source = tensor.type, tensor.offset, source
+        self._to_float = ggml().ggml_get_type_traits(tensor.type).contents.to_float
+
+    def lookup(self, tokens: IntArray) -> FloatArray:
+        """(n_rows,) token ids -> (n_rows, n_embd) embeddings.
+
+        ValueError for an id outside the vocabulary, ModelFault when the file was changed.
+        """
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.n_vocab:
+            raise ValueError(f"token ids {tokens.min()}..{tokens.max()} for a vocabulary of {self.n_vocab}")
+        out = np.empty((len(tokens), self.n_embd), np.float32)
+        address, stride = out.ctypes.data, 4 * self.n_embd
+        for i, token in enumerate(tokens.tolist()):
+            row = self._source.read(self._row_bytes, self._offset + token * self._row_bytes)
+            if self._type == F32:
+                out[i] = np.frombuffer(row, np.float32)
+            else:
+                self._to_float(row, address + i * stride, self.n_embd)
+        self._source.check()
+        return out
+
+    def close(self) -> None:
+        self._source.close()

@@ -1,0 +1,349 @@
+"""A StageModel on libllama: evaluate a slice of layers, on CPU and GPU builds alike. Knows no MPI and no tokenizer.
+
+The residual stream leaves through libllama's evaluation callback. It is offered every node of the graph; for the last
+node of a layer (`l_out-<i>`) it asks to see the result, copies the last layer's out, and may end the evaluation there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.core.blocks import LARGEST, block_edges
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
+from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.contents import SourceFile
+from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.batch import LlamaBatch
+from pipeinfer.models.llama.check_result import check_result
+from pipeinfer.models.llama.compaction import Compaction
+from pipeinfer.models.llama.params import LlamaParams, largest_part
+from pipeinfer.models.llama.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes
+from pipeinfer.models.llama.threads import ThreadShare
+
+MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
+FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
+NO_SLOT, INVALID_BATCH = 1, -1
+LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
+
+
+class KvCacheFull(RuntimeError):
+    """A batch found no free cells. The cache is as it was before."""
+
+
+class LlamaStage:
+    """Layers [first, last) with their KV cache. A whole model is the stage that is both first and last."""
+
+    def __init__(self, slice_file: SliceFile, params: LlamaParams,
+                 on_progress: Callable[[float], bool] | None = None) -> None:  # fmt: skip
+        """Load the slice and close its file. `on_progress` gets 0..1 and may answer False to abort the loading.
+
+        Raises UserError when the build or the memory does not do, InterruptedError when on_progress aborted.
+        """
+        info = slice_file.info
+        if not 2 <= params.n_seq_max <= MAX_SEQUENCES:
+            raise ValueError(f"n_seq_max {params.n_seq_max}, 2 to {MAX_SEQUENCES} are possible")
+        self.params = params
+        self.is_first, self.is_last = slice_file.is_first, slice_file.is_last
+        self.n_embd, self.n_vocab = info.n_embd, info.n_vocab
+        self.slice_bytes = slice_file.n_bytes
+        self._where = f"layers {slice_file.first}-{slice_file.last - 1} of {info.path}"
+        self._n_layer = slice_file.last - slice_file.first
+        self._spare = params.n_seq_max - 1
+        self._model = self._context = None
+        self._lib = ggml.load_library()
+        self._callback = self._make_callback()
+        # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
+        self._n_part = largest_part(slice_file, params)
+        self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
+        self._sources: tuple[SourceFile, ...] = ()
+        if params.exact:  # its pages are mapped, and must stay as they are
+            self._sources, slice_file.sources = slice_file.sources, ()
+        self._table: ggml.TokenTable | None = None
+        self.threads = ThreadShare(params.n_threads)
+        try:
+            self._model = self._load(slice_file, on_progress)
+            self._table = _token_table(slice_file) if self.is_first and not self.is_last else None
+            self._context = self._create_decoding_context()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            slice_file.close()
+        self._memory = self._lib.llama_get_memory(self._context)
+        self._compaction = Compaction(self._lib, self._context, self._spare)
+        self.n_cells = int(self._lib.llama_n_ctx(self._context))
+        self.kv_bytes = self.n_cells * sum(info.kv_bytes_per_cell[slice_file.first : slice_file.last])
+        self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
+        # untouched pages of this array cost no memory: a stage that only sees small batches stays small
+        self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        """See StageModel. On the first stage batch.hidden is ignored. Raises KvCacheFull, and what `stop` raises.
+
+        ModelFault when the model's file was changed, or the result is no number.
+        """
+        n_rows = len(batch.positions)
+        wanted = batch.wanted if self.is_last else None
+        self._check(n_rows, wanted)
+        self._stop, self._stopped = stop, False
+        self._fault: BaseException | None = None
+        result = self._evaluate_blocks(batch) if batch.n_prompt else self._evaluate_rows(batch, wanted)
+        if result is not None:
+            for source in self._sources:
+                source.check()
+            check_result(result, self.is_last, self._where)
+        return result
+
+    def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
+        n_rows = len(batch.positions)
+        code = self._decode(self._context, batch, self._hidden(batch), wanted)
+        if code == 0 and not self._stopped:
+            return self._logits(wanted) if wanted is not None else self._out[:n_rows]
+        if code not in (NO_SLOT, INVALID_BATCH):
+            self._forget(batch)
+        if self._was_stopped():
+            return None
+        raise self._failure(code, n_rows)
+
+    def _hidden(self, batch: Batch) -> FloatArray | None:
+        """What goes into the first layer; None where libllama looks the tokens up itself."""
+        if not self.is_first:
+            return batch.hidden
+        return self._table.lookup(batch.tokens) if self._table is not None else None
+
+    def _decode(
+        self, context: object, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None,
+        at: int = 0,
+    ) -> int:  # fmt: skip
+        """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
+        self._n_out, self._n_out_end = at, at + len(batch.positions)
+        self._n_at_once = self._n_part if context is self._context else LARGEST
+        n_threads = self.threads.begin()
+        self._lib.llama_set_n_threads(context, n_threads, n_threads)
+        try:
+            return int(self._lib.llama_decode(context, self._batch.fill(batch, hidden, wanted)))
+        finally:
+            self.threads.end()
+
+    def _was_stopped(self) -> bool:
+        if self._fault is not None:
+            raise self._fault
+        return self._stopped
+
+    def _failure(self, code: int, n_rows: int) -> Exception:
+        reason = ggml.last_errors()
+        if code == NO_SLOT:
+            return KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells} cells")
+        return RuntimeError(f"llama_decode of {n_rows} rows in {self._where} failed with {code}: {reason}")
+
+    def _evaluate_blocks(self, batch: Batch) -> FloatArray | None:
+        """Blocks of a prompt: evaluated in a context of their own, their cells taken over into the cache."""
+        first, n_rows, ((seq,), *_) = int(batch.positions[0]), len(batch.positions), batch.seqs
+        prefill = self._prefill_of(seq, first, batch.n_prompt)
+        code = self._evaluate_in(prefill, batch)
+        if code or self._stopped:
+            prefill.forget(first)
+            if self._was_stopped():
+                return None
+            raise self._failure(code, n_rows)
+        if not self._take_over(prefill, seq, first, first + n_rows):
+            prefill.forget(first)
+            raise self._failure(NO_SLOT, n_rows)
+        if first + n_rows == batch.n_prompt:
+            self._drop_prefill(seq)
+        return np.empty((0, self.n_vocab), np.float32) if self.is_last else self._out[:n_rows]
+
+    def _evaluate_in(self, prefill: Prefill, batch: Batch) -> int:
+        """Block by block; the first answer of llama_decode that is not 0, or 0. Stops when told to."""
+        first, hidden = int(batch.positions[0]), self._hidden(batch)
+        edges = [edge - first for edge in block_edges(batch.n_prompt) if first <= edge <= first + len(batch.positions)]
+        assert edges[0] == 0 and edges[-1] == len(batch.positions), f"rows {first} and {edges} on are no whole blocks"
+        for start, end in pairwise(edges):
+            rows = slice(start, end)
+            wanted = np.zeros(end - start, np.bool_) if self.is_last else None
+            block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * (end - start), None, batch.wanted)
+            code = self._decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
+            if code or self._stopped:
+                return code
+        return 0
+
+    def _prefill_of(self, seq: int, first: int, n_rows: int) -> Prefill:
+        """The context of the sequence's prompt of `n_rows` rows, made when it begins."""
+        if first == 0:
+            self._drop_prefill(seq)
+            context = self._create_context(n_rows, LARGEST, LARGEST, N_SEQ, F16)
+            self._prefills[seq] = Prefill(self._lib, context)
+        return self._prefills[seq]
+
+    def _take_over(self, prefill: Prefill, seq: int, first: int, end: int) -> bool:
+        """Give the sequence the prompt's cells at [first, end); False if there is no room for them."""
+        cells, arrival = prefill.cells(first, end), self.params.n_seq_max
+        if not self._lib.llama_state_seq_set_data(self._context, as_bytes(cells), len(cells), arrival):
+            return False
+        self._lib.llama_memory_seq_cp(self._memory, arrival, seq, first, end)
+        self._lib.llama_memory_seq_rm(self._memory, arrival, -1, -1)
+        return True
+
+    def _drop_prefill(self, seq: int) -> None:
+        if seq in self._prefills:
+            self._prefills.pop(seq).close()
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        """See StageModel. Exact numerics park removed cells instead of freeing them, until the next COMPACT."""
+        for op in ops:
+            last = -1 if op.last == POSITION_END else op.last
+            if op.kind == OpKind.COPY:
+                self._lib.llama_memory_seq_cp(self._memory, op.src, op.dst, op.first, last)
+            elif op.kind == OpKind.COMPACT:
+                self._compaction.run()
+            else:
+                if op.first == 0:
+                    self._drop_prefill(op.src)
+                elif op.src in self._prefills:
+                    self._prefills[op.src].forget(op.first)
+                if self.params.exact:
+                    # a freed hole would be refilled out of order, and attention adds up in the order of the cells
+                    self._lib.llama_memory_seq_cp(self._memory, op.src, self._spare, op.first, last)
+                self._lib.llama_memory_seq_rm(self._memory, op.src, op.first, last)
+
+    def next_position(self, seq: int) -> int:
+        return int(self._lib.llama_memory_seq_pos_max(self._memory, seq)) + 1
+
+    def clear(self) -> None:
+        """Forget every sequence: the cache is as after loading."""
+        for seq in list(self._prefills):
+            self._drop_prefill(seq)
+        self._lib.llama_memory_clear(self._memory, False)
+
+    def close(self) -> None:
+        """Free model and cache. May be called twice."""
+        for seq in list(self._prefills):
+            self._drop_prefill(seq)
+        if self._context is not None:
+            self._lib.llama_free(self._context)
+        if self._model is not None:
+            self._lib.llama_model_free(self._model)
+        self._context = self._model = None
+        for source in self._sources:
+            source.close()
+        if self._table is not None:
+            self._table.close()
+
+    def _check(self, n_rows: int, wanted: npt.NDArray[np.bool_] | None) -> None:
+        # libllama ends the whole process on these
+        if not 0 < n_rows <= self.params.n_batch:
+            raise ValueError(f"a batch of {n_rows} rows, 1 to {self.params.n_batch} are possible")
+        if wanted is not None and np.count_nonzero(wanted) > self.params.n_outputs_max:
+            raise ValueError(f"{np.count_nonzero(wanted)} rows want logits, at most {self.params.n_outputs_max} can")
+
+    def _logits(self, wanted: npt.NDArray[np.bool_]) -> FloatArray:
+        """A view of libllama's buffer, rows in the order of the batch."""
+        n_wanted = int(np.count_nonzero(wanted))
+        if n_wanted == 0:
+            return np.empty((0, self.n_vocab), np.float32)
+        address = ctypes.cast(self._lib.llama_get_logits(self._context), ctypes.c_void_p).value
+        buffer = (ctypes.c_float * (n_wanted * self.n_vocab)).from_address(address or 0)
+        return np.ctypeslib.as_array(buffer).reshape(n_wanted, self.n_vocab)
+
+    def _forget(self, batch: Batch) -> None:
+        """Free the batch's cells, the newest of their sequences: the cache is as it was before."""
+        first: dict[int, int] = {}
+        for position, seqs in zip(batch.positions.tolist(), batch.seqs, strict=True):
+            for seq in seqs:
+                first[seq] = min(position, first.get(seq, position))
+        for seq, position in first.items():
+            self._lib.llama_memory_seq_rm(self._memory, seq, position, -1)
+
+    def _make_callback(self) -> object:
+        """The evaluation callback. It runs for every node of every batch, so it does next to nothing for most."""
+        base = ggml.ggml()
+        get, name_of = base.ggml_backend_tensor_get, base.ggml_get_name
+        read, last_name = ctypes.string_at, b"l_out-%d" % (self._n_layer - 1)
+        name_offset = 0
+        row_bytes = 4 * self.n_embd
+
+        def on_node(tensor: int, ask: bool, _: object) -> bool:
+            nonlocal name_offset
+            if ask:
+                # True makes libllama compute up to this node and call again
+                if name_offset == 0:
+                    name_offset = name_of(tensor) - tensor
+                return read(tensor + name_offset, 6) == b"l_out-"
+            try:
+                if not self.is_last and read(tensor + name_offset) == last_name:
+                    n_rows = min(self._n_at_once, self._n_out_end - self._n_out)
+                    get(tensor, self._out.ctypes.data + self._n_out * row_bytes, 0, n_rows * row_bytes)
+                    self._n_out += n_rows
+                    return False
+                # on a build with several backends False only ends the current part of the graph: say it again
+                self._stopped = self._stopped or self._stop()
+            except BaseException as fault:
+                self._fault, self._stopped = fault, True
+            return not self._stopped
+
+        return self._lib.ggml_backend_sched_eval_callback(on_node)
+
+    def _load(self, slice_file: SliceFile, on_progress: Callable[[float], bool] | None) -> object:
+        lib, params = self._lib, self.params
+        if params.n_gpu_layers and not lib.llama_supports_gpu_offload():
+            shown = "all" if params.n_gpu_layers < 0 else params.n_gpu_layers
+            raise UserError(f"this llama-cpp-python has no GPU support: -ngl {shown} needs 0, or a build with "
+                            "CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
+        options = lib.llama_model_default_params()
+        options.n_gpu_layers = self._n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
+        options.use_extra_bufts = not params.exact and ggml.amx_works()
+        # repacking copies the weights: mapped, they would be in memory twice
+        options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
+        go_on = True
+
+        def progress(done: float, _: object) -> bool:
+            nonlocal go_on
+            go_on = on_progress is None or on_progress(done)
+            return go_on
+
+        options.progress_callback = lib.llama_progress_callback(progress)
+        model = lib.llama_model_load_from_file(str(slice_file.path).encode(), options)
+        if not go_on:
+            raise InterruptedError(f"loading {self._where} was aborted")
+        if not model:
+            raise UserError(f"{self._where} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")
+        return model
+
+    def _create_decoding_context(self) -> object:
+        params = self.params
+        # different types keep attention off the kernels whose sums depend on batch size and thread count; what comes
+        # from a prompt's own context arrives in a further sequence
+        n_seq, type_v = params.n_seq_max + params.exact, BF16 if params.mixed_cache else F16
+        return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq, type_v)
+
+    def _create_context(self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, type_v: int) -> object:
+        lib, params = self._lib, self.params
+        options = lib.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = n_cells, n_batch, n_ubatch, n_seq_max
+        # libllama holds logits for one row a sequence at least, and aborts when that is not allowed for here
+        n_outputs = params.n_outputs_max if self.is_last else n_batch
+        options.n_outputs_max = max(n_outputs, n_seq_max)
+        options.n_threads = options.n_threads_batch = params.n_threads
+        options.kv_unified = options.swa_full = options.no_perf = True
+        options.op_offload = False
+        options.flash_attn_type = FLASH_ATTENTION_ON if params.mixed_cache else FLASH_ATTENTION_AUTO
+        options.type_k, options.type_v = F16, type_v
+        options.cb_eval = self._callback
+        context = lib.llama_init_from_model(self._model, options)
+        if not context:
+            raise UserError(f"no KV cache of {n_cells} cells for {self._where}: {ggml.last_errors()}; "
+                            "use a smaller context (-c) or more ranks")  # fmt: skip
+        return context
+
+
+def _token_table(slice_file: SliceFile) -> ggml.TokenTable:
+    table = slice_file.info.tensor("token_embd.weight")
+    assert table is not None, slice_file.info.path
+    return ggml.TokenTable(table, slice_file.info.source(table.path))

@@ -1,0 +1,168 @@
+"""Panels, bars with whiskers, distributions, stacks: what figures are made of. Knows rows only through functions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from pipeinfer.observe.facets import Bar, Series, grouped
+from pipeinfer.observe.results import Record
+
+# Okabe and Ito's palette: told apart with any colour vision; hatches serve those who print in grey
+KNOWN = {"iterative": ("#999999", ""), "speculative": ("#E69F00", "//"), "pipeinfer": ("#0072B2", "")}
+COLOURS = (("#009E73", "\\\\"), ("#D55E00", ""), ("#CC79A7", ".."), ("#56B4E9", ""), ("#F0E442", "xx"))
+FURTHER = tuple((colour, hatch + more) for more in ("", "--", "oo", "++") for colour, hatch in COLOURS)
+USES = {"busy_s": ("busy", "#009E73"), "cancelled_s": ("cancelled runs", "#D55E00"),
+        "waiting_s": ("waiting for a run", "#56B4E9"), "idle_s": ("idle", "#DDDDDD")}  # fmt: skip
+LEGEND_WIDTH = 1.5  # inches an entry takes at least
+LINE_HEIGHT = 0.19  # inches
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#E5E5E5",
+    "hatch.linewidth": 0.6,
+    "svg.hashsalt": "pipeinfer",
+}
+
+Value = Callable[[Record], float]
+
+
+def text_width(texts: Sequence[str]) -> float:
+    """Inches the longest line needs, about."""
+    return max((0.08 * len(line) for text in texts for line in text.split("\n")), default=0.0)
+
+
+def styles(series: Series) -> dict[str, tuple[str, str]]:
+    further, styles = iter(FURTHER * (1 + len(series) // len(FURTHER))), {}
+    for label in series:
+        styles[label] = KNOWN[label] if label in KNOWN else next(further)
+    return styles
+
+
+def panels(n_panels: int, columns: int = 0, width: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """A grid of axes, 10 inches wide at most where the panels allow it."""
+    columns = min(n_panels, columns or max(1, int(10.5 // width)))
+    n_rows = -(-n_panels // columns)
+    figure, grid = plt.subplots(
+        n_rows, columns, figsize=(width * columns, 2.9 * n_rows + 0.5), layout="constrained", squeeze=False
+    )
+    axes = list(grid.flat)
+    for spare in axes[n_panels:]:
+        spare.remove()
+    return figure, axes[:n_panels]
+
+
+def legend(figure: Figure) -> None:
+    """One for all panels: what any of them shows."""
+    shown: dict[str, Any] = {}
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, handle)
+    found = list(shown.values()), list(shown)
+    columns = max(1, min(len(found[1]), int(figure.get_figwidth() / max(LEGEND_WIDTH, 0.6 + text_width(found[1])))))
+    n_lines = sum(1 + label.count("\n") for label in found[1]) / columns
+    figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * max(0.0, n_lines - 1))  # the panels keep their height
+    figure.legend(*found, loc="outside upper center", ncols=columns, frameon=False)
+
+
+def note(figure: Figure, text: str) -> None:
+    """Below all panels, in as many lines as it takes."""
+    figure.supxlabel("\n".join(textwrap.wrap(text, int(16 * figure.get_figwidth()))), fontsize=7, color="#444444")
+
+
+def bar_groups(
+    axes: Axes,
+    groups: Sequence[Any],
+    series: Series,
+    group_of: Callable[[Record], Any],
+    value: Value,
+    styles: dict[str, tuple[str, str]],
+    dots: bool = False,
+    mark: Callable[[Bar], str] = lambda rows: "",
+) -> list[Bar]:
+    """Mean and sample standard deviation of every (group, series), with what `mark` says of its rows on top; with
+    `dots` also every value. Returns the rows of each bar."""
+    width, bars, top = 0.8 / len(series), list[Bar](), 0.0
+    for index, (label, rows) in enumerate(series.items()):
+        found = grouped([row for row in rows if not math.isnan(value(row))], group_of)
+        here = [(at, found[group]) for at, group in enumerate(groups) if group in found]
+        for number, (at, members) in enumerate(here):
+            values, middle = [value(row) for row in members], at - 0.4 + (index + 0.5) * width
+            # one legend entry a series, from its first bar
+            height = _bar(axes, middle, 0.92 * width, values, styles[label], "" if number else label)
+            if dots:
+                height = max(height, *values)
+                spread = np.linspace(-0.3, 0.3, len(values)) * width if len(values) > 1 else [0.0]
+                axes.plot(middle + np.asarray(spread), values, ".", color="black", ms=2.2, alpha=0.5)
+            axes.annotate(mark(members), (middle, height), (0, 2), textcoords="offset points", ha="center",
+                          va="bottom", fontsize=6, linespacing=0.95)  # fmt: skip
+            bars.append(members)
+            top = max(top, height)
+    axes.set_xticks(range(len(groups)), [str(group) for group in groups])
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.set_ylim(0, 1.17 * top or 1.0)
+    return bars
+
+
+def _bar(axes: Axes, middle: float, width: float, values: Sequence[float], style: tuple[str, str], label: str) -> float:
+    """A bar and its whisker, which never reaches below 0; a single value has none. Returns how high it is."""
+    mean, (colour, hatch) = statistics.fmean(values), style
+    axes.bar(middle, mean, width, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4, label=label or None)
+    if len(values) < 2:
+        return mean
+    deviation = statistics.stdev(values)
+    axes.errorbar(middle, mean, [[min(deviation, mean)], [deviation]], color="black", capsize=2.5, lw=0.9)
+    return mean + deviation
+
+
+def cdf(axes: Axes, values: Sequence[float], label: str, colour: str) -> None:
+    if values:
+        shares = np.arange(1, len(values) + 1) / len(values)
+        style = {"#999999": "-", "#E69F00": "--"}.get(colour, "-")
+        axes.step([0.0, *values], [0.0, *shares], where="post", label=label, color=colour, linestyle=style, lw=1.6)
+
+
+def n_ranks(rows: Sequence[Record]) -> int:
+    return max(len(row["busy_s"]) for row in rows)
+
+
+def drafting_ranks(row: Record) -> list[int]:
+    return [rank for rank, role in enumerate(row["roles"].split(";")) if role.startswith("draft")]
+
+
+def stack_ranks(axes: Axes, series: Series) -> None:
+    """For each policy a stacked bar of means a rank; D below it: this rank drafts."""
+    at, ticks, names = 0.0, [], []
+    for label, rows in series.items():
+        first = at
+        for rank in range(n_ranks(rows)):
+            bottom = 0.0
+            for name, (use, colour) in USES.items():
+                shares = [100 * row[name][rank] / row["total_s"] for row in rows if rank < len(row[name])]
+                share = statistics.fmean(shares)
+                axes.bar(at, share, 0.86, bottom, color=colour, edgecolor="white", linewidth=0.4,
+                         label=use if at == 0 else None)  # fmt: skip
+                bottom += share
+            ticks.append(at)
+            names.append(f"{rank}\nD" if rank in drafting_ranks(rows[0]) else str(rank))
+            at += 1
+        axes.text((first + at - 1) / 2, -0.2, label, ha="center", va="top", transform=axes.get_xaxis_transform())
+        at += 0.6
+    axes.set_xticks(ticks, names)
+    axes.text(-0.01, -0.045, "rank", ha="right", va="top", transform=axes.transAxes)
+    axes.set_ylim(0, 100)

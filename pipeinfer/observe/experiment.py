@@ -1,0 +1,49 @@
+"""Which experiment a row of results.csv is of: settings, ablations and models in its words. Knows no job."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.settings import settings_of
+from pipeinfer.observe.results import Record
+
+HASH_DIGITS = 16
+SAMPLING = tuple(field.name for field in fields(SamplingParams))
+
+
+def digest(value: object) -> str:
+    """Digits that two different values do not share, of what `repr` shows in full."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def settings_text(policy: Policy, couple: bool = True, drafting: Sequence[str] = ()) -> str:
+    """What steers the policy, for the tables: `draft 4, width 3`, and what else is not as by default; `drafting`: how
+    its guesses are made."""
+    if not policy.drafts:
+        return ""
+    shown = [
+        f"{name.removeprefix('n_')} {getattr(policy, name):g}"
+        for name, default, setting in settings_of(type(policy))
+        if default is not True and (setting.shown or getattr(policy, name) != default)
+    ]
+    return ", ".join([*shown, *drafting, *([] if couple else ["no-couple-draft"])])
+
+
+def variant_text(policy: Policy, cancel: bool, partitions: bool) -> str:
+    """What an ablation study switched off, by the flags that did it; empty for the whole policy."""
+    off = [setting.flag[2:] for name, _, setting in settings_of(type(policy)) if getattr(policy, name) is False]
+    return ", ".join([*["no-cancel"] * (not cancel), *off, *["no-partitions"] * (not partitions)])
+
+
+def model_columns(model: dict[str, Any], draft: dict[str, Any] | None) -> Record:
+    """The columns about a target and its drafts."""
+    columns = {"": "name", "_bytes": "bytes", "_hash": "hash"}
+    found = {f"model{suffix}": model[name] for suffix, name in columns.items()}
+    found |= {f"model_draft{suffix}": draft[name] if draft else "" for suffix, name in columns.items()}
+    quantisation_draft = draft["quantisation"] if draft else ""
+    return found | {"quantisation": model["quantisation"], "quantisation_draft": quantisation_draft}

@@ -1,0 +1,107 @@
+"""What rank 0 prints on stderr: tables and statistics. Plain text when it is no terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+DEPTHS_SHOWN = 8
+WIDEST = 10_000
+USES = ("busy", "waiting", "idle", "cancelled")  # of a rank's time
+
+
+def stderr_console() -> Console:
+    console = Console(stderr=True, highlight=False)
+    # a pipe has no width: let lines be as long as they are
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=200)
+
+
+def size_text(n_bytes: float) -> str:
+    """`3.2 GB`, three digits at most before the unit changes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 999.5:
+            return f"{n_bytes:.0f} {unit}" if unit in ("B", "kB") else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"
+
+
+def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        numeric = column not in ("host", "role", "layers", "hop")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    if console.measure(table, options=console.options.update(max_width=WIDEST)).maximum > console.width:
+        # cut columns would hide what the user looks for
+        for row in rows:
+            console.print(", ".join(f"{column} {cell}" for column, cell in zip(columns, row, strict=True)))
+        return
+    console.print(table)
+
+
+def number(value: float, digits: int = 2) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def milliseconds(value_s: float) -> str:
+    return "-" if math.isnan(value_s) else f"{1e3 * value_s:.1f} ms"
+
+
+def show_statistics(console: Console, result: dict[str, Any]) -> None:
+    """The end of a run, from the same object that --json prints."""
+    t, s = result["timings"], result["speculation"]
+    p50, p95, p99 = (milliseconds(t[f"itl_p{rank}_s"]) for rank in (50, 95, 99))
+    console.print(
+        f"prompt      {t['prompt_n']} tokens, {number(t['prompt_per_second'])} tokens/s, "
+        f"TTFT {milliseconds(t['ttft_s'])}"
+    )
+    console.print(
+        f"generation  {t['predicted_n']} tokens, {number(t['predicted_per_second'])} tokens/s, "
+        f"ITL p50 {p50}, p95 {p95}, p99 {p99}"
+    )
+    if s["draft_n"]:
+        console.print(
+            f"speculation acceptance {number(s['acceptance_rate'])} ({s['draft_n_accepted']} of {s['draft_n_judged']} "
+            f"guesses right), hit rate {number(s['hit_rate'])} ({s['draft_n_accepted']} of {s['contested_n']} tokens "
+            f"guessed), {number(s['accepted_length'])} tokens a verdict, draft time {number(s['draft_s'])} s"
+        )
+        depths = ", ".join(
+            f"{depth}: {100 * counts['right'] / counts['n']:.0f}% of {counts['n']}"
+            for depth, counts in list(s["by_depth"].items())[:DEPTHS_SHOWN]
+        )
+        console.print(f"depth       likeliest guess right, by tokens ahead: {depths or '-'}")
+        rows = ", ".join(milliseconds(row_s) for row_s in result["stage_row_s"])
+        console.print(f"costs       draft step {milliseconds(s['draft_step_s'])}; one row in each stage {rows}")
+    for notice in s["notices"]:
+        console.print(f"note        {notice}")
+    console.print(f"runs        {s['runs']}, {s['rows']} rows, {s['runs_cancelled']} cancelled")
+    if s["runs_cancelled"]:
+        n_layers = sum(rank["layers_saved"] for rank in result["ranks"] if "layers_saved" in rank)
+        console.print(f"cancelled   {s['runs_cancelled']} runs, which spared {n_layers} layer evaluations")
+    hops = [
+        f"{hop['from']}->{hop['to']} {hop['messages']} messages, {size_text(hop['bytes'])}"
+        for hop in result["wire"]["hops"]
+    ]
+    if hops:
+        console.print(f"wire        {'; '.join(hops)}")
+
+
+def show_ranks(console: Console, result: dict[str, Any]) -> None:
+    rows = [
+        [
+            str(r["rank"]),
+            r["host"],
+            r["role"],
+            *(f"{100 * r[f'{use}_s'] / max(r['wall_s'], 1e-9):.0f}%" for use in USES),
+            str(r["runs_skipped"] + r["runs_stopped"]),
+            str(r["layers_saved"]),
+            size_text(r["peak_rss_bytes"]),
+        ]
+        for r in result["ranks"]
+    ]
+    show_table(console, ["rank", "host", "role", *USES, "runs saved", "layers saved", "peak memory"], rows)

@@ -1,0 +1,46 @@
+"""How far a draft's confidence can be trusted, learned from how its likeliest guesses fared. Knows no tree."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeinfer.core.runs import Guess
+
+LEARNING_RATE, LARGEST_BIAS = 0.2, 4.0
+"""Of the correction, in log-odds."""
+
+HIT_MEMORY = 16
+"""Verdicts over which the share of right guesses is averaged."""
+
+
+@dataclass
+class Confidence:
+    """Of each draft, a correction of the probability of its first guess (log-odds, online logistic regression on a
+    constant): an overly modest draft would have its chains yield to their siblings, an overly bold one would never
+    branch. `hit_rate`: the share of contested tokens that had been guessed, a running mean.
+    """
+
+    hit_rate: float = 0.5
+    _biases: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def corrected(self, guesses: Sequence[Guess], draft: int) -> Sequence[Guess]:
+        """The first guess's probability moved by the draft's bias, the others scaled to what that leaves."""
+        bias = self._biases[draft]
+        if not guesses or not bias:
+            return guesses
+        first = min(max(guesses[0].probability, 1e-6), 1 - 1e-6)
+        moved = 1 / (1 + (1 - first) / first * math.exp(-bias))
+        rest = (1 - moved) / (1 - first)
+        return [Guess(guesses[0].token, moved), *(Guess(g.token, g.probability * rest) for g in guesses[1:])]
+
+    def judged(self, draft: int, probability: float, right: bool) -> None:
+        """A draft's likeliest guess, held to be so probable after correction, was right or not."""
+        bias = self._biases[draft] + LEARNING_RATE * (right - probability)
+        self._biases[draft] = min(max(bias, -LARGEST_BIAS), LARGEST_BIAS)
+
+    def met(self, guessed: bool) -> None:
+        """A token in whose place guesses stood has come: whether it was among them."""
+        self.hit_rate += (float(guessed) - self.hit_rate) / HIT_MEMORY

@@ -1,0 +1,177 @@
+"""Continuous speculation: a tree's best guesses first, in segments, and ever new ones (FlowSpec, Liu et al. 2025).
+
+Sections III-A to III-D and IV-A. What section III-C has the stages do, pruning by retained sets, is the core's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import ClassVar
+
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.settings import setting
+from pipeinfer.core.tree import Node
+from pipeinfer.policies.limits import MAX_DEPTH, MAX_RUN, MAX_TREE, MAX_WIDTH
+
+SCORE = attrgetter("score")
+Selection = Callable[[Sequence[Node]], list[Node]]
+
+
+@dataclass(unsafe_hash=True)  # by its settings, which stay as they are
+class FlowSpec(Policy):
+    """Rounds of continuous steps: a round lasts while the target's token is among the guesses that were sent.
+
+    `depth`, `tree_size`: of the tree that begins a round (d_0, L_0), the root counted. `width`: nodes of a layer that
+    the draft expands, and guesses after each (k). `segment`: rows of a run (L_seg). `expansion_depth`,
+    `expansion_size`: of what is added to the tree in a round (d_se, L_se).
+
+    The draft here is a plain one, which hears nothing of the target but tokens: what it says after a node depends on
+    no verdict. So a fresh tree from a new root (section III-D) has all that was drafted below that root before: nothing
+    is evaluated again, and d_se counts the layers beyond it, which take the draft its time.
+
+    Ablations of table III: without `scored`, segments go layer by layer; without `expansion`, a round is its first tree
+    alone ("Pruned PP"), and if the stages do not hear what is dead either (--no-cancel), each tree is verified wholly
+    before the next ("Chunk-PP").
+    """
+
+    name: ClassVar[str] = "flowspec"
+    n_seq: ClassVar[int] = 127
+
+    depth: int = setting(5, "--depth", help="Layers of a round's first tree.", least=1, most=MAX_DEPTH, shown=True)
+    tree_size: int = setting(80, "--tree-size", help="Nodes of that tree.", least=1, most=MAX_TREE, shown=True)
+    width: int = setting(10, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
+    segment: int = setting(16, "--segment", help="Rows a run.", least=1, most=MAX_RUN, shown=True)
+    expansion_depth: int = setting(
+        0, "--expansion-depth", help="Layers added in a step; 0: as many as are drafted while a stage works on a run.",
+        most=MAX_DEPTH, shown=True,
+    )  # fmt: skip
+    expansion_size: int = setting(64, "--expansion-size", help="Nodes of these.", least=1, most=MAX_TREE, shown=True)
+    scored: bool = setting(True, "--no-score-order", help="Ablation: segments layer by layer, not the best first.")
+    expansion: bool = setting(True, "--no-expansion", help="Ablation: a round ends with its first tree.")
+    _root: Node | None = field(default=None, init=False, repr=False, compare=False)
+    _layer: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # the last one drafted
+    _end: int = field(default=0, init=False, repr=False, compare=False)  # position of the layer to draft up to
+    _take: Selection | None = field(default=None, init=False, repr=False, compare=False)  # what is done then
+    _sequence: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # S, its unsent part
+
+    # -- sending: step-wise verification (section III-B)
+
+    def send(self, view: View) -> list[Node]:
+        """The next segment, as soon as the first stage can take it."""
+        self._step(view)
+        root = view.tree.root
+        if root is not self._root or (root.run_id is None and self._take):
+            return []
+        segment = view.fitting(self._unsent())[: self.segment]
+        if root.run_id is None:
+            return segment or [root]
+        return [] if view.n_inflight > view.n_stages or (view.n_inflight and view.hold()) else segment
+
+    def _unsent(self) -> list[Node]:
+        """S without what was sent or pruned."""
+        self._sequence = [node for node in self._sequence if node.live and node.run_id is None]
+        return self._sequence
+
+    def _append(self, nodes: Iterable[Node]) -> None:
+        """S, in descending order of the scores: parents come before children, which score no higher."""
+        order = (lambda node: -node.score) if self.scored else (lambda node: (node.position, -node.score))
+        self._sequence = sorted([*self._unsent(), *nodes], key=order)
+
+    # -- drafting
+
+    def draft(self, view: View) -> dict[Node, int]:
+        """The layer that is being expanded, in one batch."""
+        self._step(view)
+        if self._take is None or view.tree.root is not self._root:
+            return {}
+        return {node: self.width for node in self._layer if self._is_open(view, node)}
+
+    @staticmethod
+    def _is_open(view: View, node: Node) -> bool:
+        return not node.expanded and view.may_branch(node)
+
+    def _step(self, view: View) -> None:
+        """What follows from the newest verdicts (section III-A): a new round, or an expansion of the tree."""
+        root = view.tree.root
+        if root is not self._root:
+            if self._continues(view):
+                self._root = root
+                if self.expansion:
+                    self._expand_context_aware(view)
+            elif self._root is None or not view.n_evaluated:
+                self._root = root
+                self._initialise(view)
+        elif self.expansion and self._take is None and not self._unsent() and root.run_id is not None:
+            self._expand_score_aware(view)
+        self._grow(view)
+
+    def _continues(self, view: View) -> bool:
+        """The continuous condition (equation 2): the target's new token was sent already."""
+        return self._root is not None and view.tree.root.run_id is not None
+
+    def _initialise(self, view: View) -> None:
+        """A round's first tree, of d_0 layers, and of them the best L_0 nodes (section III-B)."""
+        self._sequence = []
+        self._draft_from([view.tree.root], self.depth, self._best)
+
+    def _expand_context_aware(self, view: View) -> None:
+        """T_se from the new root, of which d_se layers are drafted now; its best L_se nodes that are new (III-D)."""
+        self._draft_from(self._known(view, [view.tree.root]), self._n_layers(view), self._best_of_fresh)
+
+    def _expand_score_aware(self, view: View) -> None:
+        """Nothing was accepted: d_se layers more, and the best L_se nodes not in the tree yet (section III-D)."""
+        if self._layer:
+            self._draft_from(self._layer, self._n_layers(view), self._best_of_rest)
+
+    def _n_layers(self, view: View) -> int:
+        """d_se, such that drafting takes no longer than a stage (section IV-A)."""
+        if self.expansion_depth or not view.draft_s():
+            return self.expansion_depth or self.depth
+        return max(1, min(int(view.run_s(self.segment) / view.draft_s()), MAX_DEPTH))
+
+    def _draft_from(self, layer: list[Node], n_layers: int, take: Selection) -> None:
+        self._layer, self._end, self._take = layer, layer[0].position + n_layers, take
+
+    def _known(self, view: View, layer: list[Node]) -> list[Node]:
+        """The first layer from there on that has yet to be expanded: down to it the draft has nothing to do."""
+        while layer and not any(self._is_open(view, node) for node in layer) and (below := self._next(view, layer)):
+            layer = below
+        return layer
+
+    def _next(self, view: View, layer: list[Node]) -> list[Node]:
+        """The k nodes of the highest scores among the children of a layer (section III-B)."""
+        return _top([child for node in layer for child in node.children if view.in_reach(child)], self.width)
+
+    def _grow(self, view: View) -> None:
+        """Layer by layer, as far as the draft's guesses are there."""
+        while self._take and not any(self._is_open(view, node) for node in self._layer):
+            self._layer = self._next(view, self._layer)
+            if not self._layer or self._layer[0].position >= self._end:
+                drafted = [node for node in view.tree.nodes if node.position <= self._end and view.in_reach(node)]
+                self._append(self._take(drafted))
+                self._take = None
+
+    # -- which nodes of what was drafted are verified: all are below the root, parents first
+
+    def _best(self, drafted: Sequence[Node]) -> list[Node]:
+        """T_0."""
+        return [node for node in _top(drafted, self.tree_size) if node.run_id is None]
+
+    def _best_of_fresh(self, drafted: Sequence[Node]) -> list[Node]:
+        """T_se without what T has: by path, which is to say by node."""
+        return self._new(_top(drafted, self.expansion_size))
+
+    def _best_of_rest(self, drafted: Sequence[Node]) -> list[Node]:
+        return _top(self._new(drafted), self.expansion_size)
+
+    def _new(self, nodes: Sequence[Node]) -> list[Node]:
+        """Those that are not in the tree T: neither sent nor about to be."""
+        chosen = set(self._sequence)
+        return [node for node in nodes if node.run_id is None and node not in chosen]
+
+
+def _top(nodes: Sequence[Node], n: int) -> list[Node]:
+    """The n nodes of the highest cumulative scores (equation 1), parents before children."""
+    return sorted(nodes, key=SCORE, reverse=True)[:n]

@@ -1,0 +1,66 @@
+"""A dynamic prediction tree, fed to the pipeline layer by layer (PipeDec, Yin et al. 2025, sections 3.2 to 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import ClassVar
+
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.settings import setting
+from pipeinfer.core.tree import Node
+from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
+
+SCORE = attrgetter("score")
+
+
+@dataclass(unsafe_hash=True)  # by its settings, which stay as they are
+class PipeDec(Policy):
+    """Each timestep one layer of the tree enters the pipeline, and the draft expands it meanwhile.
+
+    `children`: guesses after each node (the paper's c). `layer_width`: nodes of a layer at most (w). `group`: stages
+    that act as one (G_i), so that a layer enters only once as many are free.
+
+    A node's `score` is its cumulative log-probability B (section 3.3.3). Which of the draft's guesses make the next
+    layer is decided when it is sent, after the newest verdict has pruned the tree: the update that section 3.3.4 has
+    follow a hit. After a miss the root is new and alone, and so is the tree (section 3.3.2).
+    """
+
+    name: ClassVar[str] = "pipedec"
+    n_seq: ClassVar[int] = 127
+
+    children: int = setting(16, "--children", help="Guesses after each token.", least=1, most=MAX_WIDTH, shown=True)
+    layer_width: int = setting(32, "--layer-width", help="Guesses a run.", least=1, most=MAX_RUN, shown=True)
+    group: int = setting(1, "--group", help="Stages that act as one.", least=1, most=1000, shown=True)
+
+    def send(self, view: View) -> list[Node]:
+        """The next layer, as soon as the first group of stages is through with the one before."""
+        root = view.tree.root
+        if root.run_id is None:
+            return [root]
+        if view.n_inflight >= self._n_groups(view) or (view.n_inflight and view.hold()):
+            return []
+        return self._top(view, self._next_layer(view))
+
+    def draft(self, view: View) -> dict[Node, int]:
+        """All nodes of the layer that was sent last, in one batch."""
+        layer = self._last_layer(view)
+        return {node: self.children for node in layer if not node.expanded and view.may_branch(node)}
+
+    def _n_groups(self, view: View) -> int:
+        return -(-view.n_stages // self.group)
+
+    def _last_layer(self, view: View) -> list[Node]:
+        """X^(l): the deepest nodes that were sent."""
+        sent = [node for node in view.tree.nodes if node.run_id is not None]
+        end = max((node.position for node in sent), default=0)
+        return [node for node in sent if node.position == end]
+
+    def _next_layer(self, view: View) -> list[Node]:
+        """The guesses after it, B^(l+1) in their scores."""
+        return [child for node in self._last_layer(view) for child in node.children if view.in_reach(child)]
+
+    def _top(self, view: View, candidates: Sequence[Node]) -> list[Node]:
+        """D = TopK(Flatten(B^(l+1)), min(w, n^(l) c))."""
+        return view.fitting(sorted(candidates, key=SCORE, reverse=True)[: self.layer_width])

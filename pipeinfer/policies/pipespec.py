@@ -1,0 +1,90 @@
+"""A hierarchy of models, each verifying what the one below it produces (PipeSpec, McDanel et al. 2025, algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.settings import setting
+from pipeinfer.core.tree import Node
+from pipeinfer.policies.limits import MAX_RUN
+
+SYNCHRONOUS_WINDOW = 8
+"""Tokens a draft makes before it waits, in the paper's baseline (section 4.4)."""
+
+
+@dataclass(unsafe_hash=True)  # by its settings, which stay as they are
+class PipeSpec(Policy):
+    """Models M_0 … M_K: M_0 is the smallest draft, M_K the target. No branches: one guess follows each token.
+
+    The output of M_i, the paper's O_i, is the tree's chain of first children down to `_tip(i)`, the newest token that
+    M_i has chosen and nothing larger has replaced. A rejection (lines 6, 7 and 16) needs no message: the token that
+    M_i chose instead becomes the first child, and what hung there before is on nobody's chain any more, unless a
+    larger model comes to choose it after all.
+
+    `lookahead`: tokens that M_i waits for before it verifies them (section 4.4); while M_0 … M_(i-1) can give no more
+    it waits for nothing. Without `asynchronous` (table 1) a model that has made so many rests until they are verified.
+    """
+
+    name: ClassVar[str] = "pipespec"
+
+    lookahead: int = setting(
+        0, "--lookahead", most=MAX_RUN,
+        help=f"Tokens that each model waits for before it verifies them; 0: none, with --no-async {SYNCHRONOUS_WINDOW}."
+    )  # fmt: skip
+    asynchronous: bool = setting(True, "--no-async", help="Ablation: the draft works only while the pipeline is empty.")
+
+    def draft(self, view: View) -> dict[Node, int]:
+        """M_0 makes its next token (line 9)."""
+        return dict.fromkeys(self._taken(view, 0), 1)
+
+    def refine(self, view: View, draft: int) -> dict[Node, int]:
+        """What M_`draft` compares with its own predictions (lines 11 to 14)."""
+        return dict.fromkeys(self._taken(view, draft), 1)
+
+    def send(self, view: View) -> list[Node]:
+        """What M_K does."""
+        return self._taken(view, view.n_drafts)
+
+    def _taken(self, view: View, model: int) -> list[Node]:
+        """The next batch of M_`model`, if it goes now: its newest token, and what the model below produced after it."""
+        if _works(view, model) or self._rests(view, model):
+            return []
+        batch = _batch(view, model)
+        below = range(model) if len(batch) <= self._window else ()
+        waits = any(_works(view, smaller) or self._taken(view, smaller) for smaller in below)
+        if model < view.n_drafts:
+            batch = [node for node in batch if view.may_branch(node) and node.passed_over < max(model, 1)]
+        return [] if waits else batch
+
+    @property
+    def _window(self) -> int:
+        return self.lookahead or (0 if self.asynchronous else SYNCHRONOUS_WINDOW)
+
+    def _rests(self, view: View, model: int) -> bool:
+        """Whether M_`model` waits for a larger one, as only the synchronous models do."""
+        if self.asynchronous or model == view.n_drafts:
+            return False
+        larger = range(model + 1, view.n_drafts + 1)
+        return any(_works(view, each) for each in larger) or len(_batch(view, model + 1)) > self._window
+
+
+def _works(view: View, model: int) -> bool:
+    """Whether M_`model` has a batch in work. The smallest steps while nobody looks."""
+    return model > 0 and (view.n_asked(model) if model < view.n_drafts else view.n_inflight) > 0
+
+
+def _batch(view: View, model: int) -> list[Node]:
+    """From the newest token of M_`model` to the newest of the model below."""
+    chain, n_left = [view.tree.root], view.depth_left
+    while len(chain) < n_left and chain[-1].children:
+        chain.append(chain[-1].children[0])
+    start = _tip(chain, model) if model < view.n_drafts else 0
+    return chain[start : _tip(chain, max(0, model - 1)) + 1]
+
+
+def _tip(chain: list[Node], draft: int) -> int:
+    """Where the output of M_`draft` ends: at the first token after which it has yet to say what follows."""
+    heard = (node.refined >= draft and node.expanded for node in chain)
+    return next((index for index, known in enumerate(heard) if not known), len(chain))

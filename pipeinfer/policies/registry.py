@@ -1,0 +1,29 @@
+"""Policies by name. A new one is a file of its own and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.settings import settings_of
+from pipeinfer.policies.flowspec import FlowSpec
+from pipeinfer.policies.iterative import Iterative
+from pipeinfer.policies.pipedec import PipeDec
+from pipeinfer.policies.pipeinfer import PipeInfer
+from pipeinfer.policies.pipespec import PipeSpec
+from pipeinfer.policies.speculative import Speculative
+
+POLICIES: Mapping[str, type[Policy]] = {
+    kind.name: kind for kind in (Iterative, Speculative, PipeInfer, PipeDec, FlowSpec, PipeSpec)
+}
+
+USUAL = ("iterative", "speculative", "pipeinfer")
+"""What is measured where no policy is named: PipeInfer's figures."""
+
+
+def make_policy(name: str, given: Mapping[str, Any] = {}) -> Policy:
+    """A policy with those of the given settings that are its own."""
+    kind = POLICIES[name]
+    own = {setting for setting, _, _ in settings_of(kind)}
+    return kind(**{setting: value for setting, value in given.items() if setting in own})

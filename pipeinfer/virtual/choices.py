@@ -1,0 +1,253 @@
+"""What target and draft would say, without computing it: recorded from real models, or synthetic. Knows no time.
+
+A context is named by `start`, the position of the last token that is on the target's own path, and `branch`, the wrong
+tokens after it. The target is only asked on its own path: what descends from a wrong guess is dead before its verdict.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from pipeinfer.core.runs import Guess
+from pipeinfer.errors import UserError
+from pipeinfer.outputs import write_file
+
+MAX_WIDTH = 16
+"""Guesses after a context at most."""
+
+Branch = tuple[int, ...]
+
+
+class Choices(Protocol):
+    @property
+    def prompt(self) -> Sequence[int]: ...
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens, the prompt's included, the target's path has."""
+        ...
+
+    def target(self, position: int) -> int:
+        """The token at `position` on the target's path."""
+        ...
+
+    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
+        """What the draft guesses after a context, likeliest first."""
+        ...
+
+
+# -- synthetic
+
+SPREAD = 2.0
+"""alpha + beta of the Beta distribution of the draft's confidence; 2.3 for the shipped pair of models, less for drafts
+that are surer of themselves."""
+
+FURTHER = 0.5
+"""How often a further guess is right if those before it were wrong, as a share of how often the first one is. The
+shipped pair (0.66) has 0.35 for the second and 0.18 for the third guess; PipeDec's figure 3 a top 8 of nearly 1."""
+
+
+def ranks_for(acceptance: float, n_ranks: int = MAX_WIDTH) -> tuple[float, ...]:
+    """How often the right token is the draft's first, second, … guess, if it is the first one `acceptance` of the time.
+
+    Raises UserError unless it is a probability.
+    """
+    if not 0 <= acceptance <= 1:
+        raise UserError(f"an acceptance of {acceptance:g} is no probability; give a number from 0 to 1")
+    again = FURTHER * acceptance
+    return (acceptance, *((1 - acceptance) * again * (1 - again) ** rank for rank in range(n_ranks - 1)))
+
+
+class SyntheticChoices:
+    """A target and a draft that has the right token at rank r with probability `by_rank[r]`.
+
+    The draft is calibrated: the confidence of its best guess is drawn from a Beta distribution with mean `by_rank[0]`,
+    and the guess is right that often. Everything is a pure function of the seed and the context.
+
+    `beside`: another draft of the same target. The two find the same tokens easy: where one is surer the other is too,
+    and the better one is right wherever the other is.
+    """
+
+    N_WRONG = 1 << 12
+
+    def __init__(
+        self,
+        by_rank: Sequence[float],
+        seed: int = 0,
+        n_prompt: int = 128,
+        n_tokens: int = 1 << 20,
+        n_vocab: int = 32000,
+        beside: SyntheticChoices | None = None,
+    ) -> None:
+        """Raises UserError when `by_rank` are no probabilities that add up to 1 at most."""
+        if not by_rank or min(by_rank) < 0 or sum(by_rank) > 1 + 1e-9:
+            raise UserError(
+                f"probabilities by rank {','.join(f'{p:g}' for p in by_rank)}: "
+                "give numbers from 0 to 1 that add up to 1 at most"
+            )
+        self.by_rank, self.seed, self.n_vocab, self.n_tokens = tuple(by_rank), seed, n_vocab, n_tokens
+        self.beside = beside
+        missed = max(1 - by_rank[0], 1e-12)
+        self._tail = list(accumulate(share / missed for share in by_rank[1:]))  # given that the first is wrong
+        self._decay = [share / missed for share in (*by_rank[1:], *[1e-6] * MAX_WIDTH)][: MAX_WIDTH - 1]
+        self._tokens: list[int] = []
+        self._confidence: list[float] = []
+        self._rank: list[int] = []  # of the right token; MAX_WIDTH: not among the guesses
+        self._n_blocks = 0
+        # confidences after wrong tokens: nothing ever comes of them, only their distribution counts
+        self._wrong_confidence = self._confidences(np.random.default_rng([seed, 1]), self.N_WRONG).tolist()
+        self.prompt = [self.target(position) for position in range(n_prompt)]
+
+    def _confidences(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        mean = min(max(self.by_rank[0], 1e-3), 1 - 1e-3)
+        return np.clip(rng.beta(SPREAD * mean, SPREAD * (1 - mean), n), 1e-4, 1 - 1e-4)
+
+    def _extend(self) -> None:
+        """The next block of positions."""
+        confidence, tokens, first, later = (self.beside or self)._block(self._n_blocks)
+        if self.beside:
+            own = self._confidences(np.random.default_rng([self.seed, 2, self._n_blocks]), len(confidence))
+            confidence[np.argsort(confidence)] = np.sort(own)
+        self._n_blocks += 1
+        self._tokens += tokens.tolist()
+        self._confidence += confidence.tolist()
+        # 0 and 1 are meant exactly
+        hits = first < (confidence if 0 < self.by_rank[0] < 1 else self.by_rank[0])
+        self._rank += [
+            0 if hit else self._later_rank(draw) for hit, draw in zip(hits.tolist(), later.tolist(), strict=True)
+        ]
+
+    def _block(self, index: int, n: int = 1024) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of a block of positions: confidences, tokens, the draws for the first guess and for further ones."""
+        rng = np.random.default_rng([self.seed, 0, index])
+        return self._confidences(rng, n), rng.integers(0, self.n_vocab, n), rng.random(n), rng.random(n)
+
+    def _later_rank(self, draw: float) -> int:
+        rank = 1 + bisect_left(self._tail, draw)
+        return rank if rank <= len(self._tail) else MAX_WIDTH
+
+    def target(self, position: int) -> int:
+        while position >= len(self._tokens):
+            self._extend()
+        return self._tokens[position]
+
+    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
+        if branch:
+            h = hash((self.seed, start, *branch))  # integers hash alike in every process
+            return self._list(self._wrong_confidence[h % self.N_WRONG], h % self.n_vocab, MAX_WIDTH, width)
+        right = self.target(start + 1)
+        return self._list(self._confidence[start], right, self._rank[start], width)
+
+    def _list(self, confidence: float, right: int, rank: int, width: int) -> list[Guess]:
+        """`width` guesses, `right` at its rank; the others are its neighbours."""
+        missed = 1 - confidence
+        found = []
+        for index in range(min(width, MAX_WIDTH)):
+            token = right if index == rank else (right + 1 + index) % self.n_vocab
+            found.append(Guess(token, missed * self._decay[index - 1] if index else confidence))
+        return found
+
+
+def synthetic_team(by_rank: Sequence[Sequence[float]], seed: int = 0, n_prompt: int = 128) -> list[SyntheticChoices]:
+    """One target and several drafts, one for each of `by_rank`. Raises UserError as SyntheticChoices does."""
+    first = SyntheticChoices(by_rank[0], seed, n_prompt)
+    return [first, *(SyntheticChoices(ranks, seed, n_prompt, beside=first) for ranks in by_rank[1:])]
+
+
+# -- recorded
+
+FORMAT = "pipeinfer choices 1"
+
+
+@dataclass(slots=True)
+class RecordedChoices:
+    """Choices as they were made: the target's path, and for each context the draft's guesses.
+
+    A context that was never recorded is asked of `draft`, which then is recorded too; without it, a wrong branch gets
+    the guesses of some right context: nothing ever comes of them, only their distribution counts.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    known: dict[tuple[int, Branch], list[tuple[int, float]]]
+    about: dict[str, Any] = field(default_factory=dict)
+    draft: Callable[[list[int]], list[Guess]] | None = None
+    """Guesses after all these tokens."""
+
+    _cache: dict[tuple[int, Branch], list[Guess]] = field(default_factory=dict, init=False)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    def target(self, position: int) -> int:
+        index = position - len(self.prompt)
+        if index >= len(self.tokens):
+            return 0  # beyond the end of the text: guesses there are of no use to anybody
+        return self.tokens[index] if index >= 0 else self.prompt[position]
+
+    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
+        key = (start, branch)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = [Guess(token, probability) for token, probability in self._look_up(key)]
+        return found[:width]
+
+    def _look_up(self, key: tuple[int, Branch]) -> list[tuple[int, float]]:
+        if key not in self.known:
+            start, branch = key
+            if self.draft is not None:
+                path = [self.target(position) for position in range(start + 1)]
+                found = self.draft([*path, *branch])
+                self.known[key] = [(guess.token, guess.probability) for guess in found]
+            else:
+                first = len(self.prompt) - 1
+                other = (first + hash(key) % max(1, len(self.tokens)), ()) if branch else (first, ())
+                return self.known.get(other, [(0, 1e-6)])
+        return self.known[key]
+
+    # -- files
+
+    def save(self, path: Path) -> None:
+        """Raises UserError when the file cannot be written."""
+        contexts = [[start, list(branch), found] for (start, branch), found in sorted(self.known.items())]
+        content = {
+            "format": FORMAT, "about": self.about, "prompt": self.prompt, "tokens": self.tokens, "guesses": contexts,
+        }  # fmt: skip
+        write_file(path, "choices", json.dumps(content, separators=(",", ":")).encode())
+
+    @staticmethod
+    def load(path: Path) -> RecordedChoices:
+        """Raises UserError when the file cannot be read or is something else."""
+        try:
+            content = json.loads(path.read_text())
+        except OSError as error:
+            raise UserError(f"choices {path}: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            raise UserError(
+                f"choices {path}: not JSON; record it anew with `pipeinfer simulate -m … --choices`"
+            ) from None
+        try:
+            if content["format"] != FORMAT:
+                raise ValueError
+            known = {
+                (int(start), tuple(map(int, branch))): [(int(token), float(share)) for token, share in found]
+                for start, branch, found in content["guesses"]
+            }
+            prompt, tokens = [int(token) for token in content["prompt"]], [int(token) for token in content["tokens"]]
+            shares = [share for found in known.values() for _, share in found]
+            if not prompt or not tokens or not all(0 <= share <= 1 for share in shares):
+                raise ValueError
+            return RecordedChoices(prompt, tokens, known, content["about"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise UserError(
+                f"choices {path}: not a file of {FORMAT!r}; record it anew with `pipeinfer simulate -m … --choices`"
+            ) from None

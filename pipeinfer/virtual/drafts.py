@@ -1,0 +1,151 @@
+"""Drafts in virtual time: guesses from recorded or synthetic choices, durations from a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.core.drafting import to_the_end
+from pipeinfer.core.levels import Flight, Level
+from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import Guess, GuessVerdict
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.tree import Node, State, with_ancestors
+from pipeinfer.virtual.choices import Choices
+from pipeinfer.virtual.pipeline import SimPipeline, soonest_s
+
+N_CHUNK = 32
+"""Certain tokens that a larger draft's run carries."""
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What the draft's cache holds of one request: `end` certain tokens, and nodes."""
+
+    end: int = 0
+    nodes: set[Node] = field(default_factory=set)
+
+
+class SimDrafter:
+    """A Drafter that takes its guesses from `choices`, by request id, and the time a draft model would need from the
+    profile. `pipelines`: whose verdicts interrupt it, the target's first."""
+
+    def __init__(
+        self, profile: Profile, choices: Sequence[Choices], pipelines: Sequence[SimPipeline], n_batch: int = 32
+    ) -> None:
+        assert profile.drafts, f"{profile.name} has no draft"
+        self.cost, self.choices, self.pipelines, self.n_batch = profile.drafts[0], choices, pipelines, n_batch
+        self.pipeline = pipelines[0]
+        self.clock, self.settle_s = self.pipeline.clock, profile.head.draft_s
+        self.n_rows = 0
+        self._n_rows_before = 0
+        self._caches: dict[int, _Cache] = {}
+
+    can_open = True
+
+    def open(self, request: Request) -> None:
+        self._caches[request.id] = _Cache()
+
+    def expand(
+        self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
+    ) -> list[list[Guess] | None] | None:
+        cache, choices = self._caches[request.id], self.choices[request.id]
+        if not self._catch_up(request, cache, interrupted):
+            return None
+        fitting = with_ancestors(list(widths), cache.nodes)[: self.n_batch]
+        if not self._compute(len(fitting), fitting[0].position, interrupted):
+            return None
+        cache.nodes.update(fitting)
+        self.clock.advance(self.settle_s)
+        return [guesses_after(node, choices, width) if node in cache.nodes else None for node, width in widths.items()]
+
+    def _catch_up(self, request: Request, cache: _Cache, interrupted: Callable[[], bool]) -> bool:
+        """Evaluate the certain tokens below the root that the draft has not seen; False when the root moved meanwhile.
+
+        As ModelDrafter does it, to the end of each run.
+        """
+        root = request.tree.root
+        while root not in cache.nodes and cache.end < root.position:
+            n_rows = min(self.n_batch, root.position - cache.end)
+            self._compute(n_rows, cache.end, to_the_end(interrupted))
+            cache.end += n_rows
+            if request.tree.root is not root or request.finish:
+                return False
+        return True
+
+    def _compute(self, n_rows: int, context: int, interrupted: Callable[[], bool]) -> bool:
+        """Let the time of one evaluation pass; verdicts that come meanwhile are seen between layers."""
+        self.n_rows += n_rows
+        cost, clock = self.cost, self.clock
+        self.pipeline.drafting = True
+        slower = self.pipeline.crowding()
+        layer_s = slower * cost.layer.at(n_rows, context)
+        reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
+        begun_s = clock.now + slower * cost.before_layers_s(reshapes)
+        end_s = clock.now + slower * cost.seconds(n_rows, context, reshapes)
+        while (verdict_s := self._next_verdict_s(end_s)) < end_s:
+            n_layers = max(1, math.ceil((verdict_s - begun_s) / layer_s)) if layer_s else cost.layers
+            clock.now = max(clock.now, min(begun_s + n_layers * layer_s, end_s))
+            asked_s = clock.now
+            if interrupted():
+                self.pipeline.drafting = False
+                return False
+            # settling and sending took the head some time, in which the draft stood still
+            begun_s, end_s = begun_s + clock.now - asked_s, end_s + clock.now - asked_s
+        clock.now = end_s
+        self.pipeline.drafting = False
+        return True
+
+    def _next_verdict_s(self, end_s: float) -> float:
+        return max(soonest_s(self.pipelines, end_s), min(end_s, self.clock.now))
+
+    def settle(self, request: Request, path: Sequence[Node]) -> None:
+        cache = self._caches[request.id]
+        for node in path:
+            if node in cache.nodes:
+                cache.end = node.position + (node.state is State.RETIRED)
+        cache.nodes = {node for node in cache.nodes if node.live}
+
+    def close(self, request: Request) -> None:
+        del self._caches[request.id]
+
+
+class SimDraftLevel(Level):
+    """A larger draft whose guesses come from `choices`, by request id; its pipeline gives the time."""
+
+    def __init__(self, pipeline: SimPipeline, choices: Sequence[Choices], pool: SequencePool, n_rows: int) -> None:
+        super().__init__(pipeline, pool, n_chunk=N_CHUNK, n_rows=n_rows)
+        self.alone, self.choices = pipeline, choices
+
+    def poll(self) -> tuple[Flight, GuessVerdict] | None:
+        landed = super().poll()
+        if landed is None:
+            return None
+        flight, verdict = landed
+        return flight, GuessVerdict(verdict.run_id, tuple(self._guesses(flight)), verdict.cancelled, verdict.slowest_s)
+
+    def _guesses(self, flight: Flight) -> Iterator[list[Guess]]:
+        for part in flight.parts:
+            yield from ([] for _ in range(part.n_context))
+            choices = self.choices[part.request.id]
+            yield from (guesses_after(node, choices, part.n_wanted(node)) if node.live else [] for node in part.nodes)
+
+
+def guesses_after(node: Node, choices: Choices, width: int) -> list[Guess]:
+    start, branch = fork(node, choices)
+    return choices.guesses(start, branch, width)
+
+
+def fork(node: Node, choices: Choices) -> tuple[int, tuple[int, ...]]:
+    """(position of the last right token on the node's path, the wrong tokens after it)."""
+    path: list[Node] = []
+    step: Node | None = node
+    while step is not None and step.parent is not None:
+        path.append(step)
+        step = step.parent
+    for depth in range(len(path) - 1, -1, -1):
+        if path[depth].token != choices.target(path[depth].position):
+            return path[depth].position - 1, tuple(below.token for below in path[depth::-1])
+    return node.position, ()

@@ -1,0 +1,140 @@
+"""A simulated generation as the same result object, table and trace that a real one gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from pipeinfer import __version__
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.observe.experiment import SAMPLING, digest, model_columns
+from pipeinfer.observe.ledger import head_time, stage_time
+from pipeinfer.observe.metrics import speculation, timings
+from pipeinfer.observe.results import Record
+from pipeinfer.observe.trace import Message, Span, write_chrome_trace
+from pipeinfer.observe.tracks import gaps, head_spans, messages
+from pipeinfer.virtual.pipeline import SimPipeline, SimStage
+from pipeinfer.virtual.simulation import Simulated
+
+
+def make_result(simulated: Simulated, asked: Record) -> dict[str, Any]:
+    """`asked`: what `simulated_columns` gave for it."""
+    request = simulated.request
+    shown = ("policy", "variant", "settings", "seed", "temp", "numerics")
+    models = {
+        role: {"name": asked[role], "bytes": 0, "quantisation": "simulated"} if asked[role] else None
+        for role in ("model", "model_draft")
+    }
+    return {
+        "text": "",
+        "tokens": request.tokens[len(request.prompt) :],
+        "prompt_tokens": list(request.prompt),
+        "finish": request.finish.value if request.finish else None,
+        **{name: asked[name] for name in shown},
+        "version": __version__,
+        "profile": simulated.profile.name,
+        **models,
+        "timings": timings(simulated.metrics),
+        "speculation": speculation(simulated.metrics),
+        "wire": _wire(simulated),
+        "ranks": _ranks(simulated),
+    }
+
+
+def simulated_columns(simulated: Simulated, drafts: Sequence[object], seed: int, repetition: int) -> Record:
+    """Every column that says what was asked, but for those of the policy. `drafts`: what says what each one guesses."""
+    request, profile = simulated.request, simulated.profile
+    virtual = {"bytes": 0, "quantisation": "simulated"}
+    model = {"name": profile.name, "hash": digest(profile)} | virtual
+    draft = {"name": "+".join(["draft"] * len(profile.drafts)), "hash": "+".join(map(digest, drafts))} | virtual
+    ranks = _ranks(simulated)
+    return model_columns(model, draft if profile.drafts else None) | {
+        "options": "",
+        "ranks": len(ranks),
+        "layers": [cost.layers for cost in profile.stages],
+        "threads": [rank["threads"] for rank in ranks],
+        "prompt": f"pp{len(request.prompt)}",
+        "prompt_hash": digest(tuple(request.prompt)),
+        "prompt_n": len(request.prompt),
+        "predicted_n": request.n_predict,
+        **dict.fromkeys(SAMPLING, ""),
+        "seed": seed,
+        "temp": 0.0,
+        "numerics": "virtual",
+        "pace": "",
+        "pace_hash": "",
+        "repetition": repetition,
+    }
+
+
+def _first_rank(simulated: Simulated) -> int:
+    """The rank of the first stage."""
+    return 0 if simulated.profile.head_is_first else max(1, len(simulated.profile.drafts))
+
+
+def _wire(simulated: Simulated) -> dict[str, Any]:
+    pipeline, first = simulated.pipeline, _first_rank(simulated)
+    ranks = [*[0] * (first > 0), *range(first, first + len(pipeline.stages))]
+    hops = [pipeline.first_hop] * (first > 0) + [stage.out for stage in pipeline.stages[:-1]]
+    return {
+        "hops": [
+            {"from": source, "to": dest, "messages": hop.n_messages, "bytes": hop.n_bytes}
+            for hop, (source, dest) in zip(hops, pairwise(ranks), strict=True)
+        ],
+        "cancel_messages": pipeline.ledger.n_cancel_messages,
+    }
+
+
+def _ranks(simulated: Simulated) -> list[dict[str, Any]]:
+    metrics, profile = simulated.metrics, simulated.profile
+    window = (metrics.submitted_s, metrics.finished_s or metrics.submitted_s)
+    head: dict[str, Any] = {"rank": 0, "role": _head_role(profile), "layers": None}
+    rows: list[dict[str, Any]] = []
+    if not profile.head_is_first:
+        rows.append(head | asdict(head_time(simulated.pipeline.ledger, window)))
+    bounds = [0, *accumulate(cost.layers for cost in profile.stages)]
+    layers: list[list[int] | None] = [*[None] * len(profile.drafts[1:]), *map(list, pairwise(bounds))]
+    for (rank, role, pipeline, stage), part in zip(_workers(simulated), layers, strict=True):
+        use = stage_time(stage.ledger.moved(0.0), pipeline.ledger.submitted_s, window)
+        saved = {"runs_skipped": stage.n_skipped, "runs_stopped": stage.n_stopped}
+        rows.append({"rank": rank, "role": role, "layers": part} | saved | asdict(use))
+    return [{"host": f"node{row['rank']}", "threads": 1} | row for row in rows]
+
+
+def _head_role(profile: Profile) -> str:
+    return "draft" if profile.drafts else "head"
+
+
+def _workers(simulated: Simulated) -> Iterator[tuple[int, str, SimPipeline, SimStage]]:
+    """(rank, role, its pipeline, its stage) of the larger drafts, then of the stages."""
+    main, first = simulated.pipeline, _first_rank(simulated)
+    for rank, pipeline in enumerate(main.neighbours[1:], start=1):
+        yield rank, f"draft {rank + 1}", pipeline, pipeline.stages[0]
+    for rank, stage in enumerate(main.stages, start=first):
+        yield rank, stage.cost.name, main, stage
+
+
+def write_trace(path: Path, simulated: Simulated) -> None:
+    """One track a rank. Raises UserError when the file cannot be written."""
+    main, first = simulated.pipeline, _first_rank(simulated)
+    tracks: list[tuple[str, list[Span]]] = []
+    if first:
+        tracks.append((f"rank 0: {_head_role(simulated.profile)}", simulated.tracer.spans + head_spans(main.ledger)))
+    arrows: list[Message] = []
+    for rank, role, pipeline, stage in _workers(simulated):
+        runs, unit = stage.ledger.moved(0.0), "run" if pipeline is main else "question"
+        work = [
+            Span("cancelled" if cancelled else "evaluate", start_s, end_s - start_s, {unit: run_id})
+            for run_id, _, start_s, end_s, cancelled in runs
+        ]
+        tracks.append((f"rank {rank}: {role}", work + list(gaps(runs, pipeline.ledger, unit))))
+        if pipeline is not main:
+            arrows += messages([(rank, runs)], pipeline.ledger, unit)
+    if first:
+        stages = [(rank, stage.ledger.moved(0.0)) for rank, stage in enumerate(main.stages, start=first)]
+        arrows += messages(stages, main.ledger)
+    ordered = [(label, sorted(spans, key=lambda span: span.start_s)) for label, spans in tracks]
+    write_chrome_trace(path, ordered, arrows)

@@ -1,0 +1,280 @@
+"""A pipeline in virtual time: the same runs, order and cancellations, with modelled durations. Deterministic.
+
+As in `serve.serve`, a stage takes runs in their order and looks for a cancellation before a run and between layers; a
+cancelled run still travels, without activations. Nothing here sleeps, computes a model or imports MPI.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
+from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.wire import bytes_before_activations, verdict_bytes
+from pipeinfer.core.runs import NO_TOKEN, Run, Verdict
+from pipeinfer.observe.ledger import HeadLedger, StageLedger
+from pipeinfer.virtual.choices import Choices
+
+NEVER = math.inf
+
+
+class VirtualClock:
+    """Seconds since the start of the simulation; moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A run on its way through the stages."""
+
+    run_id: int
+    n_rows: int
+    context: int
+    bare_bytes: int
+    full_bytes: int
+    tokens: tuple[int, ...]
+    begins: bool = False  # it carries the first blocks of a prompt
+    pruned: list[tuple[float, set[int]]] = field(default_factory=list)  # when the stages know which rows are dead
+    slowest_s: float = 0.0  # of the stages that evaluated it
+    cancelled: bool = False  # a stage has noticed
+    cancel_s: float = NEVER  # when the stages have the head's word
+    answered_s: float = NEVER  # when its verdict is at the head
+    n_dropped: int = 0
+
+    def leave_out(self, now_s: float) -> None:
+        """A stage begins: it and all after it leave out the rows that are known to be dead."""
+        dead = {row for known_s, rows in self.pruned if known_s <= now_s for row in rows}
+        self.n_rows, self.n_dropped = self.n_rows + self.n_dropped - len(dead), len(dead)
+
+
+@dataclass(slots=True)
+class _Hop:
+    """A link in one direction; messages leave one after the other."""
+
+    cost: LinkCost
+    free_s: float = 0.0
+    n_messages: int = 0
+    n_bytes: int = 0
+
+    def arrival(self, now_s: float, n_bytes: int) -> float:
+        self.n_messages += 1
+        self.n_bytes += n_bytes
+        self.free_s = max(now_s, self.free_s) + self.cost.transfer_s(n_bytes)
+        return self.free_s + self.cost.latency_s
+
+
+@dataclass(slots=True)
+class SimStage:
+    """A rank that evaluates: what it costs, what it has to do, what it did."""
+
+    cost: ModelCost
+    out: _Hop
+    queue: deque[_Flight] = field(default_factory=deque)
+    current: _Flight | None = None
+    start_s: float = 0.0
+    idle_since_s: float = 0.0
+    n_rows_before: int = 0
+    layers_s: float = 0.0  # when the layers of the current run begin
+    slower: float = 1.0  # the current run is, because other ranks compute beside it
+    version: int = 0  # of the end of the current run: a cancellation brings it forward
+    ledger: StageLedger = field(default_factory=StageLedger)
+    n_skipped: int = 0
+    n_stopped: int = 0
+
+
+class SimWaiter:
+    """Moves the clock on to what happens next."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+
+    def wait(self, pipelines: Sequence[SimPipeline], timeout_s: float | None = None) -> None:
+        """Raises RuntimeError when nothing is in flight: the engine would wait for ever."""
+        target, now_s = pipelines[0], self.clock.now
+        until_s = soonest_s(pipelines, NEVER if timeout_s is None else now_s + timeout_s)
+        if until_s == NEVER:
+            raise RuntimeError("the engine waits, but nothing is in flight")
+        if until_s > now_s:
+            until_s += target.late_s(until_s - now_s)
+            target.ledger.waits.append((now_s, until_s))
+            self.clock.now = until_s
+
+
+def soonest_s(pipelines: Sequence[SimPipeline], end_s: float) -> float:
+    """When the next verdict is at the head, or `end_s` if that is earlier. The head must do nothing until then."""
+    for pipeline in reversed(pipelines):
+        end_s = pipeline.next_verdict_s(end_s)
+    return end_s
+
+
+class SimPipeline:
+    """The Pipeline of a `Profile` on a virtual clock. Each request's choices come from `choices`, by its id."""
+
+    def __init__(self, profile: Profile, choices: Sequence[Choices], clock: VirtualClock) -> None:
+        self.profile, self.choices, self.clock = profile, choices, clock
+        self.n_stages = profile.n_stages
+        near = LinkCost(0.0, math.inf)
+        self.first_hop = _Hop(near if profile.head_is_first else profile.link)
+        alone = profile.n_ranks == 1
+        self.stages = [SimStage(cost, _Hop(near if alone else profile.link)) for cost in profile.stages]
+        self.ledger = HeadLedger()
+        self._idle = Idle() if profile.sleeps else None
+        self.drafting = False  # the head computes
+        self.neighbours: tuple[SimPipeline, ...] = (self,)  # the target's, larger drafts': what may share a host
+        self._flying: dict[int, _Flight] = {}
+        # (when, tie breaker, stage, run, version): without version it arrives there, else its evaluation ends
+        self._events: list[tuple[float, int, int, _Flight, int | None]] = []
+        self._n_events = 0
+        self._verdicts: deque[_Flight] = deque()
+
+    # -- the Pipeline protocol
+
+    def submit(self, run: Run) -> None:
+        self.ledger.submitted_s[run.id] = self.clock.now
+        self.clock.advance(self.profile.head.run_s)
+        n_extra = sum(len(row.seqs) - 1 for row in run.rows)
+        bare_bytes = bytes_before_activations(len(run.ops), len(run.rows), n_extra, len(run.opens))
+        full_bytes = bare_bytes + 4 * len(run.rows) * self.profile.n_embd
+        tokens = tuple(
+            self.choices[row.request].target(row.position + 1) if row.n_wanted else NO_TOKEN for row in run.rows
+        )
+        flight = _Flight(run.id, len(run.rows), run.context, bare_bytes, full_bytes, tokens, run.begins_blocks)
+        self._flying[run.id] = flight
+        self._schedule(self.first_hop.arrival(self.clock.now, bare_bytes), 0, flight, None)
+
+    def poll(self) -> Verdict | None:
+        flight = self._next_verdict(self.clock.now)
+        if flight is None:
+            return None
+        self._verdicts.popleft()
+        del self._flying[flight.run_id]
+        self.clock.advance(self.profile.head.verdict_s)
+        return Verdict(flight.run_id, () if flight.cancelled else flight.tokens, flight.cancelled, flight.slowest_s)
+
+    def cancel(self, run_ids: Sequence[int]) -> None:
+        self.ledger.n_cancel_messages += self.profile.n_ranks - 1
+        self.ledger.cancels.append((self.clock.now, len(run_ids)))
+        # all that was to happen before now has happened; what is under way is cut short
+        self._run_until(self.clock.now)
+        known_s = self.clock.now + self.profile.link.latency_s
+        for run_id in run_ids:
+            flight = self._flying[run_id]
+            flight.cancel_s = min(flight.cancel_s, known_s)
+            for index, stage in enumerate(self.stages):
+                if stage.current is flight and not flight.cancelled:
+                    self._cut_short(index, stage, flight)
+
+    def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
+        self.ledger.n_cancel_messages += self.profile.n_ranks - 1
+        self._run_until(self.clock.now)
+        known_s = self.clock.now + self.profile.link.latency_s
+        for run_id, dead in rows.items():
+            self._flying[run_id].pruned.append((known_s, set(dead)))
+
+    def next_verdict_s(self, end_s: float) -> float:
+        """When the next verdict is or was at the head; `end_s` if none is by then."""
+        flight = self._next_verdict(end_s)
+        return min(end_s, flight.answered_s) if flight else end_s
+
+    def _next_verdict(self, end_s: float) -> _Flight | None:
+        """The oldest verdict that is at the head by `end_s`."""
+        if not self._verdicts:
+            self._run_until(end_s)
+        return self._verdicts[0] if self._verdicts and self._verdicts[0].answered_s <= end_s else None
+
+    def crowding(self) -> float:
+        """By how much a rank that begins now is slowed down by those that compute beside it on a shared host."""
+        if not self.profile.slowdown:
+            return 1.0
+        n_busy = sum(
+            pipeline.drafting + sum(stage.current is not None for stage in pipeline.stages)
+            for pipeline in self.neighbours
+        )
+        return self.profile.slowdown[min(max(n_busy, 1), len(self.profile.slowdown)) - 1]
+
+    def late_s(self, waited_s: float) -> float:
+        """How late a rank that sleeps between looks notices what it waits for: half a sleep on average."""
+        idle = self._idle
+        if idle is None or waited_s < idle.spin_s:
+            return 0.0
+        return 0.5 * min(max(idle.share * waited_s, idle.shortest_s), idle.longest_s)
+
+    # -- events
+
+    def _schedule(self, when_s: float, stage: int, flight: _Flight, version: int | None) -> None:
+        self._n_events += 1
+        heappush(self._events, (when_s, self._n_events, stage, flight, version))
+
+    def _run_until(self, end_s: float) -> None:
+        """Let everything happen up to `end_s`, or up to the next verdict if that comes first."""
+        events = self._events
+        while events and events[0][0] <= end_s and not self._verdicts:
+            when_s, _, index, flight, version = heappop(events)
+            if index == self.n_stages:
+                flight.answered_s = when_s
+                self.ledger.verdicts.append((when_s, flight.run_id))
+                self._verdicts.append(flight)
+                continue
+            stage = self.stages[index]
+            if version is None:
+                stage.queue.append(flight)
+                if stage.current is None:
+                    self._start(index, stage, when_s + self.late_s(when_s - stage.idle_since_s))
+            elif stage.current is flight and version == stage.version:
+                self._finish(index, stage, flight, when_s)
+
+    def _start(self, index: int, stage: SimStage, now_s: float) -> None:
+        flight = stage.current = stage.queue.popleft()
+        stage.start_s = now_s
+        stage.version += 1
+        if flight.cancelled or flight.cancel_s <= now_s:
+            flight.cancelled = True
+            stage.n_skipped += 1
+            end_s = now_s + stage.cost.run_s
+        else:
+            flight.leave_out(now_s)
+            stage.slower = self.crowding()
+            reshapes, stage.n_rows_before = flight.n_rows != stage.n_rows_before, flight.n_rows
+            rested = now_s > stage.idle_since_s
+            stage.layers_s = now_s + stage.slower * stage.cost.before_layers_s(reshapes, rested, flight.begins)
+            took_s = stage.cost.seconds(flight.n_rows, flight.context, reshapes, rested, flight.begins)
+            end_s = now_s + stage.slower * took_s
+        self._schedule(end_s, index, flight, stage.version)
+        if flight.cancel_s < end_s:
+            self._cut_short(index, stage, flight)
+
+    def _cut_short(self, index: int, stage: SimStage, flight: _Flight) -> None:
+        """The stage leaves after the layer in which the head's word arrives, unless nothing is left to do then."""
+        cost = stage.cost
+        layer_s = stage.slower * cost.layer.at(flight.n_rows, flight.context)
+        n_layers = max(1, math.ceil((flight.cancel_s - stage.layers_s) / layer_s)) if layer_s else cost.layers
+        n_useful = cost.layers if cost.output is NOTHING else cost.layers + 1
+        if not flight.cancelled and n_layers < n_useful:
+            flight.cancelled = True
+            stage.n_stopped += 1
+            stage.version += 1
+            self._schedule(stage.layers_s + n_layers * layer_s, index, flight, stage.version)
+
+    def _finish(self, index: int, stage: SimStage, flight: _Flight, now_s: float) -> None:
+        stage.ledger.note(flight.run_id, stage.idle_since_s, stage.start_s, now_s, flight.cancelled)
+        flight.slowest_s = max(flight.slowest_s, now_s - stage.start_s)
+        if index + 1 == self.n_stages:
+            n_bytes = verdict_bytes(0 if flight.cancelled else flight.n_rows)
+        else:
+            n_bytes = flight.bare_bytes if flight.cancelled else flight.full_bytes
+        self._schedule(stage.out.arrival(now_s, n_bytes), index + 1, flight, None)
+        stage.current, stage.idle_since_s = None, now_s
+        if stage.queue:
+            self._start(index, stage, now_s)

@@ -1,0 +1,307 @@
+"""Clusters described in TOML, by their hardware or by what was measured on them -> a `Profile` of costs.
+
+    [link]              latency_us, gbit_per_s
+    [head]              run_us, verdict_us, draft_us: the engine's own work (optional)
+
+By hardware, as published:
+
+    [nodes.NAME]        gb_per_s, gflop_per_s: what inference reaches; layer_us, run_us: overheads; memory_gb (optional)
+    [[cluster]]         node, count: in pipeline order; the first hosts the head and the draft
+    [models.NAME]       layers, embd, layer_mb, layer_mparam, output_mb, output_mparam; kv_kb: a token and layer
+    [pairs.NAME]        target, draft, acceptance; or drafts and acceptance as lists, the smallest draft first
+
+By measurement:
+
+    embd; blocks: whether prompts are cut into blocks, as with exact numerics (optional)
+    [target]            layer_bytes: of each layer; output_bytes: of the vocabulary at its end; by them the target is
+                        split where it has the draft's rank too (optional)
+    [host]              slowdown: of a host that all ranks share: how many times as long work takes when 1, 2, … of
+                        them compute (optional)
+    [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, run_us, reshape_us,
+                        rest_us; prompt_us: once a prompt in blocks, with its first run; context_ns: a row
+                        and token before the run (one, or one for each number of rows)
+    [[refiners]]        the same, of larger drafts on ranks of their own (optional)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeinfer.cluster.costs import NOTHING, HeadCost, LinkCost, ModelCost, Profile, Work, roofline
+from pipeinfer.cluster.spread import StageRoom, spread_layers
+from pipeinfer.errors import UserError
+from pipeinfer.virtual.toml_table import Table
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_EMBD = 1 << 20
+MAX_LAYERS = 512  # more than any model has; splits are looked for among all that there are
+SHIPPED = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine: what inference reaches of its memory bandwidth and arithmetic; what a layer and a run cost on top."""
+
+    name: str
+    bytes_per_s: float
+    flop_per_s: float
+    layer_s: float
+    run_s: float
+    memory_bytes: float
+
+    def slice_of(self, model: Model, layers: int, is_last: bool) -> ModelCost:
+        layer = roofline(model.layer_bytes, 2 * model.layer_params, self.bytes_per_s, self.flop_per_s, self.layer_s)
+        layer = Work(layer.rows, layer.seconds, (model.kv_bytes / self.bytes_per_s,))
+        output = roofline(model.output_bytes, 2 * model.output_params, self.bytes_per_s, self.flop_per_s)
+        return ModelCost(f"{layers} layers on {self.name}", layers, layer, output if is_last else NOTHING, self.run_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a model reads and computes: a layer, and the vocabulary at its end; `kv_bytes` a token and layer."""
+
+    name: str
+    layers: int
+    n_embd: int
+    layer_bytes: float
+    layer_params: float
+    output_bytes: float
+    output_params: float
+    kv_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFile:
+    """A file, read and ready to be laid out."""
+
+    name: str
+    top: Table
+
+    @property
+    def by_hardware(self) -> bool:
+        return "cluster" in self.top.values
+
+    @property
+    def pairs(self) -> list[str]:
+        return list(self.top.tables("pairs"))
+
+    @property
+    def n_nodes_max(self) -> int:
+        if not self.by_hardware:
+            return len(self.top.list_of("stages")) + 1 + len(self._refiners)
+        return sum(group.count("count", 1) for group in self.top.list_of("cluster"))
+
+    def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
+        """The costs of a model pair on the first `n_nodes` nodes (0: all). With drafts the first nodes are theirs, else
+        the target has all.
+
+        Raises UserError for whatever is wrong with the file or does not fit.
+        """
+        if not self.by_hardware:
+            return self._measured(n_nodes, pair, has_draft)
+        most = self.n_nodes_max
+        target, drafts, acceptance = self._pair(pair)
+        n_drafts = len(drafts) if has_draft else 0
+        if not 1 + n_drafts <= (n_nodes or most) <= most:
+            raise UserError(f"{n_nodes} nodes of {self.name}, which has {most}; give {1 + n_drafts} to {most}")
+        machines = list(self._machines())[: n_nodes or most]
+        hosts = machines[n_drafts:]
+        counts = share_layers(hosts, target)
+        stages = [
+            host.slice_of(target, count, index + 1 == len(hosts))
+            for index, (host, count) in enumerate(zip(hosts, counts, strict=True))
+        ]
+        return Profile(
+            name=f"{self.name}, {pair or self.pairs[0]}, {len(machines)} nodes",
+            n_embd=target.n_embd,
+            stages=tuple(stages),
+            drafts=tuple(
+                machine.slice_of(draft, draft.layers, True)
+                for machine, draft in zip(machines, drafts[:n_drafts], strict=False)
+            ),
+            link=self._link(),
+            head=self._head(),
+            head_is_first=not has_draft,
+            sleeps=True,
+            acceptance=acceptance,
+        )
+
+    def _measured(self, n_nodes: int, pair: str, has_draft: bool) -> Profile:
+        stages = tuple(map(_measured_slice, self.top.list_of("stages")))
+        n_ranks = self.n_nodes_max
+        if n_nodes not in (0, n_ranks):
+            raise UserError(f"{self.name} was measured on {n_ranks} ranks and cannot tell of {n_nodes}; use {n_ranks}")
+        if pair:
+            raise UserError(f"{self.name} was measured with one pair of models; leave --pair {pair} out")
+        drafts = tuple(map(_measured_slice, [self.top.table("draft"), *self._refiners]))
+        return Profile(
+            name=self.name,
+            n_embd=self.top.count("embd", most=MAX_EMBD),
+            stages=stages if has_draft else spread_over(stages, n_ranks, self._sizes(stages)),
+            drafts=drafts if has_draft else (),
+            link=self._link(),
+            head=self._head(),
+            head_is_first=not has_draft,
+            slowdown=self.top.table("host").numbers("slowdown") if "host" in self.top.values else (),
+            acceptance=self.top.numbers("acceptance", len(drafts)) if "acceptance" in self.top.values else (),
+            blocks=self.top.flag("blocks"),
+        )
+
+    def _sizes(self, stages: Sequence[ModelCost]) -> list[float]:
+        """Of each layer, the output table in the last; where they are not known, all alike, and the output by its time.
+
+        Raises UserError when there are more or fewer than the stages have.
+        """
+        n_layers, last = sum(stage.layers for stage in stages), stages[-1]
+        if "target" not in self.top.values:
+            return [last.layer.at(1)] * (n_layers - 1) + [last.layer.at(1) + last.output.at(1)]
+        target = self.top.table("target")
+        *sizes, size = target.numbers("layer_bytes", n_layers)
+        return [*sizes, size + target.number("output_bytes")]
+
+    @property
+    def _refiners(self) -> list[Table]:
+        return self.top.list_of("refiners") if "refiners" in self.top.values else []
+
+    def _machines(self) -> Iterator[Machine]:
+        kinds = self.top.tables("nodes")
+        for group in self.top.list_of("cluster"):
+            name = group.text("node", list(kinds))
+            for _ in range(group.count("count", 1)):
+                yield _machine(name, kinds[name])
+
+    def _pair(self, name: str) -> tuple[Model, list[Model], tuple[float, ...]]:
+        pairs, models = self.top.tables("pairs"), self.top.tables("models")
+        if not pairs:
+            raise UserError(f"{self.name} lacks [pairs.NAME]")
+        name = name or next(iter(pairs))
+        if name not in pairs:
+            raise UserError(f"--pair {name}: {self.name} has {', '.join(pairs)}")
+        pair = pairs[name]
+        target, drafts = pair.text("target", list(models)), pair.texts("draft", "drafts", list(models))
+        found = [_model(draft, models[draft]) for draft in drafts]
+        return _model(target, models[target]), found, pair.numbers("acceptance", len(found))
+
+    def _link(self) -> LinkCost:
+        link = self.top.table("link")
+        return LinkCost(1e-6 * link.number("latency_us"), 1e9 / 8 * link.positive("gbit_per_s"))
+
+    def _head(self) -> HeadCost:
+        head = self.top.table("head", {})
+        return HeadCost(*(1e-6 * head.number(key, 0.0) for key in ("run_us", "verdict_us", "draft_us")))
+
+
+def _machine(name: str, table: Table) -> Machine:
+    return Machine(
+        name,
+        1e9 * table.positive("gb_per_s"),
+        1e9 * table.positive("gflop_per_s"),
+        1e-6 * table.number("layer_us", 0.0),
+        1e-6 * table.number("run_us", 0.0),
+        1e9 * table.number("memory_gb", 1e6),
+    )
+
+
+def _model(name: str, table: Table) -> Model:
+    return Model(
+        name,
+        table.count("layers", most=MAX_LAYERS),
+        table.count("embd", most=MAX_EMBD),
+        1e6 * table.positive("layer_mb"),
+        1e6 * table.positive("layer_mparam"),
+        1e6 * table.positive("output_mb"),
+        1e6 * table.positive("output_mparam"),
+        1e3 * table.number("kv_kb", 0.0),
+    )
+
+
+def _measured_slice(table: Table) -> ModelCost:
+    rows = table.numbers("rows")
+    if list(rows) != sorted(set(rows)) or rows[0] < 1:
+        raise UserError(f"{table.where}: rows = {list(rows)}; they must ascend from 1")
+    layer_s = tuple(1e-3 * value for value in table.numbers("layer_ms", len(rows)))
+    if not all(layer_s):
+        raise UserError(f"{table.where}: layer_ms = {table.values['layer_ms']}; give times above 0")
+    output = NOTHING
+    if "output_ms" in table.values:
+        output = Work(rows, tuple(1e-3 * value for value in table.numbers("output_ms", len(rows))))
+    layer = Work(rows, layer_s, _context_s(table, len(rows)))
+    layers = table.count("layers", most=MAX_LAYERS)
+    fixed_s = [1e-6 * table.number(name, 0.0) for name in ("run_us", "reshape_us", "rest_us", "prompt_us")]
+    return ModelCost(f"{layers} layers", layers, layer, output, *fixed_s)
+
+
+def _context_s(table: Table, n: int) -> tuple[float, ...]:
+    """Of each number of rows, or one for all."""
+    if isinstance(table.values.get("context_ns"), list):
+        return tuple(1e-9 * value for value in table.numbers("context_ns", n))
+    return (1e-9 * table.number("context_ns", 0.0),)
+
+
+def share_layers(machines: Sequence[Machine], model: Model) -> list[int]:
+    """Layers for each machine, so that the slowest stage is as fast as it can be for single rows. Raises UserError."""
+    n_stages, n_layers = len(machines), model.layers
+    slices = [machine.slice_of(model, 1, True) for machine in machines]
+    rows = [(each.layer.at(1), each.layer.at(1) + each.output.at(1)) for each in slices]
+    names = tuple(f"stage {stage}" for stage in range(n_stages))
+    room = StageRoom(
+        needed=lambda _, first, last: (last - first) * model.layer_bytes + model.output_bytes * (last == n_layers),
+        hosts=names,
+        left={name: machine.memory_bytes for name, machine in zip(names, machines, strict=True)},
+        own=(math.inf,) * n_stages,
+    )
+    fewer = n_stages > n_layers
+    counts = None if fewer else spread_layers([[layer_s] * (n_layers - 1) + [last_s] for layer_s, last_s in rows], room)
+    if not counts:
+        n_room = sum(int(machine.memory_bytes // model.layer_bytes) for machine in machines)
+        raise UserError(
+            f"{model.name} has {n_layers} layers and an output table: {n_stages} stages have room for {n_room} layers; "
+            f"give {'fewer' if fewer else 'more'} nodes"
+        )
+    return counts
+
+
+def spread_over(stages: Sequence[ModelCost], n_ranks: int, sizes: Sequence[float]) -> tuple[ModelCost, ...]:
+    """The same layers on all `n_ranks` ranks, the drafts' too, which are taken to be like the first stage's.
+
+    Split as `run` would split them, which knows the layers' sizes and takes all ranks to be equally fast.
+    """
+    n_layers = sum(stage.layers for stage in stages)
+    if n_layers < n_ranks:
+        raise UserError(f"{n_layers} layers were measured: no {n_ranks} stages without a draft")
+    hosts = [*[stages[0]] * (n_ranks - len(stages)), *stages]
+    counts = spread_layers([sizes] * n_ranks) or []
+    outputs = [NOTHING] * (n_ranks - 1) + [stages[-1].output]
+    return tuple(
+        replace(host, name=f"{count} layers", layers=count, output=output)
+        for host, count, output in zip(hosts, counts, outputs, strict=True)
+    )
+
+
+def load_profile(name: str) -> ProfileFile:
+    """A shipped profile by its name, or a file. Raises UserError when there is no such thing, naming those shipped."""
+    path = Path(name)
+    if not path.suffix and not os.path.exists(path):  # False also for a name that no file can have
+        path = SHIPPED / f"{name}.toml"
+    try:
+        top = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no profile {name}; give a TOML file or one of {', '.join(shipped_profiles())}") from None
+    except OSError as error:
+        raise UserError(f"profile {name}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of thousands of digits, a deep nest
+        raise UserError(f"profile {name}: {error}") from None
+    return ProfileFile(path.stem, Table(f"profile {path.name}", top))
+
+
+def shipped_profiles() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))

@@ -1,0 +1,102 @@
+"""One generation in virtual time: the real engine on a `SimPipeline`. Knows no file and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipeinfer.cluster.calibrate import (
+    ROWS,
+    largest_question,
+    slowest_stage,
+)
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.levels import Level
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Request
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.errors import UserError
+from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.observe.trace import Tracer
+from pipeinfer.virtual.choices import Choices
+from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
+from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
+
+N_GUESS_ROWS, N_CHUNK = 32, 128  # as `pipeinfer run` has them
+N_CELLS_SPARE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What one generation gave, in virtual seconds."""
+
+    profile: Profile
+    request: Request
+    metrics: RequestMetrics
+    pipeline: SimPipeline
+    tracer: Tracer
+
+
+def simulate(
+    profile: Profile,
+    choices: Choices,
+    policy: Policy,
+    n_predict: int,
+    *,
+    cancel: bool = True,
+    partitions: bool = True,
+    n_chunk: int = N_CHUNK,
+    larger: Sequence[Choices] = (),
+) -> Simulated:
+    """Generate `n_predict` tokens after the choices' prompt. `cancel`, `partitions`: off for ablation studies.
+
+    `larger`: what each larger draft of the profile guesses. Raises UserError when the choices end before.
+    """
+    n_prompt = len(choices.prompt)
+    if n_prompt + n_predict > choices.n_tokens:
+        raise UserError(
+            f"-n {n_predict} is more than the {choices.n_tokens - n_prompt} tokens that were recorded; "
+            "lower it or record more"
+        )
+    clock = VirtualClock()
+    tracer = Tracer(clock)
+    n_ctx = n_prompt + n_predict
+    n_seq, n_cells = policy.n_seq if partitions else 1, n_ctx + N_CELLS_SPARE
+    target = SimPipeline(profile, [choices], clock)
+    drafts = [_draft_level(profile, number, found, clock, n_seq, n_cells) for number, found in enumerate(larger, 1)]
+    pipelines = (target, *(level.alone for level in drafts))
+    for pipeline in pipelines:
+        pipeline.neighbours = pipelines
+    drafter = SimDrafter(profile, [choices], pipelines) if profile.drafts else None
+    pool = SequencePool(n_seq, n_cells, parked=True)
+    engine = Engine(
+        Level(target, pool, n_chunk=n_chunk, n_rows=N_GUESS_ROWS, cancel=cancel, blocks=profile.blocks), drafter,
+        SimWaiter(clock), clock, drafts=drafts, run_cost=RunCost(row_costs(profile)),
+    )  # fmt: skip
+    request = Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)
+    metrics = RequestMetrics(tracer)
+    engine.add(request, policy, metrics)
+    for _ in engine.generate():
+        pass
+    return Simulated(profile, request, metrics, target, tracer)
+
+
+def _draft_level(
+    profile: Profile, number: int, choices: Choices, clock: VirtualClock, n_seq: int, n_cells: int
+) -> SimDraftLevel:
+    """A larger draft on its own rank, beyond one link."""
+    cost = profile.drafts[number]
+    pipeline = SimPipeline(replace(profile, stages=(cost,), drafts=(), head_is_first=False), [choices], clock)
+    n_rows = largest_question({n_rows: cost.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS})
+    return SimDraftLevel(pipeline, [choices], SequencePool(n_seq, n_cells), n_rows)
+
+
+def row_costs(profile: Profile) -> dict[int, float]:
+    """Rows of a run -> seconds in the slowest stage, for the sizes that a session times."""
+    # reshapes: a session times the sizes in turns
+    return slowest_stage(
+        [{n_rows: stage.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS} for stage in profile.stages]
+    )

@@ -1,0 +1,94 @@
+"""Messages come although nobody but the ranks themselves moves them: whoever computes or sleeps looks often enough."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from pipeinfer.cluster.head_pipeline import HeadPipeline
+from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.transport import N_LOOKS, REST_S, Comm, Inbox, Tag
+from pipeinfer.cluster.wire import decode_verdict, encode_verdict, verdict_bytes
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp, Row, Run, Verdict
+
+
+class Coming:
+    """A request of MPI's that is done after so many looks, and then has put `content` into its buffer."""
+
+    def __init__(self, n_looks: int, content: bytes = b"", buffer: np.ndarray | None = None) -> None:
+        self.n_left, self.content, self.buffer = n_looks, content, buffer
+
+    def Test(self, status: object = None) -> bool:
+        self.n_left -= 1
+        if self.n_left <= 0 and self.buffer is not None:
+            self.buffer[: len(self.content)] = np.frombuffer(self.content, np.uint8)
+        return self.n_left <= 0
+
+    def Cancel(self) -> None:
+        self.n_left = 0
+
+
+class SlowComm:
+    """Messages move one piece a look, of which each takes `n_pieces`."""
+
+    def __init__(self, n_pieces: int, content: bytes) -> None:
+        self.n_pieces, self.content = n_pieces, content
+
+    def Irecv(self, buffer: Sequence[Any], source: int, tag: int) -> Coming:
+        return Coming(self.n_pieces, self.content, buffer[0])
+
+    def Isend(self, message: Sequence[Any], dest: int, tag: int) -> Coming:
+        return Coming(1)
+
+
+def slow_comm(n_pieces: int, content: bytes) -> Comm:
+    return cast(Comm, SlowComm(n_pieces, content))
+
+
+def test_who_has_rested_takes_in_many_pieces_of_a_message() -> None:
+    inbox = Inbox(slow_comm(N_LOOKS + 2, b"text"), 1, Tag.VERDICT, 8)
+    assert inbox.poll() is None, "16 pieces have come"
+    assert inbox.poll() is None, "and at once after that one more"
+    time.sleep(2 * REST_S)
+    message = inbox.poll()
+    assert message is not None and bytes(message[:4]) == b"text"
+    inbox.close(Idle())
+
+
+class ThreeLayers:
+    """A first stage that asks between its layers."""
+
+    n_embd, is_last = 4, False
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        self.between = between
+
+    def apply(self, ops: Sequence[KvOp]) -> None: ...
+
+    def next_position(self, seq: int) -> int:
+        return 0
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
+        for _ in range(3):
+            assert not stop()
+            self.between()
+        return np.zeros((len(batch.positions), 4), np.float32)
+
+
+def test_a_head_that_computes_a_stage_hears_verdicts_meanwhile() -> None:
+    heard: list[bool] = []
+    content = bytes(encode_verdict(Verdict(1, (7,))))
+    worker = StageWorker(
+        ThreeLayers(lambda: heard.append(bool(pipeline.ledger.verdicts))), LocalPrunings(), lambda: 0.0, True
+    )
+    comm = slow_comm(N_LOOKS + 3, content)  # 16 looks before the run, the last ones between its layers
+    pipeline = HeadPipeline(comm, [0, 1], worker, verdict_bytes(1), decode_verdict)
+    pipeline.submit(Run(1, [Row(0, 5, 0, (0,))]))
+    pipeline.work()
+    assert heard[-1] and pipeline.poll() == Verdict(1, (7,))
+    assert pipeline.ledger.verdicts[0][1] == 1
