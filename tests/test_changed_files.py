@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from pipeinfer.errors import ModelFault
 from pipeinfer.job.bus_error import describe, file_at
 from pipeinfer.models.demo import TARGET
+from pipeinfer.models.gguf.contents import SourceFile, sample_digest
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.slice import read_model_info
 from pipeinfer.models.llama.check_result import check_result
@@ -118,6 +120,22 @@ def test_what_is_reported_is_the_model_that_was_computed_from(
     with results.open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert (row["model_hash"], row["model_bytes"]) == (expected["model"]["hash"], str(TARGET.stat().st_size))
+
+
+def test_nonsense_is_blamed_on_a_write_that_is_not_through(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1000))
+    source = SourceFile(path, lambda fd: sample_digest(fd, [(900, 100)]))
+    source.blame()
+    with path.open("r+b", buffering=0) as file:
+        file.write(b"x" * 100)
+        source.check()  # nothing of what is sampled was written yet
+        writer = threading.Timer(0.05, lambda: os.pwrite(file.fileno(), b"x", 950))
+        writer.start()
+        with pytest.raises(ModelFault, match="file was truncated or overwritten"):
+            source.blame()
+        writer.join()
+    source.close()
 
 
 def test_a_model_that_was_touched_is_gone_on_with(model: Path) -> None:

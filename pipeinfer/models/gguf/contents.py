@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from pipeinfer.errors import ModelFault, UserError
 
 BLOCK_BYTES = 4096
+CHECKS_OF_BLAME, BETWEEN_CHECKS_S = 5, 0.1
 CHANGED_WHILE_COMPUTING = ("was truncated or overwritten while the job computed from it; restore the file and start "
                            "again (a file that is renamed into its place does no harm)")  # fmt: skip
 Span = tuple[int, int]
@@ -97,14 +99,29 @@ class SourceFile:
         """ModelFault when the contents are not what they were. Costs a system call, unless the file was touched."""
         try:
             found = os.fstat(self._fd)
-            if found.st_mtime_ns == self._mtime_ns and found.st_size == self._n_bytes:
-                return
-            same = found.st_size == self._n_bytes and self._digest_of(self._fd) == self._digest
+        except OSError:
+            raise self.fault() from None
+        if found.st_mtime_ns == self._mtime_ns and found.st_size == self._n_bytes:
+            return
+        self._check_contents()
+        self._mtime_ns = found.st_mtime_ns  # touched, not changed
+
+    def blame(self) -> None:
+        """ModelFault when the contents are not what they were: for who computed nonsense from them.
+
+        One write may go on for longer than a run takes, and what is sampled may be written last: it is given time.
+        """
+        for _ in range(CHECKS_OF_BLAME):
+            self._check_contents()
+            time.sleep(BETWEEN_CHECKS_S)
+
+    def _check_contents(self) -> None:
+        try:
+            same = os.fstat(self._fd).st_size == self._n_bytes and self._digest_of(self._fd) == self._digest
         except (OSError, EOFError):
             same = False
         if not same:
             raise self.fault()
-        self._mtime_ns = found.st_mtime_ns  # touched, not changed
 
     def fault(self) -> ModelFault:
         return ModelFault(f"{self.path} {CHANGED_WHILE_COMPUTING}")

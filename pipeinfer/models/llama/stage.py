@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pipeinfer.core.blocks import LARGEST, block_edges
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
-from pipeinfer.errors import UserError
+from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
@@ -98,7 +98,12 @@ class LlamaStage:
         if result is not None:
             for source in self._sources:
                 source.check()
-            check_result(result, self.is_last, self._where)
+            try:
+                check_result(result, self.is_last, self._where)
+            except ModelFault:
+                for source in self._sources:
+                    source.blame()
+                raise
         return result
 
     def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
