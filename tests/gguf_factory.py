@@ -21,6 +21,13 @@ PLAIN_TYPES = {
 }
 WORDS = ["▁the", "▁a", "▁of", "▁and", "▁to", "▁in", "▁is", "▁model", "▁token", "▁layer", "▁rank", "▁th"]
 WORDS += ["th", "he", "in", "er", "an", "ing"]
+MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<think>", "</think>", "<|end|>"]
+"""Control tokens at the end of the vocabulary of a model with a chat template; the last of them ends a turn."""
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -52,19 +59,21 @@ class Shape:
 
 
 def write_model(
-    path: Path, shape: Shape | None = None, type_name: str = "Q8_0", with_vocab: bool = True, part_tensors: int = 0
-) -> Path:
+    path: Path, shape: Shape | None = None, type_name: str = "Q8_0", with_vocab: bool = True, part_tensors: int = 0,
+    template: str = "",
+) -> Path:  # fmt: skip
     """A model file in one of PLAIN_TYPES, or, through libllama's quantiser, in Q4_K_M, Q6_K or Q3_K_M.
 
-    part_tensors > 0 splits the file: the first part is `path` with `-00001-of-0000N` in its name.
+    part_tensors > 0 splits the file: the first part is `path` with `-00001-of-0000N` in its name. `template`: of chats,
+    in Jinja; the vocabulary then ends with MARKERS.
     """
     shape = shape or Shape()
     if type_name in PLAIN_TYPES:
         writer = gguf.GGUFWriter(path, shape.arch, split_max_tensors=part_tensors)
-        _write(writer, shape, PLAIN_TYPES[type_name], type_name, with_vocab)
+        _write(writer, shape, PLAIN_TYPES[type_name], type_name, with_vocab, template)
         return path
     plain = path.with_suffix(".f32")
-    _write(gguf.GGUFWriter(plain, shape.arch), shape, PLAIN_TYPES["F32"], "F32", with_vocab)
+    _write(gguf.GGUFWriter(plain, shape.arch), shape, PLAIN_TYPES["F32"], "F32", with_vocab, template)
     quantise(plain, path, type_name)
     plain.unlink()
     return path
@@ -95,10 +104,13 @@ def vocabulary(n_vocab: int) -> tuple[list[bytes], list[float], list[int]]:
 
 
 def _write(
-    writer: gguf.GGUFWriter, shape: Shape, kind: gguf.GGMLQuantizationType, type_name: str, with_vocab: bool
-) -> None:
+    writer: gguf.GGUFWriter, shape: Shape, kind: gguf.GGMLQuantizationType, type_name: str, with_vocab: bool,
+    template: str,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(shape.seed)
-    _add_metadata(writer, shape, type_name, with_vocab)
+    _add_metadata(writer, shape, type_name, with_vocab, bool(template))
+    if template:
+        writer.add_chat_template(template)
 
     def matrix(name: str, *dims: int, scale: float = 1.0) -> None:
         data = rng.standard_normal(dims, np.float32) * np.float32(scale / np.sqrt(dims[-1]))
@@ -166,7 +178,7 @@ def _add_layer(at: str, shape: Shape, matrix: Callable[..., None], vector: Calla
     matrix(at + "ffn_down.weight", embd, ff)
 
 
-def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, type_name: str, with_vocab: bool) -> None:
+def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, type_name: str, with_vocab: bool, with_markers: bool) -> None:
     writer.add_name("random weights")  # libllama changes some vocabularies by the name of the model
     names = {"F32": "ALL_F32"}
     writer.add_file_type(gguf.LlamaFileType[names.get(type_name, f"MOSTLY_{type_name}")])
@@ -192,6 +204,10 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, type_name: str, with_vo
         writer.add_vocab_size(shape.n_vocab)
         return
     tokens, scores, types = vocabulary(shape.n_vocab)
+    if with_markers:
+        tokens[-len(MARKERS) :] = [marker.encode() for marker in MARKERS]
+        types[-len(MARKERS) :] = [CONTROL] * len(MARKERS)
+        writer.add_eot_token_id(shape.n_vocab - 1)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores(scores)

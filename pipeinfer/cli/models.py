@@ -1,4 +1,4 @@
-"""`pipeinfer models`: make models for experiments."""
+"""`pipeinfer models`: look at models, compare them, and make some for experiments."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command, Group
+from pipeinfer.cli.model_check import check_command
+from pipeinfer.cli.model_info import info_command
 from pipeinfer.cli.values import MAX_LAYERS, THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import MAX_CTX
 from pipeinfer.models.demo import TARGET
 from pipeinfer.outputs import check_separate, check_writable, path_of, whole_file
 
-TEXTS = (
-    "def fibonacci(n):\n",
-    "Once upon a time there was a warrior",
-    "import os\n\n\nclass Reader:\n    def __init__(self, path):\n",
-)
 MAX_NOISE = 1000
 TOLERANCE = 0.03
 N_TRIALS = 12
@@ -28,7 +25,11 @@ N_TRIALS = 12
 
 @click.group(cls=Group)
 def models() -> None:
-    """Make models for experiments."""
+    """Look at model files, and make models for experiments."""
+
+
+models.add_command(info_command)
+models.add_command(check_command)
 
 
 @models.command(cls=Command)
@@ -129,7 +130,7 @@ def search_noise(make: Callable[[float], float], wanted: float) -> tuple[float, 
 
 def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Callable[[Path], float]:
     """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is another."""
-    from pipeinfer.models.agreement import acceptance
+    from pipeinfer.models.agreement import TEXTS, acceptance
     from pipeinfer.models.tokenizer import Tokenizer, check_draft
 
     tokenizer = Tokenizer(model)

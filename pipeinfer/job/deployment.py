@@ -14,7 +14,7 @@ from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_s
 from pipeinfer.cluster.room import Memory, check_room
 from pipeinfer.core.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
-from pipeinfer.job.memory import N_GUESS_ROWS, MemoryNeeds, gpu_layers
+from pipeinfer.job.memory import CELLS_PADDING, N_GUESS_ROWS, MemoryNeeds, gpu_layers
 from pipeinfer.job.options import RunOptions, threads_of_rank
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.virtual.profile import load_profile
@@ -90,7 +90,7 @@ class Deployment:
 def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
     """The plan for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when splits, threads or
     memory do not fit."""
-    n_cells = -(-(n_ctx + N_CELLS_SPARE) // 256) * 256
+    n_cells = cells_for(n_ctx)
     split = parse_split(options.layer_split) if options.layer_split else None
     draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
     drafts = sorted((read_model_info(path) for path in options.drafts_in_use), key=lambda draft: draft.n_bytes)
@@ -121,6 +121,11 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
         blocks=blocks,
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
     )
+
+
+def cells_for(n_ctx: int) -> int:
+    """KV cells of every cache for contexts of `n_ctx` tokens."""
+    return -(-(n_ctx + N_CELLS_SPARE) // CELLS_PADDING) * CELLS_PADDING
 
 
 def _way_out(plan: Plan, chosen: bool) -> str:

@@ -15,6 +15,13 @@ from pipeinfer.models.llama.stage import LlamaStage
 
 ROWS = 32  # tokens a batch
 
+TEXTS = (
+    "def fibonacci(n):\n",
+    "Once upon a time there was a warrior",
+    "import os\n\n\nclass Reader:\n    def __init__(self, path):\n",
+)
+"""What pairs are measured on if no text is given."""
+
 
 def greedy(model: LlamaStage, prompt: Sequence[int], n_predict: int) -> list[int]:
     """The prompt and what the model says after it, end tokens included."""

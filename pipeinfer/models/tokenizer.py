@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
@@ -113,7 +115,22 @@ def check_draft(target: Tokenizer, path: Path) -> None:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """UserError unless a draft's token ids mean the same to the target.
+    """UserError unless a draft's token ids mean the same to the target: at the first of `vocabulary_differences`."""
+    for difference in vocabulary_differences(target, draft):
+        raise UserError(f"{draft.path} cannot draft for {target.path}: {difference.what}; "
+                        "take a draft of the same model family")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Why a draft's tokens mean something else to the target. `token`: the id that does, if it is one."""
+
+    what: str
+    token: int | None = None
+
+
+def vocabulary_differences(target: Tokenizer, draft: Tokenizer) -> Iterator[Difference]:
+    """All that keeps a draft from guessing for the target; nothing if the ids mean the same.
 
     Every id that both have must have the same text and be a byte token in both or in neither. The larger vocabulary
     may go on with padding (tokens the model marks unused or unknown, or calls `[PAD…]`), as checkpoints of one family
@@ -121,24 +138,24 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     itself, as in llama.cpp: which of its end tokens a model prefers does not matter, the target alone decides.
     """
     if target.kind() != draft.kind():
-        raise _mismatch(target, draft, f"tokenizer types {target.kind()} and {draft.kind()}")
+        yield Difference(f"tokenizer types {target.kind()} and {draft.kind()}")
     for name, adds, ids in (
         ("bos", (target.adds_bos, draft.adds_bos), (target.bos, draft.bos)),
         ("eos", (target.adds_eos, draft.adds_eos), (target.eos, draft.eos)),
     ):
         if adds[0] != adds[1] or (adds[0] and ids[0] != ids[1]):
-            raise _mismatch(target, draft, f"{name} is {ids[0]} (added: {adds[0]}) and {ids[1]} (added: {adds[1]})")
+            yield Difference(f"{name} is {ids[0]} (added: {adds[0]}) and {ids[1]} (added: {adds[1]})")
     shared = min(target.n_vocab, draft.n_vocab)
     for token in range(shared):
         if target.text_of(token) != draft.text_of(token) or (
             (target.attributes_of(token) ^ draft.attributes_of(token)) & ATTR_BYTE
         ):
-            raise _mismatch(target, draft, f"token {token} is {_show(target, token)} and {_show(draft, token)}")
+            yield Difference(f"token {token} is {_show(target, token)} and {_show(draft, token)}", token)
     larger = target if target.n_vocab > draft.n_vocab else draft
     for token in range(shared, larger.n_vocab):
         if not _is_padding(larger, token):
-            raise _mismatch(target, draft, f"{target.n_vocab} and {draft.n_vocab} tokens, and token {token} "
-                            f"({_show(larger, token)}) of the larger is no padding")  # fmt: skip
+            what = f"{target.n_vocab} and {draft.n_vocab} tokens, and token {token} ({_show(larger, token)})"
+            yield Difference(f"{what} of the larger is no padding", token)
 
 
 def _is_padding(tokenizer: Tokenizer, token: int) -> bool:
@@ -148,8 +165,3 @@ def _is_padding(tokenizer: Tokenizer, token: int) -> bool:
 
 def _show(tokenizer: Tokenizer, token: int) -> str:
     return repr(tokenizer.text_of(token).decode("utf-8", "replace"))
-
-
-def _mismatch(target: Tokenizer, draft: Tokenizer, difference: str) -> UserError:
-    return UserError(f"{draft.path} cannot draft for {target.path}: {difference}; "
-                     "take a draft of the same model family")  # fmt: skip

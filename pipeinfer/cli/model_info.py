@@ -1,0 +1,42 @@
+"""`pipeinfer models info`: its options. What it tells is in `job.model_report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.values import File, Whole
+from pipeinfer.job.options import DEFAULT, MAX_CTX
+
+
+@click.command("info", cls=Command)
+@click.argument("file", type=File())
+@click.option(
+    "-c",
+    "--ctx-size",
+    type=Whole(0, MAX_CTX),
+    default=0,
+    help="Context that stages are weighed with. [default: the model's, 4096 at most]",
+)
+@click.option(
+    "--numerics",
+    type=click.Choice(["exact", "fast"]),
+    default=DEFAULT.numerics,
+    show_default=True,
+    help="As in `run`: fast lays weights out anew, exact has a cache for prompts.",
+)
+@click.option("--json", is_flag=True, help="Print one JSON object.")
+def info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
+    """Tell what a model file is: layers and bytes, vocabulary and template, whether it can be cut, what stages weigh.
+
+    Only the header and the vocabulary are read.
+    """
+    from pipeinfer.job.model_report import describe_file  # loads libllama
+    from pipeinfer.observe.json_text import json_text
+    from pipeinfer.observe.model_text import info_lines
+
+    found = describe_file(file, ctx_size, numerics)
+    click.echo(json_text(found) if json else "\n".join(info_lines(found)))
+    return 0

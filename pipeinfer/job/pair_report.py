@@ -1,0 +1,51 @@
+"""What `models check` tells of a target and a draft: do their vocabularies match, and how often is the draft right?
+Prints nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.memory import check_alone
+from pipeinfer.models.agreement import TEXTS, acceptance
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.tokenizer import Tokenizer, vocabulary_differences
+
+N_ROWS = 32
+
+
+def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_threads: int) -> dict[str, Any]:
+    """As plain data. The acceptance rate is that of the draft's first guess for each of `n_predict` tokens that the
+    target writes greedily after `text`, or after texts of our own; null if vocabularies differ or `n_predict` is 0.
+
+    Raises UserError for a file that is no model or has no vocabulary, and for a text without tokens.
+    """
+    vocabularies = Tokenizer(target), Tokenizer(draft)
+    try:
+        differences = list(vocabulary_differences(*vocabularies))
+        encoded = [vocabularies[0].encode(each) for each in (TEXTS if text is None else (text,))]
+        sizes = [each.n_vocab for each in vocabularies]
+    finally:
+        for vocabulary in vocabularies:
+            vocabulary.close()
+    prompts = [tokens for tokens in encoded if tokens]
+    rate = None
+    if n_predict and not differences:
+        if not prompts:
+            raise UserError("the text has no tokens; give some text with -p or -f")
+        infos = [read_model_info(path) for path in (target, draft)]
+        n_cells = max(map(len, prompts)) + n_predict
+        for info in infos:  # one after the other
+            check_alone([(info, True)], n_cells, N_ROWS)
+        rate = acceptance(target, draft, prompts, n_predict, n_threads)
+    return {
+        "target": str(target),
+        "draft": str(draft),
+        "n_vocab": sizes,
+        "vocabularies_match": not differences,
+        "differences": [{"token": each.token, "what": each.what} for each in differences],
+        "texts": len(prompts),
+        "predicted_n": n_predict * len(prompts) if rate is not None else 0,
+        "acceptance_rate": rate,
+    }
