@@ -15,9 +15,10 @@ import pytest
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import ARRAY, BLOCKS, SCALARS, STRING, UINT32, metadata_spans, read_header
+from pipeinfer.models.gguf.layers import PER_LAYER_KEYS
 from pipeinfer.models.gguf.model_info import FILE_TYPES
 from pipeinfer.models.gguf.slice import open_slice, read_model_info, slice_bytes
-from pipeinfer.models.gguf.writer import PER_LAYER_KEYS
+from pipeinfer.models.llama.ggml import load_library
 from tests.gguf_factory import Shape, write_model
 
 BIG_VOCAB = Shape(n_layer=3, n_vocab=40000)
@@ -61,8 +62,8 @@ def test_our_tables_are_those_of_the_reference() -> None:
     for kind in gguf.LlamaFileType:
         if kind != gguf.LlamaFileType.GUESSED:
             assert FILE_TYPES[kind] == prefixes.get(kind.name, kind.name.removeprefix("MOSTLY_"))
-    keys = [*vars(gguf.Keys.LLM).values(), *vars(gguf.Keys.Attention).values()]
-    assert all(f"{{arch}}.{key}" in keys for key in PER_LAYER_KEYS)
+    library = (Path(str(load_library().__file__)).parent / "lib" / "libllama.so").read_bytes()
+    assert all(key.encode() in library for key in PER_LAYER_KEYS)
 
 
 def test_tied_embeddings_count_twice(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_per_layer_arrays_are_cut(tmp_path: Path) -> None:
     key = "llama.attention.head_count_kv"
     raw = struct.pack("<IIQ4I", 9, 4, 4, 2, 2, 1, 1)
     value = dataclasses.replace(info.metadata[key], type=9, raw=raw, value=(2, 2, 1, 1), item_type=4, n_items=4)
-    info = dataclasses.replace(info, metadata={**info.metadata, key: value})
+    info = dataclasses.replace(info, layers=dataclasses.replace(info.layers, metadata={**info.metadata, key: value}))
     part = open_slice(info, 1, 3)
     assert read_header(part.path).metadata[key].value == (2, 1)
     part.close()
@@ -169,7 +170,8 @@ def test_unusable_files(tmp_path: Path, model: Path) -> None:
         (data[:-1000], "cut off: 1000 of"),
         (b"GGUF" + struct.pack(">I", 3) + data[8:], "GGUF version"),
         (data[:8] + b"\xff" * 8 + data[16:], "damaged: 18446744073709551615 tensors"),
-        (data.replace(b"llama", b"mamba"), "architecture 'mamba' .* supported are falcon, llama"),
+        (data.replace(b"llama", b"lamda"), "architecture 'lamda' is not known here; those .* are apertus, .*llama"),
+        (data.replace(b"llama", b"rwkv7"), "'rwkv7', cannot be cut into layer slices: .*; take another model"),
     ):
         path.write_bytes(content)
         with pytest.raises(UserError, match=message) as caught:

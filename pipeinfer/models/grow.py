@@ -97,6 +97,13 @@ def _check(info: ModelInfo, n_layer: int, noise: float) -> None:
             )
 
 
+def _origin(info: ModelInfo, layer: int) -> int:
+    """Which layer of the model is the grown one's: after the last they come in turn, but for the dense ones that models
+    with experts begin with."""
+    first = info.layers.n_dense % info.n_layer
+    return layer if layer < info.n_layer else first + (layer - info.n_layer) % (info.n_layer - first)
+
+
 def _adds(name: str) -> bool:
     return layer_of(name) is not None and name.split(".")[2].startswith(OUTPUT_PROJECTIONS)
 
@@ -110,7 +117,7 @@ def _parts(info: ModelInfo, n_layer: int, noise: float, seed: int) -> Iterator[P
         if layer is not None:
             by_layer.setdefault(layer, []).append(tensor)
     for layer in range(info.n_layer, n_layer):
-        for index, tensor in enumerate(by_layer[layer % info.n_layer]):
+        for index, tensor in enumerate(by_layer[_origin(info, layer)]):
             name = f"blk.{layer}.{tensor.name.split('.', 2)[2]}"
             yield Part(name, tensor, noise if _adds(tensor.name) else None, (seed, layer, index))
 
@@ -131,7 +138,7 @@ def _data(part: Part) -> Iterator[bytes | memoryview]:
 
 def _entries(info: ModelInfo, n_layer: int) -> Iterator[bytes]:
     """The metadata: the model's own as they are in its file, the vocabulary with them, but for what counts layers."""
-    known = model_metadata(info, [layer % info.n_layer for layer in range(n_layer)])
+    known = model_metadata(info, [_origin(info, layer) for layer in range(n_layer)])
     with open(info.paths[0], "rb") as file:
         for key, (start, end) in metadata_spans(info.paths[0]).items():
             if key not in known:

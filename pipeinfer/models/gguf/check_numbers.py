@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.header import Value
+from pipeinfer.models.gguf.architecture import PART, WHOLE
+from pipeinfer.models.gguf.layers import Layers
 
 MAX_EXPERTS = 1024
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
-PARTLY_ROTATED = ("phi3",)
-"""Architectures in which only a part of each head may be rotated."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberCheck:
     path: Path
-    architecture: str
-    metadata: dict[str, Value]
+    layers: Layers
 
     def all(self) -> None:
         """UserError at the first number that cannot be."""
@@ -33,7 +31,7 @@ class NumberCheck:
         self._require(scaling in ROPE_SCALINGS, f"rope.scaling.type is {scaling!r}")
 
     def _floats(self) -> None:
-        for key, value in self.metadata.items():
+        for key, value in self.layers.metadata.items():
             if isinstance(value.value, float):
                 sound = math.isfinite(value.value) and (value.value >= 0 or "epsilon" not in key)
                 self._require(sound, f"{key} is {value.value}")
@@ -47,23 +45,27 @@ class NumberCheck:
         self._require(0 <= groups < max(n, 1) and fits, f"{groups_used} of {groups} groups of {n} experts are used")
 
     def _heads(self) -> None:
-        n_heads = self._number("attention.head_count", 0)
-        heads = zip(
-            self._values("attention.head_count", 0), self._values("attention.head_count_kv", n_heads), strict=False
-        )
-        for n, n_kv in heads:
+        counts = self._values("attention.head_count", 0)
+        kv_counts = self._values("attention.head_count_kv", 0) if self.layers.has("attention.head_count_kv") else counts
+        n_heads = next((n for n in counts if n), 0)
+        n_layers = max(len(counts), len(kv_counts))
+        for n, n_kv in zip(_spread(counts, n_layers), _spread(kv_counts, n_layers), strict=False):
             sound = isinstance(n, int) and isinstance(n_kv, int) and 0 < n_kv <= n and n % n_kv == 0
-            self._require(sound, f"there are {n} heads for {n_kv} of keys and values")
+            none = self.layers.known.headless and n_kv == 0
+            self._require(sound or none, f"there are {n} heads for {n_kv} of keys and values")
+        if not isinstance(n_heads, int) or n_heads == 0:
+            return
         default = self._number("embedding_length", 0) // n_heads
         key, value = (self._number(f"attention.{name}_length", default) for name in ("key", "value"))
-        rotated = self._number("rope.dimension_count", key)
-        partly = self.architecture in PARTLY_ROTATED and 0 < rotated <= key and rotated % 2 == 0
-        sound = key == value > 0 and (rotated == key or partly)
+        rotated, allowed = self._number("rope.dimension_count", key), self.layers.known.heads
+        part = 0 <= rotated <= key and rotated % 2 == 0 and allowed != WHOLE
+        equal = key == value or allowed not in (WHOLE, PART)
+        sound = key > 0 < value and equal and (rotated == key or part)
         self._require(sound, f"heads have {key} and {value} values, {rotated} of them rotated")
 
     def _values(self, key: str, default: int | str) -> tuple[object, ...]:
         """One value a layer, or one for all."""
-        value = self.metadata.get(f"{self.architecture}.{key}")
+        value = self.layers.metadata.get(f"{self.layers.name}.{key}")
         found = default if value is None else value.value
         return (found if found else (default,)) if isinstance(found, tuple) else (found,)
 
@@ -79,3 +81,8 @@ class NumberCheck:
 
     def _damaged(self, what: str) -> UserError:
         return UserError(f"{self.path} is damaged: {what[:200]}; copy or download the file again")
+
+
+def _spread(values: tuple[object, ...], n: int) -> tuple[object, ...]:
+    """One value for all as one for each of `n`."""
+    return values * n if len(values) == 1 else values

@@ -23,7 +23,7 @@ Scalar = int | float | bool | str
 # compares them. They may know more: the package lacks ggml's newest types.
 
 # value type: its layout in a file
-UINT32, STRING, ARRAY = 4, 8, 9
+UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 # ggml type: (elements in a block, bytes of a block)

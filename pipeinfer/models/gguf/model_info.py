@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.architectures import ARCHITECTURES
 from pipeinfer.models.gguf.check_numbers import NumberCheck
 from pipeinfer.models.gguf.contents import FileState, SourceFile, check_unchanged, sample_digest
 from pipeinfer.models.gguf.header import Header, Tensor, Value, read_header, sample_spans
-
-ARCHITECTURES = ("falcon", "llama", "phi3", "qwen2", "qwen3", "qwen3moe")
-"""Those whose chained slices have been tested against the whole model, bit for bit. Mixtral is a `llama`."""
+from pipeinfer.models.gguf.layers import EXTRA, Layers
 
 MAX_LAYERS = 512
 
@@ -34,6 +34,7 @@ class ModelInfo:
     input_bytes              the token table
     output_bytes             the output head and norms; with tied embeddings the token table counts again
     kv_bytes_per_cell        one entry a layer: K and V of one token, 2 bytes an element
+    layers                   what they are, and which of them can be a slice
     fingerprint              equal on two hosts that hold the same file: of its header and samples of every tensor
     states                   of each path when its header was read: whether it was written to since, on this host
     """
@@ -54,9 +55,13 @@ class ModelInfo:
     kv_bytes_per_cell: tuple[int, ...]
     tied: bool
     fingerprint: str
+    layers: Layers = field(repr=False, compare=False)
     states: tuple[FileState, ...] = field(repr=False, compare=False)
-    metadata: dict[str, Value] = field(repr=False, compare=False)
     tensors: tuple[Tensor, ...] = field(repr=False, compare=False)
+
+    @property
+    def metadata(self) -> Mapping[str, Value]:
+        return self.layers.metadata
 
     @property
     def n_bytes(self) -> int:
@@ -84,17 +89,24 @@ def read_model_info(path: str | Path) -> ModelInfo:
     metadata = headers[0].metadata
     architecture = _text(metadata, "general.architecture", "")
     if architecture not in ARCHITECTURES:
-        raise UserError(f"{path}: architecture {architecture!r} cannot be cut into layer slices; "
-                        f"supported are {', '.join(ARCHITECTURES)}")  # fmt: skip
+        known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if not each.refused))
+        raise UserError(f"{path}: architecture {architecture!r} is not known here; those that can be cut into layer "
+                        f"slices are {known}")  # fmt: skip
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     by_name = {tensor.name: tensor for tensor in tensors}
     table = by_name.get("token_embd.weight")
-    n_layer = _number(path, metadata, f"{architecture}.block_count", 0, MAX_LAYERS)
-    if n_layer == 0 or table is None or len(table.shape) != 2:
+    n_blocks = _number(path, metadata, f"{architecture}.block_count", 0, MAX_LAYERS)
+    extra = metadata.get(f"{architecture}.{EXTRA}")  # for guessing ahead, not for the next token
+    n_layer = n_blocks - (extra.value if extra is not None and isinstance(extra.value, int) else 0)
+    if n_layer <= 0 or table is None or len(table.shape) != 2:
         raise UserError(f"{path} holds no layers or no token table (a vocabulary or an adapter?); give a whole model")
-    NumberCheck(path, architecture, metadata).all()
+    layers = Layers(architecture, ARCHITECTURES[architecture], metadata, n_layer)
+    if layers.refusal():
+        raise UserError(f"{path}, of architecture {architecture!r}, cannot be cut into layer slices: "
+                        f"{layers.refusal()}; take another model")  # fmt: skip
+    NumberCheck(path, layers).all()
     output = by_name.get("output.weight")
-    layer_bytes = _layer_bytes(path, tensors, n_layer)
+    layer_bytes = _layer_bytes(path, tensors, n_layer, n_blocks)
     n_embd = _number(path, metadata, f"{architecture}.embedding_length", 1, 1 << 20)
     if table.shape[0] != n_embd or (output is not None and output.shape != table.shape):
         raise UserError(f"{path} is damaged: its token table of shape {table.shape} does not fit embeddings of length "
@@ -114,11 +126,11 @@ def read_model_info(path: str | Path) -> ModelInfo:
         layer_bytes=layer_bytes,
         input_bytes=table.n_bytes,
         output_bytes=ends - (table.n_bytes if output is not None else 0),
-        kv_bytes_per_cell=_kv_bytes(path, metadata, architecture, n_layer, n_embd),
+        kv_bytes_per_cell=_kv_bytes(path, layers, n_blocks, n_embd),
         tied=output is None,
         fingerprint=hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest()[:32],
+        layers=layers,
         states=tuple(header.state for header in headers),
-        metadata=metadata,
         tensors=tensors,
     )
 
@@ -155,34 +167,35 @@ def part_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{match.group(1)}-{i + 1:05}-of-{n_parts:05}.gguf") for i in range(n_parts)]
 
 
-def _layer_bytes(path: Path, tensors: tuple[Tensor, ...], n_layer: int) -> tuple[int, ...]:
-    sizes = [0] * n_layer
+def _layer_bytes(path: Path, tensors: tuple[Tensor, ...], n_layer: int, n_blocks: int) -> tuple[int, ...]:
+    sizes = [0] * n_blocks
     for tensor in tensors:
         layer = layer_of(tensor.name)
-        if layer is not None and layer >= n_layer:
-            raise UserError(f"{path} is damaged: tensor {tensor.name} of a model with {n_layer} layers; "
+        if layer is not None and layer >= n_blocks:
+            raise UserError(f"{path} is damaged: tensor {tensor.name} of a model with {n_blocks} layers; "
                             "convert the model again")  # fmt: skip
         if layer is not None:
             sizes[layer] += tensor.n_bytes
-    if 0 in sizes:
+    if 0 in sizes[:n_layer]:
         raise UserError(f"{path}: layer {sizes.index(0)} of {n_layer} has no tensors; give a whole model")
-    return tuple(sizes)
+    return tuple(sizes[:n_layer])
 
 
-def _kv_bytes(path: Path, metadata: dict[str, Value], arch: str, n_layer: int, n_embd: int) -> tuple[int, ...]:
-    def per_layer(key: str, default: tuple[int, ...] | None) -> tuple[int, ...]:
-        value = metadata[f"{arch}.{key}"].value if f"{arch}.{key}" in metadata else default
-        values = value if isinstance(value, tuple) else (value,) * n_layer
+def _kv_bytes(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tuple[int, ...]:
+    def per_layer(key: str, default: int | None) -> tuple[int, ...]:
+        values = layers.of_layers(key, default)
         numbers = tuple(item for item in values if isinstance(item, int) and 0 <= item <= 1 << 16)
-        if len(numbers) != n_layer:
-            raise UserError(f"{path} is damaged: {arch}.{key} is {str(value)[:80]} for {n_layer} layers; "
+        given = layers.metadata.get(f"{layers.name}.{key}")
+        if len(numbers) != layers.n or (given is not None and given.n_items not in (0, n_blocks)):
+            shown = str(given and given.value)[:80]
+            raise UserError(f"{path} is damaged: {layers.name}.{key} is {shown} for {n_blocks} layers; "
                             "convert the model again")  # fmt: skip
         return numbers
 
     heads = per_layer("attention.head_count", None)
-    heads_kv = per_layer("attention.head_count_kv", heads)
+    heads_kv = per_layer("attention.head_count_kv", None) if layers.has("attention.head_count_kv") else heads
     # libllama derives the length of a head from the first layer, for all layers
-    default = (n_embd // max(heads[0], 1),) * n_layer
+    default = n_embd // max(heads[0], 1)
     key, value = per_layer("attention.key_length", default), per_layer("attention.value_length", default)
     return tuple(2 * n * (k + v) for n, k, v in zip(heads_kv, key, value, strict=True))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import SourceFile
@@ -13,11 +14,10 @@ from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, read_model_info
 from pipeinfer.models.gguf.pages import collapse
 from pipeinfer.models.gguf.slice_cache import CachedSlice
+from pipeinfer.models.gguf.values import encode_number, encode_text
 from pipeinfer.models.gguf.writer import (
-    encode_count,
     encode_entry,
     encode_header,
-    encode_text,
     model_metadata,
     padded,
     tensor_data,
@@ -26,7 +26,7 @@ from pipeinfer.models.gguf.writer import (
 
 __all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes"]
 
-END_TENSORS = ("token_embd.weight", "output.weight", "output.bias")
+TABLE, HEAD, BIAS = "token_embd.weight", "output.weight", "output.bias"
 COPY_BYTES = 8 << 20
 """In large writes: they get the file large pages, from which decoding was 10 to 15% faster than from what sendfile's
 small ones leave behind (measured, ext4)."""
@@ -67,9 +67,17 @@ class SliceFile:
             source.close()
 
 
+class Part(NamedTuple):
+    """A tensor of a slice: its name there, and where it comes from, or the form of one that is never used."""
+
+    name: str
+    tensor: Tensor
+    is_hole: bool = False
+
+
 def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
     """Bytes of weights a rank with layers [first, last) holds: on the last one with the output head."""
-    return sum(tensor.n_bytes for _, tensor in _slice_tensors(info, first, last))
+    return sum(part.tensor.n_bytes for part in _slice_tensors(info, first, last) if not part.is_hole)
 
 
 def open_slice(
@@ -92,7 +100,7 @@ def open_slice(
         return SliceFile(info, first, last, info.path, sum(state.n_bytes for state in info.states), sources=sources)
     parts = _slice_tensors(info, first, last)
     head = _encode_header(info, first, last, parts)
-    n_bytes = len(head) + sum(padded(tensor.n_bytes) for _, tensor in parts)
+    n_bytes = len(head) + sum(padded(part.tensor.n_bytes) for part in parts)
     if cache_dir is not None:
         cached = CachedSlice(cache_dir / f"{info.fingerprint}-{first}-{last}.gguf", head, n_bytes, info.states)
         sources = (cached.open(lambda fd, place: _cut(fd, head, parts, place, info), on_notice),)
@@ -108,53 +116,73 @@ def open_slice(
     return slice_file
 
 
-def _cut(fd: int, head: bytes, parts: list[tuple[str, Tensor]], place: str, info: ModelInfo) -> None:
+def _cut(fd: int, head: bytes, parts: list[Part], place: str, info: ModelInfo) -> None:
     """Write a slice, all of it from the files that `info` describes."""
     _write(fd, head, parts, place)
     info.check_unchanged()
 
 
-def _write(fd: int, head: bytes, parts: list[tuple[str, Tensor]], place: str) -> None:
+def _write(fd: int, head: bytes, parts: list[Part], place: str) -> None:
     try:
         with open(fd, "wb", closefd=False) as file:
-            write_gguf(file, head, (tensor_data(tensor, COPY_BYTES) for _, tensor in parts))
+            write_gguf(file, head, map(_data, parts))
     except OSError as error:
         raise UserError(f"no room in {place}: {error.strerror}; use more ranks, or put slices elsewhere") from None
 
 
-def _slice_tensors(info: ModelInfo, first: int, last: int) -> list[tuple[str, Tensor]]:
-    """(name in the slice, source) of every tensor of the slice.
+def _data(part: Part) -> Iterable[memoryview] | int:
+    return part.tensor.n_bytes if part.is_hole else tensor_data(part.tensor, COPY_BYTES)
 
-    The last slice holds its output head under the name of the token table: libllama then uses that one table as the
-    head (as for tied embeddings), so that no second table is needed where tokens never come in.
-    """
+
+def _slice_tensors(info: ModelInfo, first: int, last: int) -> list[Part]:
+    """Every tensor of the slice, vocabulary-sized ones first."""
     if (first, last) == (0, info.n_layer):
-        return [(tensor.name, tensor) for tensor in info.tensors]
-    parts = []
+        return [Part(tensor.name, tensor) for tensor in info.tensors]
+    is_last = last == info.n_layer
+    parts = _tables(info, is_last)
     for tensor in info.tensors:
         layer = layer_of(tensor.name)
-        left_out = tensor.name in END_TENSORS and not (tensor.name == "output.bias" and last == info.n_layer)
-        if layer is None and not left_out:
-            parts.append((tensor.name, tensor))
+        if layer is None and tensor.name not in (TABLE, HEAD, BIAS):
+            parts.append(Part(tensor.name, tensor))
         elif layer is not None and first <= layer < last:
-            parts.append((f"blk.{layer - first}.{tensor.name.split('.', 2)[2]}", tensor))
-    table = info.tensor("token_embd.weight")
+            parts.append(Part(f"blk.{layer - first}.{tensor.name.split('.', 2)[2]}", tensor))
+    return parts
+
+
+def _tables(info: ModelInfo, is_last: bool) -> list[Part]:
+    """The token table and the output head of a slice, of which only the last one has use for the head.
+
+    It holds its head under the name of the token table: libllama then uses that one table as the head (as for tied
+    embeddings), so that no second table is needed where tokens never come in. Where libllama insists on both, the one
+    that is not used takes no room.
+    """
+    table, head = info.tensor(TABLE), info.tensor(HEAD)
     assert table is not None, info.path
-    if last == info.n_layer:
-        return [("token_embd.weight", info.tensor("output.weight") or table), *parts]
-    rows = min(N_STAND_IN, info.n_vocab)
-    stand_in = Tensor(table.name, (table.shape[0], rows), table.type, table.path, table.offset,
-                      table.n_bytes // info.n_vocab * rows)  # fmt: skip
-    return [("token_embd.weight", stand_in), *parts]
+    bias = info.tensor(BIAS)
+    biases = [Part(BIAS, bias)] if bias is not None else []
+    if not info.layers.known.own_output:
+        return [Part(TABLE, head or table), *biases] if is_last else [Part(TABLE, _stand_in(table))]
+    if is_last:
+        return [Part(TABLE, table, is_hole=True), Part(HEAD, head or table), *biases]
+    return [
+        Part(name, _stand_in(tensor)) for name, tensor, _ in (Part(TABLE, table), Part(HEAD, head or table), *biases)
+    ]
 
 
-def _encode_header(info: ModelInfo, first: int, last: int, parts: list[tuple[str, Tensor]]) -> bytes:
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Of a tensor with a row, or a number, a token, the first ones."""
+    n_rows = tensor.shape[-1]
+    kept = min(N_STAND_IN, n_rows)
+    return replace(tensor, shape=(*tensor.shape[:-1], kept), n_bytes=tensor.n_bytes // n_rows * kept)
+
+
+def _encode_header(info: ModelInfo, first: int, last: int, parts: list[Part]) -> bytes:
     """Everything but the vocabulary. What is the slice's own comes last: slices in caches begin with these bytes."""
     arch, known = info.architecture, model_metadata(info, range(first, last))
     own = {
         f"{arch}.block_count": known[f"{arch}.block_count"],
-        f"{arch}.vocab_size": encode_count(parts[0][1].shape[1]),
+        f"{arch}.vocab_size": encode_number(parts[0].tensor.shape[1]),
         "tokenizer.ggml.model": encode_text("none"),
     }
     kept = {key: raw for key, raw in known.items() if raw and key not in own and not key.startswith("tokenizer.")}
-    return encode_header([encode_entry(key, raw) for key, raw in (kept | own).items()], parts)
+    return encode_header([encode_entry(key, raw) for key, raw in (kept | own).items()], [part[:2] for part in parts])

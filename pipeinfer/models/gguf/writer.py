@@ -5,16 +5,16 @@ Not through the `gguf` package, whose import alone takes longer than cutting a s
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.header import ARRAY, SCALARS, STRING, UINT32, Tensor, Value
+from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.values import encode_bare_text
 
-PER_LAYER_KEYS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length", "expert_used_count",
-                  "expert_feed_forward_length")  # fmt: skip
 ALIGNMENT = 32
 """Of a file whose metadata name no other."""
 
@@ -24,34 +24,15 @@ def model_metadata(info: ModelInfo, layers: Sequence[int]) -> dict[str, bytes]:
 
     Without the traces of a split; b"" for what the header leaves out (see `Value`).
     """
-    arch = info.architecture
-    found = {
-        key: _of_layers(value, layers) if key.removeprefix(f"{arch}.") in PER_LAYER_KEYS else value.raw
-        for key, value in info.metadata.items()
+    return {
+        key: raw
+        for key, raw in info.layers.metadata_of(layers).items()
         if key != "general.alignment" and not key.startswith(("split.", "general.tensor_extra"))
     }
-    return found | {f"{arch}.block_count": encode_count(len(layers))}
-
-
-def _of_layers(value: Value, layers: Sequence[int]) -> bytes:
-    """A value that all layers share stays as it is."""
-    if not isinstance(value.value, tuple):
-        return value.raw
-    layout = f"<{len(layers)}{SCALARS[value.item_type][1]}"
-    items = (value.value[layer] for layer in layers)
-    return struct.pack("<IIQ", ARRAY, value.item_type, len(layers)) + struct.pack(layout, *items)
-
-
-def encode_count(n: int) -> bytes:
-    return struct.pack("<II", UINT32, n)
-
-
-def encode_text(text: str) -> bytes:
-    return struct.pack("<I", STRING) + _bare_text(text)
 
 
 def encode_entry(key: str, value: bytes) -> bytes:
-    return _bare_text(key) + value
+    return encode_bare_text(key) + value
 
 
 def encode_header(entries: Sequence[bytes], tensors: Sequence[tuple[str, Tensor]]) -> bytes:
@@ -60,18 +41,22 @@ def encode_header(entries: Sequence[bytes], tensors: Sequence[tuple[str, Tensor]
     at = 0
     for name, tensor in tensors:
         shape = tensor.shape
-        out += [_bare_text(name), struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, tensor.type, at)]
+        out += [encode_bare_text(name), struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, tensor.type, at)]
         at += padded(tensor.n_bytes)
     head = b"".join(out)
     return head.ljust(padded(len(head)), b"\0")
 
 
-def write_gguf(file: BinaryIO, header: bytes, data: Iterable[Iterable[bytes | memoryview]]) -> None:
-    """`data`: of each tensor in the header's order, in pieces."""
+def write_gguf(file: BinaryIO, header: bytes, data: Iterable[Iterable[bytes | memoryview] | int]) -> None:
+    """`data`: of each tensor in the header's order, in pieces; a number is a hole of so many bytes that takes no room,
+    which the last one is not."""
     file.write(header)
     for pieces in data:
-        n_bytes = sum(file.write(piece) for piece in pieces)
-        file.write(bytes(padded(n_bytes) - n_bytes))
+        if isinstance(pieces, int):
+            file.seek(padded(pieces), os.SEEK_CUR)
+        else:
+            n_bytes = sum(file.write(piece) for piece in pieces)
+            file.write(bytes(padded(n_bytes) - n_bytes))
 
 
 def tensor_data(tensor: Tensor, piece_bytes: int) -> Iterator[memoryview]:
@@ -89,8 +74,3 @@ def tensor_data(tensor: Tensor, piece_bytes: int) -> Iterator[memoryview]:
 
 def padded(n_bytes: int) -> int:
     return (n_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-
-
-def _bare_text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data

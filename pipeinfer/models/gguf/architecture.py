@@ -1,0 +1,95 @@
+"""What can be said of an architecture: where a model of it may be cut, and what a slice of it must be told. Knows none
+by name; opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+Number = int | float
+
+WHOLE, PART, FREE = "whole", "part", "free"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Layers that see only so many tokens back: the metadata's array says which, or else of every `period` layers all
+    but the last are such, all but the first with `full_first`; a number in the metadata comes before `period`.
+
+    Without `always` a model has them if its window is more than 0, and a slice may do without; with it libllama ends
+    the process where a slice has none.
+    """
+
+    period: int = 0
+    full_first: bool = False
+    always: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Layers that have a state instead of keys and values: those in whose place all arrays under `zero` have a 0; else
+    as the metadata's array under `key` says, or of every `period` layers (a number under `period_key` comes before) all
+    but the last. With `all` every layer has both."""
+
+    zero: tuple[str, ...] = ()
+    key: str = ""
+    period: int = 0
+    period_key: str = ""
+    all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Of models whose number under `key` is `at_least` so much, or one of `values`; `models` says so to users."""
+
+    models: str
+    key: str
+    why: str
+    at_least: int | None = None
+    values: tuple[int, ...] = ()
+
+    def holds(self, number: object) -> bool:
+        if not isinstance(number, int):
+            return False
+        return number in self.values or (self.at_least is not None and number >= self.at_least)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """refused      why no model of it can be cut; empty if they can
+    refusals     the same of some of its models
+    own_output   libllama wants an output head beside the token table, also where only one of them is used
+    heads        which lengths heads may have: WHOLE, keys and values of one length, all of it rotated; PART, not all of
+                 it rotated; FREE, anything
+    headless     some layers may have no heads
+    windows      whether it has layers with a sliding window, and which
+    states       whether it has layers with a state: a slice must have some with and some without, and a sequence cannot
+                 go back, so that there is no speculation
+    step         cuts are possible before every `step`th layer only; a text: the metadata's key of that number
+    least        layers that a slice has at least
+    always       numbers of the metadata that every slice has instead of the model's
+    later        the same of slices after the first
+    missing      numbers that a slice is told where the model's metadata lack them, from the number of layers
+    scaled       libllama scales the embeddings of tokens by the root of their length; what comes in as embeddings not
+    input_node   of slices after the first, the node of the graph that is the first layer's input, where what comes in
+                 as embeddings is changed before
+    layer_node   the node that is a layer's result, without its number
+    exact        a row has the same bits in every batch with exact numerics
+    """
+
+    refused: str = ""
+    refusals: tuple[Refusal, ...] = ()
+    own_output: bool = False
+    heads: str = WHOLE
+    headless: bool = False
+    windows: Windows | None = None
+    states: States | None = None
+    step: int | str = 1
+    least: int = 1
+    always: Mapping[str, Number] = field(default_factory=dict)
+    later: Mapping[str, Number] = field(default_factory=dict)
+    missing: Mapping[str, Callable[[int], Number]] = field(default_factory=dict)
+    scaled: bool = False
+    input_node: str = ""
+    layer_node: str = "l_out"
+    exact: bool = True

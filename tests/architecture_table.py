@@ -1,0 +1,52 @@
+"""docs/architectures.md, made from the records of architectures: `python -m tests.architecture_table` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeinfer.models.gguf.architecture import Architecture
+from pipeinfer.models.gguf.architectures import ARCHITECTURES
+
+PATH = Path(__file__).parent.parent / "docs" / "architectures.md"
+HEAD = """# Architectures
+
+Which models can be cut into slices of layers. The names are those of `general.architecture` in the GGUF; the table is
+made from the records in `pipeinfer/models/gguf/architectures.py`, and `tests/test_architectures.py` proves each of them
+with random weights: the whole model in plain llama-cpp-python, a token at a time, against chains of one, two and three
+slices in batches.
+
+* **exact**: every logit has the same bits.
+* **works**: the same up to rounding.
+
+"""
+
+
+def table() -> str:
+    known = {name: each for name, each in sorted(ARCHITECTURES.items()) if not each.refused}
+    refused = {name: each.refused for name, each in sorted(ARCHITECTURES.items()) if each.refused}
+    lines = [f"{len(known)} architectures can be cut:\n", "| architecture | slices | may be cut | guesses |",
+             "|---|---|---|---|"]  # fmt: skip
+    for name, each in known.items():
+        status = "exact" if each.exact else "works"
+        lines.append(f"| `{name}` | {status} | {cuts(each)} | {'no' if each.states else 'yes'} |")
+    lines += [f"\n{len(refused)} are refused:\n", "| architecture | why |", "|---|---|"]
+    lines += [f"| `{name}` | {why} |" for name, why in refused.items()]
+    return "\n".join(lines) + "\n"
+
+
+def cuts(known: Architecture) -> str:
+    said = []
+    if known.step != 1:
+        said.append(f"before every {f'{known.step}th' if isinstance(known.step, int) else f'`{known.step}`th'} layer")
+    if known.least > 1:
+        said.append(f"{known.least} layers a slice at least")
+    if known.windows and known.windows.always:
+        said.append("each slice with a layer that has a sliding window")
+    if known.states and not known.states.all:
+        said.append("each slice with layers of both kinds")
+    said += [f"not {each.models}: {each.why}" for each in known.refusals]
+    return "; ".join(said) or "anywhere"
+
+
+if __name__ == "__main__":
+    PATH.write_text(HEAD + table())

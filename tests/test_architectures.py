@@ -1,0 +1,95 @@
+"""Every architecture that can be cut: slices against the whole model in plain llama-cpp-python, a row at a time."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.models.gguf.architectures import ARCHITECTURES
+from pipeinfer.models.gguf.layers import Layers
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.grow import grow
+from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.params import LlamaParams
+from tests.architecture_factory import N_VOCAB, write_random_model
+from tests.architecture_models import MODELS
+from tests.architecture_table import HEAD, PATH, table
+from tests.test_llama_stage import load, make_batch, random_tokens, run
+
+PARAMS = LlamaParams(n_cells=256, n_seq_max=4, n_batch=64, n_outputs_max=64)
+BATCHES = (20, 13, 1, 1, 1, 4)
+
+
+def rows_of_whole(path: Path, tokens: list[int]) -> FloatArray:
+    """The logits after each token, (n, N_VOCAB): the whole file, a token at a time, flash attention, K in F16 and V in
+    BF16."""
+    library = ggml.load_library()
+    options = library.llama_model_default_params()
+    options.use_extra_bufts = False
+    model = library.llama_model_load_from_file(str(path).encode(), options)
+    assert model, ggml.last_errors()
+    params = library.llama_context_default_params()
+    params.n_ctx, params.n_threads, params.n_threads_batch = 256, 1, 1
+    params.flash_attn_type, params.type_k, params.type_v = 1, 1, 30
+    context = library.llama_init_from_model(model, params)
+    assert context, ggml.last_errors()
+    out = []
+    for token in tokens:
+        batch = library.llama_batch_get_one((library.llama_token * 1)(token), 1)
+        assert library.llama_decode(context, batch) == 0
+        out.append(np.ctypeslib.as_array(library.llama_get_logits_ith(context, -1), (N_VOCAB,)).copy())
+    library.llama_free(context)
+    library.llama_model_free(model)
+    return np.array(out)
+
+
+def rows_of_slices(path: Path, cuts: tuple[int, ...], tokens: list[int]) -> FloatArray:
+    """The same from a chain of slices, in batches."""
+    stages, out, at = load(path, cuts, PARAMS), [], 0
+    for n_rows in BATCHES:
+        out.append(run(stages, make_batch(tokens[at : at + n_rows], at)))
+        at += n_rows
+    for stage in stages:
+        stage.close()
+    return np.concatenate(out)
+
+
+def possible_cuts(layers: Layers, n_slices: int) -> list[tuple[int, ...]]:
+    found = []
+    for cuts in combinations(range(1, layers.n), n_slices - 1):
+        if not any(layers.fault(first, last) for first, last in pairwise((0, *cuts, layers.n))):
+            found.append(cuts)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_slices_equal_the_whole_model(tmp_path: Path, name: str) -> None:
+    path = write_random_model(tmp_path / f"{name}.gguf", MODELS[name])
+    tokens = random_tokens(sum(BATCHES))
+    expected = rows_of_whole(path, tokens)
+    assert np.isfinite(expected).all() and len(set(expected.argmax(axis=1))) > 4, "a model that says always the same"
+    layers = read_model_info(path).layers
+    two, three = possible_cuts(layers, 2), possible_cuts(layers, 3)
+    assert two and three
+    for cuts in ((), two[0], two[-1], three[len(three) // 2]):
+        assert np.array_equal(rows_of_slices(path, cuts, tokens), expected), cuts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_grown_model_computes_the_same(tmp_path: Path, name: str) -> None:
+    path, tokens = write_random_model(tmp_path / f"{name}.gguf", MODELS[name]), random_tokens(8)
+    info, grown = read_model_info(path), tmp_path / "grown.gguf"
+    grow(info, grown, info.n_layer + 3, 0.0)
+    assert np.array_equal(rows_of_whole(grown, tokens), rows_of_whole(path, tokens))
+
+
+def test_every_architecture_is_tested_or_refused() -> None:
+    assert set(MODELS) == {name for name, known in ARCHITECTURES.items() if not known.refused}
+
+
+def test_the_table_says_what_the_code_does() -> None:
+    assert PATH.read_text() == HEAD + table(), "run python -m tests.architecture_table"
