@@ -203,6 +203,12 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["timeline", "/tmp", "-o", "y.png"], "/tmp"),
         (["models", "grow", "--layers", "100000", "-o", "y.gguf"], "512"),
         # a text in the place of a file's name
+        (["run", "-p", "x", "-sys", "You are"], "--chat"),
+        (["run", "-p", "x", "--chat", "-sys", "a", "-sysf", "b"], "one of them"),
+        (["run", "-p", "x", "--chat", "-sysf", "/does/not/exist"], "/does/not/exist"),
+        (["run", "-p", "x", "--chat", "--chat-template-file", "/does/not/exist"], "/does/not/exist"),
+        (["run", "-p", "x", "--chat", "--chat-template-kwargs", "[1]"], "no JSON object"),
+        (["run", "-p", "x", "--stop", ""], "some text"),
         (["run", "-f", "Once upon a time " * 20], "too long"),
         (["run", "-p", "x", "-m", "/tmp/" * 2000], "too long"),
         (["run", "-p", "x", "--pace", "x" * 300], "too long"),
@@ -242,8 +248,8 @@ def test_what_llama_cpp_has_and_we_lack_is_named() -> None:
     [
         (["-hf", "x/y"], "-m FILE"),
         (["-hfr", "x/y"], "-m FILE"),
-        (["-cnv"], "no chat"),
-        (["-sys", "You are"], "no chat"),
+        (["-st"], "run --chat"),
+        (["--no-jinja"], "always rendered by Jinja"),
         (["-ctk", "f16"], "--numerics"),
         (["-ngld", "3"], "-ngl"),
         (["-fa", "off"], "on, 1"),
@@ -290,8 +296,7 @@ def test_llama_cpps_spellings(words: list[str], name: str, value: object) -> Non
 
 def test_own_options_come_before_llama_cpps() -> None:
     assert parse("bench", ["-r", "3"])["repetitions"] == 3
-    with pytest.raises(click.UsageError, match="no word ends the text"):
-        parse("run", ["-r", "3"])
+    assert parse("run", ["-p", "x", "-r", "3"])["stops"] == ("3",)
 
 
 @pytest.mark.parametrize(

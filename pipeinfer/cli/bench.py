@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pipeinfer.cli.chat_options import CHAT_NAMES
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.run import run
 from pipeinfer.cli.setting_options import take_policies, take_sampling
@@ -22,7 +23,7 @@ from pipeinfer.policies.registry import POLICIES, USUAL
 
 NOT_SHARED = (
     "model", "drafts", "prompt", "escape", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel",
-    "partitions", "continuous", "asynchronous", "results", "trace", "json", "verbose",
+    "partitions", "continuous", "asynchronous", "results", "trace", "json", "verbose", "chat", *CHAT_NAMES,
 )  # fmt: skip
 DEFAULTS = {"temp": 0.0, "seed": 0}
 """Other than those of `run`: a benchmark can be repeated."""

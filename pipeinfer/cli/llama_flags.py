@@ -17,13 +17,14 @@ HARMLESS: Mapping[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("-np", "--parallel"), ("1",)),
     **dict.fromkeys(
         ("-no-cnv", "--no-conversation", "--no-display-prompt", "--simple-io", "--perf", "--warmup", "--no-warmup",
-         "--no-context-shift", "-kvu", "--kv-unified", "--swa-full", "--no-op-offload", "--offline", "--no-jinja",
-         "--no-show-timings"),
+         "--no-context-shift", "-kvu", "--kv-unified", "--swa-full", "--no-op-offload", "--offline", "--jinja",
+         "--no-show-timings", "--skip-chat-parsing"),
     ),
 }  # fmt: skip
 """Flag -> the values that change nothing here; None: it takes none. They are accepted and do nothing."""
 
-_CHAT = "there is no chat: -p is continued as it stands; write the model's chat format into it"
+_CHAT = "`run --chat` asks the model once, with its template"
+_REASONING = "reasoning is printed as the model writes it; --chat-template-kwargs sets what its template looks at"
 _DOWNLOAD = "nothing is downloaded; get the GGUF file and give it with -m FILE (a draft with -md FILE)"
 _SAMPLER = "there is no such sampler; --temp, --top-k, --top-p, --min-p and the penalties are there"
 _GRAMMAR = "there are no grammars; the text is not constrained"
@@ -48,13 +49,14 @@ _TEXT = "no such text is added; write it into -p or the file of -f"
 _INSTEAD = {
     "-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo -cl --cache-list -hfd -hfrd "
     "--hf-repo-draft --spec-draft-hf --spec-default --mtp --dflash --eagle3": _DOWNLOAD,
-    "-cnv --conversation -sys --system-prompt -sysf --system-prompt-file -st --single-turn -i --interactive -if "
-    "--interactive-first -mli --multiline-input --chat-template --chat-template-file --chat-template-kwargs --jinja "
+    "-cnv --conversation -st --single-turn -i --interactive -if --interactive-first -mli --multiline-input -ins "
+    "--instruct": _CHAT,
+    "--chat-template": "the model's own template is used, or that of --chat-template-file FILE",
+    "--no-jinja": "chat templates are always rendered by Jinja, without --chat none is",
     "-rea --reasoning --reasoning-format --reasoning-effort --reasoning-budget --reasoning-budget-message "
-    "--reasoning-preserve --no-reasoning-preserve --skip-chat-parsing --no-skip-chat-parsing --prefill-assistant "
-    "--no-prefill-assistant -ins --instruct": _CHAT,
+    "--reasoning-preserve --no-reasoning-preserve --no-skip-chat-parsing": _REASONING,
+    "--prefill-assistant --no-prefill-assistant": "an answer begins empty; without --chat -p may hold its beginning",
     "--in-prefix --in-suffix --in-prefix-bos": _TEXT,
-    "-r --reverse-prompt": "no word ends the text; -n sets its length, an end token ends it",
     "-sp --special": "tokens are shown as text, special ones as the vocabulary writes them",
     "--display-prompt": "the prompt is not repeated; standard output is the text that follows it",
     "--verbose-prompt": "--json tells the prompt's tokens",

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from pipeinfer.cli.chat_options import chat_options, take_chat, take_stops
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.setting_options import policy_options, sampling_options, take_policies, take_sampling
 from pipeinfer.cli.values import (
@@ -56,6 +57,8 @@ from pipeinfer.policies.registry import POLICIES
     show_default=True,
     help=r"In -p, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
 )
+@click.option("--chat", is_flag=True, help="Ask the model with its chat template, once; several turns: -cnv.")
+@chat_options
 @click.option(
     "-n",
     "--predict",
@@ -162,6 +165,7 @@ def run(
     threads: tuple[int, ...] | None,
     prompt: str | None,
     escape: bool,
+    chat: bool,
     **others: Any,
 ) -> int:
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
@@ -179,6 +183,8 @@ def run(
         sampling=take_sampling(others),
         threads=threads or (),
         prompt=unescape(prompt) if prompt and escape else prompt,
+        chat=take_chat(others, chat, escape),
+        stops=take_stops(others, escape),
         **others,
     )
     from pipeinfer.job.start import run_job  # initialises MPI

@@ -15,6 +15,7 @@ from pipeinfer.job.plan_table import show_plan
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.session import Generation, Session
 from pipeinfer.job.streams import exit_code, lost
+from pipeinfer.models.stop_strings import StopStrings
 from pipeinfer.models.tokenizer import TextStream, Tokenizer
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.progress import PromptProgress
@@ -30,7 +31,7 @@ class Head:
     ) -> None:
         self.context, self.deployment, self.request, self.options = context, deployment, request, context.options
         self.console = stderr_console()
-        self.stream = TextStream(tokenizer)
+        self.stream, self.stops = TextStream(tokenizer, request.markers), StopStrings(request.stops)
         self.text = ""
 
     def run(self) -> int:
@@ -55,7 +56,7 @@ class Head:
             on_prompt=progress.update,
         )
         progress.close()
-        self._print(self.stream.flush())
+        self._print(self.stops.push(self.stream.flush()) + self.stops.flush())
         session.close()
         code = self._report(generation)
         if flag.reason and not lost(sys.stdout):
@@ -69,8 +70,10 @@ class Head:
 
     # -- text
 
-    def _push(self, tokens: Sequence[int]) -> None:
-        self._print("".join(self.stream.push(token) for token in tokens))
+    def _push(self, tokens: Sequence[int]) -> bool:
+        """Whether the text ends here, with a stop string."""
+        self._print(self.stops.push("".join(self.stream.push(token) for token in tokens)))
+        return self.stops.hit
 
     def _print(self, text: str) -> None:
         self.text += text

@@ -27,6 +27,16 @@ NO_DRAFT = Path("none")
 PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How the model is talked to. `variables`: further ones for the template, as the text of a JSON object."""
+
+    system: str | None = None
+    system_file: Path | None = None
+    template_file: Path | None = None
+    variables: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """The options of `pipeinfer run` under their long names; see its help for their meanings."""
@@ -35,6 +45,8 @@ class RunOptions:
     drafts: tuple[Path, ...] = ()
     prompt: str | None = None
     file: Path | None = None
+    chat: ChatOptions | None = None
+    stops: tuple[str, ...] = ()
     predict: int = -1
     ctx_size: int = 0
     batch_size: int = 128
@@ -69,13 +81,13 @@ class RunOptions:
         return self.drafts if self.policy.drafts else ()
 
 
-def unescape(text: str) -> str:
-    """A prompt with llama.cpp's escapes replaced; what is none of them stays. Raises UserError."""
+def unescape(text: str, option: str = "--prompt") -> str:
+    """A text with llama.cpp's escapes replaced; what is none of them stays. Raises UserError with the option's name."""
     try:
         return ESCAPE.sub(_escaped, text.encode()).decode()
     except UnicodeDecodeError as error:
         raise UserError(
-            f"--prompt has escapes for bytes that are not UTF-8 (byte {error.start}); with --no-escape they are text"
+            f"{option} has escapes for bytes that are not UTF-8 (byte {error.start}); with --no-escape they are text"
         ) from None
 
 

@@ -4,10 +4,12 @@ beforehand."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
+from pipeinfer.job.chat_format import open_format
 from pipeinfer.job.deployment import Deployment, deploy
 from pipeinfer.job.options import STDIN, RunOptions
 from pipeinfer.job.request import GenerationRequest, make_request, read_prompt
@@ -21,10 +23,13 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Gen
     """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
     check_outputs(options)
     info, tokenizer = open_models(options)
-    prompt = tokenizer.encode(read_prompt(options))
+    text, format = read_prompt(options), open_format(options, info, tokenizer)
+    prompt = format.first_prompt(text) if format else tokenizer.encode(text)
     if not prompt:
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
     request = make_request(options, info, tokenizer, prompt)
+    if format:
+        request = replace(request, stops=format.stops)
     return deploy(options, hosts, info, request.n_ctx, len(prompt)), request, tokenizer
 
 
@@ -56,5 +61,7 @@ def inputs_of(options: RunOptions) -> dict[str, list[Path]]:
         "--model": part_paths(options.model),
         "--model-draft": [part for draft in options.drafts for part in part_paths(draft)],
         "--file": [options.file] if options.file not in (None, STDIN) else [],
+        "--system-prompt-file": [options.chat.system_file] if options.chat and options.chat.system_file else [],
+        "--chat-template-file": [options.chat.template_file] if options.chat and options.chat.template_file else [],
         "--pace": [Path(options.pace.partition(":")[0])] if options.pace else [],
     }

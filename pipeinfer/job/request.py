@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
@@ -28,6 +29,11 @@ class GenerationRequest:
     n_ctx: int
     sampling: SamplingParams
     end_tokens: frozenset[int]
+    stops: tuple[str, ...] = ()
+    """Texts that end the generation where they stand in it."""
+
+    markers: bool = False
+    """Control tokens are part of the text, as in a chat."""
 
     def open(self, id: int) -> Request:
         """Its state in an engine."""
@@ -40,7 +46,10 @@ def make_request(
     """`n_most`: tokens of the longest prompt that the same context shall hold. Raises UserError when it does not."""
     n_ctx, n_predict = fit_context(options, info, max(n_most, len(prompt)))
     ends = () if options.ignore_eos else filter(tokenizer.is_end, range(tokenizer.n_vocab))
-    return GenerationRequest(tuple(prompt), n_predict, n_ctx, options.sampling.settled, frozenset(ends))
+    return GenerationRequest(
+        tuple(prompt), n_predict, n_ctx, options.sampling.settled, frozenset(ends), options.stops,
+        markers=options.chat is not None,
+    )  # fmt: skip
 
 
 def read_prompt(options: RunOptions) -> str:
@@ -48,15 +57,20 @@ def read_prompt(options: RunOptions) -> str:
         return options.prompt
     if options.prompt is not None or options.file is None:
         raise UserError("give the prompt with -p TEXT or with -f FILE (- is standard input), one of them")
+    if options.file == STDIN and sys.stdin is None:
+        raise UserError("--file -: standard input is closed; give the prompt with -p, or name a file")
+    return read_text("--file", options.file).removesuffix("\n")
+
+
+def read_text(option: str, path: Path) -> str:
+    """A whole file, or standard input. Raises UserError, which names the option."""
     try:
-        if options.file == STDIN and sys.stdin is None:
-            raise UserError("--file -: standard input is closed; give the prompt with -p, or name a file")
-        with nullcontext(sys.stdin.buffer) if options.file == STDIN else options.file.open("rb") as file:
-            return read_limited(file, f"--file {options.file}").decode().removesuffix("\n")
+        with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
+            return read_limited(file, f"{option} {path}").decode()
     except OSError as error:
-        raise UserError(f"--file {options.file}: {error.strerror}") from None
+        raise UserError(f"{option} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"--file {options.file} is not UTF-8 text (byte {error.start})") from None
+        raise UserError(f"{option} {path} is not UTF-8 text (byte {error.start})") from None
 
 
 def fit_context(options: RunOptions, info: ModelInfo, n_prompt: int) -> tuple[int, int]:

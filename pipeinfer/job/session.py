@@ -161,12 +161,13 @@ class Session:
         asked: GenerationRequest,
         options: RunOptions,
         policy: Policy,
-        on_tokens: Callable[[Sequence[int]], None],
+        on_tokens: Callable[[Sequence[int]], object],
         on_prompt: Callable[[int], None] | None = None,
     ) -> Generation:
         """One request, alone, to its end, also when the user stops it.
 
-        `options`: of them those that need no other models, ablations. `on_prompt` hears how many rows of the prompt
+        `options`: of them those that need no other models, ablations. `on_tokens` may answer that the text ends here,
+        whatever the model would say further. `on_prompt` hears how many rows of the prompt
         have been evaluated.
         """
         engine = self._set_up(options)
@@ -215,12 +216,13 @@ class Session:
                 self.on_loaded(rank, report["loaded_s"])
         return reports
 
-    def _drive(self, engine: Engine, request: Request, on_tokens: Callable[[Sequence[int]], None]) -> None:
+    def _drive(self, engine: Engine, request: Request, on_tokens: Callable[[Sequence[int]], object]) -> None:
         try:
             if not request.n_predict:
                 engine.stop(request, Finish.LENGTH)
             for emission in engine.generate():
-                on_tokens(emission.tokens)
+                if on_tokens(emission.tokens):
+                    engine.stop(request, Finish.END)
         except StopRequested:
             _drain(engine, request)
 

@@ -91,14 +91,18 @@ class Tokenizer:
 
 
 class TextStream:
-    """Tokens in, text out as soon as its characters are whole."""
+    """Tokens in, text out as soon as its characters are whole.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    `markers`: control tokens are spelled, such as those around reasoning and calls of tools; not those that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, markers: bool = False) -> None:
+        self._tokenizer, self._markers = tokenizer, markers
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        return self._decoder.decode(self._tokenizer.decode_piece(token))
+        special = self._markers and not self._tokenizer.is_end(token)
+        return self._decoder.decode(self._tokenizer.decode_piece(token, special))
 
     def flush(self) -> str:
         """What is left: U+FFFD for a character that never became whole."""

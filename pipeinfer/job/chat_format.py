@@ -1,0 +1,74 @@
+"""How this job talks to its model: the template that was asked for, or the model's own, and what ends an answer.
+Loads nothing and runs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.context import complain
+from pipeinfer.job.options import ChatOptions, RunOptions
+from pipeinfer.job.request import read_text
+from pipeinfer.models.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
+from pipeinfer.models.chat_template import template_of
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.tokenizer import Tokenizer
+
+PLAIN = (
+    "{path} has no chat template: a plain one is used, with 'User:' and 'Assistant:'; --chat-template-file FILE gives "
+    "another"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """`system`: what is said before all else. `stops`: texts that end an answer."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    system: str | None
+    stops: tuple[str, ...]
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text up to the next answer of the assistant. Raises UserError as ChatTemplate does."""
+        first = [Message("system", self.system)] if self.system is not None else []
+        return self.template.render([*first, *messages], self.tokenizer)
+
+    def first_prompt(self, text: str) -> list[int]:
+        """The tokens that ask for an answer to what a user says first. Raises UserError."""
+        return encode_rendered(self.tokenizer, self.render([Message("user", text)]))
+
+
+def open_format(options: RunOptions, info: ModelInfo, tokenizer: Tokenizer) -> ChatFormat | None:
+    """None where no chat was asked for. Says so where the model has no template. Raises UserError for files that cannot
+    be read, and for variables that are no JSON object."""
+    chat = options.chat
+    if chat is None:
+        return None
+    system = chat.system
+    if chat.system_file is not None:
+        system = read_text("--system-prompt-file", chat.system_file).removesuffix("\n")
+    source, variables = template_of(info.metadata), _variables(chat)
+    name, stops = f"the chat template of {info.path}", options.stops
+    if chat.template_file is not None:
+        name = f"--chat-template-file {chat.template_file}"
+        source = read_text("--chat-template-file", chat.template_file)
+    elif source is None:
+        complain(PLAIN.format(path=info.path))
+        source, stops = PLAIN_TEMPLATE, (*stops, PLAIN_STOP)
+    return ChatFormat(ChatTemplate(source, name, variables), tokenizer, system, stops)
+
+
+def _variables(chat: ChatOptions) -> dict[str, Any]:
+    if chat.variables is None:
+        return {}
+    try:
+        found = json.loads(chat.variables)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f'--chat-template-kwargs {chat.variables[:80]!r} is no JSON object; write {{"name": value}}')
+    return found

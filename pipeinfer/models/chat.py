@@ -1,0 +1,121 @@
+"""Messages -> the text and the tokens that a model continues, by its chat template. Knows no MPI and runs no model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeinfer.errors import UserError
+from pipeinfer.models.tokenizer import Tokenizer
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ message.content }}{% elif message.role == 'user' %}User: {{ message.content }}"
+    "{% else %}Assistant:{{ message.content }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""For a model without one."""
+
+PLAIN_STOP = "\nUser:"
+"""Where a model that knows no turns begins to speak for the user."""
+
+START = (
+    "import sys; sys.path = sys.argv[4:]; "
+    "from pipeinfer.models.template_child import main; main(*map(int, sys.argv[1:4]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What rendering a template may take: seconds of a core, seconds, bytes, and characters of what comes out."""
+
+    cpu_s: int = 5
+    wall_s: float = 30.0
+    n_bytes: int = 512 << 20
+    n_characters: int = 1 << 26
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """`source`: in Jinja. `name`: where it comes from, for errors. `variables`: further ones that it may look at.
+
+    What it asks for the time is always told the same, so that what it says of a conversation stays as it was.
+    """
+
+    source: str
+    name: str
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    limits: Limits = Limits()
+    now_s: float = field(default_factory=time.time)
+
+    def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
+        """The text up to where the assistant's next answer begins. Raises UserError when the template fails, takes more
+        than the limits, or refuses the messages."""
+        context = {
+            "messages": [{"role": each.role, "content": each.content} for each in messages],
+            "add_generation_prompt": True,
+            "bos_token": _text_of(tokenizer, tokenizer.bos),
+            "eos_token": _text_of(tokenizer, tokenizer.eos),
+            "tools": None,
+            "documents": None,
+            **self.variables,
+        }
+        answer = self._ask({"source": self.source, "context": context, "now_s": self.now_s})
+        if "text" not in answer:
+            shown = " ".join(str(answer.get("error", "says nothing")).split())[:300]
+            raise UserError(f"{self.name} {shown}; give another with --chat-template-file FILE")
+        return str(answer["text"])
+
+    def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of the process that renders; it is killed when its time is over."""
+        limits = self.limits
+        # what this process can import, that one can, and no more
+        paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+        words = [*map(str, (limits.cpu_s, limits.n_bytes, limits.n_characters)), *paths]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", START, *words], input=json.dumps(asked).encode(),
+                capture_output=True, timeout=limits.wall_s, start_new_session=True,
+            )  # fmt: skip
+            found = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            return {"error": f"is not rendered after {limits.wall_s:g} s"}
+        except OSError as error:
+            return {"error": f"cannot be rendered: {error.strerror}"}
+        except ValueError:  # it was killed, or could not even say that there is no memory left
+            return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
+        return found if isinstance(found, dict) else {}
+
+
+def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a rendered text: its markers are tokens. One that begins texts of this model is there once."""
+    tokens = tokenizer.encode(text, add_special=False, parse_special=True)
+    if tokenizer.adds_bos and tokens[:1] != [tokenizer.bos]:
+        tokens.insert(0, tokenizer.bos)
+    return tokens
+
+
+def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int] | None:
+    """Tokens of what follows other text; None where the vocabulary cannot tell it from a text that begins."""
+    tokens = tokenizer.encode(text, add_special=False, parse_special=True)
+    shown = b"".join(tokenizer.decode_piece(token, special=True) for token in tokens)
+    if len(shown) - len(shown.lstrip(b" ")) == len(text) - len(text.lstrip(" ")):
+        return tokens
+    # some vocabularies begin every text with a space
+    return tokens[1:] if tokenizer.decode_piece(tokens[0]) == b" " else None
+
+
+def _text_of(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.text_of(token).decode("utf-8", "replace") if token >= 0 else ""

@@ -1,0 +1,40 @@
+"""Texts that end a text where they stand in it. Knows no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Text in, piece by piece; text out as soon as no stop string can begin in it.
+
+    `hit`: one of them has come. It and all after it are dropped.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string ends every text"
+        self.stops = tuple(stops)
+        self.hit = False
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        if self.hit or not self.stops:
+            return "" if self.hit else text
+        self._held += text
+        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        self.hit = bool(found)
+        return self._let_go(min(found)) if found else self._let_go(len(self._held) - self._n_begun())
+
+    def flush(self) -> str:
+        """What is left of a text that ends here."""
+        return "" if self.hit else self._let_go(len(self._held))
+
+    def _let_go(self, n: int) -> str:
+        text, self._held = self._held[:n], self._held[n:]
+        return text
+
+    def _n_begun(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        longest = min(len(self._held), max(map(len, self.stops)) - 1)
+        ends = (self._held[-n:] for n in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self.stops)), 0)
