@@ -54,6 +54,8 @@ class Model:
 
     def close(self, request: Request) -> None: ...
 
+    def forget(self, request: Request) -> None: ...
+
 
 def looked_up(request: Request, node: Node, drafter: LookupDrafter | None = None) -> list[Guess]:
     drafter = drafter or LookupDrafter()

@@ -205,6 +205,9 @@ class OracleDrafter:
     def close(self, request: Request) -> None:
         pass
 
+    def forget(self, request: Request) -> None:
+        pass
+
 
 class NoisyStage(ToyStage):
     """A slice of a toy model whose logits are the target's but for some positions: a draft of middling acceptance."""

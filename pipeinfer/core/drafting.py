@@ -79,7 +79,10 @@ class ModelDrafter:
         return self.pool.n_free > 0
 
     def open(self, request: Request) -> None:
-        self.pool.open(request.id)
+        if request.continues:
+            self.pool.take_over(request.continues.request_id, request.id, request.continues.n_tokens)
+        else:
+            self.pool.open(request.id)
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
@@ -148,4 +151,10 @@ class ModelDrafter:
         self.pool.settle(request.id, path)
 
     def close(self, request: Request) -> None:
+        if request.n_left:
+            self.pool.leave(request.id, request.n_left)
+        else:
+            self.pool.close(request.id)
+
+    def forget(self, request: Request) -> None:
         self.pool.close(request.id)

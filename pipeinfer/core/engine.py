@@ -14,7 +14,8 @@ from pipeinfer.core.observer import Observer
 from pipeinfer.core.opened import Opened
 from pipeinfer.core.pacer import Pacer
 from pipeinfer.core.policy import Policy, View
-from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.prefixes import KeptPrefixes
+from pipeinfer.core.requests import Finish, Prefix, Request
 from pipeinfer.core.rota import Rota
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.scheduler import Room, choose
@@ -55,7 +56,7 @@ class Engine:
         self._drains = False  # nothing is sent until the parked cells can be won back
         self._jobs: dict[int, Opened] = {}
         self.growth = Growth(drafter, drafts, clock, self._jobs, self._wake, target.n_inflight)
-        self._waiting: deque[Opened] = deque()
+        self._waiting, self._kept = deque[Opened](), KeptPrefixes(target.blocks)
         self._senders = Rota[Opened]()  # whom to ask for a run
         self._emissions: deque[Emission] = deque()
 
@@ -82,23 +83,50 @@ class Engine:
             self._waiting.remove(job)
             job.observer.finished(self.clock())
 
+    def forget(self) -> None:
+        """Give up all that finished requests have left."""
+        while self._forget_oldest():
+            pass
+
+    def _forget_oldest(self, but: Prefix | None = None) -> bool:
+        if request := self._kept.oldest(but):
+            for level in self.levels:
+                level.pool.close(request.id)
+            self.growth.forget(request)
+        return request is not None
+
     def _admit(self) -> None:
         """Open the requests that have waited longest, while their whole texts have cells and there is a sequence."""
-        while self._waiting and self._has_room_for(self._waiting[0].request):
+        while self._waiting and self._make_room(self._waiting[0].request):
             job = self._waiting.popleft()
+            job.request.continues = prefix = self._kept.take(job.request)
             for level in self.levels:
-                if not self._jobs and level.pool.can_compact:
-                    level.pool.compact()  # attention costs what the cells between the first and the last in use do
                 level.open(job.request)
+                # attention costs what the cells between the first and the last in use do, packing what those do
+                if not self._jobs and level.pool.can_compact and level.pool.n_parked > level.pool.n_certain:
+                    level.pool.compact()
             self.growth.open(job.request)
+            job.n_heard = prefix.n_tokens if prefix else 0
+            job.observer.opened(job.n_heard)
             self._jobs[job.request.id] = job
             self._wake(job)
 
-    def _has_room_for(self, request: Request) -> bool:
-        n_reserved = sum(job.request.n_tokens_most for job in self._jobs.values())
+    def _make_room(self, request: Request) -> bool:
+        """Whether there is room for the request; what finished ones have left is given up for it."""
+        while self.growth.has_heard:  # else it will have when its step is done
+            prefix = self._kept.best(request)
+            if self._has_room_for(request, prefix):
+                return True
+            if not self._forget_oldest(but=prefix):
+                break
+        return False
+
+    def _has_room_for(self, request: Request, prefix: Prefix | None) -> bool:
+        n_reserved = sum(job.request.n_tokens_most for job in self._jobs.values()) + self._kept.n_cells(but=prefix)
         n_cells = min(level.pool.n_cells for level in self.levels)
-        fits = not self._jobs or n_reserved + request.n_tokens_most <= n_cells
-        return fits and all(level.pool.n_free for level in self.levels) and self.growth.can_open
+        fits = not n_reserved or n_reserved + request.n_tokens_most <= n_cells
+        has_sequence = all(level.pool.n_free for level in self.levels) and self.growth.can_open
+        return fits and (has_sequence or prefix is not None)
 
     @property
     def busy(self) -> bool:
@@ -193,12 +221,20 @@ class Engine:
     def _close(self, job: Opened) -> None:
         request = job.request
         job.observer.finished(self.clock())
+        request.n_left = self._n_to_leave(request)
         for level in self.levels:
             self._count_given_up(level, level.close(request))
         del self._jobs[request.id]
         self._senders.discard(request.id)
         self.growth.close(request)
+        if request.n_left:
+            self._kept.keep(request)
         self._admit()
+
+    def _n_to_leave(self, request: Request) -> int:
+        """Tokens whose cells stay when the request has finished: all that are certain, if its blocks are whole."""
+        n_settled = self.target.n_settled(request) if request.keep else 0
+        return n_settled if not self.target.blocks or n_settled >= request.n_in_blocks else 0
 
     def _count_given_up(self, level: Level, flights: Sequence[Flight]) -> None:
         if level is not self.target or not flights:  # nobody waits for a larger draft to be free

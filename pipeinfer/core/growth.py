@@ -46,7 +46,7 @@ class Growth:
         self.n_drafts = (drafter is not None) + len(self.drafts)
         self._drafting: Collection[Node] | None = None
         self._unsettled: dict[int, tuple[Request, list[Node]]] = {}  # what the drafter has yet to hear
-        self._ended: list[Request] = []
+        self._ended: list[tuple[Callable[[Request], None], Request]] = []
         self._steps_s: deque[float] = deque(maxlen=N_TIMED)
 
     # -- requests
@@ -54,6 +54,11 @@ class Growth:
     @property
     def can_open(self) -> bool:
         return self.drafter is None or self.drafter.can_open
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether the drafter knows of all requests that have ended."""
+        return not self._ended
 
     def open(self, request: Request) -> None:
         if self.drafter:
@@ -81,7 +86,13 @@ class Growth:
         for rota in (self._drafters, *self._askers):
             rota.discard(request.id)
         if self.drafter:
-            self._ended.append(request)
+            self._ended.append((self.drafter.close, request))
+            self._flush()
+
+    def forget(self, request: Request) -> None:
+        """What a finished request has left is given up."""
+        if self.drafter:
+            self._ended.append((self.drafter.forget, request))
             self._flush()
 
     def _flush(self) -> None:
@@ -89,8 +100,8 @@ class Growth:
             return
         for request, path in self._unsettled.values():
             self.drafter.settle(request, path)
-        for request in self._ended:
-            self.drafter.close(request)
+        for end, request in self._ended:
+            end(request)
         self._unsettled.clear()
         self._ended.clear()
 

@@ -112,7 +112,7 @@ class Drafter(Protocol):
         ...
 
     def open(self, request: Request) -> None:
-        """A request begins; there must be room for it."""
+        """A request begins; there must be room for it, or it `continues` what another one has left."""
         ...
 
     def expand(
@@ -129,7 +129,11 @@ class Drafter(Protocol):
         ...
 
     def close(self, request: Request) -> None:
-        """The request has ended: free what it holds."""
+        """The request has ended: free what it holds, but for its first `n_left` tokens as far as they are here."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """Free what a request has left."""
         ...
 
 

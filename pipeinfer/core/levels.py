@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.core.blocks import chunk_end, rows_in_blocks
+from pipeinfer.core.blocks import chunk_end
 from pipeinfer.core.interfaces import Pipeline
 from pipeinfer.core.requests import Request
-from pipeinfer.core.runs import KvOp, OpKind, Row, Run
+from pipeinfer.core.runs import POSITION_END, KvOp, OpKind, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, State
@@ -34,6 +34,7 @@ class Part:
     n_prompt: int = 0  # more than 0: the context is whole blocks of a prompt with so many rows in blocks, see `blocks`
     widths: Mapping[Node, int] | None = None  # guesses wanted after each node, of a draft
     first: int = 0
+    start: int = 0  # the position of its context's first row
     n_branches: int = 0  # of its nodes, those that took a sequence of their own
     pruned: Set[int] = NO_ROWS  # rows of the run that the stages were told to leave out
 
@@ -56,6 +57,13 @@ class Part:
         if self.request.finish:
             return set(range(self.first - self.n_context, self.first + len(self.nodes)))
         return {row for row, node in enumerate(self.nodes, self.first) if node.state is State.DEAD}
+
+    @property
+    def certain_start(self) -> int:
+        """The position of the first of its rows that is a certain token's; POSITION_END if there is none."""
+        if self.n_context:
+            return self.start
+        return min((node.position for node in self.nodes if node.state is State.RETIRED), default=POSITION_END)
 
     def n_wanted(self, node: Node) -> int:
         """Answers asked for after one of its nodes: one of the target."""
@@ -112,18 +120,32 @@ class Level:
     # -- requests
 
     def open(self, request: Request) -> None:
-        self.pool.open(request.id)
+        """It takes over what another one has left, if it `continues` that."""
+        if request.continues:
+            self.pool.take_over(request.continues.request_id, request.id, request.continues.n_tokens)
+        else:
+            self.pool.open(request.id)
         self._of_request[request.id] = {}
         self._opens[request.id] = request.sampling
 
     def close(self, request: Request) -> list[Flight]:
-        """The request has finished: free what it holds. Returns the runs that were given up."""
+        """The request has finished: free what it holds, but for what it leaves. Returns the runs that were given up."""
+        n_left = min(request.n_left, self.n_settled(request))
         given_up = self._give_up(request)
-        self.pool.close(request.id)
+        if request.n_left:
+            self.pool.leave(request.id, n_left)
+        else:
+            self.pool.close(request.id)
         del self._of_request[request.id]
         if self._opens.pop(request.id, None) is None:
             self._closes.append(KvOp(OpKind.CLOSE, request.id))
         return given_up
+
+    def n_settled(self, request: Request) -> int:
+        """How many of the request's tokens have cells that every stage is known to have evaluated."""
+        flying = (part for flight in self._of_request[request.id].values() for part in flight.parts)
+        starts = [part.certain_start for part in flying if part.request is request]
+        return min(self.pool.placed_end(request.id), len(request.tokens), *starts)
 
     # -- what a request wants, what there is room for
 
@@ -147,7 +169,7 @@ class Level:
         """
         n_left = self.n_context_left(request)
         start = self.pool.placed_end(request.id) if n_left else 0
-        n_blocks = rows_in_blocks(len(request.prompt)) if n_left and self.blocks else 0
+        n_blocks = request.n_in_blocks if n_left and self.blocks else 0
         return (chunk_end(n_blocks, start, self.n_chunk) - start, n_blocks) if start < n_blocks else (n_left, 0)
 
     # -- runs
@@ -198,7 +220,7 @@ class Level:
             return 0
         request, rows, start = part.request, run.rows, self.pool.placed_end(part.request.id)
         placement = self.pool.place(request.id, part.n_context, part.nodes)
-        part.n_branches = len(placement.leased)
+        part.start, part.n_branches = start, len(placement.leased)
         run.ops += placement.ops
         for position in range(start, start + part.n_context):
             rows.append(Row(request.id, request.tokens[position], position, (placement.context_seq,), n_wanted=0))

@@ -154,6 +154,10 @@ class LookupDrafter:
         if self.model:
             self.model.close(request)
 
+    def forget(self, request: Request) -> None:
+        if self.model:
+            self.model.forget(request)
+
 
 def _merged(guesses: list[Guess] | None, looked_up: Guess | None, width: int) -> list[Guess] | None:
     """A model's guesses and the one looked up, which counts as much as whoever is surer of it says."""

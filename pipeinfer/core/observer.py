@@ -11,6 +11,9 @@ class Observer:
     def submitted(self, now_s: float, n_prompt: int) -> None:
         """The engine has taken it in; it may still wait for room."""
 
+    def opened(self, n_kept: int) -> None:
+        """There is room for it. `n_kept`: tokens of its prompt that need not be evaluated."""
+
     def prompt_evaluated(self, n_rows: int) -> None:
         """So many rows of its prompt, from the first on, have been evaluated by every stage."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
+from pipeinfer.core.blocks import rows_in_blocks
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import TokenTree
 
@@ -15,6 +17,16 @@ class Finish(Enum):
     END = "end"  # the target chose an end-of-generation token
     CONTEXT = "context"  # the context is full
     STOPPED = "stopped"  # the user asked
+
+
+BY_LENGTH = -1
+
+
+class Prefix(NamedTuple):
+    """The first `n_tokens` of a finished request, whose cells it has left."""
+
+    request_id: int
+    n_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -32,16 +44,31 @@ class Request:
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end the generation (empty with --ignore-eos); the one met is part of the output ids."""
 
+    n_in_blocks: int = BY_LENGTH
+    """So many of the prompt's first rows are evaluated in blocks where the target does that, all others as guesses are;
+    BY_LENGTH: as the prompt's length says. The text may depend on it, so it must not depend on what is kept."""
+
+    keep: bool = False
+    """When it has finished its cells stay while there is room, for a request that begins with the same tokens."""
+
     tokens: list[int] = field(init=False)
     tree: TokenTree = field(init=False)
     finish: Finish | None = field(default=None, init=False)
     n_tokens_most: int = field(init=False)
     """Prompt and output at most, so many KV cells too."""
 
+    continues: Prefix | None = field(default=None, init=False)
+    """What it takes over, once it is open."""
+
+    n_left: int = field(default=0, init=False)
+    """So many of its tokens it leaves to others, once it has finished."""
+
     def __post_init__(self) -> None:
         assert self.prompt, "an empty prompt has no last token to continue"
         self.tokens = list(self.prompt)
         self.tree = TokenTree(self.prompt[-1], len(self.prompt) - 1)
+        if self.n_in_blocks == BY_LENGTH:
+            self.n_in_blocks = rows_in_blocks(len(self.prompt))
         self.n_tokens_most = min(len(self.prompt) + self.n_predict, self.n_ctx)
 
     @property

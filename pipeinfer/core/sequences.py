@@ -59,6 +59,7 @@ class SequencePool:
         self._seqs_of: dict[int, set[int]] = {}  # the sequences of each request
         self._bases: dict[int, _Base] = {}
         self._seq_of: dict[Node, int] = {}
+        self._left: set[int] = set()  # requests that have ended and left their certain tokens
         self._pending: list[KvOp] = []
         self.n_parked = 0  # cells out of sight that compaction wins back
         self._n_certain = 0
@@ -107,6 +108,11 @@ class SequencePool:
         return list(chosen)
 
     @property
+    def n_certain(self) -> int:
+        """Cells of certain tokens, of all requests."""
+        return self._n_certain
+
+    @property
     def can_compact(self) -> bool:
         """Compaction keeps certain tokens alone, each request's in a sequence of its own: no node may be placed."""
         return self.n_parked > 0 and not self._seq_of
@@ -130,7 +136,8 @@ class SequencePool:
         self._bases[request_id] = _Base(self._lease(request_id))
 
     def close(self, request_id: int) -> None:
-        """Give back all that the request holds."""
+        """Give back all that the request holds, or has left."""
+        self._left.discard(request_id)
         for seq in sorted(self._seqs_of[request_id]):
             self._forget(self._paths[seq].chain)
             self._release(seq)
@@ -138,6 +145,35 @@ class SequencePool:
         base = self._bases.pop(request_id)
         self._n_certain -= base.end
         self.n_parked += base.end if self.parked else 0
+
+    def leave(self, request_id: int, n_tokens: int) -> None:
+        """The request has ended: give back all but its first certain tokens, `n_tokens` at most, which stay."""
+        base = self._bases[request_id]
+        for seq in sorted(self._seqs_of[request_id]):
+            path = self._paths[seq]
+            self._forget(path.chain)
+            path.chain = []
+            if seq != base.seq:
+                self._release(seq)
+        self._cut(base, n_tokens)
+        self._left.add(request_id)
+
+    def take_over(self, left: int, request_id: int, n_tokens: int) -> None:
+        """Open a request that begins with the first `n_tokens` that another one has left, as far as they are here."""
+        self._left.remove(left)
+        base = self._bases[request_id] = self._bases.pop(left)
+        self._seqs_of[request_id] = self._seqs_of.pop(left)
+        self._paths[base.seq].request_id = request_id
+        self._cut(base, n_tokens)
+
+    def _cut(self, base: _Base, n_tokens: int) -> None:
+        """Keep no more than so many certain tokens of a request of which nothing else is placed."""
+        path, end = self._paths[base.seq], min(base.end, n_tokens)
+        if end < path.end:
+            self._pending.append(KvOp(OpKind.REMOVE, base.seq, first=end))
+        self._n_certain -= base.end - end
+        self.n_parked += base.end - end if self.parked else 0
+        base.end = path.end = end
 
     # -- placing
 
@@ -284,7 +320,8 @@ class SequencePool:
 
         `live` maps each open request to the live nodes of its tree, root first.
         """
-        assert set(live) == set(self._bases), f"requests {set(live)} open, {set(self._bases)} hold sequences"
+        known = set(live) | self._left
+        assert known == set(self._bases), f"requests {known} open or left, {set(self._bases)} hold sequences"
         assert sorted([*self._free, *self._paths]) == list(range(self.n_seq)), "a sequence is lost or leased twice"
         assert self._n_certain == sum(base.end for base in self._bases.values()), "certain tokens are miscounted"
         assert {seq: path.request_id for seq, path in self._paths.items()} == {

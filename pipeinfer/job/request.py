@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeinfer.core.requests import Request
+from pipeinfer.core.requests import BY_LENGTH, Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.limited import read_limited
@@ -35,9 +35,17 @@ class GenerationRequest:
     markers: bool = False
     """Control tokens are part of the text, as in a chat."""
 
+    n_in_blocks: int = BY_LENGTH
+    """Rows of the prompt in blocks, see `core.requests`."""
+
+    keep: bool = False
+    """Its cells stay for one that begins with the same tokens."""
+
     def open(self, id: int) -> Request:
         """Its state in an engine."""
-        return Request(id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens)
+        return Request(
+            id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens, self.n_in_blocks, self.keep
+        )
 
 
 def make_request(

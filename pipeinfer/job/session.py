@@ -183,6 +183,7 @@ class Session:
         pools = [level.pool for level in self._engine.levels] + ([self._drafter.pool] if self._drafter else [])
         for pool in pools:
             if pool.n_seq != options.n_seq:
+                self._engine.forget()
                 pool.resize(options.n_seq)
         return self._engine
 

@@ -26,6 +26,7 @@ class RequestMetrics(Observer):
     on_prompt: Callable[[int], None] | None = None
     submitted_s: float = math.nan
     n_prompt: int = 0
+    n_kept: int = 0  # of the prompt, what an earlier request had left
     finished_s: float | None = None
     token_s: list[float] = field(default_factory=list)  # when each token was emitted
     accepted_lengths: Counter[int] = field(default_factory=Counter)  # tokens emitted at once -> how often
@@ -51,6 +52,9 @@ class RequestMetrics(Observer):
 
     def submitted(self, now_s: float, n_prompt: int) -> None:
         self.submitted_s, self.n_prompt = now_s, n_prompt
+
+    def opened(self, n_kept: int) -> None:
+        self.n_kept = n_kept
 
     def prompt_evaluated(self, n_rows: int) -> None:
         if self.on_prompt:
@@ -155,8 +159,9 @@ def timings(metrics: RequestMetrics) -> dict[str, Any]:
     p50, p95, p99 = percentiles(metrics.itl_s)
     return {
         "prompt_n": metrics.n_prompt,
+        "cache_n": metrics.n_kept,
         "prompt_ms": 1e3 * metrics.ttft_s,
-        "prompt_per_second": metrics.n_prompt / metrics.ttft_s,
+        "prompt_per_second": (metrics.n_prompt - metrics.n_kept) / metrics.ttft_s,
         "predicted_n": n,
         "predicted_ms": 1e3 * generation_s,
         "predicted_per_second": (n - 1) / generation_s if n > 1 and generation_s > 0 else float("nan"),

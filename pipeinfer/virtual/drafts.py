@@ -46,7 +46,10 @@ class SimDrafter:
     can_open = True
 
     def open(self, request: Request) -> None:
-        self._caches[request.id] = _Cache()
+        cache, prefix = _Cache(), request.continues
+        if prefix:
+            cache.end = min(self._caches.pop(prefix.request_id).end, prefix.n_tokens)
+        self._caches[request.id] = cache
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
@@ -109,6 +112,12 @@ class SimDrafter:
         cache.nodes = {node for node in cache.nodes if node.live}
 
     def close(self, request: Request) -> None:
+        cache = self._caches[request.id]
+        cache.end, cache.nodes = min(cache.end, request.n_left), set()
+        if not request.n_left:
+            self.forget(request)
+
+    def forget(self, request: Request) -> None:
         del self._caches[request.id]
 
 
