@@ -151,7 +151,11 @@ def test_texts_that_cannot_be_held_are_refused_by_the_other_commands(tmp_path: P
 
 
 def test_the_plan_says_what_ranks_will_hold(tmp_path: Path) -> None:
-    """Within 15% or 30 MB, for the shipped pair, for a context that counts, and for weights that count."""
+    """Within 15% or 30 MB, for the shipped pair, for a context that counts, and for weights that count.
+
+    Without exact numerics weights are read out of a slice in memory, which the kernel only counts as the rank's where
+    it can gather it into large pages.
+    """
     shape = Shape(n_layer=6, n_embd=768, n_head=12, n_head_kv=4, n_ff=3072, n_vocab=64000)
     wide = str(write_model(tmp_path / "wide.gguf", shape, "Q8_0"))
     for n_ranks, arguments in (
@@ -164,4 +168,6 @@ def test_the_plan_says_what_ranks_will_hold(tmp_path: Path) -> None:
         for rank in result["ranks"]:
             planned, held = rank["memory_bytes"], rank["peak_rss_bytes"]
             off = f"{rank['role']} of {arguments}: planned {planned / 1e6:.0f} MB, held {held / 1e6:.0f} MB"
-            assert abs(planned - held) < max(0.15 * held, 30e6), off
+            uncounted = rank["weight_bytes"] if "fast" in arguments and rank["layers"] else 0
+            tolerance = max(0.15 * held, 30e6)
+            assert -tolerance < planned - held < tolerance + uncounted, off
