@@ -92,13 +92,13 @@ def test_three_drafts_and_sampling_and_penalties() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])
 def share_of_first_guesses_right(result: dict[str, Any]) -> float:
     """Of the tokens that were guessed: how often the likeliest guess was the target's token."""
     by_depth = result["speculation"]["by_depth"].values()
     return float(sum(found["right"] for found in by_depth) / sum(found["n"] for found in by_depth))
 
 
+@pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])
 def test_a_larger_draft_that_is_right_makes_better_guesses(tmp_path: Path, policy: str, plain: list[int]) -> None:
     (tmp_path / "alone.toml").write_text(SLOW_TARGET)
     (tmp_path / "team.toml").write_text(SLOW_TARGET + LARGER_DRAFT)
