@@ -7,7 +7,7 @@ those that real files of the architecture do not have are left out. Knows nothin
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,13 @@ EXPERTS: Metadata = {
 @dataclass(frozen=True)
 class RandomModel:
     """metadata     keys without the architecture's name, beside COMMON
-    without      parts of the names of tensors that such files do not have
+    without      ends of the names, or `/` and all of a name, of tensors that such files do not have
     """
 
     architecture: str
     n_layer: int = 4
     metadata: Metadata = field(default_factory=dict)
-    without: Sequence[str] = ()
+    without: tuple[str, ...] = ()
     seed: int = 0
 
 
@@ -63,7 +63,7 @@ def write_random_model(path: Path, model: RandomModel, kind: str = "Q8_0") -> Pa
     shapes = _shapes(header)
     header.unlink()
     left_out = (".scale", ".input_scale", *model.without)
-    kept = {name: shape for name, shape in shapes.items() if not any(part in name for part in left_out)}
+    kept = {name: shape for name, shape in shapes.items() if not f"/{name}".endswith(left_out)}
     _write(path, model, kept, kind)
     return path
 

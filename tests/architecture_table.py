@@ -37,11 +37,14 @@ def table() -> str:
 def cuts(known: Architecture) -> str:
     said = []
     if known.step != 1:
-        said.append(f"before every {f'{known.step}th' if isinstance(known.step, int) else f'`{known.step}`th'} layer")
+        is_number = isinstance(known.step, int)
+        said.append(f"before layers {known.step}, {2 * int(known.step)}, …" if is_number else f"by `{known.step}`")
     if known.least > 1:
         said.append(f"{known.least} layers a slice at least")
     if known.windows and known.windows.always:
         said.append("each slice with a layer that has a sliding window")
+    if known.windows and known.windows.leads:
+        said.append("before layers that see all tokens")
     if known.states and not known.states.all:
         said.append("each slice with layers of both kinds")
     said += [f"not {each.models}: {each.why}" for each in known.refusals]

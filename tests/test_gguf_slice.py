@@ -170,7 +170,7 @@ def test_unusable_files(tmp_path: Path, model: Path) -> None:
         (data[:-1000], "cut off: 1000 of"),
         (b"GGUF" + struct.pack(">I", 3) + data[8:], "GGUF version"),
         (data[:8] + b"\xff" * 8 + data[16:], "damaged: 18446744073709551615 tensors"),
-        (data.replace(b"llama", b"lamda"), "architecture 'lamda' is not known here; those .* are apertus, .*llama"),
+        (data.replace(b"llama", b"lamda"), "architecture 'lamda' is not known here; those .* are afmoe, .*llama"),
         (data.replace(b"llama", b"rwkv7"), "'rwkv7', cannot be cut into layer slices: .*; take another model"),
     ):
         path.write_bytes(content)

@@ -223,3 +223,39 @@ def test_more_stages_than_layers() -> None:
         make_plan(6, [sizes([1])], sizes([1] * 4), 10)
     with pytest.raises(UserError, match="at most 4 ranks"):
         make_plan(6, [], sizes([1] * 4), 10)
+
+
+# --- models that cannot be cut everywhere ---------------------------------------------------------------------------
+
+
+def test_faults_are_respected_and_the_rest_is_best() -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        layers = [rng.randint(1, 9) for _ in range(rng.randint(2, 7))]
+        runs = itertools.combinations(range(len(layers) + 1), 2)
+        faults = {run: "a reason" for run in runs if rng.random() < 0.4}
+        n_stages = rng.randint(1, len(layers))
+
+        def possible(counts: Sequence[int], faults: dict[tuple[int, int], str] = faults) -> bool:
+            ends = list(itertools.accumulate(counts, initial=0))
+            return not any(run in faults for run in itertools.pairwise(ends))
+
+        options = [counts for counts in splits(len(layers), n_stages) if possible(counts)]
+        found = spread_layers([layers] * n_stages, None, faults)
+        assert (found is None) == (not options)
+        if found is not None:
+            assert possible(found)
+            assert max(stage_sums([layers] * n_stages, found)) == min(
+                max(stage_sums([layers] * n_stages, counts)) for counts in options
+            )
+
+
+def test_a_split_that_the_model_does_not_allow_is_refused() -> None:
+    in_fours = {(a, b): "only in fours" for a in range(13) for b in range(13) if a % 4}
+    model = Sizes((1,) * 12, (1,) * 12, 1, 1, in_fours)
+    assert balance(model, 2) == [8, 4] and balance(model, 3) == [4, 4, 4]
+    assert [stage.first for stage in make_plan(3, [], model, 256).stages] == [0, 4, 8]
+    with pytest.raises(UserError, match=r"4 stages for 12 layers .*only in fours\); start so few ranks .* 3 stages"):
+        balance(model, 4)
+    with pytest.raises(UserError, match=r"--layer-split 4,2,6: layers 6-11 of this model cannot be a stage, only in"):
+        make_plan(3, [], model, 256, split=[4, 2, 6])

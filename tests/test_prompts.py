@@ -187,9 +187,10 @@ def test_no_room(folder: Path, load: Loader) -> None:
 
 
 def test_an_unknown_layout_of_the_cache_is_refused() -> None:
-    for words in ([1, 0, 2, 0, 0, 1], [1, 0, 1, 0, 1, 1], [1, 0, 1, 0, 0, 1, 30, 2, 0]):
+    cell = [0, 1, 0]
+    for words in ([1, 0, 2, 0], [1, 0, 1, 1, *cell, 1, 1], [1, 0, 1, 1, *cell, 0, 1, 30, 2, 0]):
         with pytest.raises(ValueError, match="not understood"):
-            prefill.with_bf16_values(np.array(words, np.int32).view(np.uint8).copy())
+            prefill.with_bf16_values(np.array(words, np.int32).view(np.uint8).copy(), prefill.CacheForm())
 
 
 # --- whole jobs -----------------------------------------------------------------------------------------------------

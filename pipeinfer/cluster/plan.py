@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from pipeinfer.cluster.spread import StageRoom, spread_layers
+from pipeinfer.cluster.spread import NO_FAULTS, Faults, StageRoom, spread_layers
 from pipeinfer.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What planning needs of a model, in bytes: each layer's weights, its KV per cell, the vocabulary tables."""
+    """What planning needs of a model, in bytes: each layer's weights, its KV per cell, the vocabulary tables.
+
+    faults   why some runs of its layers cannot be a stage
+    """
 
     layer_bytes: tuple[int, ...]
     kv_bytes_per_cell: tuple[int, ...]
     input_bytes: int
     output_bytes: int
+    faults: Faults = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,7 @@ def make_plan(
         most = n_layers + n_ranks - len(own)
         raise UserError(f"{len(own)} stages for {n_layers} layers; start at most {most} ranks for this model")
     left = room(placed, own) if room else None
-    counts = split_layers(split, n_layers, len(own)) if split else balance(target, len(own), left)
+    counts = balance(target, len(own), left) if not split else split_layers(split, n_layers, len(own), target.faults)
     return Plan(n_ranks, _stages(target, own, counts, n_cells), placed)
 
 
@@ -198,10 +202,17 @@ def _stages(sizes: Sizes, ranks: Sequence[int], counts: Sequence[int], n_cells: 
 def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None) -> list[int]:
     """Layers a stage where all are taken to be equally fast: the most loaded one reads the fewest bytes a token.
 
-    The input table costs memory, not time: a row of it is read.
+    The input table costs memory, not time: a row of it is read. Raises UserError where the model cannot be cut so.
     """
-    cost = [[*sizes.layer_bytes[:-1], sizes.layer_bytes[-1] + sizes.output_bytes]] * n_stages
-    return spread_layers(cost, room) or spread_layers(cost) or []
+    cost, faults = [*sizes.layer_bytes[:-1], sizes.layer_bytes[-1] + sizes.output_bytes], sizes.faults
+    counts = spread_layers([cost] * n_stages, room, faults) or spread_layers([cost] * n_stages, None, faults)
+    if counts:
+        return counts
+    most = next(n for n in range(n_stages - 1, 0, -1) if spread_layers([cost] * n, None, faults))
+    raise UserError(
+        f"{n_stages} stages for {len(cost)} layers that cannot be cut everywhere ({', '.join(set(faults.values()))}); "
+        f"start so few ranks that there are {_count(most, 'stage')}"
+    )
 
 
 def parse_split(text: str) -> list[float]:
@@ -225,8 +236,19 @@ def parse_split(text: str) -> list[float]:
     return values
 
 
-def split_layers(split: Sequence[float], n_layers: int, n_stages: int) -> list[int]:
+def split_layers(split: Sequence[float], n_layers: int, n_stages: int, faults: Faults = NO_FAULTS) -> list[int]:
     """Layers a stage from layers or proportions. Raises UserError with the way out when they do not fit."""
+    counts = _split(split, n_layers, n_stages)
+    for first, last in pairwise(accumulate(counts, initial=0)):
+        if (first, last) in faults:
+            raise UserError(
+                f"--layer-split {_listed(split)}: layers {first}-{last - 1} of this model cannot be a stage, "
+                f"{faults[first, last]}; split them otherwise, or leave it out"
+            )
+    return counts
+
+
+def _split(split: Sequence[float], n_layers: int, n_stages: int) -> list[int]:
     shown = _listed(split)
     if len(split) != n_stages:
         raise UserError(

@@ -15,6 +15,9 @@ Held = tuple[tuple[str, float], ...]
 Split = tuple[int, int, tuple[int, ...]]
 """What the slowest stage costs; the sum of the squares of what all cost; layers of each."""
 
+Faults = Mapping[tuple[int, int], str]
+"""Of layers [first, last) that cannot be a stage, why."""
+
 DEPTH = 200  # stages whose splits are looked for in calls within calls
 
 MAX_STATES = 200_000
@@ -65,8 +68,13 @@ class StageRoom:
         return max((len({*self.hosts[:end]} & {*self.hosts[end:]}) for end in ends), default=0)
 
 
-def spread_layers(cost: Sequence[Sequence[float]], room: StageRoom | None = None) -> list[int] | None:
-    """Layers a stage so that the slowest stage is as fast as it can be; None if the memory leaves no way.
+NO_FAULTS: Faults = {}
+
+
+def spread_layers(
+    cost: Sequence[Sequence[float]], room: StageRoom | None = None, faults: Faults = NO_FAULTS
+) -> list[int] | None:
+    """Layers a stage so that the slowest stage is as fast as it can be; None if the memory or `faults` leave no way.
 
     `cost[stage][layer]`: seconds of a row, or anything in proportion to them; the output table's is the last layer's.
     So are the stages that follow any other one; of splits that are equally good the most even one is taken.
@@ -74,11 +82,11 @@ def spread_layers(cost: Sequence[Sequence[float]], room: StageRoom | None = None
     MAX_STATES ways to share them, and their memory is short, has each stage an equal part of its host's.
     """
     sums = _exact_sums(cost)
-    counts = _best_counts(sums, None)
+    counts = _best_counts(sums, None, faults)
     if room is None or counts is None or room.fits(counts):
         return counts
     n_states = len(cost) * len(cost[0]) ** room.n_open_hosts
-    return _best_counts(sums, room if n_states <= MAX_STATES else room.apart())
+    return _best_counts(sums, room if n_states <= MAX_STATES else room.apart(), faults)
 
 
 def _exact_sums(cost: Sequence[Sequence[float]]) -> list[list[int]]:
@@ -88,7 +96,7 @@ def _exact_sums(cost: Sequence[Sequence[float]]) -> list[list[int]]:
     return [list(accumulate((int(value * unit) for value in row), initial=0)) for row in exact]
 
 
-def _best_counts(sums: list[list[int]], room: StageRoom | None) -> list[int] | None:
+def _best_counts(sums: list[list[int]], room: StageRoom | None, faults: Faults) -> list[int] | None:
     n_stages, n_layers = len(sums), len(sums[0]) - 1
 
     @cache
@@ -99,6 +107,8 @@ def _best_counts(sums: list[list[int]], room: StageRoom | None) -> list[int] | N
             own = sums[stage][last] - sums[stage][first]
             if found and own > found[0]:
                 break
+            if (first, last) in faults:
+                continue
             then = room.take(held, stage, first, last) if room else held
             rest = None if then is None else best(stage + 1, last, then) if n_after else (0, 0, ())
             if rest:

@@ -135,7 +135,7 @@ def _way_out(plan: Plan, chosen: bool) -> str:
 
 
 def sizes_of(info: ModelInfo) -> Sizes:
-    return Sizes(info.layer_bytes, info.kv_bytes_per_cell, info.input_bytes, info.output_bytes)
+    return Sizes(info.layer_bytes, info.kv_bytes_per_cell, info.input_bytes, info.output_bytes, info.layers.faults)
 
 
 def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) -> tuple[int, ...]:

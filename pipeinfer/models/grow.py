@@ -100,7 +100,8 @@ def _check(info: ModelInfo, n_layer: int, noise: float) -> None:
 def _origin(info: ModelInfo, layer: int) -> int:
     """Which layer of the model is the grown one's: after the last they come in turn, but for the dense ones that models
     with experts begin with."""
-    first = info.layers.n_dense % info.n_layer
+    step = info.layers.step
+    first = -(-info.layers.n_dense // step) * step % info.n_layer
     return layer if layer < info.n_layer else first + (layer - info.n_layer) % (info.n_layer - first)
 
 
@@ -148,3 +149,6 @@ def _entries(info: ModelInfo, n_layer: int) -> Iterator[bytes]:
             else:
                 file.seek(start)
                 yield file.read(end - start)
+    for key, value in known.items():
+        if key not in info.metadata:
+            yield encode_entry(key, value)

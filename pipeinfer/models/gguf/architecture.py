@@ -17,12 +17,14 @@ class Windows:
     but the last are such, all but the first with `full_first`; a number in the metadata comes before `period`.
 
     Without `always` a model has them if its window is more than 0, and a slice may do without; with it libllama ends
-    the process where a slice has none.
+    the process where a slice has none. With `leads` the first layer of a slice must have none: libllama takes the size
+    of heads from it.
     """
 
     period: int = 0
     full_first: bool = False
     always: bool = True
+    leads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,19 @@ class Architecture:
                  go back, so that there is no speculation
     step         cuts are possible before every `step`th layer only; a text: the metadata's key of that number
     least        layers that a slice has at least
+    lengths_not  numbers of layers that it must not have: libllama would take the slice for another model
+    of_full      tensors without a layer that only layers without a window use: no slice may have them in vain
     always       numbers of the metadata that every slice has instead of the model's
     later        the same of slices after the first
-    missing      numbers that a slice is told where the model's metadata lack them, from the number of layers
+    missing      numbers that a slice is told where the model's metadata lack them, from the numbers of layers and
+                 tokens
     scaled       libllama scales the embeddings of tokens by the root of their length; what comes in as embeddings not
     input_node   of slices after the first, the node of the graph that is the first layer's input, where what comes in
                  as embeddings is changed before
+    by_tokens    libllama cannot take embeddings, or reads their positions otherwise: all that comes in, embeddings of
+                 tokens too, is written over `input_node`
     layer_node   the node that is a layer's result, without its number
+    end_node     the same of a file's last layer, where it has another name
     exact        a row has the same bits in every batch with exact numerics
     """
 
@@ -86,10 +94,14 @@ class Architecture:
     states: States | None = None
     step: int | str = 1
     least: int = 1
+    lengths_not: tuple[int, ...] = ()
+    of_full: tuple[str, ...] = ()
     always: Mapping[str, Number] = field(default_factory=dict)
     later: Mapping[str, Number] = field(default_factory=dict)
-    missing: Mapping[str, Callable[[int], Number]] = field(default_factory=dict)
+    missing: Mapping[str, Callable[[int, int], Number]] = field(default_factory=dict)
     scaled: bool = False
     input_node: str = ""
+    by_tokens: bool = False
     layer_node: str = "l_out"
+    end_node: str = ""
     exact: bool = True

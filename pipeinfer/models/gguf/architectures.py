@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from pipeinfer.models.gguf.architecture import PART, Architecture
+import math
+
+from pipeinfer.models.gguf.architecture import FREE, PART, Architecture, Refusal, Windows
 
 PLAIN, PARTLY = Architecture(), Architecture(heads=PART)
 HEADED, PARTLY_HEADED = Architecture(own_output=True), Architecture(own_output=True, heads=PART)
+
+
+GEMMA_27B = "libllama scales attention by the number of layers"
+GEMMA3 = Refusal("with 62 layers (27B)", "block_count", GEMMA_27B, values=(62,))
+GEMMA2 = Refusal("with 46 layers (27B)", "block_count", GEMMA_27B, values=(46,))
+GEMMA4 = Refusal("E2B, E4B", "embedding_length_per_layer_input", "later layers need the tokens themselves", at_least=1)
+EXAONE4 = Refusal(
+    "with 64 layers (32B)", "block_count", "libllama gives it a sliding window by the number of layers", values=(64,)
+)
+COMMAND_R = Refusal("with 64 layers (R+)", "block_count", "libllama loads norms by the number of layers", at_least=64)
+LLAMA4 = Refusal(
+    "without a sliding window", "attention.sliding_window", "libllama rotates all layers but the last of a file",
+    values=(0,),
+)  # fmt: skip
+LATENT = Architecture(
+    heads=FREE,
+    lengths_not=(26, 27),
+    missing={
+        "attention.q_lora_rank": lambda *_: 0,
+        "expert_gating_func": lambda n_layer, n_vocab: 2 if n_layer in (47, 48) and n_vocab == 154880 else 1,
+    },
+)
 
 
 def _each(names: str, known: Architecture) -> dict[str, Architecture]:
@@ -25,6 +49,53 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_each("apertus codeshell dbrx dots1 internlm2 minimax-m2 nemotron olmoe orion plamo qwen2moe xverse", HEADED),
     **_each("bitnet chatglm phi3 refact", PARTLY),
     **_each("bailingmoe bailingmoe2 gptneox jais phi2 phimoe qwen stablelm", PARTLY_HEADED),
+    # layers with a sliding window -------------------------------------------------------------------------------------
+    "gpt-oss": Architecture(heads=FREE, windows=Windows(2), own_output=True),
+    "gemma3": Architecture(heads=FREE, windows=Windows(6, always=False), scaled=True, refusals=(GEMMA3,)),
+    "gemma2": Architecture(heads=FREE, windows=Windows(2), input_node="inp_scaled", refusals=(GEMMA2,)),
+    "gemma": Architecture(heads=FREE, input_node="inp_scaled"),
+    "gemma4": Architecture(
+        heads=FREE,
+        windows=Windows(),
+        least=2,
+        scaled=True,
+        refusals=(GEMMA4,),
+        of_full=("rope_freqs.weight",),
+    ),
+    "olmo2": Architecture(windows=Windows(4, always=False), own_output=True),
+    "mellum": Architecture(windows=Windows(4, always=False), own_output=True),
+    "plamo3": Architecture(heads=FREE, windows=Windows(8, always=False)),
+    "cohere2": Architecture(heads=PART, windows=Windows(4)),
+    "cohere2moe": Architecture(windows=Windows(4, full_first=True)),
+    "exaone-moe": Architecture(own_output=True, windows=Windows(4)),
+    "granite_swa": Architecture(windows=Windows(), later={"embedding_scale": 0.0}),
+    "maple": Architecture(own_output=True, heads=FREE, windows=Windows()),
+    "mimo2": Architecture(own_output=True, heads=FREE, windows=Windows()),
+    "spark2_5": Architecture(heads=FREE, windows=Windows()),
+    "step35": Architecture(own_output=True, heads=FREE, windows=Windows(), end_node="h_nextn"),
+    "muse-glimmer": Architecture(own_output=True, heads=PART, windows=Windows(4), input_node="embd_norm"),
+    "laguna": Architecture(heads=PART, windows=Windows(4, full_first=True, always=False, leads=True)),
+    "llama4": Architecture(windows=Windows(4), step=4, refusals=(LLAMA4,)),
+    "afmoe": Architecture(heads=PART, windows=Windows(4, always=False), step=4, input_node="inp_embd_scaled"),
+    "smallthinker": Architecture(windows=Windows(4, full_first=True), step=4, least=8),
+    # what comes in, and how layers count ------------------------------------------------------------------------------
+    "smollm3": Architecture(step=4),
+    "ernie4_5-moe": Architecture(step="interleave_moe_layer_step"),
+    "exaone4": Architecture(refusals=(EXAONE4,)),
+    "command-r": Architecture(heads=PART, refusals=(COMMAND_R,)),
+    **_each("granite granitemoe grok", Architecture(later={"embedding_scale": 0.0})),
+    "minicpm": Architecture(
+        later={"embedding_scale": 0.0}, missing={"residual_scale": lambda n_layer, _: 1.4 / math.sqrt(n_layer)}
+    ),
+    **_each("gpt2 starcoder mpt", Architecture(heads=PART, input_node="inpL")),
+    "bloom": Architecture(heads=PART, input_node="inp_norm-0"),
+    "openelm": Architecture(heads=FREE),
+    "glm4": Architecture(heads=PART, input_node="embd", by_tokens=True),
+    "glm4moe": Architecture(heads=PART, input_node="embd", by_tokens=True),
+    **_each("qwen2vl paddleocr hunyuan_vl", Architecture(input_node="embd", by_tokens=True)),
+    **_each("qwen3vl qwen3vlmoe", Architecture(input_node="embd", by_tokens=True, always={"n_deepstack_layers": 0})),
+    **_each("deepseek2 mistral4", LATENT),
+    "deepseek2-ocr": Architecture(heads=FREE),
     # not to be cut ---------------------------------------------------------------------------------------------------
     **_refused(
         """bert clip eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert nomic-bert

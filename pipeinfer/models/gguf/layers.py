@@ -40,15 +40,32 @@ class Layers:
         if last - first == self.n:
             return ""
         if first % self.step:
-            return f"it can only be cut before every {self.step}th layer"
+            return f"it can only be cut before layers {self.step}, {2 * self.step}, …"
         if last - first < self.known.least:
             return f"a slice needs {self.known.least} layers at least"
+        if last - first in self.known.lengths_not:
+            return f"a slice must not have {last - first} layers"
         if self.known.windows and self.known.windows.always and not any(self.windows[first:last]):
             return "a slice needs a layer with a sliding window"
+        if self.known.windows and self.known.windows.leads and self.windows[first] and not self.windows[0]:
+            return "the first layer of a slice must see all tokens"
         kinds = set(self.stateful[first:last])
         if self.known.states and not self.known.states.all and len(kinds) < 2:
             return f"a slice needs a layer with {'attention' if kinds == {True} else 'a state'}"
         return ""
+
+    @property
+    def faults(self) -> dict[tuple[int, int], str]:
+        """The same of every run of layers for which there is a reason, by (first, last)."""
+        known = self.known
+        if not (self.step > 1 or known.least > 1 or known.lengths_not or known.windows or known.states):
+            return {}
+        runs = ((first, last) for first in range(self.n) for last in range(first + 1, self.n + 1))
+        return {run: fault for run in runs if (fault := self.fault(*run))}
+
+    def unused(self, first: int, last: int) -> tuple[str, ...]:
+        """Tensors that a slice must not have."""
+        return self.known.of_full if all(self.windows[first:last]) else ()
 
     @cached_property
     def step(self) -> int:
@@ -59,6 +76,16 @@ class Layers:
     def n_dense(self) -> int:
         """Layers that a model with experts begins with and that have none."""
         return self._number(DENSE_FIRST, 0)
+
+    @property
+    def n_vocab(self) -> int:
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        return tokens.n_items if tokens is not None else self._number("vocab_size", 0)
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether the values are a part of the keys (multi-head latent attention)."""
+        return self._number("attention.key_length_mla", 0) > 0
 
     @cached_property
     def windows(self) -> tuple[bool, ...]:
@@ -109,7 +136,7 @@ class Layers:
         """What is said of these layers in other words than of all of them."""
         known, first = self.known, layers[0]
         numbers: dict[str, Number] = {"block_count": len(layers)}
-        numbers |= {key: of_model(self.n) for key, of_model in known.missing.items() if self._value(key) is None}
+        numbers |= {key: of(self.n, self.n_vocab) for key, of in known.missing.items() if not self.has(key)}
         numbers |= {**known.always, **(known.later if first else {})}
         if first and self.n_dense:
             numbers[DENSE_FIRST] = max(0, self.n_dense - first)

@@ -139,10 +139,10 @@ def _slice_tensors(info: ModelInfo, first: int, last: int) -> list[Part]:
     if (first, last) == (0, info.n_layer):
         return [Part(tensor.name, tensor) for tensor in info.tensors]
     is_last = last == info.n_layer
-    parts = _tables(info, is_last)
+    parts, left_out = _tables(info, is_last), {TABLE, HEAD, BIAS, *info.layers.unused(first, last)}
     for tensor in info.tensors:
         layer = layer_of(tensor.name)
-        if layer is None and tensor.name not in (TABLE, HEAD, BIAS):
+        if layer is None and tensor.name not in left_out:
             parts.append(Part(tensor.name, tensor))
         elif layer is not None and first <= layer < last:
             parts.append(Part(f"blk.{layer - first}.{tensor.name.split('.', 2)[2]}", tensor))

@@ -108,6 +108,8 @@ def ggml() -> ctypes.CDLL:
     base = ctypes.CDLL(str(Path(str(library.__file__)).parent / "lib" / name))
     base.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     base.ggml_backend_tensor_get.restype = None
+    base.ggml_backend_tensor_set.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    base.ggml_backend_tensor_set.restype = None
     base.ggml_get_name.argtypes = [ctypes.c_void_p]
     base.ggml_get_name.restype = ctypes.c_void_p
     base.ggml_get_type_traits.argtypes = [ctypes.c_int]
@@ -138,8 +140,9 @@ class TokenTable:
     while the job runs is a fault with a name.
     """
 
-    def __init__(self, tensor: Tensor, source: SourceFile) -> None:
-        """`source` is the tensor's file, which the table closes."""
+    def __init__(self, tensor: Tensor, source: SourceFile, scale: float = 1.0) -> None:
+        """`source` is the tensor's file, which the table closes. Rows come multiplied by `scale`."""
+        self._scale = np.float32(scale)
         self.n_embd, self.n_vocab = tensor.shape
         self._row_bytes = tensor.n_bytes // self.n_vocab
         self._type, self._offset, self._source = tensor.type, tensor.offset, source
@@ -161,7 +164,7 @@ class TokenTable:
             else:
                 self._to_float(row, address + i * stride, self.n_embd)
         self._source.check()
-        return out
+        return out if self._scale == 1 else out * self._scale
 
     def close(self) -> None:
         self._source.close()

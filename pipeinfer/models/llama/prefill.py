@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
@@ -19,18 +20,30 @@ PROMPT, PART = 0, 1
 N_SEQ = 2
 """Sequences that the context must have: the prompt's, and one for the cells that are copied out."""
 
-# a mark, the sequence, streams, cells; of each cell position, sequences, the sequence; whether V is transposed, layers;
-# of each record type and bytes of a row
-_HEAD, _CELL, _LAYERS, _RECORD = "<IiII", "<iIi", "<II", "<iQ"
+# a mark, the sequence; of each cache streams, cells; of each cell position, sequences, the sequence; whether V is
+# transposed, layers; of each record type and bytes of a row
+_HEAD, _CACHE, _CELL, _LAYERS, _RECORD = "<Ii", "<II", "<iIi", "<II", "<iQ"
 
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheForm:
+    """What the cells of a model's caches are.
+
+    cell_bytes   what is noted of each beside its position and sequences
+    has_values   V is there, and not a part of K
+    """
+
+    cell_bytes: int = 0
+    has_values: bool = True
 
 
 class Prefill:
     """Holds, and frees, the `context` in which one prompt is evaluated, as sequence PROMPT."""
 
-    def __init__(self, library: ModuleType, context: object) -> None:
-        self.context, self._lib = context, library
+    def __init__(self, library: ModuleType, context: object, form: CacheForm) -> None:
+        self.context, self._lib, self._form = context, library, form
         self._memory = library.llama_get_memory(context)
 
     def forget(self, first: int) -> None:
@@ -38,44 +51,59 @@ class Prefill:
         self._lib.llama_memory_seq_rm(self._memory, PROMPT, first, -1)
 
     def cells(self, first: int, end: int) -> Bytes:
-        """The cells at positions [first, end) as `llama_state_seq_set_data` takes them where V is BF16."""
+        """The cells at positions [first, end) as `llama_state_seq_set_data` takes them where V, or all, is BF16."""
         lib = self._lib
         lib.llama_memory_seq_cp(self._memory, PROMPT, PART, first, end)
         state = np.empty(lib.llama_state_seq_get_size(self.context, PART), np.uint8)
         n_bytes = lib.llama_state_seq_get_data(self.context, as_bytes(state), len(state), PART)
         lib.llama_memory_seq_rm(self._memory, PART, -1, -1)
         assert n_bytes == len(state), f"{n_bytes} of {len(state)} bytes of the cells {first}-{end}"
-        return with_bf16_values(state)
+        return with_bf16_values(state, self._form)
 
     def close(self) -> None:
         self._lib.llama_free(self.context)
 
 
-def with_bf16_values(state: Bytes) -> Bytes:
-    """The state of one sequence, whose V is F16, with V rounded to BF16; in place.
+def with_bf16_values(state: Bytes, form: CacheForm) -> Bytes:
+    """The state of one sequence, whose K and V are F16, with V rounded to BF16, or K where there is no V; in place.
 
-    Raises ValueError for a layout that is not known: of other caches than the plain one, or of another libllama.
+    There are several caches where some layers have a sliding window. Raises ValueError for a layout that is not known:
+    of other caches, or of another libllama.
     """
-    _, _, n_streams, n_cells = struct.unpack_from(_HEAD, state.data, 0)
-    at = struct.calcsize(_HEAD) + n_cells * struct.calcsize(_CELL)
+    at = struct.calcsize(_HEAD)
+    while at < len(state):
+        at = _round_cache(state, at, form)
+    if at != len(state):
+        raise ValueError(f"a state of {len(state)} bytes, of which {at} are understood")
+    return state
+
+
+def _round_cache(state: Bytes, at: int, form: CacheForm) -> int:
+    """Of the cache whose state begins at byte `at`; its end."""
+    n_streams, n_cells = struct.unpack_from(_CACHE, state.data, at)
+    if n_streams != 1:
+        raise ValueError(f"a state of {n_streams} streams; this is not understood")
+    at += struct.calcsize(_CACHE)
+    if n_cells == 0:
+        return at
+    at += n_cells * (struct.calcsize(_CELL) + form.cell_bytes)
     v_transposed, n_layers = struct.unpack_from(_LAYERS, state.data, at)
     at += struct.calcsize(_LAYERS)
-    if n_streams != 1 or v_transposed:
-        raise ValueError(f"a state of {n_streams} streams, V transposed: {bool(v_transposed)}; this is not understood")
-    for record in range(2 * n_layers):  # K of every layer, then V of every layer
+    if v_transposed:
+        raise ValueError("a state with V transposed; this is not understood")
+    n_records = 2 * n_layers if form.has_values else n_layers
+    for record in range(n_records):  # K of every layer, then V of every layer
         type_, row_bytes = struct.unpack_from(_RECORD, state.data, at)
         if type_ != F16:
-            raise ValueError(f"record {record} of {2 * n_layers} is of type {type_}, not F16; this is not understood")
+            raise ValueError(f"record {record} of {n_records} is of type {type_}, not F16; this is not understood")
         start = at + struct.calcsize(_RECORD)
         end = start + row_bytes * n_cells
-        if record >= n_layers:
+        if record >= n_records - n_layers:
             struct.pack_into("<i", state.data, at, BF16)
             values = state[start:end].view(np.uint16)
             values[:] = _bf16_of_f16()[values]
         at = end
-    if at != len(state):
-        raise ValueError(f"a state of {len(state)} bytes, of which {at} are understood")
-    return state
+    return at
 
 
 def as_bytes(state: Bytes) -> ctypes.Array[ctypes.c_uint8]:

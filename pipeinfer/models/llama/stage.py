@@ -1,13 +1,13 @@
 """A StageModel on libllama: evaluate a slice of layers, on CPU and GPU builds alike. Knows no MPI and no tokenizer.
 
-The residual stream leaves through libllama's evaluation callback. It is offered every node of the graph; for the last
-node of a layer (`l_out-<i>`) it asks to see the result, copies the last layer's out, and may end the evaluation there.
+The residual stream leaves through libllama's evaluation callback, which may also end an evaluation (see `tap`).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,14 +23,16 @@ from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.batch import LlamaBatch
 from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.compaction import Compaction
+from pipeinfer.models.llama.company import needs_company, with_twin
+from pipeinfer.models.llama.loading import cache_form, load_model, token_table
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes
+from pipeinfer.models.llama.tap import Tap
 from pipeinfer.models.llama.threads import ThreadShare
 
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 NO_SLOT, INVALID_BATCH = 1, -1
-LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
 
 
 class KvCacheFull(RuntimeError):
@@ -55,10 +57,17 @@ class LlamaStage:
         self.slice_bytes = slice_file.n_bytes
         self._where = f"layers {slice_file.first}-{slice_file.last - 1} of {info.path}"
         self._n_layer = slice_file.last - slice_file.first
-        self._spare = params.n_seq_max - 1
+        self._spare, self._arrival = params.n_seq_max - 1, params.n_seq_max
         self._model = self._context = None
         self._lib = ggml.load_library()
-        self._callback = self._make_callback()
+        known = info.layers.known
+        self._company = needs_company(slice_file, params)  # a row that is computed alone comes with its twin
+        n_rows_max = params.n_batch + self._company
+        # a slice that is not whole gets no tokens; where libllama takes no embeddings they are written over any tokens'
+        self._by_tokens = known.by_tokens and not (self.is_first and self.is_last)
+        # untouched pages of this array cost no memory: a stage that only sees small batches stays small
+        self._out = np.empty((0 if self.is_last else n_rows_max, self.n_embd), np.float32)
+        self._tap = Tap(self._lib, self._n_layer, self._out, known, self._by_tokens or not self.is_first)
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
         self._n_part = largest_part(slice_file, params)
         self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
@@ -68,8 +77,9 @@ class LlamaStage:
         self._table: ggml.TokenTable | None = None
         self.threads = ThreadShare(params.n_threads)
         try:
-            self._model = self._load(slice_file, on_progress)
-            self._table = _token_table(slice_file) if self.is_first and not self.is_last else None
+            self._model = load_model(self._lib, slice_file, params, self._where, on_progress)
+            self._table = token_table(slice_file) if self.is_first and not self.is_last else None
+            self._form = cache_form(self._lib, self._model, info)
             self._context = self._create_decoding_context()
         except BaseException:
             self.close()
@@ -80,9 +90,7 @@ class LlamaStage:
         self._compaction = Compaction(self._lib, self._context, self._spare)
         self.n_cells = int(self._lib.llama_n_ctx(self._context))
         self.kv_bytes = self.n_cells * sum(info.kv_bytes_per_cell[slice_file.first : slice_file.last])
-        self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
-        # untouched pages of this array cost no memory: a stage that only sees small batches stays small
-        self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
+        self._batch = LlamaBatch(self._lib, n_rows_max, params.n_seq_max)
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         """See StageModel. On the first stage batch.hidden is ignored. Raises KvCacheFull, and what `stop` raises.
@@ -92,8 +100,7 @@ class LlamaStage:
         n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
         self._check(n_rows, wanted)
-        self._stop, self._stopped = stop, False
-        self._fault: BaseException | None = None
+        self._tap.begin(stop)
         result = self._evaluate_blocks(batch) if batch.n_prompt else self._evaluate_rows(batch, wanted)
         if result is not None:
             for source in self._sources:
@@ -109,7 +116,7 @@ class LlamaStage:
     def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
         n_rows = len(batch.positions)
         code = self._decode(self._context, batch, self._hidden(batch), wanted)
-        if code == 0 and not self._stopped:
+        if code == 0 and not self._tap.stopped:
             return self._logits(wanted) if wanted is not None else self._out[:n_rows]
         if code not in (NO_SLOT, INVALID_BATCH):
             self._forget(batch)
@@ -128,19 +135,31 @@ class LlamaStage:
         at: int = 0,
     ) -> int:  # fmt: skip
         """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
-        self._n_out, self._n_out_end = at, at + len(batch.positions)
-        self._n_at_once = self._n_part if context is self._context else LARGEST
+        n_at_once = self._n_part if context is self._context else LARGEST
+        has_twin = self._company and context is self._context and len(batch.positions) % n_at_once == 1
+        if has_twin:
+            if len(batch.positions) == 1:
+                self._lib.llama_memory_seq_cp(self._memory, batch.seqs[0][0], self._arrival, 0, -1)
+            batch, hidden, wanted = with_twin(batch, hidden, wanted, self._arrival)
+        self._tap.expect(len(batch.positions), n_at_once, at, hidden)
         n_threads = self.threads.begin()
         self._lib.llama_set_n_threads(context, n_threads, n_threads)
         try:
-            return int(self._lib.llama_decode(context, self._batch.fill(batch, hidden, wanted)))
+            return int(self._lib.llama_decode(context, self._fill(batch, hidden, wanted)))
         finally:
             self.threads.end()
+            if has_twin:
+                self._lib.llama_memory_seq_rm(self._memory, self._arrival, -1, -1)
+
+    def _fill(self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None) -> object:
+        if self._by_tokens:
+            return self._batch.fill(replace(batch, tokens=np.zeros_like(batch.tokens)), None, wanted)
+        return self._batch.fill(batch, hidden, wanted)
 
     def _was_stopped(self) -> bool:
-        if self._fault is not None:
-            raise self._fault
-        return self._stopped
+        if self._tap.fault is not None:
+            raise self._tap.fault
+        return self._tap.stopped
 
     def _failure(self, code: int, n_rows: int) -> Exception:
         reason = ggml.last_errors()
@@ -153,7 +172,7 @@ class LlamaStage:
         first, n_rows, ((seq,), *_) = int(batch.positions[0]), len(batch.positions), batch.seqs
         prefill = self._prefill_of(seq, first, batch.n_prompt)
         code = self._evaluate_in(prefill, batch)
-        if code or self._stopped:
+        if code or self._tap.stopped:
             prefill.forget(first)
             if self._was_stopped():
                 return None
@@ -175,7 +194,7 @@ class LlamaStage:
             wanted = np.zeros(end - start, np.bool_) if self.is_last else None
             block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * (end - start), None, batch.wanted)
             code = self._decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
-            if code or self._stopped:
+            if code or self._tap.stopped:
                 return code
         return 0
 
@@ -183,13 +202,13 @@ class LlamaStage:
         """The context of the sequence's prompt of `n_rows` rows, made when it begins."""
         if first == 0:
             self._drop_prefill(seq)
-            context = self._create_context(n_rows, LARGEST, LARGEST, N_SEQ, F16)
-            self._prefills[seq] = Prefill(self._lib, context)
+            context = self._create_context(n_rows, LARGEST, LARGEST, N_SEQ, (F16, F16))
+            self._prefills[seq] = Prefill(self._lib, context, self._form)
         return self._prefills[seq]
 
     def _take_over(self, prefill: Prefill, seq: int, first: int, end: int) -> bool:
         """Give the sequence the prompt's cells at [first, end); False if there is no room for them."""
-        cells, arrival = prefill.cells(first, end), self.params.n_seq_max
+        cells, arrival = prefill.cells(first, end), self._arrival
         if not self._lib.llama_state_seq_set_data(self._context, as_bytes(cells), len(cells), arrival):
             return False
         self._lib.llama_memory_seq_cp(self._memory, arrival, seq, first, end)
@@ -266,69 +285,17 @@ class LlamaStage:
         for seq, position in first.items():
             self._lib.llama_memory_seq_rm(self._memory, seq, position, -1)
 
-    def _make_callback(self) -> object:
-        """The evaluation callback. It runs for every node of every batch, so it does next to nothing for most."""
-        base = ggml.ggml()
-        get, name_of = base.ggml_backend_tensor_get, base.ggml_get_name
-        read, last_name = ctypes.string_at, b"l_out-%d" % (self._n_layer - 1)
-        name_offset = 0
-        row_bytes = 4 * self.n_embd
-
-        def on_node(tensor: int, ask: bool, _: object) -> bool:
-            nonlocal name_offset
-            if ask:
-                # True makes libllama compute up to this node and call again
-                if name_offset == 0:
-                    name_offset = name_of(tensor) - tensor
-                return read(tensor + name_offset, 6) == b"l_out-"
-            try:
-                if not self.is_last and read(tensor + name_offset) == last_name:
-                    n_rows = min(self._n_at_once, self._n_out_end - self._n_out)
-                    get(tensor, self._out.ctypes.data + self._n_out * row_bytes, 0, n_rows * row_bytes)
-                    self._n_out += n_rows
-                    return False
-                # on a build with several backends False only ends the current part of the graph: say it again
-                self._stopped = self._stopped or self._stop()
-            except BaseException as fault:
-                self._fault, self._stopped = fault, True
-            return not self._stopped
-
-        return self._lib.ggml_backend_sched_eval_callback(on_node)
-
-    def _load(self, slice_file: SliceFile, on_progress: Callable[[float], bool] | None) -> object:
-        lib, params = self._lib, self.params
-        if params.n_gpu_layers and not lib.llama_supports_gpu_offload():
-            shown = "all" if params.n_gpu_layers < 0 else params.n_gpu_layers
-            raise UserError(f"this llama-cpp-python has no GPU support: -ngl {shown} needs 0, or a build with "
-                            "CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
-        options = lib.llama_model_default_params()
-        options.n_gpu_layers = self._n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
-        options.use_extra_bufts = not params.exact and ggml.amx_works()
-        # repacking copies the weights: mapped, they would be in memory twice
-        options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
-        go_on = True
-
-        def progress(done: float, _: object) -> bool:
-            nonlocal go_on
-            go_on = on_progress is None or on_progress(done)
-            return go_on
-
-        options.progress_callback = lib.llama_progress_callback(progress)
-        model = lib.llama_model_load_from_file(str(slice_file.path).encode(), options)
-        if not go_on:
-            raise InterruptedError(f"loading {self._where} was aborted")
-        if not model:
-            raise UserError(f"{self._where} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")
-        return model
-
     def _create_decoding_context(self) -> object:
         params = self.params
         # different types keep attention off the kernels whose sums depend on batch size and thread count; what comes
         # from a prompt's own context arrives in a further sequence
-        n_seq, type_v = params.n_seq_max + params.exact, BF16 if params.mixed_cache else F16
-        return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq, type_v)
+        types = (F16 if self._form.has_values else BF16, BF16) if params.mixed_cache else (F16, F16)
+        n_cells, n_batch = params.n_cells + self._company, params.n_batch + self._company
+        return self._create_context(n_cells, n_batch, self._n_part, params.n_seq_max + params.exact, types)
 
-    def _create_context(self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, type_v: int) -> object:
+    def _create_context(
+        self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, types: tuple[int, int]
+    ) -> object:
         lib, params = self._lib, self.params
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = n_cells, n_batch, n_ubatch, n_seq_max
@@ -339,16 +306,10 @@ class LlamaStage:
         options.kv_unified = options.swa_full = options.no_perf = True
         options.op_offload = False
         options.flash_attn_type = FLASH_ATTENTION_ON if params.mixed_cache else FLASH_ATTENTION_AUTO
-        options.type_k, options.type_v = F16, type_v
-        options.cb_eval = self._callback
+        options.type_k, options.type_v = types
+        options.cb_eval = self._tap.callback
         context = lib.llama_init_from_model(self._model, options)
         if not context:
             raise UserError(f"no KV cache of {n_cells} cells for {self._where}: {ggml.last_errors()}; "
                             "use a smaller context (-c) or more ranks")  # fmt: skip
         return context
-
-
-def _token_table(slice_file: SliceFile) -> ggml.TokenTable:
-    table = slice_file.info.tensor("token_embd.weight")
-    assert table is not None, slice_file.info.path
-    return ggml.TokenTable(table, slice_file.info.source(table.path))

@@ -1,0 +1,64 @@
+"""Load a slice into libllama, and find out what its caches hold. Knows no context and no batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.slice import ModelInfo, SliceFile
+from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.prefill import CacheForm
+
+LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
+ROPE_OF_PLANES, PLANE_BYTES = (8, 40), 12  # positions of several dimensions, and what a cell notes of them
+
+
+def load_model(
+    lib: ModuleType, slice_file: SliceFile, params: LlamaParams, where: str,
+    on_progress: Callable[[float], bool] | None = None,
+) -> object:  # fmt: skip
+    """libllama's model, which the caller frees. `where` says in errors what it is.
+
+    Raises UserError when the build does not do, or libllama refuses it; InterruptedError when on_progress aborted.
+    """
+    if params.n_gpu_layers and not lib.llama_supports_gpu_offload():
+        shown = "all" if params.n_gpu_layers < 0 else params.n_gpu_layers
+        raise UserError(f"this llama-cpp-python has no GPU support: -ngl {shown} needs 0, or a build with "
+                        "CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
+    options = lib.llama_model_default_params()
+    n_layer = slice_file.last - slice_file.first
+    options.n_gpu_layers = n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
+    options.use_extra_bufts = not params.exact and ggml.amx_works()
+    # repacking copies the weights: mapped, they would be in memory twice
+    options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
+    go_on = True
+
+    def progress(done: float, _: object) -> bool:
+        nonlocal go_on
+        go_on = on_progress is None or on_progress(done)
+        return go_on
+
+    options.progress_callback = lib.llama_progress_callback(progress)
+    model = lib.llama_model_load_from_file(str(slice_file.path).encode(), options)
+    if not go_on:
+        raise InterruptedError(f"loading {where} was aborted")
+    if not model:
+        raise UserError(f"{where} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")
+    return model
+
+
+def token_table(slice_file: SliceFile) -> ggml.TokenTable:
+    """Of a first slice: what its tokens come in as."""
+    info = slice_file.info
+    table = info.tensor("token_embd.weight")
+    assert table is not None, info.path
+    scale = math.sqrt(info.n_embd) if info.layers.known.scaled else 1.0
+    return ggml.TokenTable(table, info.source(table.path), scale)
+
+
+def cache_form(lib: ModuleType, model: object, info: ModelInfo) -> CacheForm:
+    has_planes = lib.llama_model_rope_type(model) in ROPE_OF_PLANES
+    return CacheForm(PLANE_BYTES if has_planes else 0, not info.layers.shares_values)

@@ -1,0 +1,61 @@
+"""Caches other than the plain one, with exact numerics: trees, packing and prompts in blocks change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.llama.stage import LlamaStage
+from tests.architecture_factory import write_random_model
+from tests.architecture_models import MODELS
+from tests.test_architectures import possible_cuts
+from tests.test_llama_stage import TreeDriver, exact_params, loaded, make_batch, random_tokens, run
+from tests.test_prompts import after, read, tokens_of
+
+__all__ = ["loaded"]
+Loader = Callable[..., list[LlamaStage]]
+
+CACHES = {
+    "gemma3": "layers with a sliding window",
+    "gpt-oss": "the same with experts, whose router is not quantised",
+    "deepseek2": "keys that are values too",
+    "qwen2vl": "positions of several dimensions",
+}
+
+
+def model_and_cut(folder: Path, name: str) -> tuple[Path, tuple[int, ...]]:
+    wider = MODELS[name].metadata if name == "deepseek2" else {**MODELS[name].metadata, "embedding_length": 128}
+    model = replace(MODELS[name], metadata=wider)
+    path = write_random_model(folder / f"{name}.gguf", model)
+    return path, possible_cuts(read_model_info(path).layers, 2)[-1]
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_trees_are_the_same_as_plain_decoding(tmp_path: Path, loaded: Loader, name: str) -> None:
+    path, cuts = model_and_cut(tmp_path, name)
+    (alone,) = loaded(path, (), exact_params(n_threads=1))
+    tokens = random_tokens(710)
+    expected = np.array([run([alone], make_batch([token], at))[0] for at, token in enumerate(tokens)])
+    driver = TreeDriver(loaded(path, cuts, exact_params(n_threads=2, n_cells=767)), tokens, expected, seed=1)
+    driver.prefill(620)
+    while driver.at < 700:
+        driver.step()
+    assert driver.n_compactions >= 1
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_chunks_and_splits_of_a_prompt_change_no_bit(tmp_path: Path, loaded: Loader, name: str) -> None:
+    path, cuts = model_and_cut(tmp_path, name)
+    params = replace(exact_params(1), n_batch=256)
+    alone, prompt = loaded(path, (), params), tokens_of(1)
+    list(read(alone, prompt, 256))
+    expected = after(alone)
+    chain = loaded(path, cuts, replace(params, n_threads=2))
+    list(read(chain, tokens_of(2), 64, seq=1))  # other cells before
+    list(read(chain, prompt, 64))
+    assert np.array_equal(after(chain), expected)
