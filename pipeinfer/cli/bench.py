@@ -23,7 +23,8 @@ from pipeinfer.policies.registry import POLICIES, USUAL
 
 NOT_SHARED = (
     "model", "drafts", "prompt", "escape", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel",
-    "partitions", "continuous", "asynchronous", "results", "trace", "json", "verbose", "chat", *CHAT_NAMES,
+    "partitions", "continuous", "asynchronous", "results", "trace", "json", "verbose", "chat", "conversation",
+    *CHAT_NAMES,
 )  # fmt: skip
 DEFAULTS = {"temp": 0.0, "seed": 0}
 """Other than those of `run`: a benchmark can be repeated."""

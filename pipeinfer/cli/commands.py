@@ -18,6 +18,7 @@ from pipeinfer.job.streams import settle
 
 COMMANDS = {
     "run": "run:run",
+    "chat": "chat:chat_command",
     "bench": "bench:bench",
     "models": "models:models",
     "simulate": "simulate:simulate_command",

@@ -23,7 +23,7 @@ HARMLESS: Mapping[str, tuple[str, ...] | None] = {
 }  # fmt: skip
 """Flag -> the values that change nothing here; None: it takes none. They are accepted and do nothing."""
 
-_CHAT = "`run --chat` asks the model once, with its template"
+_CHAT = "`pipeinfer chat`, or -cnv, talks with the model; `run --chat` asks it once"
 _REASONING = "reasoning is printed as the model writes it; --chat-template-kwargs sets what its template looks at"
 _DOWNLOAD = "nothing is downloaded; get the GGUF file and give it with -m FILE (a draft with -md FILE)"
 _SAMPLER = "there is no such sampler; --temp, --top-k, --top-p, --min-p and the penalties are there"
@@ -49,8 +49,7 @@ _TEXT = "no such text is added; write it into -p or the file of -f"
 _INSTEAD = {
     "-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo -cl --cache-list -hfd -hfrd "
     "--hf-repo-draft --spec-draft-hf --spec-default --mtp --dflash --eagle3": _DOWNLOAD,
-    "-cnv --conversation -st --single-turn -i --interactive -if --interactive-first -mli --multiline-input -ins "
-    "--instruct": _CHAT,
+    "-st --single-turn -i --interactive -if --interactive-first -mli --multiline-input -ins --instruct": _CHAT,
     "--chat-template": "the model's own template is used, or that of --chat-template-file FILE",
     "--no-jinja": "chat templates are always rendered by Jinja, without --chat none is",
     "-rea --reasoning --reasoning-format --reasoning-effort --reasoning-budget --reasoning-budget-message "

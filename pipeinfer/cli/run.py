@@ -21,6 +21,7 @@ from pipeinfer.cli.values import (
     Text,
     Whole,
 )
+from pipeinfer.errors import UserError
 from pipeinfer.job.options import DEFAULT, MAX_CTX, RunOptions, choose_drafts, choose_policy, unescape
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.registry import POLICIES
@@ -57,7 +58,8 @@ from pipeinfer.policies.registry import POLICIES
     show_default=True,
     help=r"In -p, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
 )
-@click.option("--chat", is_flag=True, help="Ask the model with its chat template, once; several turns: -cnv.")
+@click.option("--chat", is_flag=True, help="Ask the model with its chat template, once.")
+@click.option("-cnv", "--conversation", is_flag=True, help="Talk with it, turn by turn: `pipeinfer chat`.")
 @chat_options
 @click.option(
     "-n",
@@ -157,7 +159,25 @@ from pipeinfer.policies.registry import POLICIES
 @click.option("--trace", type=File(), help="Write the timeline of all ranks, as Chrome trace events.")
 @click.option("--json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("-v", "--verbose", is_flag=True, help="More about loading and about each rank.")
-def run(
+def run(conversation: bool, chat: bool, **others: Any) -> int:
+    """Generate text. Text goes to standard output, the plan and the statistics to standard error.
+
+    Under mpirun every rank runs this command: rank 0 drafts, the others hold the target's layers. Without a draft rank
+    0 holds the first of them; of several drafts each takes a rank, a larger one as many as --draft-split says.
+    """
+    options = run_options(chat=chat or conversation, **others)
+    if conversation:
+        if options.results or options.trace:
+            raise UserError("--results and --trace are of one text, -cnv has many; leave them out, or ask with --chat")
+        from pipeinfer.job.chat import run_chat  # initialises MPI
+
+        return run_chat(options)
+    from pipeinfer.job.start import run_job  # initialises MPI
+
+    return run_job(options)
+
+
+def run_options(
     model: Path | None,
     drafts: tuple[Path, ...],
     policy: str | None,
@@ -167,15 +187,11 @@ def run(
     escape: bool,
     chat: bool,
     **others: Any,
-) -> int:
-    """Generate text. Text goes to standard output, the plan and the statistics to standard error.
-
-    Under mpirun every rank runs this command: rank 0 drafts, the others hold the target's layers. Without a draft rank
-    0 holds the first of them; of several drafts each takes a rank, a larger one as many as --draft-split says.
-    """
+) -> RunOptions:
+    """What the command line asks for. Raises UserError for options that do not go together."""
     drafts = choose_drafts(drafts, () if model else (DRAFT,))
     (chosen,) = take_policies([choose_policy(policy, bool(drafts) or lookup)], others)
-    options = RunOptions(
+    return RunOptions(
         model=model or TARGET,
         drafts=drafts,
         lookup=lookup,
@@ -187,6 +203,3 @@ def run(
         stops=take_stops(others, escape),
         **others,
     )
-    from pipeinfer.job.start import run_job  # initialises MPI
-
-    return run_job(options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from pipeinfer.errors import UserError
@@ -12,11 +12,11 @@ from pipeinfer.job.context import CLOCK, Context, complain
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.outcome import make_result, write_trace
 from pipeinfer.job.plan_table import show_plan
+from pipeinfer.job.printer import Printer
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.session import Generation, Session
-from pipeinfer.job.streams import exit_code, lost
-from pipeinfer.models.stop_strings import StopStrings
-from pipeinfer.models.tokenizer import TextStream, Tokenizer
+from pipeinfer.job.streams import lost
+from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.progress import PromptProgress
 from pipeinfer.observe.report import show_ranks, show_statistics, stderr_console
@@ -31,13 +31,12 @@ class Head:
     ) -> None:
         self.context, self.deployment, self.request, self.options = context, deployment, request, context.options
         self.console = stderr_console()
-        self.stream, self.stops = TextStream(tokenizer, request.markers), StopStrings(request.stops)
-        self.text = ""
+        self.printer = Printer(context.flag, tokenizer, request, self.options.json)
 
     def run(self) -> int:
         """Returns the exit code."""
         flag = self.context.flag
-        show_plan(self.console, self.deployment, self.request, self.options.policy.name)
+        show_plan(self.console, self.deployment, self._about())
         session = Session(self.context, self.deployment, self._show_loaded)
         try:
             session.open()
@@ -52,47 +51,39 @@ class Head:
             self.request,
             self.options,
             self.options.policy.begin(),
-            self._push,
+            self.printer.push,
             on_prompt=progress.update,
         )
         progress.close()
-        self._print(self.stops.push(self.stream.flush()) + self.stops.flush())
+        self.printer.finish()
         session.close()
         code = self._report(generation)
         if flag.reason and not lost(sys.stdout):
             complain(f"{flag.reason}; the text up to here is complete")
         return flag.exit_code or code
 
+    def _about(self) -> str:
+        request, policy = self.request, self.options.policy.name
+        n_predict = f"up to {request.n_predict} tokens" if request.n_predict else "no tokens"
+        return (
+            f"policy {policy}, {len(request.prompt)} prompt tokens, {n_predict}, context {request.n_ctx}, "
+            f"seed {request.sampling.seed}"
+        )
+
     def _show_loaded(self, rank: int, loaded_s: float) -> None:
         self.console.print(
             f"rank {rank} ({self.deployment.plan.describe(rank)}) loaded in {loaded_s:.1f} s", style="dim"
         )
-
-    # -- text
-
-    def _push(self, tokens: Sequence[int]) -> bool:
-        """Whether the text ends here, with a stop string."""
-        self._print(self.stops.push("".join(self.stream.push(token) for token in tokens)))
-        return self.stops.hit
-
-    def _print(self, text: str) -> None:
-        self.text += text
-        if self.options.json:
-            return
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        if error := lost(sys.stdout):
-            self.context.flag.set("standard output is lost", exit_code(error))  # the next wait ends the request
 
     # -- reporting
 
     def _report(self, generation: Generation) -> int:
         """Returns the exit code: 2 when a file could not be written."""
         asked = asked_of(self.deployment, self.request, self.options)
-        result = make_result(self.text, generation, self.deployment, asked)
+        result = make_result(self.printer.text, generation, self.deployment, asked)
         if self.options.json:
             print(json_text(result), flush=True)
-        if not self.text.endswith("\n"):
+        if not self.printer.text.endswith("\n"):
             self.console.print()  # on a terminal the statistics begin on a line of their own
         for notice in generation.metrics.notices:
             complain(notice)

@@ -42,7 +42,7 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
                 raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
             check_separate({"--output": output}, inputs_of(options))
             check_writable(output, "--output")
-            found, request, _ = prepare(options, crew.hosts)
+            found, (request, _) = prepare(options, crew.hosts)
             check_profiled("measure", found.plan)
             deployment = found
         except UserError as caught:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 
 from pipeinfer.job.deployment import Deployment
-from pipeinfer.job.request import GenerationRequest
 from pipeinfer.observe.report import show_table, size_text
 
 
-def show_plan(console: Console, deployment: Deployment, request: GenerationRequest, policy: str) -> None:
+def show_plan(console: Console, deployment: Deployment, about: str) -> None:
+    """`about`: what is asked, in a line above the table."""
     rows = []
     for rank, host in enumerate(deployment.hosts):
         roles = deployment.plan.roles(rank)
@@ -25,9 +25,5 @@ def show_plan(console: Console, deployment: Deployment, request: GenerationReque
                 str(deployment.threads[rank]),
             ]
         )
-    n_predict = f"up to {request.n_predict} tokens" if request.n_predict else "no tokens"
-    console.print(
-        f"policy {policy}, {len(request.prompt)} prompt tokens, {n_predict}, context {request.n_ctx}, "
-        f"seed {request.sampling.seed}"
-    )
+    console.print(about)
     show_table(console, ["rank", "host", "role", "layers", "weights", "KV", "memory", "threads"], rows)

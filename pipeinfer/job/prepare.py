@@ -4,22 +4,33 @@ beforehand."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.chat_format import open_format
+from pipeinfer.job.chat_format import ChatFormat, open_format
 from pipeinfer.job.deployment import Deployment, deploy
 from pipeinfer.job.options import STDIN, RunOptions
-from pipeinfer.job.request import GenerationRequest, make_request, read_prompt
+from pipeinfer.job.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
 from pipeinfer.models.tokenizer import Tokenizer, check_draft
 from pipeinfer.observe.results import check_results
 from pipeinfer.outputs import check_separate, check_writable
 
+Asked = tuple[GenerationRequest, Tokenizer]
 
-def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, GenerationRequest, Tokenizer]:
+
+@dataclass(frozen=True, slots=True)
+class ChatSetup:
+    """`request`: what all answers have in common; it has no prompt. `first`: what the user says first."""
+
+    request: GenerationRequest
+    format: ChatFormat
+    first: str | None
+
+
+def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Asked]:
     """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
     check_outputs(options)
     info, tokenizer = open_models(options)
@@ -30,7 +41,24 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Gen
     request = make_request(options, info, tokenizer, prompt)
     if format:
         request = replace(request, stops=format.stops)
-    return deploy(options, hosts, info, request.n_ctx, len(prompt)), request, tokenizer
+    return deploy(options, hosts, info, request.n_ctx, len(prompt)), (request, tokenizer)
+
+
+def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ChatSetup]:
+    """The same for a chat. `options.chat` must be there; the prompt is what the user says first, if it is given."""
+    check_outputs(options)
+    info, tokenizer = open_models(options)
+    format = open_format(options, info, tokenizer)
+    assert format, "a chat without its options"
+    asked = options.prompt is not None or options.file is not None
+    first = read_prompt(options) if asked else None
+    n_ctx = options.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
+    n_predict = options.predict if options.predict >= 0 else n_ctx
+    request = GenerationRequest(
+        (), n_predict, n_ctx, options.sampling.settled, end_tokens(options, tokenizer), format.stops, markers=True,
+        keep=True,
+    )  # fmt: skip
+    return deploy(options, hosts, info, n_ctx, n_ctx), ChatSetup(request, format, first)
 
 
 def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:

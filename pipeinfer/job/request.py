@@ -53,11 +53,15 @@ def make_request(
 ) -> GenerationRequest:
     """`n_most`: tokens of the longest prompt that the same context shall hold. Raises UserError when it does not."""
     n_ctx, n_predict = fit_context(options, info, max(n_most, len(prompt)))
-    ends = () if options.ignore_eos else filter(tokenizer.is_end, range(tokenizer.n_vocab))
     return GenerationRequest(
-        tuple(prompt), n_predict, n_ctx, options.sampling.settled, frozenset(ends), options.stops,
+        tuple(prompt), n_predict, n_ctx, options.sampling.settled, end_tokens(options, tokenizer), options.stops,
         markers=options.chat is not None,
     )  # fmt: skip
+
+
+def end_tokens(options: RunOptions, tokenizer: Tokenizer) -> frozenset[int]:
+    """Those that end a generation."""
+    return frozenset() if options.ignore_eos else frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab)))
 
 
 def read_prompt(options: RunOptions) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from pipeinfer.cluster.cores import Host, other_clocks, this_host
 from pipeinfer.cluster.launch import check_size, end_job, is_first_here, rank_from_environment, size_from_environment
@@ -28,7 +29,7 @@ from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.trace import Tracer
 
-Prepared = tuple[Deployment, GenerationRequest, Tokenizer]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Crew:
 
 def run_job(options: RunOptions) -> int:
     """`pipeinfer run`, on every rank; returns the exit code, the same on all of them when the input is at fault."""
-    return start_job(lambda crew: _run(crew, options), options, options.verbose)
+    return start_job(lambda crew: run_prepared(crew, options, prepare, _run_head), options, options.verbose)
 
 
 def start_job(part: Callable[[Crew], int], settings: object, verbose: bool) -> int:
@@ -102,9 +103,15 @@ def _get_ready() -> None:
     load_library()
 
 
-def _run(crew: Crew, options: RunOptions) -> int:
+def run_prepared(
+    crew: Crew,
+    options: RunOptions,
+    prepare: Callable[[RunOptions, Sequence[Host]], tuple[Deployment, T]],
+    run_head: Callable[[Context, Deployment, T], int],
+) -> int:
+    """Rank 0 prepares and is the head, all others do as the deployment says. Returns the exit code."""
     link = crew.link
-    prepared, error = _prepare(options, crew.hosts) if link.rank == 0 else (None, "")
+    prepared, error = _prepared(lambda: prepare(options, crew.hosts)) if link.rank == 0 else (None, "")
     deployment, error = link.broadcast((prepared and prepared[0], error) if link.rank == 0 else None)
     if deployment is None:
         if link.rank == 0:
@@ -115,14 +122,18 @@ def _run(crew: Crew, options: RunOptions) -> int:
         from pipeinfer.job.worker import run_stage
 
         return run_stage(context, deployment)
-    from pipeinfer.job.head import Head  # draws: only rank 0 pays for importing what it draws with
-
-    return Head(context, *prepared).run()
+    return run_head(context, *prepared)
 
 
-def _prepare(options: RunOptions, hosts: list[Host]) -> tuple[Prepared | None, str]:
-    """On rank 0; else what is wrong."""
+def _prepared(prepare: Callable[[], T]) -> tuple[T | None, str]:
+    """What comes of it; else what is wrong."""
     try:
-        return prepare(options, hosts), ""
+        return prepare(), ""
     except UserError as error:
         return None, str(error)
+
+
+def _run_head(context: Context, deployment: Deployment, asked: tuple[GenerationRequest, Tokenizer]) -> int:
+    from pipeinfer.job.head import Head  # draws: only rank 0 pays for importing what it draws with
+
+    return Head(context, deployment, *asked).run()

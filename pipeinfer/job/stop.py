@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pipeinfer.cluster.watch.handshake import write_line
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import StopRequested
+from pipeinfer.job.interrupts import Interrupts
 from pipeinfer.job.signals import HEAD_FIRST_S, show_cursor
 
 ORDERLY_S = 1.2
@@ -21,12 +22,14 @@ class StopFlag:
     """Set by a signal or by another rank; `check` turns it into `StopRequested`, once.
 
     `orderly`: there is something to keep, so rank 0 stops in order; before, the job is ended where it stands.
+    `interrupts`: who decides what a Ctrl-C ends, in a conversation.
     """
 
     def __init__(self) -> None:
         self.reason = ""
         self.exit_code = 0
         self.orderly = False
+        self.interrupts: Interrupts | None = None
         self._raised = False
 
     def set(self, reason: str, exit_code: int = 1) -> None:
@@ -42,6 +45,8 @@ class StopFlag:
         if self.reason and not self._raised:
             self._raised = True
             raise StopRequested(self.reason)
+        if self.interrupts and self.interrupts.due():
+            raise StopRequested("the answer was stopped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,9 @@ class Stopper:
         """
         name = "interrupted" if number == signal.SIGINT else "terminated"
         if self.watch.rank == 0:
-            self._stop(name, 128 + number)
+            interrupts = self.flag.interrupts if number == signal.SIGINT else None
+            if not interrupts or not interrupts.interrupt():
+                self._stop(name, 128 + number)
         elif not self.watch.joined:
             time.sleep(HEAD_FIRST_S)
             self.end(128 + number)
