@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 
 from pipeinfer.models.llama import ggml
+from tests.gguf_factory import add_vocabulary
 
 N_VOCAB = 320
 Metadata = Mapping[str, Any]
@@ -51,6 +52,7 @@ class RandomModel:
     metadata: Metadata = field(default_factory=dict)
     without: tuple[str, ...] = ()
     seed: int = 0
+    with_vocab: bool = False
 
 
 def write_random_model(path: Path, model: RandomModel, kind: str = "Q8_0") -> Path:
@@ -107,7 +109,10 @@ def _write(path: Path, model: RandomModel, shapes: Mapping[str, tuple[int, ...]]
     for key, value in known.items():
         if value is not None:
             _add(writer, key if key.startswith("xielu") else prefix + key, value)
-    writer.add_tokenizer_model("none")
+    if model.with_vocab:
+        add_vocabulary(writer, N_VOCAB)
+    else:
+        writer.add_tokenizer_model("none")
     rng = np.random.default_rng(model.seed)
     for name in sorted(shapes):
         data = random_data(name, shapes[name], rng)

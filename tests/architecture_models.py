@@ -123,9 +123,56 @@ LONGER = [
     RandomModel("step35", 6, {**SHARED, **WINDOW_ARRAY, **BASES}),
 ]
 
+SCAN: Metadata = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.time_step_rank": 4}
+GROUPS: Metadata = {**SCAN, "ssm.group_count": 2}
+DELTA: Metadata = {
+    **PLANES,
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 64,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 4,
+    "ssm.group_count": 2,
+    "full_attention_interval": 2,
+}
+HALF: Metadata = {"attention.head_count_kv": [0, 2] * 4}
+KDA: Metadata = {
+    **LATENT,
+    "ssm.conv_kernel": 4,
+    "kda.head_dim": 16,
+    "attention.head_count_kv": [0, 1] * 4,
+}
+THIRDS: Metadata = {"attention.head_count_kv": [0, 2, 0] * 3, "feed_forward_length": [0, 0, 96] * 3}
+
+STATES = [
+    RandomModel(
+        "bailingmoe3",
+        8,
+        {
+            **KDA,
+            "kda.gate_lower_bound": -5.0,
+            "swiglu_clamp_exp": [0.0, 4.0] * 4,
+            "swiglu_clamp_shexp": [0.0, 5.0] * 4,
+        },
+    ),
+    RandomModel("falcon-h1", 4, GROUPS),
+    RandomModel("granitehybrid", 8, {**GROUPS, **HALF, **SCALED}),
+    RandomModel("jamba", 8, {**SCAN, **HALF, **EXPERTS}),
+    RandomModel("kimi-linear", 8, KDA),
+    RandomModel("lfm2", 8, {**HALF, "shortconv.l_cache": 3}),
+    RandomModel("lfm2moe", 8, {**HALF, **DENSE_FIRST, "shortconv.l_cache": 3}),
+    RandomModel("mamba", 4, SCAN),
+    RandomModel("mamba2", 4, GROUPS),
+    RandomModel("nemotron_h", 9, {**GROUPS, **THIRDS}),
+    RandomModel("nemotron_h_moe", 9, {**GROUPS, **THIRDS, **SHARED}),
+    RandomModel("plamo2", 8, {**SCAN, **HALF, "ssm.group_count": 0}),
+    RandomModel("qwen35", 8, DELTA),
+    RandomModel("qwen35moe", 8, {**DELTA, **SHARED}),
+    RandomModel("qwen3next", 8, {**DELTA, **SHARED}),
+]
+
 MODELS: dict[str, RandomModel] = {
     **{name: RandomModel(name) for name in PLAIN.split()},
     **{name: RandomModel(name, metadata=EXPERTS) for name in WITH_EXPERTS.split()},
     **{name: RandomModel(name, metadata=metadata) for name, metadata in FOUR.items()},
-    **{model.architecture: model for model in LONGER},
+    **{model.architecture: model for model in (*LONGER, *STATES)},
 }

@@ -18,6 +18,9 @@ slices in batches.
 * **exact**: every logit has the same bits.
 * **works**: the same up to rounding.
 
+The planner cuts only where a model may be cut. Where no guesses are possible, layers keep a state that cannot go back
+to an earlier token: such models run with `--policy iterative`, the default without a draft, and are no drafts.
+
 """
 
 

@@ -202,12 +202,16 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, type_name: str, with_vo
     if not with_vocab:
         writer.add_tokenizer_model("none")
         writer.add_vocab_size(shape.n_vocab)
-        return
-    tokens, scores, types = vocabulary(shape.n_vocab)
+    else:
+        add_vocabulary(writer, shape.n_vocab, with_markers)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int, with_markers: bool = False) -> None:
+    tokens, scores, types = vocabulary(n_vocab)
     if with_markers:
         tokens[-len(MARKERS) :] = [marker.encode() for marker in MARKERS]
         types[-len(MARKERS) :] = [CONTROL] * len(MARKERS)
-        writer.add_eot_token_id(shape.n_vocab - 1)
+        writer.add_eot_token_id(n_vocab - 1)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores(scores)

@@ -38,7 +38,8 @@ def rows_of_whole(path: Path, tokens: list[int]) -> FloatArray:
     model = library.llama_model_load_from_file(str(path).encode(), options)
     assert model, ggml.last_errors()
     info = read_model_info(path)
-    n_alike = 1 + any(tensor.type == 0 and len(tensor.shape) > 1 for tensor in info.tensors)
+    has_float = any(tensor.type == 0 and len(tensor.shape) > 1 for tensor in info.tensors)
+    n_alike = 2 if has_float and not info.layers.known.states else 1
     params = library.llama_context_default_params()
     params.n_ctx, params.n_threads, params.n_threads_batch, params.n_seq_max, params.kv_unified = 512, 1, 1, 2, True
     params.flash_attn_type, params.type_k, params.type_v = 1, BF16 if info.layers.shares_values else F16, BF16

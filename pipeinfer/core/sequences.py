@@ -49,11 +49,11 @@ class SequencePool:
     """Leases sequence ids [0, n_seq) and counts the cells in use.
 
     `parked`: the stages keep removed cells, out of sight, so that the order of the cells stays the order of evaluation
-    (exact numerics); only compaction wins them back.
+    (exact numerics); only compaction wins them back. Without `rewinds` a sequence can only be removed as a whole.
     """
 
-    def __init__(self, n_seq: int, n_cells: int, parked: bool = False) -> None:
-        self.n_seq, self.n_cells, self.parked = n_seq, n_cells, parked
+    def __init__(self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True) -> None:
+        self.n_seq, self.n_cells, self.parked, self.rewinds = n_seq, n_cells, parked, rewinds
         self._free = deque(range(n_seq))
         self._paths: dict[int, _Path] = {}
         self._seqs_of: dict[int, set[int]] = {}  # the sequences of each request
@@ -170,6 +170,7 @@ class SequencePool:
         """Keep no more than so many certain tokens of a request of which nothing else is placed."""
         path, end = self._paths[base.seq], min(base.end, n_tokens)
         if end < path.end:
+            end = end if self.rewinds else 0
             self._pending.append(KvOp(OpKind.REMOVE, base.seq, first=end))
         self._n_certain -= base.end - end
         self.n_parked += base.end - end if self.parked else 0
@@ -228,6 +229,7 @@ class SequencePool:
         parent = node.parent
         if parent is None:
             return base.seq
+        assert self.rewinds, f"a guess at position {node.position}, which could not be taken back"
         source = self._seq_of[parent]
         if self._is_tip(parent):
             return source

@@ -35,12 +35,14 @@ class ModelFile:
     n_embd: int
     quantisation: str
     sizes: Sizes
+    rewinds: bool = True
+    """Whether a sequence can lose its newest tokens: guesses can be taken back."""
 
     @classmethod
     def of(cls, info: ModelInfo) -> ModelFile:
         return cls(
             info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
-            sizes_of(info),
+            sizes_of(info), info.layers.rewinds,
         )  # fmt: skip
 
 
@@ -75,6 +77,10 @@ class Deployment:
     def n_rows_max(self) -> int:
         """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
         return max(self.n_batch + 1, N_GUESS_ROWS, LARGEST if self.blocks else 0)
+
+    def n_seq(self, options: RunOptions) -> int:
+        """Sequences of the target's caches. Without trees there is one for each request, and a state is not small."""
+        return options.n_seq if self.model.rewinds else options.sequences or 1
 
     def largest_input(self, rank: int) -> tuple[int, int]:
         """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""

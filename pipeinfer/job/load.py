@@ -42,7 +42,7 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         raise UserError(f"{options.model} differs from rank 0's; copy the same file to every host")
     params = LlamaParams(
         n_cells=deployment.n_cells,
-        n_seq_max=options.n_seq + 1,  # one more, in which exact numerics park rejected cells
+        n_seq_max=deployment.n_seq(options) + 1,  # one more, in which exact numerics park rejected cells
         n_batch=deployment.n_rows_max,
         n_outputs_max=N_GUESS_ROWS + 1,
         n_threads=deployment.threads[context.rank],

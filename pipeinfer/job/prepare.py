@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeinfer.cluster.cores import Host
+from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
 from pipeinfer.job.deployment import Deployment, deploy
@@ -17,6 +18,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_i
 from pipeinfer.models.tokenizer import Tokenizer, check_draft
 from pipeinfer.observe.results import check_results
 from pipeinfer.outputs import check_separate, check_writable
+from pipeinfer.policies import Iterative
 
 Asked = tuple[GenerationRequest, Tokenizer]
 
@@ -64,11 +66,18 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
 def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
     """The target's header and vocabulary. Raises UserError when a model is unusable or the draft's does not fit."""
     info = read_model_info(options.model)
+    check_guessing(info, options.policy)
     tokenizer = Tokenizer(options.model)
     for path in options.drafts_in_use:
-        read_model_info(path)
+        read_model_info(path).check_rewinds("it cannot be a draft: take another one, or -md none")
         check_draft(tokenizer, path)
     return info, tokenizer
+
+
+def check_guessing(info: ModelInfo, policy: Policy) -> None:
+    """Raises UserError when a policy guesses for a model that cannot take guesses back."""
+    if not isinstance(policy, Iterative):
+        info.check_rewinds("nothing can be guessed for it: use --policy iterative, or neither -md nor --lookup")
 
 
 def check_outputs(options: RunOptions) -> None:

@@ -49,6 +49,7 @@ def record_pair(
 def open_whole(path: Path, n_cells: int, threads: int | None, exact: bool) -> PathModel:
     """A whole model in this process. Raises UserError when it cannot be loaded."""
     info = read_model_info(path)
+    info.check_rewinds("its guesses and choices cannot be recorded: take another one")
     n_threads = threads or len(os.sched_getaffinity(0))
     params = LlamaParams(
         n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2, n_threads=n_threads, exact=exact

@@ -138,7 +138,8 @@ class Session:
     def _make_engine(self) -> Engine:
         context, deployment, options = self.context, self.deployment, self.context.options
         assert self._pipeline
-        pool = SequencePool(options.n_seq, deployment.n_cells, parked=options.numerics == "exact")
+        n_seq, parked = deployment.n_seq(options), options.numerics == "exact"
+        pool = SequencePool(n_seq, deployment.n_cells, parked, rewinds=deployment.model.rewinds)
         drafts = [
             Level(
                 pipeline, SequencePool(options.n_seq, deployment.n_cells), n_chunk=N_GUESS_ROWS,
@@ -182,9 +183,10 @@ class Session:
         self._engine.target.cancel = options.cancel
         pools = [level.pool for level in self._engine.levels] + ([self._drafter.pool] if self._drafter else [])
         for pool in pools:
-            if pool.n_seq != options.n_seq:
+            n_seq = self.deployment.n_seq(options) if pool is self._engine.target.pool else options.n_seq
+            if pool.n_seq != n_seq:
                 self._engine.forget()
-                pool.resize(options.n_seq)
+                pool.resize(n_seq)
         return self._engine
 
     def _collect(self, request: Request, metrics: RequestMetrics) -> Generation:

@@ -23,7 +23,7 @@ from pipeinfer.models.gguf.writer import encode_entry, encode_header, model_meta
 from pipeinfer.outputs import whole_file
 
 CHUNK_BYTES = 1 << 24
-OUTPUT_PROJECTIONS = ("attn_output", "ffn_down")
+OUTPUT_PROJECTIONS = ("attn_output", "ffn_down", "ssm_out", "shortconv.out_proj")
 """The tensors that write to the residual stream, in every supported architecture; `ffn_down_exps` of experts too."""
 
 # ggml type: where in a block its half-precision scales (and minima) are, in bytes
@@ -106,7 +106,7 @@ def _origin(info: ModelInfo, layer: int) -> int:
 
 
 def _adds(name: str) -> bool:
-    return layer_of(name) is not None and name.split(".")[2].startswith(OUTPUT_PROJECTIONS)
+    return layer_of(name) is not None and name.split(".", 2)[2].startswith(OUTPUT_PROJECTIONS)
 
 
 def _parts(info: ModelInfo, n_layer: int, noise: float, seed: int) -> Iterator[Part]:

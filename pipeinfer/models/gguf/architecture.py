@@ -29,9 +29,9 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Layers that have a state instead of keys and values: those in whose place all arrays under `zero` have a 0; else
-    as the metadata's array under `key` says, or of every `period` layers (a number under `period_key` comes before) all
-    but the last. With `all` every layer has both."""
+    """Layers that have a state instead of keys and values: those in whose place all arrays under `zero` have a 0, the
+    first of them that of heads; else as the metadata's array under `key` says, or of every `period` layers (a number
+    under `period_key` comes before) all but the last. With `all` every layer has a state."""
 
     zero: tuple[str, ...] = ()
     key: str = ""

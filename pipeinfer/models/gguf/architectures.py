@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipeinfer.models.gguf.architecture import FREE, PART, Architecture, Refusal, Windows
+from pipeinfer.models.gguf.architecture import FREE, PART, Architecture, Refusal, States, Windows
 
 PLAIN, PARTLY = Architecture(), Architecture(heads=PART)
 HEADED, PARTLY_HEADED = Architecture(own_output=True), Architecture(own_output=True, heads=PART)
@@ -29,6 +29,14 @@ LATENT = Architecture(
         "attention.q_lora_rank": lambda *_: 0,
         "expert_gating_func": lambda n_layer, n_vocab: 2 if n_layer in (47, 48) and n_vocab == 154880 else 1,
     },
+)
+QWEN = States(key="attention.recurrent_layers", period=4, period_key="full_attention_interval")
+HEADLESS = States(zero=("attention.head_count_kv",))
+NEMOTRON = Architecture(
+    heads=FREE,
+    headless=True,
+    states=States(zero=("attention.head_count_kv", "feed_forward_length")),
+    layer_node="nemotron_h_block_out",
 )
 
 
@@ -96,6 +104,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_each("qwen3vl qwen3vlmoe", Architecture(input_node="embd", by_tokens=True, always={"n_deepstack_layers": 0})),
     **_each("deepseek2 mistral4", LATENT),
     "deepseek2-ocr": Architecture(heads=FREE),
+    # layers with states ----------------------------------------------------------------------------------------------
+    **_each("qwen35 qwen35moe", Architecture(heads=PART, states=QWEN, input_node="model.input_embed", by_tokens=True)),
+    "qwen3next": Architecture(heads=PART, states=QWEN),
+    "granitehybrid": Architecture(heads=PART, states=HEADLESS, headless=True, later={"embedding_scale": 0.0}),
+    **_each("jamba lfm2 lfm2moe", Architecture(heads=FREE, headless=True, states=HEADLESS)),
+    "kimi-linear": Architecture(own_output=True, heads=FREE, headless=True, states=HEADLESS),
+    "plamo2": Architecture(heads=FREE, headless=True, states=HEADLESS, layer_node="ffn_residual"),
+    "bailingmoe3": Architecture(
+        heads=FREE, headless=True, states=HEADLESS, input_node="model.input_embed", by_tokens=True
+    ),
+    **_each("nemotron_h nemotron_h_moe", NEMOTRON),
+    "falcon-h1": Architecture(heads=FREE, states=States(all=True)),
+    **_each("mamba mamba2", Architecture(heads=FREE, headless=True, states=States(all=True))),
     # not to be cut ---------------------------------------------------------------------------------------------------
     **_refused(
         """bert clip eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert nomic-bert
@@ -112,5 +133,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_refused("deepseek4 glm5-next hy_v4", "several residual streams run through its layers"),
     **_refused("baichuan minicpm3 minimax-01", "libllama computes a layer differently by how many layers the file has"),
     **_refused("cogvlm", "libllama takes what comes into a slice for an image"),
+    **_refused("rwkv6qwen2", "it could not be proved: libllama crashes on random models of it"),
     **_refused("gptj", "libllama cannot compute it"),
 }

@@ -49,9 +49,11 @@ class Layers:
             return "a slice needs a layer with a sliding window"
         if self.known.windows and self.known.windows.leads and self.windows[first] and not self.windows[0]:
             return "the first layer of a slice must see all tokens"
-        kinds = set(self.stateful[first:last])
-        if self.known.states and not self.known.states.all and len(kinds) < 2:
-            return f"a slice needs a layer with {'attention' if kinds == {True} else 'a state'}"
+        if self.known.states and not self.known.states.all:
+            if not any(self.stateful[first:last]):
+                return "a slice needs a layer with a state"
+            if not any(self.attentive[first:last]):
+                return "a slice needs a layer with attention"
         return ""
 
     @property
@@ -111,6 +113,18 @@ class Layers:
         if isinstance(found, tuple):
             return tuple(map(bool, found[: self.n]))
         return _pattern(self.n, self._number(known.period_key, known.period), False)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a sequence can go back: a state cannot."""
+        return self.known.states is None
+
+    @property
+    def attentive(self) -> tuple[bool, ...]:
+        """Of each layer that may have a state, whether it has attention; some have neither."""
+        if self.known.states and self.known.states.zero:
+            return tuple(map(bool, self.of_layers(self.known.states.zero[0], 0)))
+        return tuple(not stateful for stateful in self.stateful)
 
     def has(self, key: str) -> bool:
         return self._value(key) is not None

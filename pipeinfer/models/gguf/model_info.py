@@ -76,6 +76,12 @@ class ModelInfo:
         for path, state in zip(self.paths, self.states, strict=True):
             check_unchanged(path, state)
 
+    def check_rewinds(self, otherwise: str) -> None:
+        """UserError, which ends with `otherwise`, where a sequence cannot lose its newest tokens."""
+        if not self.layers.rewinds:
+            raise UserError(f"{self.path} is a {self.architecture} model: its layers keep a state, which cannot go "
+                            f"back to an earlier token; {otherwise}")  # fmt: skip
+
     def source(self, path: Path) -> SourceFile:
         """One of `paths`, to compute from. Raises UserError when it has changed."""
         spans = sample_spans(tensor for tensor in self.tensors if tensor.path == path)

@@ -13,17 +13,18 @@ COMPACT_CELLS = 256
 
 
 class Compaction:
-    """Of a context whose parked cells are in the sequence `spare`, its highest."""
+    """Of a context whose parked cells are in the sequence `spare`, its highest. `whole`: a sequence has a state beside
+    its cells, and can only be moved as a whole."""
 
-    def __init__(self, lib: Any, context: Any, spare: int) -> None:
-        self._lib, self._context, self._spare = lib, context, spare
+    def __init__(self, lib: Any, context: Any, spare: int, whole: bool = False) -> None:
+        self._lib, self._context, self._spare, self._whole = lib, context, spare, whole
         self._memory = lib.llama_get_memory(context)
 
     def run(self) -> None:
         """Free what is parked and move all else to the front, the cells of a sequence in the order of positions."""
         self._lib.llama_memory_seq_rm(self._memory, self._spare, -1, -1)
         seqs = [seq for seq in range(self._spare) if self._end(seq)]
-        if len(seqs) == 1:
+        if len(seqs) == 1 and not self._whole:
             self._pack(seqs[0])
         elif seqs:
             self._pack_all(seqs)

@@ -21,9 +21,15 @@ FLOAT_TYPES = frozenset([0, 1, 30])
 
 
 def needs_company(slice_file: SliceFile, params: LlamaParams) -> bool:
-    """Whether a row alone would have other bits than with others: on x86, where there are such weights."""
+    """Whether a row alone would have other bits than with others: on x86, where there are such weights; not where there
+    are states and all rows are computed alone."""
     info = slice_file.info
-    if not params.exact or params.n_gpu_layers or platform.machine().lower() not in ("x86_64", "amd64"):
+    if (
+        info.layers.known.states
+        or not params.exact
+        or params.n_gpu_layers
+        or platform.machine().lower() not in ("x86_64", "amd64")
+    ):
         return False
     head = "token_embd.weight" if info.tied else "output.weight"
     return any(

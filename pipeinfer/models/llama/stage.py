@@ -8,12 +8,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.blocks import LARGEST, block_edges
+from pipeinfer.core.blocks import LARGEST
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
 from pipeinfer.errors import ModelFault, UserError
@@ -26,6 +25,7 @@ from pipeinfer.models.llama.compaction import Compaction
 from pipeinfer.models.llama.company import needs_company, with_twin
 from pipeinfer.models.llama.loading import cache_form, load_model, token_table
 from pipeinfer.models.llama.params import LlamaParams, largest_part
+from pipeinfer.models.llama.parts import apart, blocks_of, part_of
 from pipeinfer.models.llama.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes
 from pipeinfer.models.llama.tap import Tap
 from pipeinfer.models.llama.threads import ThreadShare
@@ -33,6 +33,10 @@ from pipeinfer.models.llama.threads import ThreadShare
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 NO_SLOT, INVALID_BATCH = 1, -1
+
+
+def never() -> bool:
+    return False
 
 
 class KvCacheFull(RuntimeError):
@@ -61,6 +65,7 @@ class LlamaStage:
         self._model = self._context = None
         self._lib = ggml.load_library()
         known = info.layers.known
+        self._has_states = known.states is not None
         self._company = needs_company(slice_file, params)  # a row that is computed alone comes with its twin
         n_rows_max = params.n_batch + self._company
         # a slice that is not whole gets no tokens; where libllama takes no embeddings they are written over any tokens'
@@ -69,7 +74,7 @@ class LlamaStage:
         self._out = np.empty((0 if self.is_last else n_rows_max, self.n_embd), np.float32)
         self._tap = Tap(self._lib, self._n_layer, self._out, known, self._by_tokens or not self.is_first)
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
-        self._n_part = largest_part(slice_file, params)
+        self._n_part = params.n_batch if self._has_states else largest_part(slice_file, params)
         self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
         self._sources: tuple[SourceFile, ...] = ()
         if params.exact:  # its pages are mapped, and must stay as they are
@@ -87,7 +92,7 @@ class LlamaStage:
         finally:
             slice_file.close()
         self._memory = self._lib.llama_get_memory(self._context)
-        self._compaction = Compaction(self._lib, self._context, self._spare)
+        self._compaction = Compaction(self._lib, self._context, self._spare, self._has_states)
         self.n_cells = int(self._lib.llama_n_ctx(self._context))
         self.kv_bytes = self.n_cells * sum(info.kv_bytes_per_cell[slice_file.first : slice_file.last])
         self._batch = LlamaBatch(self._lib, n_rows_max, params.n_seq_max)
@@ -100,8 +105,8 @@ class LlamaStage:
         n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
         self._check(n_rows, wanted)
-        self._tap.begin(stop)
-        result = self._evaluate_blocks(batch) if batch.n_prompt else self._evaluate_rows(batch, wanted)
+        self._tap.begin(never if self._has_states else stop)
+        result = self._evaluate_as_fits(batch, wanted)
         if result is not None:
             for source in self._sources:
                 source.check()
@@ -113,6 +118,11 @@ class LlamaStage:
                 raise
         return result
 
+    def _evaluate_as_fits(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
+        if self._has_states:
+            return self._evaluate_apart(batch)
+        return self._evaluate_blocks(batch) if batch.n_prompt else self._evaluate_rows(batch, wanted)
+
     def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
         n_rows = len(batch.positions)
         code = self._decode(self._context, batch, self._hidden(batch), wanted)
@@ -123,6 +133,18 @@ class LlamaStage:
         if self._was_stopped():
             return None
         raise self._failure(code, n_rows)
+
+    def _evaluate_apart(self, batch: Batch) -> FloatArray:
+        """Rows of layers with states, part by part. Never stopped: a state cannot go back to what it was."""
+        wanted = batch.wanted if self.is_last else np.ones(len(batch.positions), np.bool_)
+        result = np.empty((len(wanted), self.n_vocab if self.is_last else self.n_embd), np.float32)
+        for rows in apart(batch, self.params.exact):
+            part = part_of(batch, rows)
+            code = self._decode(self._context, part, self._hidden(part), part.wanted if self.is_last else None)
+            if code:
+                raise self._failure(code, len(rows))
+            result[rows[wanted[rows]]] = self._logits(part.wanted) if self.is_last else self._out[: len(rows)]
+        return result[wanted]
 
     def _hidden(self, batch: Batch) -> FloatArray | None:
         """What goes into the first layer; None where libllama looks the tokens up itself."""
@@ -186,10 +208,8 @@ class LlamaStage:
 
     def _evaluate_in(self, prefill: Prefill, batch: Batch) -> int:
         """Block by block; the first answer of llama_decode that is not 0, or 0. Stops when told to."""
-        first, hidden = int(batch.positions[0]), self._hidden(batch)
-        edges = [edge - first for edge in block_edges(batch.n_prompt) if first <= edge <= first + len(batch.positions)]
-        assert edges[0] == 0 and edges[-1] == len(batch.positions), f"rows {first} and {edges} on are no whole blocks"
-        for start, end in pairwise(edges):
+        hidden = self._hidden(batch)
+        for start, end in blocks_of(batch):
             rows = slice(start, end)
             wanted = np.zeros(end - start, np.bool_) if self.is_last else None
             block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * (end - start), None, batch.wanted)
@@ -228,6 +248,8 @@ class LlamaStage:
             elif op.kind == OpKind.COMPACT:
                 self._compaction.run()
             else:
+                if op.first and self._has_states:
+                    raise RuntimeError(f"{self._where} cannot go back to position {op.first}: there are states")
                 if op.first == 0:
                     self._drop_prefill(op.src)
                 elif op.src in self._prefills:

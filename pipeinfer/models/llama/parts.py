@@ -1,0 +1,43 @@
+"""A batch in parts that libllama evaluates one by one. Knows batches, no library."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.core.blocks import block_edges
+from pipeinfer.core.interfaces import Batch
+
+Indices = npt.NDArray[np.intp]
+
+
+def blocks_of(batch: Batch) -> list[tuple[int, int]]:
+    """Of a batch of whole blocks of a prompt, the rows [start, end) of each."""
+    first, n_rows = int(batch.positions[0]), len(batch.positions)
+    edges = [edge - first for edge in block_edges(batch.n_prompt) if first <= edge <= first + n_rows]
+    assert edges[0] == 0 and edges[-1] == n_rows, f"rows {first} and {edges} on are no whole blocks"
+    return list(pairwise(edges))
+
+
+def apart(batch: Batch, exact: bool) -> list[Indices]:
+    """The rows of each part where layers have states: sums follow from how many rows of a sequence come at once, and
+    libllama reorders a batch of several sequences. Whole blocks; else each row, or without `exact` each sequence."""
+    if batch.n_prompt:
+        return [np.arange(start, end) for start, end in blocks_of(batch)]
+    if exact:
+        return [np.array([row]) for row in range(len(batch.positions))]
+    firsts = np.array([seqs[0] for seqs in batch.seqs])
+    return [np.flatnonzero(firsts == seq) for seq in dict.fromkeys(firsts.tolist())]
+
+
+def part_of(batch: Batch, rows: Indices) -> Batch:
+    """These rows as a batch of their own."""
+    return Batch(
+        batch.tokens[rows],
+        batch.positions[rows],
+        [batch.seqs[row] for row in rows],
+        None if batch.hidden is None else batch.hidden[rows],
+        batch.wanted[rows],
+    )

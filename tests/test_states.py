@@ -1,0 +1,132 @@
+"""Models whose layers keep states: what a stage computes for them, and that nothing is guessed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from tests.architecture_factory import write_random_model
+from tests.architecture_models import MODELS
+from tests.gguf_factory import write_model
+from tests.jobs import finish, run_json
+from tests.test_architectures import possible_cuts, rows_of_whole
+from tests.test_llama_stage import load, loaded, random_tokens, run
+from tests.test_prompts import after, evaluate, read, tokens_of
+
+__all__ = ["loaded"]
+Loader = Callable[..., list[LlamaStage]]
+PARAMS = LlamaParams(n_cells=1024, n_seq_max=4, n_batch=256, n_outputs_max=64)
+NAMES = ["qwen35", "nemotron_h_moe", "mamba2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
+def model_and_cut(folder: Path, name: str) -> tuple[Path, tuple[int, ...]]:
+    path = folder / f"{name}.gguf"
+    if not path.exists():
+        write_random_model(path, replace(MODELS[name], with_vocab=True))
+    return path, possible_cuts(read_model_info(path).layers, 3)[0]
+
+
+def rows(seqs: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Batch:
+    n = len(tokens)
+    return Batch(np.array(tokens, np.int32), np.array(positions, np.int32), [(seq,) for seq in seqs], None,
+                 np.ones(n, bool))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_splits_and_company_change_no_bit(folder: Path, loaded: Loader, name: str) -> None:
+    path, cuts = model_and_cut(folder, name)
+    alone, prompt = loaded(path, (), PARAMS), tokens_of(1)
+    list(read(alone, prompt, 256))
+    expected = after(alone)
+    chain = loaded(path, cuts, replace(PARAMS, n_threads=2))
+    evaluate(chain, tokens_of(2, 30), 0, seq=1)
+    at = 30
+    for _ in read(chain, prompt, 64):
+        evaluate(chain, tokens_of(at, 5), at, seq=1)
+        at += 5
+    assert np.array_equal(after(chain), expected)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_share_a_batch(folder: Path, loaded: Loader, name: str, exact: bool) -> None:
+    """Rows of two requests, in turns: each gets what it would get alone, in the order of the batch."""
+    path, cuts = model_and_cut(folder, name)
+    params = replace(PARAMS, exact=exact)
+    texts = [random_tokens(12, seed=seq) for seq in range(2)]
+    alone = [run(load(path, (), params), rows([0] * 12, text, range(12))) for text in texts]
+    tokens, positions = [token for pair in zip(*texts, strict=True) for token in pair], [row // 2 for row in range(24)]
+    batch = rows([0, 1] * 12, tokens, positions)
+    batch.wanted = np.array([True, True, False, True] * 6)
+    together = run(loaded(path, cuts, params), batch)
+    expected = np.array([alone[row % 2][row // 2] for row in np.flatnonzero(batch.wanted)])
+    assert np.array_equal(together, expected) if exact else np.allclose(together, expected, atol=2e-2)
+
+
+def test_sequences_are_removed_as_a_whole_and_packed(folder: Path, loaded: Loader) -> None:
+    path, cuts = model_and_cut(folder, "qwen35")
+    chain, alone = loaded(path, cuts, PARAMS), loaded(path, (), PARAMS)
+    text = random_tokens(40)
+
+    def say(stages: Sequence[LlamaStage], seq: int, start: int, end: int) -> FloatArray:
+        return run(stages, rows([seq] * (end - start), text[start:end], range(start, end)))
+
+    for seq in (0, 1, 2):
+        say(chain, seq, 0, 10 + seq)
+    for stage in chain:
+        stage.apply([KvOp(OpKind.REMOVE, 1), KvOp(OpKind.COMPACT, 0)])
+    assert [chain[0].next_position(seq) for seq in (0, 1, 2)] == [10, 0, 12]
+    say(alone, 0, 0, 12)
+    assert np.array_equal(say(chain, 2, 12, 20), say(alone, 0, 12, 20))
+    with pytest.raises(RuntimeError, match="cannot go back to position 15"):
+        chain[0].apply([KvOp(OpKind.REMOVE, 2, first=15)])
+
+
+def test_what_cannot_be_cut_is_given_up() -> None:
+    pool = SequencePool(2, 100, rewinds=False)
+    for request, n_kept, n_left in ((0, 20, 20), (1, 19, 0)):
+        pool.open(request)
+        pool.place(request, 20, [])
+        pool.leave(request, n_kept)
+        assert pool.placed_end(request) == n_left
+    assert [op.first for op in pool.take_pending()] == [0]
+
+
+def test_a_job_says_what_the_model_says(folder: Path) -> None:
+    path, _ = model_and_cut(folder, "qwen35")
+    common = ["-m", str(path), "-p", "the model of a layer", "-n", "24", "--temp", "0", "--ignore-eos"]
+    result = run_json(3, common)
+    prompt, tokens = result["prompt_tokens"], result["tokens"]
+    expected = rows_of_whole(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].argmax(axis=1)
+    assert tokens == expected.tolist() and len(set(tokens)) > 3
+    assert run_json(1, common)["tokens"] == tokens
+
+
+def test_nothing_is_guessed_for_it_and_it_does_not_guess(folder: Path) -> None:
+    path, plain = model_and_cut(folder, "qwen35")[0], write_model(folder / "plain.gguf")
+    for arguments, message in (
+        (["-m", path, "-md", plain], "nothing can be guessed for it: use --policy iterative"),
+        (["-m", path, "--lookup"], "is a qwen35 model: its layers keep a state"),
+        (["-m", plain, "-md", path], "it cannot be a draft: take another one"),
+        (
+            ["-m", path, "--layer-split", "1,7"],
+            "layers 0-0 of this model cannot be a stage, a slice needs a layer with att",
+        ),
+    ):
+        done = finish(2 if "--layer-split" in arguments else 1, ["run", "-p", "the", "-n", "4", *map(str, arguments)])
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
