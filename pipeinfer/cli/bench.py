@@ -149,6 +149,7 @@ def _shared_options() -> list[click.Parameter]:
     shared = [copy.copy(option) for option in run.params if option.name not in NOT_SHARED]
     for option in shared:
         option.default = DEFAULTS.get(str(option.name), option.default)
+        option.envvar = None  # what is measured is on the command line
     return shared
 
 

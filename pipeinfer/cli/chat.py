@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.run import run, run_options
+from pipeinfer.cli.run import run, run_options, warn_of_variables
 
 NOT_SHARED = ("chat", "conversation", "results", "trace")
 
@@ -21,6 +21,7 @@ def chat_command(**given: Any) -> int:
     answer, a second one, or one at the prompt, ends the chat; a backslash at the end of a line goes on in the next one.
     /help lists what else can be typed. Under mpirun rank 0 reads and prints.
     """
+    warn_of_variables(chat_command)
     options = run_options(**given, chat=True)
     from pipeinfer.job.chat import run_chat  # initialises MPI
 

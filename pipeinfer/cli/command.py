@@ -3,11 +3,13 @@ flags recognised. click would take `-fa` for `-f a`. Knows no command."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
 import click
+from click.core import ParameterSource
 
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
 
@@ -20,7 +22,19 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = args if ctx.resilient_parsing else list(read_words(args, self.get_params(ctx)))
-        return super().parse_args(ctx, words)
+        try:
+            return super().parse_args(ctx, words)
+        except click.BadParameter as error:
+            param = error.param
+            if param and ctx.get_parameter_source(str(param.name)) is ParameterSource.ENVIRONMENT:
+                raise click.BadParameter(f"{error.message} ({_variable_of(param)})", ctx, param) from None
+            raise
+
+
+def _variable_of(param: click.Parameter) -> str:
+    """The environment variable that gives a parameter its value."""
+    names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+    return next((name for name in names if os.environ.get(name)), "the environment")
 
 
 class Group(click.Group):

@@ -28,7 +28,7 @@ _REASONING = "reasoning is printed as the model writes it; --chat-template-kwarg
 _DOWNLOAD = "nothing is downloaded; get the GGUF file and give it with -m FILE (a draft with -md FILE)"
 _SAMPLER = "there is no such sampler; --temp, --top-k, --top-p, --min-p and the penalties are there"
 _GRAMMAR = "there are no grammars; the text is not constrained"
-_SERVER = "there is no server; `pipeinfer run` answers one prompt a job"
+SERVER = "there is no server; `pipeinfer run` answers one prompt a job"
 _MEDIA = "there are no images, sounds or videos; models read text"
 _CONTEXT = "a model's context is used as its file says; -c sets the size"
 _CACHE = "the cache's types follow from --numerics (exact or fast)"
@@ -48,7 +48,10 @@ _TEXT = "no such text is added; write it into -p or the file of -f"
 
 _INSTEAD = {
     "-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo -cl --cache-list -hfd -hfrd "
-    "--hf-repo-draft --spec-draft-hf --spec-default --mtp --dflash --eagle3": _DOWNLOAD,
+    "--hf-repo-draft --spec-draft-hf --spec-default --mtp --dflash --eagle3 --embd-gemma-default "
+    "--fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec "
+    "--fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
+    "--vision-gemma-12b-default": _DOWNLOAD,
     "-st --single-turn -i --interactive -if --interactive-first -mli --multiline-input -ins --instruct": _CHAT,
     "--chat-template": "the model's own template is used, or that of --chat-template-file FILE",
     "--no-jinja": "chat templates are always rendered by Jinja, without --chat none is",
@@ -90,7 +93,7 @@ _INSTEAD = {
     "--yarn-attn-factor --yarn-beta-slow --yarn-beta-fast -gan --grp-attn-n -gaw --grp-attn-w --override-kv "
     "--pooling --attention": _CONTEXT,
     "-ctk --cache-type-k -ctv --cache-type-v -ctkd --cache-type-k-draft --spec-draft-type-k -ctvd "
-    "--cache-type-v-draft --spec-draft-type-v -dt --defrag-thold -no-kvu --no-kv-unified": _CACHE,
+    "--cache-type-v-draft --spec-draft-type-v -dt --defrag-thold -no-kvu --no-kv-unified --kv-unified-per-slot": _CACHE,
     "-kvo --kv-offload -nkvo --no-kv-offload -ot --override-tensor -otd --override-tensor-draft "
     "--spec-draft-override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn -cmoed --cpu-moe-draft "
     "--spec-draft-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe --op-offload "
@@ -101,21 +104,31 @@ _INSTEAD = {
     "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl": "-ngl holds for a draft too",
     "--rpc": "the machines are those that mpirun starts ranks on: mpirun -f hosts -np N pipeinfer run …",
     "-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload "
-    "-mmdev --mmproj-device --image --audio --video --image-min-tokens --image-max-tokens": _MEDIA,
+    "-mmdev --mmproj-device --image --audio --video --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens "
+    "--video-fps --video-timestamp-interval --video-ffmpeg-dir --media-path": _MEDIA,
     "-lm --load-mode -lzm --lazy-mode --mmap --no-mmap --mlock -dio --direct-io --check-tensors": _LOADING,
-    "--lora --lora-scaled --control-vector --control-vector-scaled --control-vector-layer-range": _LORA,
+    "--lora --lora-scaled --lora-init-without-apply --control-vector --control-vector-scaled "
+    "--control-vector-layer-range": _LORA,
     "--prompt-cache --prompt-cache-all --prompt-cache-ro -lcs --lookup-cache-static -lcd --lookup-cache-dynamic": _KEPT,
     "--draft-min --draft-n-min --spec-draft-n-min": "a tree has no least size; " + _SPLIT_DRAFT,
     "--spec-type --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n "
     "--spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m "
-    "--spec-ngram-map-k-min-hits --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits": _NGRAM,
+    "--spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits "
+    "--spec-synth-len --spec-synth-rates --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits": _NGRAM,
     "-ptc --print-token-count": "progress and the count of tokens are on standard error",
     "--log-disable --log-file --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --log-jsonl "
     "--no-log-jsonl --log-prompts-dir -lv --verbosity --log-verbosity --log-verbose": _LOGS,
     "--host --port --path --api-prefix --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --timeout "
     "--threads-http --metrics --props --slots --no-slots --slot-save-path -a --alias --embedding --embeddings "
     "--rerank --reranking --server-base --webui --no-webui --ui --no-ui --tools -cram --cache-ram --cache-reuse "
-    "-ctxcp --ctx-checkpoints --swa-checkpoints -sps --slot-prompt-similarity --models-dir --models-max": _SERVER,
+    "-ctxcp --ctx-checkpoints --swa-checkpoints -sps --slot-prompt-similarity --models-dir --models-max "
+    "--models-preset --models-autoload --no-models-autoload -cms --checkpoint-min-step --cache-idle-slots "
+    "--no-cache-idle-slots --spm-infill --tags --embd-normalize --reuse-port --cors-origins --cors-methods "
+    "--cors-headers --cors-credentials --no-cors-credentials "
+    "--ui-config --webui-config --ui-config-file --webui-config-file --ui-mcp-proxy "
+    "--webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy --tools-runtime --mcp-servers-config --mcp-servers-json "
+    "-ag --agent -no-ag --no-agent --sse-ping-interval --sleep-idle-seconds": SERVER,
+    "--cache-prompt --no-cache-prompt": "`pipeinfer chat` keeps what was said, `run` has nothing to keep",
     "--hellaswag --winogrande --multiple-choice --kl-divergence --ppl-stride --chunks": _MEASURE,
     "--completion-bash": "_PIPEINFER_COMPLETE=bash_source pipeinfer prints the completion script",
     "--usage": "-h lists the options",

@@ -48,5 +48,6 @@ def measure_command(
 
 measure_command.params += [copy.copy(option) for option in run.params if option.name in SHARED]
 for option in measure_command.params:
+    option.envvar = None  # what is measured is on the command line
     if isinstance(option, click.Option) and option.name == "draft_split":
         option.hidden = True  # is refused, with the reason: a profile has each draft on one rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from pipeinfer.cli.chat_options import chat_options, take_chat, take_stops
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.environment import ignored_variables, read_variables
 from pipeinfer.cli.setting_options import policy_options, sampling_options, take_policies, take_sampling
 from pipeinfer.cli.values import (
     MAX_LAYERS,
@@ -21,6 +23,7 @@ from pipeinfer.cli.values import (
     Text,
     Whole,
 )
+from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import DEFAULT, MAX_CTX, RunOptions, choose_drafts, choose_policy, unescape
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -165,6 +168,7 @@ def run(conversation: bool, chat: bool, **others: Any) -> int:
     Under mpirun every rank runs this command: rank 0 drafts, the others hold the target's layers. Without a draft rank
     0 holds the first of them; of several drafts each takes a rank, a larger one as many as --draft-split says.
     """
+    warn_of_variables(click.get_current_context().command)
     options = run_options(chat=chat or conversation, **others)
     if conversation:
         if options.results or options.trace:
@@ -203,3 +207,13 @@ def run_options(
         stops=take_stops(others, escape),
         **others,
     )
+
+
+def warn_of_variables(command: click.Command) -> None:
+    """Say, on one rank, which of llama.cpp's variables are set in vain."""
+    if rank_from_environment() == 0:
+        for line in ignored_variables(command, os.environ):
+            click.echo(f"pipeinfer: {line}", err=True)
+
+
+read_variables(run)

@@ -105,6 +105,9 @@ class File(Text):
             self.fail(f"{text[:MAX_SHOWN] + '…'!r} is too long for the name of a {self.name}", param, ctx)
         return path
 
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [rv]  # one file, whose name may have spaces
+
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type=self.shell)]
 

@@ -1,0 +1,80 @@
+"""llama.cpp's options and variables: each of the pinned version's is there, without effect, or answered."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pipeinfer.cli.bench import bench
+from pipeinfer.cli.chat import chat_command
+from pipeinfer.cli.environment import VARIABLES, ignored_variables
+from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.run import run
+from tests.jobs import run_json
+from tests.llama_table import HEAD, PATH, arguments, own_options, table
+
+
+def test_the_document_is_that_of_the_options() -> None:
+    assert PATH.read_text() == HEAD + table(), "run python -m tests.llama_table"
+
+
+def test_every_option_of_llama_cpp_is_answered() -> None:
+    ours = own_options()
+    for _, flags in arguments():
+        assert [flag for flag in flags if flag not in ours and flag not in INSTEAD and flag not in HARMLESS] == []
+
+
+def test_every_variable_of_llama_cpp_stands_for_its_flag() -> None:
+    for variable, flags in arguments():
+        assert not variable.startswith("LLAMA_ARG_") or VARIABLES[variable] in flags
+
+
+def parsed(
+    command: click.Command, words: list[str], monkeypatch: pytest.MonkeyPatch, **variables: str
+) -> click.Context:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"LLAMA_ARG_{name}", value)
+    return command.make_context("x", words)
+
+
+def test_variables_give_options_and_the_command_line_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {
+        "MODEL": "a b.gguf",
+        "SPEC_DRAFT_MODEL": "c d.gguf",
+        "CTX_SIZE": "77",
+        "TOP_P": "0.5",
+        "N_PREDICT": "9",
+    }
+    for command in (run, chat_command):
+        found = parsed(command, ["-p", "x", "-n", "3"], monkeypatch, **variables).params
+        assert (str(found["model"]), list(map(str, found["drafts"]))) == ("a b.gguf", ["c d.gguf"])
+        assert (found["ctx_size"], found["top_p"], found["predict"]) == (77, 0.5, 3)
+        found = parsed(command, ["-p", "x", "-md", "e.gguf"], monkeypatch).params
+        assert list(map(str, found["drafts"])) == ["e.gguf"]
+    assert parsed(bench, [], monkeypatch).params["ctx_size"] == 0, "a benchmark is what its command line says"
+    with pytest.raises(click.BadParameter, match=r"'many' is not a whole number") as error:
+        parsed(run, ["-p", "x"], monkeypatch, CTX_SIZE="many")
+    assert "LLAMA_ARG_CTX_SIZE" in error.value.format_message()
+
+
+def test_variables_without_effect_are_named() -> None:
+    def said(**variables: str) -> str:
+        return "\n".join(ignored_variables(run, {f"LLAMA_ARG_{name}": value for name, value in variables.items()}))
+
+    assert said(CTX_SIZE="5", PORT="8080", FLASH_ATTN="on", CPU_MOE="0", NO_CONTEXT_SHIFT="1", JINJA="1") == ""
+    assert said(UBATCH="64") == f"LLAMA_ARG_UBATCH is set and not read: {INSTEAD['-ub']}"
+    assert said(FLASH_ATTN="off").endswith(INSTEAD["-fa"])
+    assert "--policy" in said(DRAFT_MAX="4") and "give --draft" in said(DRAFT_MAX="4")
+    assert "not known" in said(FROBNICATE="1")
+    assert said(HF_REPO="x/y", MIROSTAT="1").count("\n") == 1
+
+
+def test_a_run_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_N_PREDICT", "3")
+    monkeypatch.setenv("LLAMA_ARG_UBATCH", "64")
+    assert len(run_json(1, ["-md", "none", "-p", "x", "-t", "1", "--ignore-eos"])["tokens"]) == 3
+
+
+def test_help_does_not_change() -> None:
+    assert "-c, --ctx-size" in CliRunner().invoke(run, ["--help"]).output
