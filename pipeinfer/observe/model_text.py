@@ -10,6 +10,7 @@ from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.report import size_text
 
 UNKNOWN = "unknown"
+EXACT = "on CPUs: the same bits in every batch, split and tree; on GPUs the kernels see the batch"
 N_DIFFERENCES = 20
 """So many are shown; --json has them all."""
 
@@ -31,7 +32,8 @@ def info_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _template(found)
     yield f"sliceable     {'yes' if found['sliceable'] else 'no: ' + found['reason']}"
     if found["sliceable"]:
-        yield "exact         on CPUs: the same bits in every batch, split and tree; on GPUs the kernels see the batch"
+        yield f"exact         {EXACT if found['exact'] else 'no: rows depend on their batch, by rounding'}"
+        yield f"guesses       {'yes' if found['guesses'] else 'no: its layers keep a state, which cannot go back'}"
         yield from _stages(found)
 
 
