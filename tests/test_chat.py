@@ -15,7 +15,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from tests.test_engine import toy_engine
 from tests.toy import ToyPipeline
 
 N_CELLS, N_CTX, N_SEQ, N_TURNS, N_PREDICT = 1536, 1024, 31, 20, 6
-SHAPE = Shape(n_layer=4, n_vocab=384, n_strong=1, weak=0.3)
+SHAPE = Shape(n_layer=3, n_embd=128, n_head=2, n_head_kv=1, n_ff=256, n_vocab=384, n_strong=1, weak=0.3)
 LONG = "the model of the layer and the rank is in a token "
 
 
@@ -71,7 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = Shape(n_layer=1, n_vocab=384)
+    shape = replace(SHAPE, n_layer=1)
     return write_model(tmp_path_factory.mktemp("chat") / "draft.gguf", shape, template=CHAT_TEMPLATE)
 
 

@@ -177,9 +177,9 @@ def check(chat: Chat, reference: Reference, blocks: bool) -> None:
         assert counted.n_context == len(request.prompt) - 1 - counted.n_kept, "tokens that were there are sent again"
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", range(6))
 def test_a_prefix_that_was_kept_changes_no_text(block: int) -> None:
-    found = [run_case(seed) for seed in range(block * 25, block * 25 + 25)]
+    found = [run_case(seed) for seed in range(block * 20, block * 20 + 20)]
     assert sum(n_kept for n_kept, _ in found) > 0.25 * sum(n_prompt for _, n_prompt in found)
 
 
