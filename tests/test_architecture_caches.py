@@ -29,7 +29,7 @@ CACHES = {
 
 
 def model_and_cut(folder: Path, name: str) -> tuple[Path, tuple[int, ...]]:
-    wider = MODELS[name].metadata if name == "deepseek2" else {**MODELS[name].metadata, "embedding_length": 128}
+    wider = MODELS[name].metadata if name == "deepseek2" else {**MODELS[name].metadata, "embedding_length": 256}
     model = replace(MODELS[name], metadata=wider)
     path = write_random_model(folder / f"{name}.gguf", model)
     return path, possible_cuts(read_model_info(path).layers, 2)[-1]

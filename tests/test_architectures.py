@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
 from pipeinfer.models.gguf.layers import Layers
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.grow import grow
 from pipeinfer.models.llama import ggml
-from pipeinfer.models.llama.batch import LlamaBatch
 from pipeinfer.models.llama.params import LlamaParams
 from tests.architecture_factory import N_VOCAB, write_random_model
 from tests.architecture_models import MODELS
@@ -27,30 +26,24 @@ BATCHES = (20, 13, 1, 1, 1, 4)
 
 
 def rows_of_whole(path: Path, tokens: list[int]) -> FloatArray:
-    """The logits after each token, (n, N_VOCAB): the whole file, a token at a time, flash attention.
-
-    K in F16 and V in BF16, both in BF16 where libllama keeps only one of them. The same token in two sequences where
-    weights are not quantised: such are multiplied with another kernel for one row.
-    """
+    """The logits after each token, (n, N_VOCAB): the whole file, a token at a time, flash attention, K in F16 and V in
+    BF16, both in BF16 where libllama keeps only one of them."""
     library = ggml.load_library()
     options = library.llama_model_default_params()
     options.use_extra_bufts = False
     model = library.llama_model_load_from_file(str(path).encode(), options)
     assert model, ggml.last_errors()
     info = read_model_info(path)
-    has_float = any(tensor.type == 0 and len(tensor.shape) > 1 for tensor in info.tensors)
-    n_alike = 2 if has_float and not info.layers.known.states else 1
     params = library.llama_context_default_params()
-    params.n_ctx, params.n_threads, params.n_threads_batch, params.n_seq_max, params.kv_unified = 512, 1, 1, 2, True
+    params.n_ctx, params.n_threads, params.n_threads_batch = 512, 1, 1
     params.flash_attn_type, params.type_k, params.type_v = 1, BF16 if info.layers.shares_values else F16, BF16
     context = library.llama_init_from_model(model, params)
     assert context, ggml.last_errors()
-    batch, out = LlamaBatch(library, n_alike, 2), []
-    for position, token in enumerate(tokens):
-        ids, at = np.full(n_alike, token, np.int32), np.full(n_alike, position, np.int32)
-        rows = Batch(ids, at, [(seq,) for seq in range(n_alike)], None, np.ones(n_alike, bool))
-        assert library.llama_decode(context, batch.fill(rows, None, None)) == 0, ggml.last_errors()
-        out.append(np.ctypeslib.as_array(library.llama_get_logits_ith(context, 0), (N_VOCAB,)).copy())
+    out = []
+    for token in tokens:
+        batch = library.llama_batch_get_one((library.llama_token * 1)(token), 1)
+        assert library.llama_decode(context, batch) == 0, ggml.last_errors()
+        out.append(np.ctypeslib.as_array(library.llama_get_logits_ith(context, -1), (N_VOCAB,)).copy())
     library.llama_free(context)
     library.llama_model_free(model)
     return np.array(out)

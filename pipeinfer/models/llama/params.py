@@ -5,12 +5,17 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 
-from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
+
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 TILED_TYPES = frozenset([10, 11, 12, 13, 14, 16, 17, 18, 19, 21, 22, 23, 29])
 """GGML types, the K-quants and their kin, for which x86 builds have another kernel from TILED_ROWS rows on."""
 
 TILED_ROWS = 8
+
+OTHER_ALONE = frozenset([0, 1, 20, 30])
+"""The same from two rows on: F32, F16, IQ4_NL, BF16."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,14 @@ class LlamaParams:
         return self.exact and self.n_gpu_layers == 0
 
 
-def largest_part(slice_file: SliceFile, params: LlamaParams) -> int:
+def largest_part(info: ModelInfo, params: LlamaParams) -> int:
     """Rows that may be computed at once if each shall have the bits that it has alone on a CPU, with `exact`."""
-    if not params.exact or params.n_gpu_layers or platform.machine().lower() not in ("x86_64", "amd64"):
+    if not params.exact or params.n_gpu_layers or not IS_X86:
         return params.n_batch
-    has_tiles = any(tensor.type in TILED_TYPES for tensor in slice_file.info.tensors)
-    return min(params.n_batch, TILED_ROWS - 1) if has_tiles else params.n_batch
+    head = "token_embd.weight" if info.tied else "output.weight"
+    types = {
+        tensor.type
+        for tensor in info.tensors
+        if (layer_of(tensor.name) is not None or tensor.name == head) and sum(length > 1 for length in tensor.shape) > 1
+    }
+    return 1 if types & OTHER_ALONE else min(params.n_batch, TILED_ROWS - 1) if types & TILED_TYPES else params.n_batch

@@ -22,7 +22,6 @@ from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.batch import LlamaBatch
 from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.compaction import Compaction
-from pipeinfer.models.llama.company import needs_company, with_twin
 from pipeinfer.models.llama.loading import cache_form, load_model, token_table
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.parts import apart, blocks_of, part_of
@@ -66,15 +65,13 @@ class LlamaStage:
         self._lib = ggml.load_library()
         known = info.layers.known
         self._has_states = known.states is not None
-        self._company = needs_company(slice_file, params)  # a row that is computed alone comes with its twin
-        n_rows_max = params.n_batch + self._company
         # a slice that is not whole gets no tokens; where libllama takes no embeddings they are written over any tokens'
         self._by_tokens = known.by_tokens and not (self.is_first and self.is_last)
         # untouched pages of this array cost no memory: a stage that only sees small batches stays small
-        self._out = np.empty((0 if self.is_last else n_rows_max, self.n_embd), np.float32)
+        self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
         self._tap = Tap(self._lib, self._n_layer, self._out, known, self._by_tokens or not self.is_first)
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
-        self._n_part = params.n_batch if self._has_states else largest_part(slice_file, params)
+        self._n_part = params.n_batch if self._has_states else largest_part(info, params)
         self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
         self._sources: tuple[SourceFile, ...] = ()
         if params.exact:  # its pages are mapped, and must stay as they are
@@ -95,7 +92,7 @@ class LlamaStage:
         self._compaction = Compaction(self._lib, self._context, self._spare, self._has_states)
         self.n_cells = int(self._lib.llama_n_ctx(self._context))
         self.kv_bytes = self.n_cells * sum(info.kv_bytes_per_cell[slice_file.first : slice_file.last])
-        self._batch = LlamaBatch(self._lib, n_rows_max, params.n_seq_max)
+        self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         """See StageModel. On the first stage batch.hidden is ignored. Raises KvCacheFull, and what `stop` raises.
@@ -157,21 +154,13 @@ class LlamaStage:
         at: int = 0,
     ) -> int:  # fmt: skip
         """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
-        n_at_once = self._n_part if context is self._context else LARGEST
-        has_twin = self._company and context is self._context and len(batch.positions) % n_at_once == 1
-        if has_twin:
-            if len(batch.positions) == 1:
-                self._lib.llama_memory_seq_cp(self._memory, batch.seqs[0][0], self._arrival, 0, -1)
-            batch, hidden, wanted = with_twin(batch, hidden, wanted, self._arrival)
-        self._tap.expect(len(batch.positions), n_at_once, at, hidden)
+        self._tap.expect(len(batch.positions), self._n_part if context is self._context else LARGEST, at, hidden)
         n_threads = self.threads.begin()
         self._lib.llama_set_n_threads(context, n_threads, n_threads)
         try:
             return int(self._lib.llama_decode(context, self._fill(batch, hidden, wanted)))
         finally:
             self.threads.end()
-            if has_twin:
-                self._lib.llama_memory_seq_rm(self._memory, self._arrival, -1, -1)
 
     def _fill(self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None) -> object:
         if self._by_tokens:
@@ -312,8 +301,8 @@ class LlamaStage:
         # different types keep attention off the kernels whose sums depend on batch size and thread count; what comes
         # from a prompt's own context arrives in a further sequence
         types = (F16 if self._form.has_values else BF16, BF16) if params.mixed_cache else (F16, F16)
-        n_cells, n_batch = params.n_cells + self._company, params.n_batch + self._company
-        return self._create_context(n_cells, n_batch, self._n_part, params.n_seq_max + params.exact, types)
+        n_seq_max = params.n_seq_max + params.exact
+        return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq_max, types)
 
     def _create_context(
         self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, types: tuple[int, int]
