@@ -131,7 +131,7 @@ def test_layers_go_where_they_are_fast() -> None:
 
 def test_layers_need_room() -> None:
     file = load_profile("pipedec-14")
-    nodes = list(file._machines())
+    nodes = list(file.machines())
     target, _, _ = file._pair("")
     assert sum(share_layers(nodes[1:], target)) == 80
     with pytest.raises(UserError, match="more nodes"):

@@ -13,8 +13,8 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.room import UNLIMITED, Memory, Room, check_room, free_room
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import Deployment, deploy
+from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
-from pipeinfer.job.prepare import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 from tests.gguf_factory import Shape, write_model
@@ -139,6 +139,7 @@ def test_a_context_that_cannot_be_is_refused(value: str, words: str, n_ranks: in
     done = finish(n_ranks, ["run", "-p", "x", "-n", "2", "-c", value])
     assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
+    assert ("KV" in line) == ("stage 0" in done.stderr), "what does not fit is shown as planned"
     assert words in line and (value in line or ("rank 0: " in line and "KV" in line)), line
 
 

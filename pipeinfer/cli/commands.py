@@ -24,6 +24,7 @@ COMMANDS = {
     "simulate": "simulate:simulate_command",
     "compare": "compare:compare_command",
     "record": "record:record_command",
+    "plan": "plan:plan_command",
     "measure": "measure:measure_command",
     "reproduce": "reproduce:reproduce_command",
     "timeline": "timeline:timeline",

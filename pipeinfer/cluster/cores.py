@@ -17,7 +17,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 @dataclass(frozen=True, slots=True)
 class Host:
     """Where a rank runs: the numbers of the cores that it may use, and as how many cores' time it may take (a container
-    may be allowed less)."""
+    may be allowed less); 0 where nobody knows."""
 
     name: str
     cores: frozenset[int]
@@ -47,6 +47,11 @@ def other_clocks(hosts: Sequence[Host]) -> list[int]:
     return [rank for rank, host in enumerate(others, start=1) if not host.clock or host.clock != first.clock]
 
 
+def sharers(hosts: Sequence[Host], computing: Set[int], rank: int) -> int:
+    """How many ranks compute on a rank's host, that rank counted whether it does or not."""
+    return len({rank, *(other for other in computing if hosts[other].name == hosts[rank].name)})
+
+
 def share_cores(hosts: Sequence[Host], computing: Set[int]) -> tuple[int, ...]:
     """Threads of each rank: its cores shared by all ranks that compute on them, at least 1."""
     return tuple(max(1, host.n_cores // max(1, len(_rivals(hosts, computing, host)))) for host in hosts)
@@ -58,7 +63,7 @@ def crowded_hosts(hosts: Sequence[Host], computing: Set[int], threads: Sequence[
     for host in hosts:
         rivals = _rivals(hosts, computing, host)
         n_threads = sum(threads[rank] for rank in rivals)
-        if n_threads > host.n_cores and host.name not in lines:
+        if n_threads > host.n_cores > 0 and host.name not in lines:
             lines[host.name] = (
                 f"host {host.name} has {_count(host.n_cores, 'core')} for {_count(n_threads, 'thread')} of "
                 f"{_count(len(rivals), 'rank')} that compute; fewer ranks there"

@@ -92,6 +92,22 @@ def check_room(names: Sequence[str], rooms: Sequence[Room], memories: Sequence[M
             )
 
 
+def spare_room(names: Sequence[str], rooms: Sequence[Room], memories: Sequence[Memory]) -> list[int | None]:
+    """Bytes that are left where each rank runs once all ranks there hold what they need: of its host or by its own
+    limit, whichever is less; negative: so many are missing. None: no limit is known. One entry a rank."""
+    needed: dict[str, int] = {}
+    left: dict[str, int] = {}
+    for name, room, memory in zip(names, rooms, memories, strict=True):
+        needed[name] = needed.get(name, 0) + memory.needed
+        left[name] = min(left.get(name, UNLIMITED), room.host)
+    found: list[int | None] = []
+    for name, room, memory in zip(names, rooms, memories, strict=True):
+        spare = [limit - taken for limit, taken in ((left[name], needed[name]), (room.own, memory.needed))
+                 if limit < UNLIMITED]  # fmt: skip
+        found.append(min(spare, default=None))
+    return found
+
+
 def _shares(memory: Memory) -> str:
     parts = {
         "weights": memory.weights, "KV": memory.kv, "buffers": memory.buffers, "runtime": memory.runtime,

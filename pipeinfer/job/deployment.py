@@ -93,40 +93,81 @@ class Deployment:
         return crowded_hosts(self.hosts, self.plan.computing, self.threads)
 
 
+class DoesNotFit(UserError):
+    """A deployment takes more memory than there is; the message has the numbers."""
+
+    def __init__(self, message: str, deployment: Deployment) -> None:
+        super().__init__(message)
+        self.deployment = deployment
+
+
 def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
     """The plan for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when splits, threads or
-    memory do not fit."""
-    n_cells = cells_for(n_ctx)
+    memory do not fit; DoesNotFit where it is the memory alone."""
+    deployment = lay_out(options, hosts, info, read_drafts(options.drafts_in_use), n_ctx, n_prompt)
+    try:
+        check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
+    except UserError as error:
+        raise DoesNotFit(str(error), deployment) from None
+    return deployment
+
+
+def check_memory(deployment: Deployment, way_out: str) -> None:
+    """Raises UserError when a host lacks memory for what its ranks shall hold."""
+    hosts = deployment.hosts
+    check_room([host.name for host in hosts], [host.room for host in hosts], deployment.memory, way_out)
+
+
+def read_drafts(paths: Sequence[Path]) -> list[ModelInfo]:
+    """Their headers, the smallest first. Raises UserError for what is no model."""
+    return sorted(map(read_model_info, paths), key=lambda draft: draft.n_bytes)
+
+
+def lay_out(
+    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+) -> Deployment:
+    """The same plan whether it fits into the memory or not. `drafts`: those in use, as `read_drafts` has them.
+
+    Raises UserError when splits or threads do not fit.
+    """
     split = parse_split(options.layer_split) if options.layer_split else None
     draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
-    drafts = sorted((read_model_info(path) for path in options.drafts_in_use), key=lambda draft: draft.n_bytes)
-    n_batch = min(options.batch_size, MAX_BATCH, n_ctx)
-    blocks = options.numerics == "exact" and gpu_layers(options) == 0
-    n_in_blocks = rows_in_blocks(n_prompt) if blocks else 0
-    model, needs = (
-        ModelFile.of(info),
-        MemoryNeeds(options, info, drafts, n_cells, max(n_batch + 1, N_GUESS_ROWS), n_in_blocks),
-    )
+    needs, model = memory_needs(options, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan = make_plan(
-        len(hosts), [sizes_of(draft) for draft in drafts], model.sizes, n_cells, split, partial(needs.room, hosts),
+        len(hosts), list(map(sizes_of, drafts)), model.sizes, needs.n_cells, split, partial(needs.room, hosts),
         options.draft_split if drafts else (),
     )  # fmt: skip
     if options.pace is not None:
         check_profiled(f"--pace {options.pace}", plan)
-    memory = needs.of_plan(plan)
-    check_room([host.name for host in hosts], [host.room for host in hosts], memory, _way_out(plan, split is not None))
     return Deployment(
         plan=plan,
         model=model,
         drafts=tuple(map(ModelFile.of, drafts)),
-        n_cells=n_cells,
-        n_batch=n_batch,
+        n_cells=needs.n_cells,
+        n_batch=_n_batch(options, n_ctx),
         threads=spread_threads(options.threads, plan, hosts),
         hosts=tuple(hosts),
-        memory=memory,
-        blocks=blocks,
+        memory=needs.of_plan(plan),
+        blocks=_in_blocks(options),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
     )
+
+
+def memory_needs(
+    options: RunOptions, info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+) -> MemoryNeeds:
+    """What target and drafts take for contexts of `n_ctx` tokens and prompts of up to `n_prompt`."""
+    n_rows = max(_n_batch(options, n_ctx) + 1, N_GUESS_ROWS)
+    n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options) else 0
+    return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks)
+
+
+def _n_batch(options: RunOptions, n_ctx: int) -> int:
+    return min(options.batch_size, MAX_BATCH, n_ctx)
+
+
+def _in_blocks(options: RunOptions) -> bool:
+    return options.numerics == "exact" and gpu_layers(options) == 0
 
 
 def cells_for(n_ctx: int) -> int:

@@ -5,25 +5,22 @@ from __future__ import annotations
 from rich.console import Console
 
 from pipeinfer.job.deployment import Deployment
-from pipeinfer.observe.report import show_table, size_text
+from pipeinfer.job.plan_rows import plan_rows
+from pipeinfer.observe.plan_text import ALWAYS, CELLS, plan_cells
+from pipeinfer.observe.report import show_table
+from pipeinfer.virtual.nodes import Node
+
+ENOUGH = 130
+"""Characters a line in which all columns have room."""
 
 
 def show_plan(console: Console, deployment: Deployment, about: str) -> None:
     """`about`: what is asked, in a line above the table."""
-    rows = []
-    for rank, host in enumerate(deployment.hosts):
-        roles = deployment.plan.roles(rank)
-        rows.append(
-            [
-                str(rank),
-                host.name,
-                " + ".join(name for name, _ in roles) or "head",
-                " + ".join(span for _, span in roles if span) or "-",
-                size_text(deployment.memory[rank].weights + deployment.memory[rank].mapped),
-                size_text(deployment.memory[rank].kv),
-                size_text(deployment.memory[rank].total),
-                str(deployment.threads[rank]),
-            ]
-        )
     console.print(about)
-    show_table(console, ["rank", "host", "role", "layers", "weights", "KV", "memory", "threads"], rows)
+    show_ranks_of_plan(console, deployment)
+
+
+def show_ranks_of_plan(console: Console, deployment: Deployment) -> None:
+    """A row a rank, whether it fits or not."""
+    rows = plan_rows(deployment, list(map(Node, deployment.hosts)))
+    show_table(console, *plan_cells(rows, tuple(CELLS) if console.width >= ENOUGH else ALWAYS))

@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeinfer.cluster.cores import Host
-from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
 from pipeinfer.job.deployment import Deployment, deploy
+from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import STDIN, RunOptions
 from pipeinfer.job.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
-from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
-from pipeinfer.models.tokenizer import Tokenizer, check_draft
+from pipeinfer.models.gguf.model_info import part_paths
+from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.results import check_results
 from pipeinfer.outputs import check_separate, check_writable
-from pipeinfer.policies import Iterative
 
 Asked = tuple[GenerationRequest, Tokenizer]
 
@@ -61,23 +60,6 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
         keep=True,
     )  # fmt: skip
     return deploy(options, hosts, info, n_ctx, n_ctx), ChatSetup(request, format, first)
-
-
-def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
-    """The target's header and vocabulary. Raises UserError when a model is unusable or the draft's does not fit."""
-    info = read_model_info(options.model)
-    check_guessing(info, options.policy)
-    tokenizer = Tokenizer(options.model)
-    for path in options.drafts_in_use:
-        read_model_info(path).check_rewinds("it cannot be a draft: take another one, or -md none")
-        check_draft(tokenizer, path)
-    return info, tokenizer
-
-
-def check_guessing(info: ModelInfo, policy: Policy) -> None:
-    """Raises UserError when a policy guesses for a model that cannot take guesses back."""
-    if not isinstance(policy, Iterative):
-        info.check_rewinds("nothing can be guessed for it: use --policy iterative, or neither -md nor --lookup")
 
 
 def check_outputs(options: RunOptions) -> None:

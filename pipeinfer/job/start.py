@@ -19,7 +19,7 @@ from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import UserError
 from pipeinfer.job.bus_error import report_bus_errors
 from pipeinfer.job.context import CLOCK, Context, complain
-from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.deployment import Deployment, DoesNotFit
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import prepare
 from pipeinfer.job.request import GenerationRequest
@@ -126,9 +126,15 @@ def run_prepared(
 
 
 def _prepared(prepare: Callable[[], T]) -> tuple[T | None, str]:
-    """What comes of it; else what is wrong."""
+    """What comes of it; else what is wrong. What does not fit is shown as planned."""
     try:
         return prepare(), ""
+    except DoesNotFit as error:
+        from pipeinfer.job.plan_table import show_ranks_of_plan
+        from pipeinfer.observe.report import stderr_console
+
+        show_ranks_of_plan(stderr_console(), error.deployment)
+        return None, str(error)
     except UserError as error:
         return None, str(error)
 

@@ -14,8 +14,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.asked import asked_of
 from pipeinfer.job.conversation import Conversation, Prompt, Turn, conversation_of
 from pipeinfer.job.deployment import Deployment, deploy
+from pipeinfer.job.model_files import check_guessing, open_models
 from pipeinfer.job.options import RunOptions
-from pipeinfer.job.prepare import check_guessing, open_models
 from pipeinfer.job.request import GenerationRequest, fit_context, make_request
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.results import Record, as_read, key_of

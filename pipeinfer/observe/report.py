@@ -32,7 +32,7 @@ def size_text(n_bytes: float) -> str:
 def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        numeric = column not in ("host", "role", "layers", "hop")
+        numeric = column not in ("host", "role", "layers", "hop", "GPU", "speed from")
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)

@@ -113,7 +113,7 @@ class ProfileFile:
         n_drafts = len(drafts) if has_draft else 0
         if not 1 + n_drafts <= (n_nodes or most) <= most:
             raise UserError(f"{n_nodes} nodes of {self.name}, which has {most}; give {1 + n_drafts} to {most}")
-        machines = list(self._machines())[: n_nodes or most]
+        machines = list(self.machines())[: n_nodes or most]
         hosts = machines[n_drafts:]
         counts = share_layers(hosts, target)
         stages = [
@@ -128,7 +128,7 @@ class ProfileFile:
                 machine.slice_of(draft, draft.layers, True)
                 for machine, draft in zip(machines, drafts[:n_drafts], strict=False)
             ),
-            link=self._link(),
+            link=self.link(),
             head=self._head(),
             head_is_first=not has_draft,
             sleeps=True,
@@ -148,7 +148,7 @@ class ProfileFile:
             n_embd=self.top.count("embd", most=MAX_EMBD),
             stages=stages if has_draft else spread_over(stages, n_ranks, self._sizes(stages)),
             drafts=drafts if has_draft else (),
-            link=self._link(),
+            link=self.link(),
             head=self._head(),
             head_is_first=not has_draft,
             slowdown=self.top.table("host").numbers("slowdown") if "host" in self.top.values else (),
@@ -172,7 +172,8 @@ class ProfileFile:
     def _refiners(self) -> list[Table]:
         return self.top.list_of("refiners") if "refiners" in self.top.values else []
 
-    def _machines(self) -> Iterator[Machine]:
+    def machines(self) -> Iterator[Machine]:
+        """In pipeline order, of a profile by hardware."""
         kinds = self.top.tables("nodes")
         for group in self.top.list_of("cluster"):
             name = group.text("node", list(kinds))
@@ -191,7 +192,7 @@ class ProfileFile:
         found = [_model(draft, models[draft]) for draft in drafts]
         return _model(target, models[target]), found, pair.numbers("acceptance", len(found))
 
-    def _link(self) -> LinkCost:
+    def link(self) -> LinkCost:
         link = self.top.table("link")
         return LinkCost(1e-6 * link.number("latency_us"), 1e9 / 8 * link.positive("gbit_per_s"))
 

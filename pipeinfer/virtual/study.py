@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.core.policy import Policy
@@ -15,10 +15,17 @@ from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.results import Record, append_result, as_read, result_row
 from pipeinfer.virtual.choices import Choices, RecordedChoices, ranks_for, synthetic_team
 from pipeinfer.virtual.outcome import make_result, simulated_columns
-from pipeinfer.virtual.profile import ProfileFile
 from pipeinfer.virtual.simulation import Simulated, simulate
 
 DEFAULT_ACCEPTANCE = 0.7
+
+
+class Layouts(Protocol):
+    """A cluster with models, as `ProfileFile` describes one."""
+
+    def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
+        """What everything costs there. Raises UserError when that cannot be."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,7 @@ class Question:
     """What to simulate, in every combination of policies and seeds. `by_rank`, `known` (choices from files): one for
     each draft, the smallest first; empty if the profile's acceptance is to be taken."""
 
-    file: ProfileFile
+    file: Layouts
     nodes: int
     pair: str
     gbit: float | None

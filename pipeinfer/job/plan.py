@@ -1,0 +1,119 @@
+"""`pipeinfer plan`: for hosts that somebody describes, here and now; for those of its own ranks, on all of them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeinfer.cluster.cores import Host, this_host
+from pipeinfer.cluster.costs import LinkCost
+from pipeinfer.cluster.launch import is_launched
+from pipeinfer.cluster.speed import Speed, measure_speed
+from pipeinfer.errors import UserError
+from pipeinfer.job.gpus import gpu_names
+from pipeinfer.job.model_files import open_models
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.plan_report import plan_report
+from pipeinfer.job.planner import open_planner
+from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.plan_text import plan_lines
+from pipeinfer.virtual.hosts_file import read_hosts
+from pipeinfer.virtual.nodes import Node, estimated_machine, first_ranks, profiled_nodes
+from pipeinfer.virtual.profile import load_profile
+
+if TYPE_CHECKING:  # imports MPI
+    from pipeinfer.job.start import Crew
+
+ETHERNET = LinkCost(latency_s=50e-6, bytes_per_s=10e9 / 8)
+"""Of hosts whose links nobody describes: 10 Gbit/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """What is asked besides the options of `run`: the hosts (a hosts file or a profile, and how many ranks of it;
+    neither: the ranks that are there), their links, the prompt and how often drafts are right."""
+
+    hosts: Path | None
+    profile: str | None
+    n_ranks: int
+    gbit: float | None
+    n_prompt: int
+    acceptances: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What every rank must have been started with."""
+
+    options: RunOptions
+    question: PlanQuestion
+
+
+def plan(options: RunOptions, question: PlanQuestion) -> int:
+    """Returns the exit code. Raises UserError, also for what does not fit, with the plan printed."""
+    if question.profile or question.hosts:
+        return tell(options, question, *_described(question))
+    if not is_launched():
+        return tell(options, question, with_speeds([own_facts(1)], [this_host(socket.gethostname())]), ETHERNET)
+    from pipeinfer.job.start import start_job  # initialises MPI
+
+    return start_job(lambda crew: _plan_ranks(crew, options, question), _Asked(options, question), options.verbose)
+
+
+def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
+    if question.profile:
+        file = load_profile(question.profile)
+        return first_ranks(profiled_nodes(file), question.n_ranks, f"profile {file.name}"), file.link()
+    assert question.hosts
+    return first_ranks(read_hosts(question.hosts), question.n_ranks, f"--hosts {question.hosts}"), ETHERNET
+
+
+def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
+    """On every rank. Returns the exit code."""
+    from pipeinfer.job.context import complain  # initialises MPI
+
+    link, name, code = crew.link, crew.hosts[crew.link.rank].name, 0
+    link.all_gather(None)  # all at once: ranks of a host share it
+    facts = link.all_gather(own_facts([host.name for host in crew.hosts].count(name)))
+    cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
+    if link.rank == 0:
+        try:
+            tell(options, question, with_speeds(facts, crew.hosts), cost)
+        except UserError as error:
+            complain(str(error))
+            code = 2
+    found: int = link.broadcast(code)
+    return found
+
+
+def own_facts(n_here: int) -> tuple[Speed, list[str]]:
+    """What this rank, of `n_here` on its host, reaches, and the GPUs that it sees."""
+    n_threads = max(1, this_host("").n_cores // n_here)
+    return measure_speed(n_threads), gpu_names()
+
+
+def with_speeds(facts: Sequence[tuple[Speed, list[str]]], hosts: Sequence[Host]) -> list[Node]:
+    """A node a rank; a host is as fast as its ranks were together."""
+    nodes = []
+    for host, (_, gpus) in zip(hosts, facts, strict=True):
+        here = [speed for (speed, _), other in zip(facts, hosts, strict=True) if other.name == host.name]
+        read, compute = sum(speed.bytes_per_s for speed in here), sum(speed.flop_per_s for speed in here)
+        machine = estimated_machine(host.name, host.n_cores, read, compute, host.room.host)
+        nodes.append(Node(host, machine, "measured", ", ".join(gpus)))
+    return nodes
+
+
+def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost) -> int:
+    """Print the plan. Returns the exit code. Raises UserError, with what is missing, where it does not fit."""
+    if question.gbit is not None:
+        link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
+    info, tokenizer = open_models(options)
+    tokenizer.close()
+    found = plan_report(open_planner(options, info, nodes, link, question.n_prompt, question.acceptances))
+    print(json_text(found) if options.json else "\n".join(plan_lines(found)), flush=True)
+    if not found["fits"]:
+        raise UserError(found["shortage"])
+    return 0

@@ -1,0 +1,93 @@
+"""What `plan` tells: who gets what, how fast each policy would be, what would help; as plain data. Prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.deployment import check_memory
+from pipeinfer.job.plan_rows import plan_rows
+from pipeinfer.job.planner import Planner
+from pipeinfer.job.ways import Way, ways
+from pipeinfer.observe.report import size_text
+from pipeinfer.policies.registry import POLICIES, make_policy
+from pipeinfer.virtual.compare import Compared
+from pipeinfer.virtual.study import DEFAULT_ACCEPTANCE
+
+
+def plan_report(planner: Planner) -> dict[str, Any]:
+    """`shortage`: what is missing, in words, with the nearest ways out; empty if it fits. Raises UserError for a plan
+    that cannot be, whatever memory there is."""
+    options, deployment = planner.options, planner.deployment
+    predicted, unknown = _predictions(planner)
+    helping = ways(planner, predicted)
+    plain = next((each.speed for each in predicted if each.policy == "iterative"), None)
+    return {
+        "model": str(options.model),
+        "drafts": [str(draft.path) for draft in planner.drafts_in_use],
+        "policy": options.policy.name,
+        "n_ctx": planner.n_ctx,
+        "prompt_n": planner.n_prompt,
+        "numerics": options.numerics,
+        "link": {"bytes_per_s": planner.link.bytes_per_s, "latency_s": planner.link.latency_s},
+        "acceptance": list(planner.acceptances) or [DEFAULT_ACCEPTANCE] * len(planner.drafts_in_use),
+        "fits": not planner.shortage,
+        "shortage": _shortage(planner, helping),
+        "ranks": plan_rows(deployment, planner.nodes),
+        "predictions": [
+            {
+                "policy": each.policy,
+                "planned": each.policy == options.policy.name,
+                "tokens_per_s": each.speed,
+                "over_iterative": each.speed / plain if plain else None,
+                "limit_per_s": each.limit,
+                "ttft_s": each.ttft_s,
+                "itl_p50_s": each.itl_s[0],
+            }
+            for each in predicted
+        ],
+        "not_predicted": unknown,
+        "ways": [way.as_data() for way in helping],
+        "warnings": deployment.warnings,
+        "notes": list(_notes(planner)),
+    }
+
+
+def _predictions(planner: Planner) -> tuple[list[Compared], dict[str, str]]:
+    """Of each policy that the models allow; of each that cannot be predicted, why."""
+    chosen = planner.options.policy
+    guessing = planner.drafts or planner.options.lookup
+    names = [name for name, kind in POLICIES.items() if guessing or not kind.drafts]
+    found, unknown = [], {}
+    for policy in [chosen if name == chosen.name else make_policy(name, {}) for name in names]:
+        try:
+            found.append(planner.predict(policy))
+        except UserError as error:
+            unknown[policy.name] = str(error)
+    return found, unknown
+
+
+def _shortage(planner: Planner, helping: Sequence[Way]) -> str:
+    if not planner.shortage:
+        return ""
+    fitting = [way.what for way in helping if not way.short_bytes]
+    nearest = [f"{way.what} would leave {size_text(way.short_bytes)} missing; " for way in helping]
+    way_out = (
+        f"it would fit with {' or with '.join(fitting)}"
+        if fitting
+        else f"{''.join(nearest)}take hosts with more memory, or a smaller quantisation"
+    )
+    try:
+        check_memory(planner.deployment, way_out)
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"{planner.shortage} bytes are missing, and nothing is refused")
+
+
+def _notes(planner: Planner) -> Iterator[str]:
+    """What the figures leave out."""
+    if planner.options.n_gpu_layers:
+        yield "what GPUs hold is not counted, and predictions know the speed of CPUs only"
+    if any("_exps" in tensor.name for tensor in planner.info.tensors):
+        yield "predictions read the experts of one row: guesses, of which each has experts of its own, are dearer"

@@ -1,0 +1,107 @@
+"""A deployment on known machines -> what its stages, drafts and links cost, for virtual time: model headers meet a
+cluster's speeds here. Times nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeinfer.cluster.cores import sharers
+from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile
+from pipeinfer.cluster.plan import StagePlan
+from pipeinfer.cluster.spread import StageRoom, spread_layers
+from pipeinfer.errors import UserError
+from pipeinfer.job.deployment import Deployment
+from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
+from pipeinfer.virtual.nodes import Node
+from pipeinfer.virtual.profile import Machine, Model
+
+HEAD = HeadCost(run_s=200e-6, verdict_s=200e-6, draft_s=80e-6)
+"""Our engine's own work on rank 0; an estimate, as in the shipped profiles."""
+
+
+def model_of(info: ModelInfo) -> Model:
+    """What a row of it reads and computes. Of experts those that a row uses: where several rows go through together
+    more of them are read, which is left out."""
+    used = _share_of_experts(info)
+    parts = [tensor for tensor in info.tensors if (layer := layer_of(tensor.name)) is not None and layer < info.n_layer]
+    shares = [used if "_exps" in tensor.name else 1.0 for tensor in parts]
+    head = info.tensor("output.weight") or info.tensor("token_embd.weight")
+    assert head is not None, "read_model_info wants a token table"
+    return Model(
+        name=info.name,
+        layers=info.n_layer,
+        n_embd=info.n_embd,
+        layer_bytes=sum(part.n_bytes * share for part, share in zip(parts, shares, strict=True)) / info.n_layer,
+        layer_params=sum(part.n_elements * share for part, share in zip(parts, shares, strict=True)) / info.n_layer,
+        output_bytes=info.output_bytes,
+        output_params=head.n_elements,
+        kv_bytes=sum(info.kv_bytes_per_cell) / info.n_layer,
+    )
+
+
+def _share_of_experts(info: ModelInfo) -> float:
+    used, all_ = (info.metadata.get(f"{info.architecture}.expert_{name}") for name in ("used_count", "count"))
+    if used is None or all_ is None or not isinstance(used.value, int) or not isinstance(all_.value, int):
+        return 1.0
+    return min(1.0, used.value / all_.value) if all_.value > 0 else 1.0
+
+
+def machines_of(deployment: Deployment, nodes: Sequence[Node]) -> list[Machine]:
+    """Of each rank its share of its host, whose ranks all compute. Raises UserError when some speed is not known."""
+    found = []
+    for rank, node in enumerate(nodes):
+        if node.machine is None:
+            raise UserError(
+                f"nobody knows how fast {node.host.name} is; give gb_per_s and gflop_per_s in the hosts file"
+            )
+        share, machine = sharers(deployment.hosts, deployment.plan.computing, rank), node.machine
+        found.append(replace(machine, bytes_per_s=machine.bytes_per_s / share, flop_per_s=machine.flop_per_s / share))
+    return found
+
+
+def planned_profile(
+    deployment: Deployment, info: ModelInfo, drafts: Sequence[ModelInfo], nodes: Sequence[Node], link: LinkCost
+) -> Profile:
+    """What it costs; `info`, `drafts`: of its models.
+
+    Raises UserError for what virtual time does not know: a rank that has target and draft, a draft that is cut, a host
+    whose speed nobody knows.
+    """
+    plan, machines = deployment.plan, machines_of(deployment, nodes)
+    if plan.n_ranks == 1 and plan.drafts:
+        raise UserError("a lone rank computes target and draft in turns, which is not simulated")
+    if max(plan.draft_split, default=1) > 1:
+        raise UserError("a draft on several ranks is not simulated")
+    target = model_of(info)
+
+    def cost(model: Model, part: StagePlan) -> ModelCost:
+        return machines[part.rank].slice_of(model, part.last - part.first, part.last == model.layers)
+
+    return Profile(
+        name="the plan",
+        n_embd=target.n_embd,
+        stages=tuple(cost(target, stage) for stage in plan.stages),
+        drafts=tuple(cost(model_of(draft), stages[0]) for draft, stages in zip(drafts, plan.drafts, strict=True)),
+        link=link,
+        head=HEAD,
+        head_is_first=plan.stages[0].rank == 0,
+        sleeps=True,
+        blocks=deployment.blocks,
+    )
+
+
+def split_by_speed(
+    deployment: Deployment, info: ModelInfo, nodes: Sequence[Node], room: StageRoom | None = None
+) -> list[int]:
+    """Layers a stage with which the slowest stage is as fast as it can be; `room`: what memory the stages have.
+
+    Raises UserError when some speed is not known or there is no such split.
+    """
+    model, machines = model_of(info), machines_of(deployment, nodes)
+    slices = [machines[stage.rank].slice_of(model, 1, True) for stage in deployment.plan.stages]
+    rows = [[each.layer.at(1)] * (model.layers - 1) + [each.layer.at(1) + each.output.at(1)] for each in slices]
+    counts = spread_layers(rows, room, info.layers.faults)
+    if counts is None:
+        raise UserError("no split by speed fits")
+    return counts

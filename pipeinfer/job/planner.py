@@ -1,0 +1,121 @@
+"""What `run` would do with these options on these nodes, and how fast that would be; asked again with something
+changed, what would help. Loads no weights, prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from pipeinfer.cluster.costs import LinkCost, Profile
+from pipeinfer.cluster.room import spare_room
+from pipeinfer.core.policy import Policy
+from pipeinfer.errors import UserError
+from pipeinfer.job.deployment import Deployment, lay_out, memory_needs, read_drafts
+from pipeinfer.job.model_files import check_guessing
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.planned_costs import planned_profile, split_by_speed
+from pipeinfer.job.request import fit_context
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.observe.plan_text import UNFIT
+from pipeinfer.policies import Iterative
+from pipeinfer.virtual.choices import ranks_for
+from pipeinfer.virtual.compare import Compared, compare
+from pipeinfer.virtual.nodes import Node
+from pipeinfer.virtual.study import Question
+
+N_SIMULATED = 128
+"""Tokens of a simulated text."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """`drafts`: the headers of all that are given, the smallest first. `acceptances`: how often each one's best guess
+    is right; empty: as `simulate` takes it."""
+
+    options: RunOptions
+    info: ModelInfo
+    drafts: Sequence[ModelInfo]
+    nodes: Sequence[Node]
+    link: LinkCost
+    n_prompt: int
+    acceptances: Sequence[float] = ()
+
+    def changed(self, **changes: Any) -> Planner:
+        """With other options."""
+        return replace(self, options=replace(self.options, **changes))
+
+    @property
+    def drafts_in_use(self) -> Sequence[ModelInfo]:
+        return self.drafts if self.options.policy.drafts else ()
+
+    @property
+    def n_ctx(self) -> int:
+        """Raises UserError when the prompt does not fit."""
+        return fit_context(self.options, self.info, self.n_prompt)[0]
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """Raises UserError when splits or threads do not fit; whether the memory does, `shortage` says."""
+        hosts = [node.host for node in self.nodes]
+        return lay_out(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
+
+    @property
+    def shortage(self) -> int:
+        """Bytes that are missing where most are; 0: it fits."""
+        hosts = self.deployment.hosts
+        spare = spare_room([host.name for host in hosts], [host.room for host in hosts], self.deployment.memory)
+        return max(0, *(-each for each in spare if each is not None), 0)
+
+    def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
+        """What the plan costs, for `simulate`; without a draft its rank has layers too, as in `run`."""
+        asked = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
+        return planned_profile(asked.deployment, self.info, asked.drafts_in_use, self.nodes, self.link)
+
+    def predict(self, policy: Policy) -> Compared:
+        """Raises UserError where that policy cannot be simulated, or its plan does not fit."""
+        # a split has a part for each stage, and without drafts there are more
+        alike = policy.drafts == self.options.policy.drafts
+        asked = self.changed(policy=policy, layer_split=self.options.layer_split if alike else None)
+        if asked.shortage:
+            raise UserError(UNFIT)
+        check_guessing(self.info, policy)
+        if policy.drafts and not self.drafts:
+            raise UserError("guesses by --lookup are not simulated")
+        question = Question(
+            file=asked, nodes=0, pair="", gbit=None, policies=[policy], predict=N_SIMULATED,
+            prompt_tokens=self.n_prompt, known=(),
+            by_rank=[ranks_for(share) for share in self.acceptances if policy.drafts],
+            cancel=self.options.cancel, partitions=self.options.partitions,
+        )  # fmt: skip
+        return next(compare(question, range(1)))
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second; None where nobody knows."""
+        try:
+            return self.predict(self.options.policy).speed
+        except UserError:
+            return None
+
+    def split_by_speed(self) -> str:
+        """The --layer-split with which the slowest stage is as fast as memory allows. Raises UserError."""
+        deployment = self.deployment
+        needs = memory_needs(self.options, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
+        room = needs.room(deployment.hosts, deployment.plan.drafts, [stage.rank for stage in deployment.plan.stages])
+        return ",".join(map(str, split_by_speed(deployment, self.info, self.nodes, room)))
+
+
+def open_planner(
+    options: RunOptions, info: ModelInfo, nodes: Sequence[Node], link: LinkCost, n_prompt: int,
+    acceptances: Sequence[float],
+) -> Planner:  # fmt: skip
+    """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
+    drafts = read_drafts(options.drafts)
+    if acceptances and len(acceptances) != len(options.drafts):
+        raise UserError(
+            f"--acceptance is given {len(acceptances)} times for {len(options.drafts)} drafts; give it once for each, "
+            "the smallest first, or leave it out"
+        )
+    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances)

@@ -1,0 +1,123 @@
+"""What would make a plan fit, or make it faster: each way is planned again and weighed. Prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.memory import CELLS_PADDING
+from pipeinfer.job.planner import Planner
+from pipeinfer.virtual.compare import Compared
+
+MOST_NODES = 64
+"""More than so many further hosts are not advised."""
+
+GAIN = 1.03
+"""A way that makes a plan so many times as fast is worth telling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`what`: to be done, in words; `short_bytes`: what is then missing where most is, 0 if it fits."""
+
+    what: str
+    short_bytes: int
+    tokens_per_s: float | None
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self) | {"fits": not self.short_bytes}
+
+
+def ways(planner: Planner, predicted: list[Compared]) -> list[Way]:
+    """Those that help, the best first: of a plan that does not fit those with which it would, or that with which least
+    is missing; of one that fits those that make it faster. `predicted`: what its policies would reach."""
+    short, found = planner.shortage, list(_tried(planner))
+    if short:
+        fitting = [way for way in found if not way.short_bytes]
+        nearest = sorted((way for way in found if way.short_bytes < short), key=lambda way: way.short_bytes)[:1]
+        return fitting or nearest
+    chosen = planner.options.policy.name
+    speed = next((each.speed for each in predicted if each.policy == chosen), None)
+    if speed is None:
+        return []
+    others = [Way(f"--policy {each.policy}", 0, each.speed) for each in predicted if each.policy != chosen]
+    faster = [way for way in [*found, *others] if not way.short_bytes and (way.tokens_per_s or 0) > GAIN * speed]
+    return sorted(faster, key=lambda way: -(way.tokens_per_s or 0))
+
+
+def _tried(planner: Planner) -> Iterator[Way]:
+    for what, change in (*_splits(planner), *_contexts(planner), *_hosts(planner)):
+        try:
+            short = change.shortage
+            yield Way(what, short, None if short else change.speed)
+        except UserError:  # such a plan cannot be
+            continue
+
+
+def _splits(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    if planner.options.layer_split:
+        yield "leave --layer-split out", planner.changed(layer_split=None)
+    try:
+        split = planner.split_by_speed()
+    except UserError:  # some speed is not known, or no split fits
+        return
+    if split != ",".join(str(stage.last - stage.first) for stage in planner.deployment.plan.stages):
+        yield f"--layer-split {split}", planner.changed(layer_split=split)
+
+
+def _contexts(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """The largest context that fits, where the planned one does not."""
+    if not planner.shortage:
+        return
+
+    def smaller(n_blocks: int) -> Planner:
+        n_ctx = n_blocks * CELLS_PADDING
+        return planner.changed(ctx_size=n_ctx, predict=min(planner.options.predict, n_ctx - planner.n_prompt))
+
+    least = planner.n_prompt // CELLS_PADDING + 1
+    n_blocks = largest(lambda n: not smaller(n).shortage, least, (planner.n_ctx - 1) // CELLS_PADDING)
+    if n_blocks:
+        cut = f" -n {smaller(n_blocks).options.predict}" if planner.options.predict > 0 else ""
+        yield f"-c {n_blocks * CELLS_PADDING}{cut}", smaller(n_blocks)
+
+
+def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """One more host, or as many as it takes, each like that of the last rank."""
+    last = planner.nodes[-1]
+
+    def wider(n: int) -> Planner:
+        twins = [last.twin(f"{last.host.name}+{number}") for number in range(1, n + 1)]
+        return replace(planner, nodes=[*planner.nodes, *twins], options=replace(planner.options, layer_split=None))
+
+    if len(planner.options.threads) > 1:  # of which there would have to be more
+        return
+    n = _enough(wider) if planner.shortage else 1
+    if n:
+        yield f"{n} more host{'s' * (n > 1)} like {last.host.name}", wider(n)
+
+
+def _enough(wider: Callable[[int], Planner]) -> int:
+    """With how many further hosts it fits; 0 if with none that a plan can use."""
+
+    def is_plan(n: int) -> bool:
+        try:
+            return bool(wider(n).deployment)
+        except UserError:  # more stages than layers
+            return False
+
+    most = largest(is_plan, 1, MOST_NODES)
+    if not most or wider(most).shortage:
+        return 0
+    return 1 + largest(lambda n: wider(n).shortage > 0, 1, most)
+
+
+def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
+    """The largest number from `least` to `most` for which it holds, as it does for all below; 0 if it never does."""
+    if least > most or not holds(least):
+        return 0
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if holds(middle) else (least, middle - 1)
+    return least

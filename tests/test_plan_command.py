@@ -1,0 +1,264 @@
+"""`pipeinfer plan`: who gets what on hosts that are described or there, what is refused, that its advice is right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from operator import ge
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeinfer.cli.plan import plan_command
+from pipeinfer.cluster.room import Memory, Room, spare_room
+from pipeinfer.cluster.speed import measure_speed
+from pipeinfer.errors import UserError
+from pipeinfer.job.deployment import deploy
+from pipeinfer.job.model_files import open_models
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.planned_costs import model_of
+from pipeinfer.job.ways import largest
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.policies import PipeInfer
+from pipeinfer.virtual.hosts_file import read_hosts
+from tests.gguf_factory import Shape, write_model
+from tests.jobs import finish
+
+FAST = "gb_per_s=100 gflop_per_s=1000"
+SLOW = "gb_per_s=20 gflop_per_s=200"
+
+
+def write(folder: Path, *lines: str) -> Path:
+    path = folder / "hosts"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def call(*words: object) -> tuple[str, str]:
+    """What it prints, and what it refuses."""
+    result = CliRunner().invoke(plan_command, [str(word) for word in words], standalone_mode=False)
+    if result.exception and not isinstance(result.exception, UserError):
+        raise result.exception
+    return result.stdout, str(result.exception or "")
+
+
+def plan(*words: object) -> tuple[dict[str, Any], str]:
+    out, error = call(*words, "--json")
+    found: dict[str, Any] = json.loads(out)
+    return found, error
+
+
+def speed_of(found: dict[str, Any]) -> float:
+    return next(float(each["tokens_per_s"]) for each in found["predictions"] if each["planned"])
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose layers take longer than a message does."""
+    shape = Shape(n_layer=8, n_embd=512, n_head=8, n_head_kv=2, n_ff=2048)
+    return write_model(tmp_path_factory.mktemp("models") / "wide.gguf", shape)
+
+
+# -- hosts files
+
+
+def test_both_forms_of_hosts_files_and_what_is_added(tmp_path: Path) -> None:
+    nodes = read_hosts(
+        write(
+            tmp_path,
+            "# a comment",
+            "a:2  # MPICH",
+            "b slots=1 max-slots=4",
+            "",
+            f"c.example cores=36 memory=1.5Gi {FAST} gpu=H100",
+            "a",
+        )
+    )
+    assert [node.host.name for node in nodes] == ["a", "a", "b", "c.example", "a"]
+    last = nodes[3]
+    assert last.host.n_cores == 36 and last.host.room.host == 3 << 29 and last.gpu == "H100"
+    assert last.machine and last.machine.bytes_per_s == 1e11 and last.source == "hosts file"
+    assert nodes[0].machine is None and nodes[0].host.n_cores == 0, "nobody says"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("a:0", "slots=0; give a whole number"), ("a:2 slots=2", "both give slots"), ("a cores=x", "cores=x"),
+        ("a memory=12Q", "memory=12Q"), ("a memory=0", "memory=0"), ("a gb_per_s=3", "gb_per_s alone"),
+        ("a gb_per_s=nan gflop_per_s=1", "gb_per_s=nan"), ("a speed=3", "keys there are slots, cores"),
+        ("a cores=1 cores=2", "twice"), ("-a", "'-a' is no host"), ("# nothing", "names no host"),
+        ("a cores=2\na cores=3", "different things of a"), ("a memory=9e99", "memory=9e99"),
+    ],
+)  # fmt: skip
+def test_a_bad_hosts_file_is_refused_with_its_line(tmp_path: Path, line: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_hosts(write(tmp_path, line))
+    assert words in str(caught.value) and "--hosts" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_hosts_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "directory"), (tmp_path / "binary", "UTF-8")):
+        with pytest.raises(UserError, match=words):
+            read_hosts(path)
+
+
+# -- who gets what
+
+
+def test_the_plan_is_the_one_that_run_makes(tmp_path: Path) -> None:
+    hosts = write(tmp_path, f"a cores=8 memory=1G {FAST}", f"b:2 cores=8 memory=90M {FAST}", "c cores=2 memory=80G")
+    found, error = plan("--hosts", hosts, "-c", 5000)
+    options = RunOptions(model=TARGET, drafts=(DRAFT,), policy=PipeInfer(), ctx_size=5000)
+    nodes = read_hosts(hosts)
+    with pytest.raises(UserError) as refused:
+        deploy(options, [node.host for node in nodes], open_models(options)[0], 5000, n_prompt=128)
+    assert not found["fits"] and error.partition(";")[0] == str(refused.value).partition(";")[0], "the same numbers"
+    rows = found["ranks"]
+    assert [row["fits"] for row in rows] == [True, False, False, True]
+    assert rows[0]["layers"] is None and rows[1]["role"] == "stage 0"
+    needed = rows[1]["needed_bytes"] + rows[2]["needed_bytes"]
+    assert rows[1]["spare_bytes"] == rows[2]["spare_bytes"] == 90_000_000 - needed, "they share a host"
+    assert rows[1]["read_bytes_per_s"] == 0.5e11 and rows[0]["read_bytes_per_s"] == 1e11
+    assert rows[3]["speed_source"] is None and [row["threads"] for row in rows] == [8, 4, 4, 2]
+    lines = call("--hosts", hosts, "-c", 5000)[0]
+    assert "hosts file" in lines and "stage 2" in lines and "90.0 MB" in lines
+
+
+def test_spare_room_is_the_hosts_or_the_ranks_own() -> None:
+    needed = Memory(kv=100).needed
+    rooms = [Room(3 * needed), Room(3 * needed, own=needed - 1), Room()]
+    assert spare_room(["a", "a", "b"], rooms, [Memory(kv=100)] * 3) == [needed, -1, None]
+
+
+def test_what_does_not_fit_is_refused_with_ways_out_that_fit(tmp_path: Path, wide: Path) -> None:
+    hosts = write(tmp_path, f"a memory=130M {FAST}", f"b memory=130M {FAST}")
+    found, error = plan("--hosts", hosts, "-m", wide, "-c", 20000)
+    assert not found["fits"] and "a has 130.0 MB" in error and found["predictions"] == []
+    context, more = (way["what"] for way in found["ways"])
+    assert (
+        context.startswith("-c ") and more.endswith("more hosts like b") and f"it would fit with {context} or" in error
+    )
+    n_ctx, n_more = int(context.split()[1]), int(more.split()[0])
+    assert plan("--hosts", hosts, "-m", wide, "-c", n_ctx)[0]["fits"]
+    assert not plan("--hosts", hosts, "-m", wide, "-c", n_ctx + 256)[0]["fits"], "the largest"
+    for n, fits in ((n_more, True), (n_more - 1, False)):
+        further = [f"b{number} memory=130M {FAST}" for number in range(n)]
+        wider = write(tmp_path, f"a memory=130M {FAST}", f"b memory=130M {FAST}", *further)
+        assert plan("--hosts", wider, "-m", wide, "-c", 20000)[0]["fits"] == fits
+
+
+def test_a_given_split_that_does_not_fit_is_to_be_left_out(tmp_path: Path, wide: Path) -> None:
+    hosts = write(tmp_path, "a memory=4G", "b memory=110M")
+    found, error = plan("--hosts", hosts, "-m", wide, "--layer-split", "2,6")
+    assert found["ways"][0]["what"] == "leave --layer-split out" and "leave --layer-split out" in error
+    assert plan("--hosts", hosts, "-m", wide)[0]["fits"]
+
+
+def test_a_split_by_speed_is_advised_where_it_is_faster(tmp_path: Path, wide: Path) -> None:
+    hosts = write(tmp_path, f"a {FAST}", f"b {SLOW}")
+    found = plan("--hosts", hosts, "-m", wide)[0]
+    way = next(way for way in found["ways"] if way["what"].startswith("--layer-split"))
+    split = way["what"].split()[1]
+    fast, slow = map(int, split.split(","))
+    assert fast > 2 * slow
+    again = plan("--hosts", hosts, "-m", wide, "--layer-split", split)[0]
+    assert speed_of(again) == way["tokens_per_s"] > 1.03 * speed_of(found)
+
+
+def test_predictions_of_every_policy_with_a_draft_and_of_one_without(tmp_path: Path, wide: Path) -> None:
+    hosts = write(tmp_path, *(f"h{number} {FAST}" for number in range(4)))
+    found = plan("--hosts", hosts, "--acceptance", 0.9)[0]
+    by_policy = {each["policy"]: each["tokens_per_s"] for each in found["predictions"]}
+    assert {"iterative", "speculative", "pipeinfer"} <= set(by_policy) and by_policy["pipeinfer"] > by_policy[
+        "iterative"
+    ]
+    worse = plan("--hosts", hosts, "--acceptance", 0.2)[0]
+    assert speed_of(worse) < speed_of(found)
+    alone = plan("--hosts", hosts, "-m", wide)[0]
+    assert [each["policy"] for each in alone["predictions"]] == ["iterative"]
+    lines = call("--hosts", hosts)[0]
+    assert "pipeinfer (planned)" in lines and "10 Gbit/s" in lines and "acceptance 0.70" in lines
+
+
+def test_no_speed_is_predicted_of_hosts_that_nobody_timed(tmp_path: Path) -> None:
+    out, error = call("--hosts", write(tmp_path, f"a {FAST}", "b"))
+    assert not error and "nobody knows how fast b is" in out and "tokens/s" not in out
+
+
+def test_a_profiles_machines_are_planned_for_as_well() -> None:
+    found = plan("--profile", "pipeinfer-c", "-np", 3)[0]
+    assert [row["speed_source"] for row in found["ranks"]] == ["profile pipeinfer-c"] * 3
+    assert found["ranks"][0]["room_bytes"] == 370e9 and found["link"]["bytes_per_s"] == pytest.approx(97e9 / 8)
+    assert plan("--profile", "pipeinfer-c", "-np", 3, "--gbit", 1)[0]["link"]["bytes_per_s"] == 1e9 / 8
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--profile", "pipeinfer-c", "-np", "99"], "has 32 slots"),
+        (["--hosts", "x", "--profile", "y"], "give one of them"),
+        (["-np", "3"], "mpirun -np"),
+        (["--profile", "pipeinfer-c", "--acceptance", "0.5", "--acceptance", "0.5"], "2 times for 1 draft"),
+        (["--profile", "pipeinfer-c"], "start at most 10 ranks"),
+        (["--profile", "pipeinfer-c", "-np", "3", "-c", "100"], "raise -c"),
+    ],
+)
+def test_bad_input(words: list[str], said: str) -> None:
+    assert said in call(*words)[1]
+
+
+def test_experts_count_as_far_as_a_row_uses_them(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "experts.gguf", Shape(n_layer=2, n_expert=4))
+    info = read_model_info(path)
+    experts = sum(tensor.n_elements for tensor in info.tensors if "_exps" in tensor.name)
+    rest = sum(tensor.n_elements for tensor in info.tensors if "blk." in tensor.name) - experts
+    model = model_of(info)
+    assert experts and rest / 2 < model.layer_params < (rest + experts) / 2
+    assert model.layer_bytes < sum(info.layer_bytes) / 2
+
+
+def test_the_largest_number_that_holds() -> None:
+    for most in (1, 2, 7, 8):
+        for answer in range(most + 1):
+            assert largest(partial(ge, answer), 1, most) == answer
+    assert largest(partial(ge, 9), 5, 4) == 0
+
+
+# -- hosts that are there
+
+
+def test_a_host_tells_its_speed() -> None:
+    speed = measure_speed(1)
+    assert 1e8 < speed.bytes_per_s < 1e13 and 1e8 < speed.flop_per_s < 1e14
+
+
+def test_planning_needs_no_mpi(tmp_path: Path) -> None:
+    hosts = write(tmp_path, f"a {FAST}", f"b {FAST}")
+    code = (
+        "import sys; from click.testing import CliRunner; from pipeinfer.cli.plan import plan_command\n"
+        f"for words in (['--hosts', {str(hosts)!r}], []):\n"
+        "    result = CliRunner().invoke(plan_command, words, standalone_mode=False)\n"
+        "    assert result.return_value == 0, result.exception\n"
+        "sys.exit('mpi4py' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_under_mpirun_tell_what_they_have() -> None:
+    done = finish(3, ["plan", "--json"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["speed_source"] for row in found["ranks"]] == ["measured"] * 3
+    assert all(row["room_bytes"] and row["n_cores"] and row["fits"] for row in found["ranks"])
+    assert found["predictions"] and found["link"]["bytes_per_s"] > 0
+    refused = finish(2, ["plan", "-c", "2000000000"])
+    assert refused.returncode == 2 and "it would fit with -c " in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and "stage 0" in refused.stdout
