@@ -88,7 +88,9 @@ def _shapes(header: Path) -> dict[str, tuple[int, ...]]:
     init = library._lib.llama_model_init_from_user
     init.restype = ctypes.c_void_p
     init.argtypes = [ctypes.c_void_p, type(callback), ctypes.c_void_p, library.llama_model_params]
-    model = init(metadata, callback, None, library.llama_model_default_params())
+    options = library.llama_model_default_params()
+    options.load_mtp = True
+    model = init(metadata, callback, None, options)
     assert model, ggml.last_errors()
     library.llama_model_free(model)
     base.gguf_free.argtypes = [ctypes.c_void_p]

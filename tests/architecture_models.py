@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.architecture_factory import EXPERTS, Metadata, RandomModel
 
 PLAIN = """arcee bitnet chatglm codeshell ernie4_5 exaone exaone4 falcon gemma glm4 hunyuan-dense internlm2 jais jais2
@@ -27,6 +29,13 @@ LATENT: Metadata = {
     "rope.dimension_count": 32,
 }
 
+INDEXER: Metadata = {
+    **LATENT,
+    "attention.indexer.head_count": 4,
+    "attention.indexer.key_length": 64,
+    "attention.indexer.top_k": 4,
+}
+
 FOUR: dict[str, Metadata] = {
     "apertus": {
         "xielu.alpha_n": [0.5, 0.6, 0.7, 0.8],
@@ -41,6 +50,8 @@ FOUR: dict[str, Metadata] = {
     "dbrx": {**EXPERTS, "attention.clamp_kqv": 8.0},
     "deepseek": DENSE_FIRST,
     "deepseek2": LATENT,
+    "deepseek32": INDEXER,
+    "glm-dsa": INDEXER,
     "deepseek2-ocr": {**DENSE_FIRST, **ALL_HEADS},
     "dots1": {**DENSE_FIRST, **ALL_HEADS},
     "ernie4_5-moe": {**DENSE_FIRST, "interleave_moe_layer_step": 1},
@@ -54,6 +65,7 @@ FOUR: dict[str, Metadata] = {
     "hunyuan_vl": PLANES,
     "mistral4": LATENT,
     "mpt": ALL_HEADS,
+    "nanbeige": {},
     "olmoe": {**EXPERTS, **ALL_HEADS},
     "openelm": {
         **SHORT_HEADS,
@@ -76,6 +88,16 @@ LONGER = [
     RandomModel("afmoe", 12, {**DENSE_FIRST, **WINDOW}),
     RandomModel("cohere2", 6, {**WINDOW, "logit_scale": 0.5}),
     RandomModel("cohere2moe", 6, {**DENSE_FIRST, **WINDOW, "logit_scale": 0.5}),
+    RandomModel(
+        "deci",
+        6,
+        {
+            **SHORT_HEADS,
+            "attention.head_count": [4, 0, 4, 8, 4, 4],
+            "attention.head_count_kv": [2, 0, 0, 4, 2, 2],
+            "feed_forward_length": [64, 96, 128, 160, 0, 96],
+        },
+    ),
     RandomModel("exaone-moe", 6, {**DENSE_FIRST, **WINDOW}),
     RandomModel("gemma2", 6, {**WINDOW, "attn_logit_softcapping": 50.0}, without=("/output.weight",)),
     RandomModel("gemma3", 8, {**WINDOW, **BASES}),
@@ -176,3 +198,15 @@ MODELS: dict[str, RandomModel] = {
     **{name: RandomModel(name, metadata=metadata) for name, metadata in FOUR.items()},
     **{model.architecture: model for model in (*LONGER, *STATES)},
 }
+
+WITH_EXTRA_LAYERS = """bailingmoe3 cohere2moe deepseek2 deepseek32 glm-dsa glm4moe hy_v3 mimo2 qwen35 qwen35moe
+    qwen3next step35"""
+
+
+def with_extra_layer(model: RandomModel) -> RandomModel:
+    """The same with one more layer, which guesses ahead."""
+    metadata = {
+        key: [*value, value[-1]] if isinstance(value, list) and len(value) == model.n_layer else value
+        for key, value in model.metadata.items()
+    }
+    return replace(model, n_layer=model.n_layer + 1, metadata={**metadata, "nextn_predict_layers": 1})

@@ -42,6 +42,8 @@ def cuts(known: Architecture) -> str:
     if known.step != 1:
         is_number = isinstance(known.step, int)
         said.append(f"before layers {known.step}, {2 * int(known.step)}, …" if is_number else f"by `{known.step}`")
+    said += [f"before layers with `{key}`" for key in known.first_with]
+    said += [f"after layers with `{key}`" for key in known.last_with]
     if known.least > 1:
         said.append(f"{known.least} layers a slice at least")
     if known.windows and known.windows.always:

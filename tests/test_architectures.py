@@ -16,7 +16,7 @@ from pipeinfer.models.grow import grow
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import LlamaParams
 from tests.architecture_factory import N_VOCAB, write_random_model
-from tests.architecture_models import MODELS
+from tests.architecture_models import MODELS, WITH_EXTRA_LAYERS, with_extra_layer
 from tests.architecture_table import HEAD, PATH, table
 from tests.test_llama_stage import load, make_batch, random_tokens, run
 
@@ -79,6 +79,16 @@ def test_slices_equal_the_whole_model(tmp_path: Path, name: str) -> None:
     assert two and three
     for cuts in ((), two[0], two[-1], three[len(three) // 2]):
         assert np.array_equal(rows_of_slices(path, cuts, tokens), expected), cuts
+
+
+@pytest.mark.parametrize("name", WITH_EXTRA_LAYERS.split())
+def test_layers_that_guess_ahead_are_left_out(tmp_path: Path, name: str) -> None:
+    path, tokens = write_random_model(tmp_path / f"{name}.gguf", with_extra_layer(MODELS[name])), random_tokens(40)
+    expected, info = rows_of_whole(path, tokens), read_model_info(path)
+    assert info.n_layer == MODELS[name].n_layer
+    assert np.array_equal(rows_of_slices(path, possible_cuts(info.layers, 2)[0], tokens), expected)
+    grow(info, tmp_path / "grown.gguf", info.n_layer + 1, 0.0)
+    assert np.array_equal(rows_of_whole(tmp_path / "grown.gguf", tokens), expected)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -113,8 +113,10 @@ def _parts(info: ModelInfo, n_layer: int, noise: float, seed: int) -> Iterator[P
     """The model's tensors as they are, then those of the added layers."""
     by_layer: dict[int, list[Tensor]] = {}
     for tensor in info.tensors:
-        yield Part(tensor.name, tensor, None, ())
         layer = layer_of(tensor.name)
+        if layer is not None and layer >= info.n_layer:
+            continue  # it guesses ahead
+        yield Part(tensor.name, tensor, None, ())
         if layer is not None:
             by_layer.setdefault(layer, []).append(tensor)
     for layer in range(info.n_layer, n_layer):

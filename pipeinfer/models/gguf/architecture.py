@@ -69,6 +69,8 @@ class Architecture:
                  go back, so that there is no speculation
     step         cuts are possible before every `step`th layer only; a text: the metadata's key of that number
     least        layers that a slice has at least
+    first_with   arrays of the metadata that have no 0 for the first layer of a slice
+    last_with    the same for the last layer
     lengths_not  numbers of layers that it must not have: libllama would take the slice for another model
     of_full      tensors without a layer that only layers without a window use: no slice may have them in vain
     always       numbers of the metadata that every slice has instead of the model's
@@ -94,6 +96,8 @@ class Architecture:
     states: States | None = None
     step: int | str = 1
     least: int = 1
+    first_with: tuple[str, ...] = ()
+    last_with: tuple[str, ...] = ()
     lengths_not: tuple[int, ...] = ()
     of_full: tuple[str, ...] = ()
     always: Mapping[str, Number] = field(default_factory=dict)

@@ -22,6 +22,11 @@ LLAMA4 = Refusal(
     "without a sliding window", "attention.sliding_window", "libllama rotates all layers but the last of a file",
     values=(0,),
 )  # fmt: skip
+GLM = Refusal(
+    "5.2", "context_length", "libllama knows which layers share an indexer by their place in the file", at_least=1048576
+)
+NANBEIGE = Refusal("with loops", "num_loops", "its layers are gone through several times", at_least=2)
+HEADS = ("attention.head_count", "attention.head_count_kv")
 LATENT = Architecture(
     heads=FREE,
     lengths_not=(26, 27),
@@ -103,6 +108,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_each("qwen2vl paddleocr hunyuan_vl", Architecture(input_node="embd", by_tokens=True)),
     **_each("qwen3vl qwen3vlmoe", Architecture(input_node="embd", by_tokens=True, always={"n_deepstack_layers": 0})),
     **_each("deepseek2 mistral4", LATENT),
+    "deepseek32": Architecture(heads=FREE),
+    "glm-dsa": Architecture(heads=FREE, first_with=("attention.indexer.types",), refusals=(GLM,)),
+    "nanbeige": Architecture(refusals=(NANBEIGE,)),
+    "deci": Architecture(
+        headless=True,
+        first_with=("attention.head_count", "attention.head_count_kv"),
+        last_with=("feed_forward_length",),
+    ),
     "deepseek2-ocr": Architecture(heads=FREE),
     # layers with states ----------------------------------------------------------------------------------------------
     **_each("qwen35 qwen35moe", Architecture(heads=PART, states=QWEN, input_node="model.input_embed", by_tokens=True)),
@@ -133,6 +146,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_refused("deepseek4 glm5-next hy_v4", "several residual streams run through its layers"),
     **_refused("baichuan minicpm3 minimax-01", "libllama computes a layer differently by how many layers the file has"),
     **_refused("cogvlm", "libllama takes what comes into a slice for an image"),
+    **_refused("chameleon", "libllama implements a half of it"),
+    **_refused("dots3note", "it is not proved: several kinds of caches at once"),
+    **_refused("minimax-m3", "libllama computes its sparse attention for a lone sequence only"),
     **_refused("rwkv6qwen2", "it could not be proved: libllama crashes on random models of it"),
     **_refused("gptj", "libllama cannot compute it"),
 }

@@ -32,7 +32,7 @@ class Layers:
 
     def refusal(self) -> str:
         """Why this model cannot be cut, as far as is known; empty if it can."""
-        whys = (each.why for each in self.known.refusals if each.holds(self._value(each.key, self.n)))
+        whys = (each.why for each in self.known.refusals if each.holds(self._counted(each.key)))
         return self.known.refused or next(whys, "")
 
     def fault(self, first: int, last: int) -> str:
@@ -43,6 +43,10 @@ class Layers:
             return f"it can only be cut before layers {self.step}, {2 * self.step}, …"
         if last - first < self.known.least:
             return f"a slice needs {self.known.least} layers at least"
+        if not all(self.of_layers(key, 1)[first] for key in self.known.first_with):
+            return f"a slice must begin with a layer of which {' and '.join(self.known.first_with)} is more than 0"
+        if not all(self.of_layers(key, 1)[last - 1] for key in self.known.last_with):
+            return f"a slice must end with a layer of which {' and '.join(self.known.last_with)} is more than 0"
         if last - first in self.known.lengths_not:
             return f"a slice must not have {last - first} layers"
         if self.known.windows and self.known.windows.always and not any(self.windows[first:last]):
@@ -60,7 +64,8 @@ class Layers:
     def faults(self) -> dict[tuple[int, int], str]:
         """The same of every run of layers for which there is a reason, by (first, last)."""
         known = self.known
-        if not (self.step > 1 or known.least > 1 or known.lengths_not or known.windows or known.states):
+        by_layer = known.windows or known.states or known.first_with or known.last_with
+        if not (self.step > 1 or known.least > 1 or known.lengths_not or by_layer):
             return {}
         runs = ((first, last) for first in range(self.n) for last in range(first + 1, self.n + 1))
         return {run: fault for run in runs if (fault := self.fault(*run))}
@@ -164,6 +169,9 @@ class Layers:
         if known.states and known.states.key:
             own[known.states.key] = encode_flags([self.stateful[layer] for layer in layers])
         return own
+
+    def _counted(self, key: str) -> object:
+        return self.n if key == "block_count" else self._value(key)
 
     def _number(self, key: str, default: int) -> int:
         found = self._value(key, default)
