@@ -99,7 +99,7 @@ LONGER = [
         },
     ),
     RandomModel("exaone-moe", 6, {**DENSE_FIRST, **WINDOW}),
-    RandomModel("gemma2", 6, {**WINDOW, "attn_logit_softcapping": 50.0}, without=("/output.weight",)),
+    RandomModel("gemma2", 6, {**WINDOW, "attn_logit_softcapping": 50.0}, without=("/output.weight", "attn_q.bias")),
     RandomModel("gemma3", 8, {**WINDOW, **BASES}),
     RandomModel(
         "gemma4",

@@ -52,6 +52,7 @@ def cuts(known: Architecture) -> str:
         said.append("before layers that see all tokens")
     if known.states and not known.states.all:
         said.append("each slice with layers of both kinds")
+    said += [f"with {known.rescaled.n_layer} layers (27B) it works" for _ in [0] if known.rescaled]
     said += [f"not {each.models}: {each.why}" for each in known.refusals]
     return "; ".join(said) or "anywhere"
 

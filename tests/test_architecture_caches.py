@@ -13,7 +13,8 @@ from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
-from tests.test_architectures import possible_cuts
+from tests.jobs import run_json
+from tests.test_architectures import possible_cuts, rows_of_whole
 from tests.test_llama_stage import TreeDriver, exact_params, loaded, make_batch, random_tokens, run
 from tests.test_prompts import after, read, tokens_of
 
@@ -59,3 +60,12 @@ def test_chunks_and_splits_of_a_prompt_change_no_bit(tmp_path: Path, loaded: Loa
     list(read(chain, tokens_of(2), 64, seq=1))  # other cells before
     list(read(chain, prompt, 64))
     assert np.array_equal(after(chain), expected)
+
+
+def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> None:
+    path = write_random_model(tmp_path / "target.gguf", replace(MODELS["gpt-oss"], with_vocab=True))
+    result = run_json(3, ["-m", str(path), "-md", str(path), "-p", "the model of a layer", "-n", "40", "--temp", "0",
+                          "--ignore-eos", "--policy", "pipeinfer"])  # fmt: skip
+    prompt, tokens = result["prompt_tokens"], result["tokens"]
+    assert tokens == rows_of_whole(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].argmax(axis=1).tolist()
+    assert result["speculation"]["acceptance_rate"] > 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -77,8 +78,19 @@ def test_slices_equal_the_whole_model(tmp_path: Path, name: str) -> None:
     layers = read_model_info(path).layers
     two, three = possible_cuts(layers, 2), possible_cuts(layers, 3)
     assert two and three
-    for cuts in ((), two[0], two[-1], three[len(three) // 2]):
+    for cuts in ((), two[-1], three[len(three) // 2]):
         assert np.array_equal(rows_of_slices(path, cuts, tokens), expected), cuts
+
+
+@pytest.mark.parametrize(("name", "n_layer"), [("gemma3", 62), ("gemma2", 46)])
+def test_sizes_whose_attention_is_scaled_otherwise(tmp_path: Path, name: str, n_layer: int) -> None:
+    heads = {"attention.key_length": 32, "attention.value_length": 32}
+    model = replace(MODELS[name], n_layer=n_layer, metadata={**MODELS[name].metadata, **heads})
+    path, tokens = write_random_model(tmp_path / f"{name}.gguf", model), random_tokens(40)
+    layers, expected = read_model_info(path).layers, rows_of_whole(path, tokens)
+    assert not layers.exact and layers.query_scale == pytest.approx(2**0.5)
+    found = rows_of_slices(path, (n_layer // 2,), tokens)
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", WITH_EXTRA_LAYERS.split())

@@ -42,7 +42,7 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
         "named_templates": named_templates(metadata),
         "sliceable": info is not None,
         "reason": reason,
-        "exact": info is not None and info.layers.known.exact,
+        "exact": info is not None and info.layers.exact,
         "guesses": info is not None and info.layers.rewinds,
         "numerics": numerics,
         **(_stages(info, ctx_size, numerics) if info else {"n_ctx": None, "stages": []}),

@@ -57,6 +57,16 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Rescaled:
+    """Of files with `n_layer` layers libllama divides queries by the root of n_embd / n_head, not by that of a head's
+    length; of slices it does not know. What makes good for it is multiplied to `tensor` of each layer, or is that
+    tensor where there is none. The same up to rounding."""
+
+    n_layer: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """refused      why no model of it can be cut; empty if they can
     refusals     the same of some of its models
@@ -77,6 +87,7 @@ class Architecture:
     later        the same of slices after the first
     missing      numbers that a slice is told where the model's metadata lack them, from the numbers of layers and
                  tokens
+    rescaled     what slices of one size of model need for their attention
     scaled       libllama scales the embeddings of tokens by the root of their length; what comes in as embeddings not
     input_node   of slices after the first, the node of the graph that is the first layer's input, where what comes in
                  as embeddings is changed before
@@ -103,6 +114,7 @@ class Architecture:
     always: Mapping[str, Number] = field(default_factory=dict)
     later: Mapping[str, Number] = field(default_factory=dict)
     missing: Mapping[str, Callable[[int, int], Number]] = field(default_factory=dict)
+    rescaled: Rescaled | None = None
     scaled: bool = False
     input_node: str = ""
     by_tokens: bool = False

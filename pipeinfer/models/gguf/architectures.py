@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 
-from pipeinfer.models.gguf.architecture import FREE, PART, Architecture, Refusal, States, Windows
+from pipeinfer.models.gguf.architecture import FREE, PART, Architecture, Refusal, Rescaled, States, Windows
 
 PLAIN, PARTLY = Architecture(), Architecture(heads=PART)
 HEADED, PARTLY_HEADED = Architecture(own_output=True), Architecture(own_output=True, heads=PART)
 
 
-GEMMA_27B = "libllama scales attention by the number of layers"
-GEMMA3 = Refusal("with 62 layers (27B)", "block_count", GEMMA_27B, values=(62,))
-GEMMA2 = Refusal("with 46 layers (27B)", "block_count", GEMMA_27B, values=(46,))
 GEMMA4 = Refusal("E2B, E4B", "embedding_length_per_layer_input", "later layers need the tokens themselves", at_least=1)
 EXAONE4 = Refusal(
     "with 64 layers (32B)", "block_count", "libllama gives it a sliding window by the number of layers", values=(64,)
@@ -64,8 +61,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_each("bailingmoe bailingmoe2 gptneox jais phi2 phimoe qwen stablelm", PARTLY_HEADED),
     # layers with a sliding window -------------------------------------------------------------------------------------
     "gpt-oss": Architecture(heads=FREE, windows=Windows(2), own_output=True),
-    "gemma3": Architecture(heads=FREE, windows=Windows(6, always=False), scaled=True, refusals=(GEMMA3,)),
-    "gemma2": Architecture(heads=FREE, windows=Windows(2), input_node="inp_scaled", refusals=(GEMMA2,)),
+    "gemma3": Architecture(
+        heads=FREE, windows=Windows(6, always=False), scaled=True, rescaled=Rescaled(62, "attn_q_norm.weight")
+    ),
+    "gemma2": Architecture(
+        heads=FREE, windows=Windows(2), input_node="inp_scaled", rescaled=Rescaled(46, "attn_q.scale")
+    ),
     "gemma": Architecture(heads=FREE, input_node="inp_scaled"),
     "gemma4": Architecture(
         heads=FREE,

@@ -3,6 +3,7 @@ the metadata of one say. Knows no tensor."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,6 +119,19 @@ class Layers:
         if isinstance(found, tuple):
             return tuple(map(bool, found[: self.n]))
         return _pattern(self.n, self._number(known.period_key, known.period), False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether slices compute what the whole model does, to the bit."""
+        return self.known.exact and self.query_scale == 1
+
+    @property
+    def query_scale(self) -> float:
+        """What slices multiply to their queries; see `Rescaled`."""
+        if self.known.rescaled is None or self.known.rescaled.n_layer != self.n:
+            return 1.0
+        n_heads, n_embd = self._number("attention.head_count", 1), self._number("embedding_length", 1)
+        return math.sqrt(self._number("attention.key_length", n_embd // n_heads) * n_heads / n_embd)
 
     @property
     def rewinds(self) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.header import Tensor
@@ -27,6 +29,7 @@ from pipeinfer.models.gguf.writer import (
 __all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes"]
 
 TABLE, HEAD, BIAS = "token_embd.weight", "output.weight", "output.bias"
+F32 = 0
 COPY_BYTES = 8 << 20
 """In large writes: they get the file large pages, from which decoding was 10 to 15% faster than from what sendfile's
 small ones leave behind (measured, ext4)."""
@@ -68,11 +71,13 @@ class SliceFile:
 
 
 class Part(NamedTuple):
-    """A tensor of a slice: its name there, and where it comes from, or the form of one that is never used."""
+    """A tensor of a slice: its name there, and where it comes from, or the form of one that is never used. `data`: not
+    the source's own."""
 
     name: str
     tensor: Tensor
     is_hole: bool = False
+    data: bytes | None = None
 
 
 def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
@@ -130,7 +135,9 @@ def _write(fd: int, head: bytes, parts: list[Part], place: str) -> None:
         raise UserError(f"no room in {place}: {error.strerror}; use more ranks, or put slices elsewhere") from None
 
 
-def _data(part: Part) -> Iterable[memoryview] | int:
+def _data(part: Part) -> Iterable[bytes | memoryview] | int:
+    if part.data is not None:
+        return [part.data]
     return part.tensor.n_bytes if part.is_hole else tensor_data(part.tensor, COPY_BYTES)
 
 
@@ -146,7 +153,24 @@ def _slice_tensors(info: ModelInfo, first: int, last: int) -> list[Part]:
             parts.append(Part(tensor.name, tensor))
         elif layer is not None and first <= layer < last:
             parts.append(Part(f"blk.{layer - first}.{tensor.name.split('.', 2)[2]}", tensor))
-    return parts
+    return parts if info.layers.query_scale == 1 else _rescaled(info, parts, last - first)
+
+
+def _rescaled(info: ModelInfo, parts: list[Part], n_layer: int) -> list[Part]:
+    """The same with queries multiplied by the model's `query_scale`."""
+    assert info.layers.known.rescaled is not None
+    name, scale = info.layers.known.rescaled.tensor, np.float32(info.layers.query_scale)
+    own = {f"blk.{layer}.{name}" for layer in range(n_layer)}
+    form = Tensor(name, (1,), F32, info.path, 0, scale.nbytes)
+    missing = [Part(each, form, data=scale.tobytes()) for each in sorted(own - {part.name for part in parts})]
+    return [_times(part, scale) if part.name in own else part for part in parts] + missing
+
+
+def _times(part: Part, scale: np.float32) -> Part:
+    if part.tensor.type != F32:
+        raise UserError(f"{part.tensor.path}: {part.tensor.name} is not in F32; convert the model again")
+    values = np.frombuffer(b"".join(tensor_data(part.tensor, COPY_BYTES)), np.float32)
+    return part._replace(data=(values * scale).tobytes())
 
 
 def _tables(info: ModelInfo, is_last: bool) -> list[Part]:
@@ -165,7 +189,7 @@ def _tables(info: ModelInfo, is_last: bool) -> list[Part]:
     if is_last:
         return [Part(TABLE, table, is_hole=True), Part(HEAD, head or table), *biases]
     return [
-        Part(name, _stand_in(tensor)) for name, tensor, _ in (Part(TABLE, table), Part(HEAD, head or table), *biases)
+        Part(name, _stand_in(tensor)) for name, tensor, *_ in (Part(TABLE, table), Part(HEAD, head or table), *biases)
     ]
 
 
