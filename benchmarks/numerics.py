@@ -28,6 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -164,8 +165,8 @@ def _evaluate(model: LlamaStage, start: int, n_rows: int, in_blocks: bool = Fals
         positions = np.arange(first, min(first + N_CHUNK, start + n_rows), dtype=np.int32)
         wanted = np.full(len(positions), n_rows <= max(SIZES))
         wanted[-1] = not in_blocks
-        blocks_of = n_rows if in_blocks else 0
-        batch = Batch(3 + positions % 200, positions, [(0,)] * len(positions), None, wanted, blocks_of)
+        span = Span(0, n_rows) if in_blocks else None
+        batch = Batch(3 + positions % 200, positions, [(0,)] * len(positions), None, wanted, span)
         assert model.evaluate(batch, lambda: False) is not None
 
 

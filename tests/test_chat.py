@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
@@ -117,7 +118,7 @@ def converse(
     for turn in range(N_TURNS):
         asked = dialogue.ask(LONG * 2 if turn in (0, 12) else f"is {turn}", N_CTX)
         params = SamplingParams(seed=1, temp=0.8)
-        request = Request(turn, asked.tokens, N_PREDICT, params, N_CTX, ends, asked.n_in_blocks, keep)
+        request = Request(turn, asked.tokens, N_PREDICT, params, N_CTX, ends, asked.spans, keep)
         heard = Heard()
         engine.add(request, policy.begin(), heard)
         for _ in engine.generate():
@@ -198,7 +199,7 @@ def test_a_template_that_rewrites_what_was_said_costs_what_it_rewrote(tokenizer:
     second = dialogue.ask("b", N_CTX)
     assert second.tokens[: len(first.tokens)] == first.tokens, "what was asked is as it was"
     assert tokens_of(tokenizer, "<think>")[0] not in second.tokens
-    assert second.n_in_blocks == first.n_in_blocks == len(first.tokens) - 1
+    assert second.spans == first.spans == (Span(0, len(first.tokens) - 1),)
 
 
 def test_a_conversation_that_fills_the_context_is_refused_and_goes_on(tokenizer: Tokenizer) -> None:

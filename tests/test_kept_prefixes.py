@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.core.blocks import block_edges, rows_in_blocks
+from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
 from pipeinfer.core.levels import Flight, Level
 from pipeinfer.core.lookup import LookupDrafter
-from pipeinfer.core.prefixes import KeptPrefixes, blocks_to_continue
-from pipeinfer.core.requests import BY_LENGTH, Request
+from pipeinfer.core.prefixes import KeptPrefixes, common, spans_to_continue
+from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.metrics import RequestMetrics
@@ -26,16 +26,18 @@ from tests.test_engine import QuickStage, random_policy, toy_engine
 from tests.test_levels import draft_levels
 from tests.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline, ToyStage
 
+Spans = tuple[Span, ...]
 MARK = 1000
-"""Added to tokens whose rows come in blocks: the toy then says something else, as a model in other bits may."""
+"""Added to tokens whose rows come in blocks, with where these begin: the toy then says something else, as a model in
+other bits may."""
 
 
 class BlockStage(ToyStage):
     """A toy stage for which a row in a block is another one than the same row by itself."""
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
-        if batch.n_prompt and batch.hidden is None:
-            batch = replace(batch, tokens=batch.tokens + MARK)
+        if batch.span and batch.hidden is None:
+            batch = replace(batch, tokens=batch.tokens + MARK + batch.span.start)
         return super().evaluate(batch, stop)
 
 
@@ -66,8 +68,8 @@ class Chat:
 
 def expected(reference: Reference, request: Request, blocks: bool) -> list[int]:
     """What the target says, its first rows as they come in blocks."""
-    n_marked = request.n_in_blocks if blocks else 0
-    path = [token + MARK * (at < n_marked) for at, token in enumerate(request.prompt)]
+    marks = {at: MARK + span.start for span in request.spans or () if blocks for at in range(*span)}
+    path = [token + marks.get(at, 0) for at, token in enumerate(request.prompt)]
     said: list[int] = []
     while len(said) < request.n_predict and len(path) < request.n_ctx:
         said.append(reference.next_token(path, request.sampling))
@@ -84,12 +86,12 @@ def next_request(rng: random.Random, request_id: int, chat: Chat, blocks: bool, 
     n_common = len(said) if share < 0.6 else rng.randrange(len(said) + 1) if share < 0.9 else 0
     new = [rng.randrange(N_VOCAB) for _ in range(rng.choice([1, 2, 5, 5, 80]))]
     prompt = [*said[:n_common], *new][: n_ctx - 4]
-    n_in_blocks = BY_LENGTH
-    if chat.newest and blocks and rng.random() < 0.8:
-        n_in_blocks = blocks_to_continue(chat.newest.n_in_blocks, min(n_common, len(prompt) - 1), len(prompt))
+    spans = None
+    if chat.newest and rng.random() < 0.8:
+        spans = spans_to_continue(chat.newest.spans or (), len(said), common(said, prompt), len(prompt))
     params = SamplingParams(rng.randrange(9), rng.choice([0.0, 0.8]), repeat_last_n=9, repeat_penalty=penalty)
     return Request(
-        request_id, prompt, rng.randint(1, 12), params, n_ctx, frozenset([3]), n_in_blocks, keep=rng.random() < 0.9
+        request_id, prompt, rng.randint(1, 12), params, n_ctx, frozenset([3]), spans, keep=rng.random() < 0.9
     )
 
 
@@ -190,8 +192,8 @@ def chat_of(engine: Engine, policy: Iterative | PipeInfer | Speculative, blocks:
         before = requests[-1] if requests else None
         said = before.tokens if before else []
         prompt = [*said, *((turn + 7 * at) % N_VOCAB for at in range(5 if said else 100))]
-        n_in_blocks = blocks_to_continue(before.n_in_blocks, len(said), len(prompt)) if before and blocks else BY_LENGTH
-        request = Request(turn, prompt, 7, SamplingParams(temp=0.0), 500, frozenset(), n_in_blocks, keep=True)
+        spans = spans_to_continue(before.spans or (), len(said), len(said), len(prompt)) if before else None
+        request = Request(turn, prompt, 7, SamplingParams(temp=0.0), 500, frozenset(), spans, keep=True)
         counted = Counted()
         engine.add(request, policy, counted)
         for _ in engine.generate():
@@ -216,14 +218,12 @@ def test_a_turn_of_twenty_costs_its_new_tokens(
     engine = toy_engine(ToyPipeline(stages, rng), SequencePool(8, 600, True), drafter, blocks=blocks)
     for request in chat_of(engine, policy, blocks, 20):
         assert request.tokens[len(request.prompt) :] == expected(reference, request, blocks)
-        assert request.n_in_blocks == 99 or not blocks
+        assert request.spans == (Span(0, 99),)
 
 
-def finished(
-    tokens: Sequence[int], n_prompt: int, n_in_blocks: int = BY_LENGTH, repeat_penalty: float = 1.0
-) -> Request:
+def finished(tokens: Sequence[int], n_prompt: int, spans: Spans | None = None, repeat_penalty: float = 1.0) -> Request:
     params = SamplingParams(repeat_penalty=repeat_penalty, repeat_last_n=9)
-    request = Request(1, tokens[:n_prompt], 500, params, 1000, n_in_blocks=n_in_blocks)
+    request = Request(1, tokens[:n_prompt], 500, params, 1000, spans=spans)
     request.tokens, request.n_left = list(tokens), len(tokens) - 1
     return request
 
@@ -231,32 +231,54 @@ def finished(
 TEXT = [at % 7 for at in range(300)]
 
 
+def spans(*edges: int) -> Spans:
+    return tuple(map(Span, edges[::2], edges[1::2]))
+
+
 @pytest.mark.parametrize(
-    ("n_prompt", "n_in_blocks", "n_same", "usable"),
+    ("wanted", "n_same", "usable"),
     [
-        (250, 199, 250, 249),  # the same rows in blocks: all that is common, but not the root
-        (250, 199, 230, 230),
-        (250, 199, 190, 0),  # not all of the last block is common
-        (250, 128, 230, 128),  # the whole blocks before, and what comes after is evaluated by itself
-        (250, 128, 128, 128),
-        (250, 127, 230, 0),  # no block ends there
-        (250, 192, 230, 0),  # nor there: the last one is longer
-        (250, BY_LENGTH, 230, 0),
-        (120, 64, 200, 64),
+        (spans(0, 199), 260, 249),  # the same rows in blocks: all that is common, but not the root
+        (spans(0, 199), 230, 230),
+        (spans(0, 199), 190, 0),  # not all of the last block is common
+        (spans(0, 128), 230, 128),  # the whole blocks before, and what comes after is evaluated by itself
+        (spans(0, 128), 128, 128),
+        (spans(0, 128), 100, 0),
+        (spans(0, 127), 230, 0),  # no block ends there
+        (spans(0, 192), 230, 0),  # nor there: the last one is longer
+        (spans(0, 249), 230, 0),
+        (spans(0, 128, 128, 249), 230, 128),  # blocks of their own behind those that are common
+        (spans(0, 199, 210, 280), 260, 210),  # what was said is common, what is new comes in blocks
+        (spans(0, 199, 210, 280), 205, 205),
+        ((), 230, 0),
     ],
 )
-def test_only_rows_that_would_be_the_same_are_taken_over(
-    n_prompt: int, n_in_blocks: int, n_same: int, usable: int
-) -> None:
+def test_only_rows_that_would_be_the_same_are_taken_over(wanted: Spans, n_same: int, usable: int) -> None:
     kept = finished(TEXT, 200)
-    assert kept.n_in_blocks == 199 and block_edges(199) == [0, 64, 128, 199]
-    prompt = [*TEXT[:n_same], *[99] * n_prompt][:n_prompt]
-    request = Request(2, prompt, 9, SamplingParams(), 1000, n_in_blocks=n_in_blocks)
-    for blocks, n in ((True, usable), (False, min(n_same, n_prompt - 1))):
+    assert kept.spans == spans(0, 199) and kept.spans[0].edges == [0, 64, 128, 199]
+    prompt = [*TEXT[:n_same], *[99] * 300][:250]
+    request = Request(2, prompt, 9, SamplingParams(), 1000, spans=wanted)
+    for blocks, n in ((True, usable), (False, min(n_same, 249))):
         prefixes = KeptPrefixes(blocks)
         prefixes.keep(kept)
         found = prefixes.best(request)
         assert (found.n_tokens if found else 0) == n
+
+
+def test_what_follows_several_spans_is_taken_over() -> None:
+    kept = finished([*TEXT, *TEXT], 300, spans(0, 70, 100, 230, 235, 299))
+    for wanted, usable in (
+        (spans(0, 70, 100, 230, 235, 299), 235),
+        (spans(0, 70, 100, 230), 235),
+        (spans(0, 70, 100, 164), 164),
+        (spans(0, 70), 100),
+        (spans(0, 70, 110, 230), 100),
+        (spans(0, 70, 90, 230), 90),
+    ):
+        prefixes = KeptPrefixes(blocks=True)
+        prefixes.keep(kept)
+        found = prefixes.best(Request(2, TEXT[:290], 9, SamplingParams(), 1000, spans=wanted))
+        assert found and found.n_tokens == usable, wanted
 
 
 def test_what_looks_back_takes_over_only_what_was_noted() -> None:
@@ -267,14 +289,19 @@ def test_what_looks_back_takes_over_only_what_was_noted() -> None:
         assert (found.n_tokens if found else 0) == usable
 
 
-def test_how_many_rows_a_turn_has_in_blocks_follows_from_the_texts() -> None:
-    assert blocks_to_continue(199, 260, 300) == 199
-    assert blocks_to_continue(199, 190, 220) == 128, "the last block is evaluated anew, by itself"
-    assert blocks_to_continue(199, 260, 3000) == BY_LENGTH, "most of it is new: in blocks it is faster"
-    assert blocks_to_continue(199, 30, 300) == BY_LENGTH
-    assert blocks_to_continue(0, 40, 70) == 0
-    assert blocks_to_continue(0, 40, 100) == BY_LENGTH
-    assert rows_in_blocks(100) == 99
+def test_which_rows_of_a_turn_come_in_blocks_follows_from_the_texts() -> None:
+    first = spans_of(200)
+    assert first == spans(0, 199) and spans_of(64) == ()
+    assert spans_to_continue(first, 260, 260, 280) == first, "so little is evaluated as guesses are"
+    assert spans_to_continue(first, 260, 260, 400) == spans(0, 199, 259, 399)
+    assert spans_to_continue(first, 260, 240, 400) == spans(0, 199, 240, 399), "it was rewritten from there"
+    assert spans_to_continue(first, 260, 190, 220) == spans(0, 128, 128, 219), "the last block is evaluated anew"
+    assert spans_to_continue(first, 260, 190, 180) == spans(0, 128)
+    assert spans_to_continue(first, 260, 30, 300) == spans(0, 299), "nothing whole is common"
+    assert spans_to_continue(first, 260, 200, 200) == first, "the same question again"
+    assert spans_to_continue((), 50, 40, 70) == ()
+    assert spans_to_continue((), 50, 40, 200) == spans(40, 199)
+    assert spans_to_continue(spans(0, 70, 100, 199), 260, 120, 130) == spans(0, 70)
 
 
 def test_what_is_kept_gives_way_to_who_needs_the_room() -> None:

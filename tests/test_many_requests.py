@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter
@@ -229,7 +230,7 @@ class Asked:
     n_context: int
     n_nodes: int
     has_root: bool
-    n_prompt: int = 0
+    span: Span | None = None
 
     @property
     def nodes(self) -> range:

@@ -15,6 +15,7 @@ import pytest
 from pipeinfer.cluster.costs import LinkCost, ModelCost, Work
 from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.wire import encode
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.errors import UserError
@@ -117,7 +118,7 @@ def test_the_first_of_a_prompts_blocks_takes_longer_by_what_its_context_costs() 
     for first in (0, 64, 128, 0, 64):
         batch, start_s = a_batch(64), time.now
         batch.positions += first
-        batch.n_prompt = 192
+        batch.span = Span(0, 192)
         stage.evaluate(batch, lambda: False)
         took_s.append(time.now - start_s)
     alone_s = stage.cost.layers * stage.cost.layer.at(64)

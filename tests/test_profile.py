@@ -346,7 +346,7 @@ class BlockModel(TimedModel):
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
         check_blocks(batch)
-        if batch.n_prompt:
+        if batch.span:
             begins = int(batch.positions[0]) == 0
             self.now_s += 5e-3 * begins
             self.n_rows_before = 0 if begins else len(batch.positions)
@@ -371,7 +371,7 @@ class Tiles(BlockModel):
     """Runs of guesses attend ten times as slowly as blocks do."""
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
-        if not batch.n_prompt:
+        if batch.span is None:
             self.now_s += 9e-6 * len(batch.positions) * int(batch.positions[0])
         return super().evaluate(batch, stop)
 
@@ -389,8 +389,8 @@ def test_chunks_of_prompts_are_timed_in_blocks(budget_s: float) -> None:
 
         def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
             check_blocks(batch)
-            assert bool(batch.n_prompt) == (len(batch.tokens) > 32)
-            self.n_chunks += bool(batch.n_prompt)
+            assert bool(batch.span) == (len(batch.tokens) > 32)
+            self.n_chunks += bool(batch.span)
             return super().evaluate(batch, stop)
 
     model = Blocks()
@@ -405,7 +405,7 @@ def test_a_chunk_is_timed_after_other_tokens_even_if_there_is_little_time() -> N
         disturbed_every = 10**9
 
         def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
-            self.now_s += 10.0 * (batch.n_prompt > 0)
+            self.now_s += 10.0 * bool(batch.span)
             return super().evaluate(batch, stop)
 
     model = Slow()

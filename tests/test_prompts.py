@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.core.blocks import block_edges, chunk_end
+from pipeinfer.core.blocks import Span, block_edges
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
@@ -72,11 +72,11 @@ def never() -> bool:
 
 
 def evaluate(
-    chain: Sequence[LlamaStage], tokens: Sequence[int], first: int, seq: int = 0, n_prompt: int = 0
+    chain: Sequence[LlamaStage], tokens: Sequence[int], first: int, seq: int = 0, span: Span | None = None
 ) -> FloatArray:
     positions = np.arange(first, first + len(tokens), dtype=np.int32)
-    wanted = np.full(len(tokens), not n_prompt)
-    batch = Batch(np.array(tokens, np.int32), positions, [(seq,)] * len(tokens), None, wanted, n_prompt)
+    wanted = np.full(len(tokens), span is None)
+    batch = Batch(np.array(tokens, np.int32), positions, [(seq,)] * len(tokens), None, wanted, span)
     for stage in chain:
         batch.hidden = stage.evaluate(batch, never)
         assert batch.hidden is not None
@@ -84,12 +84,14 @@ def evaluate(
     return batch.hidden.copy()
 
 
-def read(chain: Sequence[LlamaStage], prompt: Sequence[int], n_chunk: int, seq: int = 0) -> Iterator[int]:
-    """The prompt in chunks; after each, where it ended."""
-    at = 0
+def read(
+    chain: Sequence[LlamaStage], prompt: Sequence[int], n_chunk: int, seq: int = 0, start: int = 0
+) -> Iterator[int]:
+    """The prompt's rows from `start` on, in chunks; after each, where it ended."""
+    span, at = Span(start, len(prompt)), start
     while at < len(prompt):
-        end = chunk_end(len(prompt), at, n_chunk)
-        evaluate(chain, prompt[at:end], at, seq, len(prompt))
+        end = span.chunk_end(at, n_chunk)
+        evaluate(chain, prompt[at:end], at, seq, span)
         at = end
         yield at
 
@@ -124,6 +126,44 @@ def test_chunks_splits_threads_and_company_change_no_bit(folder: Path, load: Loa
         assert not any(stage._prefills for stage in chain)
 
 
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K_M", "mixtral", "falcon"])
+def test_blocks_behind_cells_that_are_there(folder: Path, load: Loader, name: str) -> None:
+    """As a further turn has them: behind a prompt in blocks and what was said after it, a row at a time."""
+    path, prompt = model(folder, name), tokens_of(1)
+    expected: FloatArray | None = None
+    for n_chunk, cuts, n_said in ((256, (), 5), (64, (1,), 1), (128, (1, 2), 2)):
+        chain = load(path, cuts)
+        for _ in read(chain, prompt[:70], n_chunk):
+            pass
+        at = 70
+        while at < 75:
+            evaluate(chain, prompt[at : at + min(n_said, 75 - at)], at)
+            evaluate(chain, tokens_of(2, 3), 0, seq=2)
+            for stage in chain:  # what is parked lies between
+                stage.apply([KvOp(OpKind.REMOVE, 2)])
+            at += min(n_said, 75 - at)
+        for _ in read(chain, prompt, n_chunk, start=75):
+            pass
+        found = after(chain)
+        expected = found if expected is None else expected
+        assert np.array_equal(found, expected) and not any(stage._prefills for stage in chain)
+
+
+def test_blocks_behind_others_are_given_up_back_to_where_they_begin(folder: Path, load: Loader) -> None:
+    (stage,), (other,) = load(model(folder, "Q8_0")), load(model(folder, "Q8_0"))
+    prompt = tokens_of(1)
+    for chain in ([stage], [other]):
+        evaluate(chain, prompt[:30], 0)
+    next(read([stage], prompt, 64, start=30))
+    assert list(stage._prefills) == [0] and stage.next_position(0) == 94
+    stage.apply([KvOp(OpKind.REMOVE, 0, first=30)])
+    assert not stage._prefills and stage.next_position(0) == 30
+    for chain in ([stage], [other]):
+        for _ in read(chain, prompt, 64, start=30):
+            pass
+    assert np.array_equal(after([stage]), after([other]))
+
+
 def test_two_prompts_at_once(folder: Path, load: Loader) -> None:
     path, prompts = model(folder, "Q4_K_M"), {0: tokens_of(4, 200), 2: tokens_of(5, 331), 6: tokens_of(6, 64)}
     together = load(path, (2,))
@@ -145,7 +185,7 @@ def test_stopped_in_the_middle_and_begun_again(folder: Path, load: Loader) -> No
     for _ in read([expected], prompt, 256):
         pass
     positions = np.arange(N, dtype=np.int32)
-    whole = Batch(np.array(prompt, np.int32), positions, [(1,)] * N, None, np.zeros(N, np.bool_), N)
+    whole = Batch(np.array(prompt, np.int32), positions, [(1,)] * N, None, np.zeros(N, np.bool_), Span(0, N))
     for n_layers in (0, 2, 4, 7):  # in the first, the second and the last block
         n_asked = 0
 
@@ -177,12 +217,12 @@ def test_no_room(folder: Path, load: Loader) -> None:
     for at in (0, 50):
         evaluate([stage], tokens_of(1, 50), at, seq=1)
     with pytest.raises(KvCacheFull, match="no room for 205 rows in the KV cache of 256 cells"):
-        evaluate([stage], tokens_of(2), 0, seq=0, n_prompt=N)
+        evaluate([stage], tokens_of(2), 0, seq=0, span=Span(0, N))
     assert stage.next_position(0) == 0 and stage.next_position(1) == 100
-    evaluate([stage], tokens_of(2, 64), 0, seq=0, n_prompt=64)
+    evaluate([stage], tokens_of(2, 64), 0, seq=0, span=Span(0, 64))
     stage.apply([KvOp(OpKind.REMOVE, 1), KvOp(OpKind.COMPACT, 0)])
     expected = load(model(folder, "Q8_0"))
-    evaluate(expected, tokens_of(2, 64), 0, n_prompt=64)
+    evaluate(expected, tokens_of(2, 64), 0, span=Span(0, 64))
     assert np.array_equal(after([stage], 64), after(expected, 64))
 
 
@@ -190,7 +230,8 @@ def test_an_unknown_layout_of_the_cache_is_refused() -> None:
     cell = [0, 1, 0]
     for words in ([1, 0, 2, 0], [1, 0, 1, 1, *cell, 1, 1], [1, 0, 1, 1, *cell, 0, 1, 30, 2, 0]):
         with pytest.raises(ValueError, match="not understood"):
-            prefill.with_bf16_values(np.array(words, np.int32).view(np.uint8).copy(), prefill.CacheForm())
+            state = np.array(words, np.int32).view(np.uint8).copy()
+            prefill.with_values(state, prefill.CacheForm(), prefill.F16, prefill.BF16)
 
 
 # --- whole jobs -----------------------------------------------------------------------------------------------------
@@ -210,6 +251,7 @@ def test_long_prompts_read_as_in_plain_llama(folder: Path, name: str) -> None:
 
 MEMORY = """
 import sys; import numpy as np
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
@@ -220,7 +262,7 @@ stage = LlamaStage(open_slice(info, 0, info.n_layer), LlamaParams(4096, 4, n_bat
 def read(n):
     for at in range(0, n, 64):
         stage.evaluate(Batch(np.full(64, 5, np.int32), np.arange(at, at + 64, dtype=np.int32), [(0,)] * 64, None,
-                             np.zeros(64, bool), n), lambda: False)
+                             np.zeros(64, bool), Span(0, n)), lambda: False)
     stage.clear()
 for _ in range(4): read(2048)
 before = held()  # the allocator has what it keeps

@@ -26,6 +26,7 @@ from pipeinfer.cluster.wire import (
     encode_verdict,
     verdict_bytes,
 )
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.runs import POSITION_END, Guess, GuessVerdict, KvOp, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 
@@ -38,7 +39,12 @@ params = st.builds(
     st.integers(0, 4096), st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2),
 )  # fmt: skip
 runs = st.builds(
-    Run, ids, st.lists(rows, max_size=8), st.lists(ops, max_size=8), st.dictionaries(ids, params, max_size=3), ids
+    Run,
+    ids,
+    st.lists(rows, max_size=8),
+    st.lists(ops, max_size=8),
+    st.dictionaries(ids, params, max_size=3),
+    st.none() | st.builds(Span, ids, st.integers(1, 2**31 - 1)),
 )
 
 
@@ -46,7 +52,7 @@ runs = st.builds(
 def test_run_survives(run: Run, n_embd: int) -> None:
     transaction = room_for(encode(run), n_embd)
     assert (transaction.kind, transaction.run_id, transaction.cancelled) == (Kind.RUN, run.id, False)
-    assert transaction.ops == run.ops and transaction.opens == run.opens and transaction.n_prompt == run.n_prompt
+    assert transaction.ops == run.ops and transaction.opens == run.opens and transaction.span == run.span
     assert transaction.seqs == [row.seqs for row in run.rows]
     for row, sent in zip(run.rows, transaction.sent_rows, strict=True):
         assert (row.request, row.token, row.position) == (sent.request, sent.token, sent.position)

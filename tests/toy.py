@@ -14,7 +14,6 @@ import numpy as np
 
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import Transaction, decode_guess_verdict, decode_verdict, encode, encode_verdict
-from pipeinfer.core.blocks import block_edges
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
 from pipeinfer.core.policy import Policy, View
 from pipeinfer.core.requests import Request
@@ -123,9 +122,9 @@ class ToyStage:
 
 def check_blocks(batch: Batch) -> None:
     """Rows of a prompt in blocks are whole blocks, in one sequence, and none is wanted."""
-    if batch.n_prompt:
-        edges = block_edges(batch.n_prompt)
-        assert {int(batch.positions[0]), int(batch.positions[-1]) + 1} <= set(edges), f"{batch.positions} cut blocks"
+    if batch.span:
+        ends = {int(batch.positions[0]), int(batch.positions[-1]) + 1}
+        assert ends <= set(batch.span.edges), f"{batch.positions} cut blocks"
         assert len(set(batch.seqs)) == 1 and not batch.wanted.any()
 
 

@@ -179,7 +179,7 @@ class StageWorker:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
         wanted = rows["n_wanted"] > 0
-        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.n_prompt)
+        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span)
         return self.model.evaluate(batch, lambda: self._asked(transaction.run_id))
 
     def _asked(self, run_id: int) -> bool:

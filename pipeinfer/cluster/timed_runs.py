@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.runs import KvOp, OpKind
 
@@ -31,15 +32,16 @@ def in_turns(
     return found
 
 
-def evaluate(model: StageModel, n_rows: int, position: int = 0, n_wanted: int | None = None, n_prompt: int = 0) -> None:
-    """Rows at `position` and after it; the last `n_wanted` want logits, or all. `n_prompt`: as in `Batch`."""
+def evaluate(model: StageModel, n_rows: int, position: int = 0, n_wanted: int | None = None, n_blocks: int = 0) -> None:
+    """Rows at `position` and after it; the last `n_wanted` want logits, or all. `n_blocks`: more than 0:
+    these are blocks of a prompt that has so many rows in blocks."""
     batch = Batch(
         tokens=np.zeros(n_rows, np.int32),
         positions=np.arange(position, position + n_rows, dtype=np.int32),
         seqs=[(0,)] * n_rows,
         hidden=np.full((n_rows, model.n_embd), 0.01, np.float32),
         wanted=np.arange(n_rows) >= n_rows - (n_rows if n_wanted is None else n_wanted),
-        n_prompt=n_prompt,
+        span=Span(0, n_blocks) if n_blocks else None,
     )
     model.evaluate(batch, lambda: False)
 

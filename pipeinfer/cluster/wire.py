@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.cluster.records import I32, Buffer, Record
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
@@ -41,6 +42,9 @@ class Kind(IntEnum):
     REPORT = 3  # tell what was done since the last one
 
 
+NO_SPAN = (0, 0)
+
+
 class Header(NamedTuple):
     magic: I32
     kind: I32
@@ -50,7 +54,8 @@ class Header(NamedTuple):
     n_rows: I32
     n_extra: I32
     n_opens: I32
-    n_prompt: I32  # see Run
+    span_start: I32  # see Run
+    span_end: I32  # 0: there is none
     slowest_us: I32  # of the stages that evaluated it, the one that it took longest
 
 
@@ -109,15 +114,16 @@ class Transaction:
     `rows`: SentRows as a structured array, which may be written to.
     """
 
-    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "buffer", "kind", "n_embd", "n_prompt",
-                 "n_rows", "rows", "run_id")  # fmt: skip
+    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "buffer", "kind", "n_embd", "n_rows",
+                 "rows", "run_id", "span")  # fmt: skip
 
     def __init__(self, buffer: Buffer, n_embd: int) -> None:
         self.buffer, self.n_embd = buffer, n_embd
         self._header = header = HEADER.read(buffer, 0)
         assert header.magic == MAGIC, f"not a transaction: starts with {header.magic:#x}"
         self.kind, self.run_id = Kind(header.kind), header.run_id
-        self.n_rows, self.n_prompt = header.n_rows, header.n_prompt
+        self.n_rows = header.n_rows
+        self.span = Span(header.span_start, header.span_end) if header.span_end else None
         self._rows_at = HEADER.n_bytes + OP.n_bytes * header.n_ops
         self._extra_at = self._rows_at + ROW.n_bytes * header.n_rows
         self._opens_at = self._extra_at + EXTRA.n_bytes * header.n_extra
@@ -189,7 +195,7 @@ def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     extra = [ExtraSeq(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
     counts = len(run.ops), len(run.rows), len(extra), len(run.opens)
     return _message(
-        HEADER.pack(Header(MAGIC, kind, run.id, 0, *counts, run.n_prompt, 0)),
+        HEADER.pack(Header(MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0)),
         *map(OP.pack, run.ops),
         *(ROW.pack(SentRow(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0)) for row in run.rows),
         *map(EXTRA.pack, extra),

@@ -57,8 +57,7 @@ class Engine:
         self._jobs: dict[int, Opened] = {}
         self.growth = Growth(drafter, drafts, clock, self._jobs, self._wake, target.n_inflight)
         self._waiting, self._kept = deque[Opened](), KeptPrefixes(target.blocks)
-        self._senders = Rota[Opened]()  # whom to ask for a run
-        self._emissions: deque[Emission] = deque()
+        self._senders, self._emissions = Rota[Opened](), deque[Emission]()  # whom to ask for a run; what came of it
 
     # -- requests
 
@@ -90,9 +89,9 @@ class Engine:
 
     def _forget_oldest(self, but: Prefix | None = None) -> bool:
         if request := self._kept.oldest(but):
+            self.growth.forget(request)
             for level in self.levels:
                 level.pool.close(request.id)
-            self.growth.forget(request)
         return request is not None
 
     def _admit(self) -> None:
@@ -125,8 +124,7 @@ class Engine:
         n_reserved = sum(job.request.n_tokens_most for job in self._jobs.values()) + self._kept.n_cells(but=prefix)
         n_cells = min(level.pool.n_cells for level in self.levels)
         fits = not n_reserved or n_reserved + request.n_tokens_most <= n_cells
-        has_sequence = all(level.pool.n_free for level in self.levels) and self.growth.can_open
-        return fits and (has_sequence or prefix is not None)
+        return fits and (bool(prefix) or (all(level.pool.n_free for level in self.levels) and self.growth.can_open))
 
     @property
     def busy(self) -> bool:
@@ -232,9 +230,10 @@ class Engine:
         self._admit()
 
     def _n_to_leave(self, request: Request) -> int:
-        """Tokens whose cells stay when the request has finished: all that are certain, if its blocks are whole."""
-        n_settled = self.target.n_settled(request) if request.keep else 0
-        return n_settled if not self.target.blocks or n_settled >= request.n_in_blocks else 0
+        """Tokens whose cells stay when the request has finished: certain ones, up to a span that is not whole."""
+        n_settled, spans = self.target.n_settled(request) if request.keep else 0, request.spans or ()
+        cut = (span.start for span in spans if self.target.blocks and span.start < n_settled < span.end)
+        return next(cut, n_settled)
 
     def _count_given_up(self, level: Level, flights: Sequence[Flight]) -> None:
         if level is not self.target or not flights:  # nobody waits for a larger draft to be free
@@ -268,8 +267,9 @@ class Engine:
         answered = root.position >= len(request.prompt)  # then the target has seen all of the prompt
         if not answered and target.n_context_left(request):
             if target.n_inflight(request) <= 2 * target.pipeline.n_stages:
-                n_context, n_prompt = target.next_context(request)
-                return Part(request, n_context, [] if n_prompt else [root], not n_prompt, n_prompt)
+                n_context, span = target.next_context(request)
+                is_last = not span and n_context == target.n_context_left(request)
+                return Part(request, n_context, [root] if is_last else [], is_last, span)
         elif not answered and root.run_id is None and len(request.prompt) > 1:
             return Part(request, 0, [root], True)  # right behind the prompt
         elif nodes := job.policy.send(job.view):

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from pipeinfer.core.blocks import Span
     from pipeinfer.core.requests import Request
     from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
     from pipeinfer.core.tree import Node
@@ -26,8 +27,7 @@ class Batch:
     seqs               per row its sequence ids, the one it sees first
     hidden             (n_rows, n_embd) float32, the residual stream before this stage; None on the first stage
     wanted             (n_rows,) bool, rows whose logits the last stage must return
-    n_prompt           more than 0: the rows are whole blocks of a prompt of which so many rows are evaluated in blocks
-                       (see `blocks`), all in the same one sequence, and none is wanted
+    span               the rows are whole blocks of it (see `blocks`), all in the same one sequence, and none is wanted
     """
 
     tokens: IntArray
@@ -35,12 +35,12 @@ class Batch:
     seqs: list[tuple[int, ...]]
     hidden: FloatArray | None
     wanted: npt.NDArray[np.bool_]
-    n_prompt: int = 0
+    span: Span | None = None
 
     @property
     def begins_blocks(self) -> bool:
-        """Whether these are the first of a prompt's blocks."""
-        return self.n_prompt > 0 and int(self.positions[0]) == 0
+        """Whether these are the first of a span's blocks."""
+        return self.span is not None and int(self.positions[0]) == self.span.start
 
 
 class StageModel(Protocol):

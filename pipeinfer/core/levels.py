@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.core.blocks import chunk_end
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Pipeline
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import POSITION_END, KvOp, OpKind, Row, Run
@@ -31,7 +31,7 @@ class Part:
     n_context: int
     nodes: list[Node]
     has_root: bool  # as the first of its nodes
-    n_prompt: int = 0  # more than 0: the context is whole blocks of a prompt with so many rows in blocks, see `blocks`
+    span: Span | None = None  # the context is whole blocks of it, see `blocks`
     widths: Mapping[Node, int] | None = None  # guesses wanted after each node, of a draft
     first: int = 0
     start: int = 0  # the position of its context's first row
@@ -73,7 +73,7 @@ class Part:
         """The same with no more than so many certain tokens and nodes."""
         if n_context == self.n_context and n_nodes == len(self.nodes):
             return self
-        return Part(self.request, n_context, self.nodes[:n_nodes], self.has_root and n_nodes > 0, self.n_prompt)
+        return Part(self.request, n_context, self.nodes[:n_nodes], self.has_root and n_nodes > 0, self.span)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,15 +162,18 @@ class Level:
         """Certain tokens below the root that this level has yet to see."""
         return request.tree.root.position - self.pool.placed_end(request.id)
 
-    def next_context(self, request: Request) -> tuple[int, int]:
-        """How many certain tokens the next run may carry, and, if they are whole blocks, of how many rows in blocks.
+    def next_context(self, request: Request) -> tuple[int, Span | None]:
+        """How many certain tokens the next run may carry, and, if they are whole blocks, of which span.
 
         Where they are not, a run may carry fewer.
         """
         n_left = self.n_context_left(request)
         start = self.pool.placed_end(request.id) if n_left else 0
-        n_blocks = request.n_in_blocks if n_left and self.blocks else 0
-        return (chunk_end(n_blocks, start, self.n_chunk) - start, n_blocks) if start < n_blocks else (n_left, 0)
+        spans = request.spans if n_left and self.blocks else None
+        span = next((span for span in spans or () if start < span.end), None)
+        if span is None:
+            return n_left, None
+        return (span.start - start, None) if start < span.start else (span.chunk_end(start, self.n_chunk) - start, span)
 
     # -- runs
 
@@ -193,7 +196,7 @@ class Level:
         if not sent:
             return None
         self._next_run_id += 1
-        run.n_prompt = sent[0].n_prompt
+        run.span = sent[0].span
         run.ops[:0] = [*self._closes, *pool.take_pending()]
         self._closes.clear()
         flight = self._flights[run.id] = Flight(run.id, sent, len(run.rows), n_context, run.context)

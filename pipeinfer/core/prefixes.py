@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeinfer.core.blocks import BLOCK, block_edges
+from pipeinfer.core.blocks import BLOCK, Span
 from pipeinfer.core.requests import Prefix, Request
 
 
@@ -50,12 +50,21 @@ class KeptPrefixes:
         if request.sampling.looks_back and not kept.sampling.looks_back:
             return 0  # what sampling looks back on was not noted
         n = min(common(kept.tokens, request.prompt), kept.n_left, len(request.prompt) - 1)
-        if not self.blocks:
-            return n
-        own, theirs = request.n_in_blocks, kept.n_in_blocks
-        if own > n or own not in (theirs, *(block_edges(theirs) if theirs >= BLOCK else ())):
-            return 0
-        return n if own == theirs else own
+        return _n_alike(kept.spans or (), request.spans or (), n) if self.blocks else n
+
+
+def _n_alike(kept: Sequence[Span], wanted: Sequence[Span], n: int) -> int:
+    """How many of a text's first `n` rows are as they would be with the spans that are wanted. Never within one of
+    these: its blocks follow each other in a cache of their own."""
+    for index, span in enumerate(wanted):
+        there = kept[index] if index < len(kept) else None
+        if there is None or there.start != span.start or span.end not in there.edges:
+            return min(n, span.start, there.start if there else n)
+        if n < span.end:
+            return min(n, span.start)
+        if span.end < there.end:
+            return span.end
+    return min([n, *(span.start for span in kept[len(wanted) :])])
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -64,12 +73,20 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
     return next((at for at in range(n) if first[at] != second[at]), n)
 
 
-def blocks_to_continue(n_in_blocks: int, n_common: int, n_prompt: int) -> int:
-    """Of how many rows a prompt shall be evaluated in blocks that goes on from a text with `n_in_blocks` of them, whose
-    first `n_common` tokens are its own too, so that little has to be evaluated again; -1: as its length alone says.
+def spans_to_continue(spans: Sequence[Span], n_said: int, n_common: int, n_prompt: int) -> tuple[Span, ...]:
+    """Those of a prompt that goes on from a text of `n_said` tokens with these `spans`, whose first `n_common` tokens
+    are its own too, so that only what is new has to be evaluated.
 
     Follows from the texts alone: whether anything is kept does not matter.
     """
-    whole = max((edge for edge in block_edges(n_in_blocks) if edge <= n_common), default=0) if n_in_blocks else 0
-    n_known = n_common if whole == n_in_blocks else whole
-    return whole if 2 * n_known >= n_prompt else -1
+    n_known, found = min(n_common, n_said - 1, n_prompt - 1), list[Span]()  # nothing is evaluated after a newest token
+    for span in spans:
+        if n_known < span.end:
+            edge = max(edge for edge in (0, *span.edges) if edge <= n_known)
+            n_known = edge if edge > span.start else min(n_known, span.start)
+            found += [Span(span.start, edge)] if edge > span.start else []
+            break
+        found.append(span)
+    if n_prompt - 1 - n_known >= BLOCK:
+        found.append(Span(n_known, n_prompt - 1))
+    return tuple(found)

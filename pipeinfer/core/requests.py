@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from pipeinfer.core.blocks import rows_in_blocks
+from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import TokenTree
 
@@ -17,9 +17,6 @@ class Finish(Enum):
     END = "end"  # the target chose an end-of-generation token
     CONTEXT = "context"  # the context is full
     STOPPED = "stopped"  # the user asked
-
-
-BY_LENGTH = -1
 
 
 class Prefix(NamedTuple):
@@ -44,9 +41,9 @@ class Request:
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end the generation (empty with --ignore-eos); the one met is part of the output ids."""
 
-    n_in_blocks: int = BY_LENGTH
-    """So many of the prompt's first rows are evaluated in blocks where the target does that, all others as guesses are;
-    BY_LENGTH: as the prompt's length says. The text may depend on it, so it must not depend on what is kept."""
+    spans: tuple[Span, ...] | None = None
+    """Rows of the prompt that are evaluated in blocks, where the target does that, all others as guesses are; None: as
+    its length says. The text may depend on it, so it must not depend on what is kept."""
 
     keep: bool = False
     """When it has finished its cells stay while there is room, for a request that begins with the same tokens."""
@@ -67,8 +64,8 @@ class Request:
         assert self.prompt, "an empty prompt has no last token to continue"
         self.tokens = list(self.prompt)
         self.tree = TokenTree(self.prompt[-1], len(self.prompt) - 1)
-        if self.n_in_blocks == BY_LENGTH:
-            self.n_in_blocks = rows_in_blocks(len(self.prompt))
+        if self.spans is None:
+            self.spans = spans_of(len(self.prompt))
         self.n_tokens_most = min(len(self.prompt) + self.n_predict, self.n_ctx)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 
 NO_TOKEN = -1
@@ -59,13 +60,13 @@ class Run:
     ops: list[KvOp] = field(default_factory=list)
     opens: dict[int, SamplingParams] = field(default_factory=dict)
     """Requests whose first run this is: how the last stage shall sample for them."""
-    n_prompt: int = 0
-    """More than 0: the rows are whole blocks of a prompt that has so many rows in blocks; see `blocks`."""
+    span: Span | None = None
+    """The rows are whole blocks of it; see `blocks`."""
 
     @property
     def begins_blocks(self) -> bool:
-        """Whether these are the first of a prompt's blocks."""
-        return self.n_prompt > 0 and self.rows[0].position == 0
+        """Whether these are the first of a span's blocks."""
+        return self.span is not None and self.rows[0].position == self.span.start
 
     @property
     def context(self) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
+from pipeinfer.core.blocks import Span
+
 
 class Want(Protocol):
     """What one request would send now: a chunk of its certain tokens, or nodes, of which the first may be its root."""
@@ -21,8 +23,8 @@ class Want(Protocol):
     def has_root(self) -> bool: ...
 
     @property
-    def n_prompt(self) -> int:
-        """More than 0: the certain tokens are whole blocks of a prompt, never cut, and travel by themselves."""
+    def span(self) -> Span | None:
+        """The certain tokens are whole blocks of it, never cut, and travel by themselves."""
         ...
 
 
@@ -66,11 +68,11 @@ def choose(wants: Sequence[W], room: Room, alone: bool) -> list[tuple[W, int, in
 
 def _prompts(wants: Sequence[W], room: Room) -> list[tuple[W, int, int]]:
     first = wants[0]
-    if first.n_prompt:
+    if first.span:
         return [(first, first.n_context, 0)]
     shares, left = [], room.n_context
     for want in wants:
-        if want.n_prompt:
+        if want.span:
             continue
         n_context = min(want.n_context, left)
         if n_context:

@@ -142,9 +142,7 @@ class Chat:
             complain(str(error))
             return
         n_predict = min(request.n_predict, request.n_ctx - len(asked.tokens))
-        request = replace(
-            request, prompt=asked.tokens, n_in_blocks=asked.n_in_blocks, n_predict=n_predict, sampling=self.sampling
-        )
+        request = replace(request, prompt=asked.tokens, spans=asked.spans, n_predict=n_predict, sampling=self.sampling)
         printer = Printer(self.context.flag, self.setup.format.tokenizer, request, self.options.json)
         progress = PromptProgress(self.console, CLOCK, len(request.prompt) - 1)
         policy = self.options.policy.begin()

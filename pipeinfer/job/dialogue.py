@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeinfer.core.blocks import rows_in_blocks
-from pipeinfer.core.prefixes import blocks_to_continue, common
-from pipeinfer.core.requests import BY_LENGTH
+from pipeinfer.core.blocks import Span, spans_of
+from pipeinfer.core.prefixes import common, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat
 from pipeinfer.models.chat import Message, encode_continuation, encode_rendered
@@ -27,10 +26,10 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt, and of how many of its rows in blocks; see `core.requests`."""
+    """A prompt, and which of its rows come in blocks; see `core.requests`."""
 
     tokens: tuple[int, ...]
-    n_in_blocks: int
+    spans: tuple[Span, ...]
 
 
 class Dialogue:
@@ -45,7 +44,7 @@ class Dialogue:
         self.messages: list[Message] = []
         self._segments: list[_Segment] = []
         self._said: Sequence[int] = ()
-        self._n_in_blocks = 0
+        self._spans: tuple[Span, ...] = ()
 
     def ask(self, text: str, n_ctx: int) -> Asked:
         """The user says this next. Raises UserError, and nothing is said, when the template refuses it or the context
@@ -58,12 +57,13 @@ class Dialogue:
         if len(tokens) >= n_ctx:
             raise UserError(f"the conversation has {len(tokens)} tokens with this, the context holds {n_ctx} with the "
                             "answer; say less, begin anew with /clear, or start with a larger -c")  # fmt: skip
-        n_in_blocks = BY_LENGTH
         if self._said:
-            n_in_blocks = blocks_to_continue(self._n_in_blocks, common(self._said, tokens), len(tokens))
-        self._n_in_blocks = rows_in_blocks(len(tokens)) if n_in_blocks == BY_LENGTH else n_in_blocks
+            n_common = common(self._said, tokens)
+            self._spans = spans_to_continue(self._spans, len(self._said), n_common, len(tokens))
+        else:
+            self._spans = spans_of(len(tokens))
         self.messages, self._segments, self._said = messages, segments, tokens
-        return Asked(tokens, self._n_in_blocks)
+        return Asked(tokens, self._spans)
 
     def answered(self, tokens: Sequence[int], text: str, whole: bool) -> None:
         """The assistant has said `text`; `tokens`: all of the turn, the prompt's too, with the end token if it came.

@@ -9,7 +9,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeinfer.core.requests import BY_LENGTH, Request
+from pipeinfer.core.blocks import Span
+from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.limited import read_limited
@@ -35,7 +36,7 @@ class GenerationRequest:
     markers: bool = False
     """Control tokens are part of the text, as in a chat."""
 
-    n_in_blocks: int = BY_LENGTH
+    spans: tuple[Span, ...] | None = None
     """Rows of the prompt in blocks, see `core.requests`."""
 
     keep: bool = False
@@ -44,7 +45,7 @@ class GenerationRequest:
     def open(self, id: int) -> Request:
         """Its state in an engine."""
         return Request(
-            id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens, self.n_in_blocks, self.keep
+            id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens, self.spans, self.keep
         )
 
 

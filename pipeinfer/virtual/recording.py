@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.core.blocks import chunk_end, rows_in_blocks
+from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
 from pipeinfer.core.runs import Guess, KvOp, OpKind
@@ -41,16 +41,17 @@ class PathModel:
         return logits[0]
 
     def _read_prompt(self, tokens: Sequence[int]) -> None:
-        n_rows, start = rows_in_blocks(len(tokens)), 0
-        while start < n_rows:
-            end = chunk_end(n_rows, start, self.n_batch)
-            self._evaluate(start, tokens[start:end], len(tokens), n_rows)
-            start = end
-        self._tokens = list(tokens[:n_rows])
+        start = 0
+        for span in spans_of(len(tokens)):
+            while start < span.end:
+                end = span.chunk_end(start, self.n_batch)
+                self._evaluate(start, tokens[start:end], len(tokens), span)
+                start = end
+        self._tokens = list(tokens[:start])
 
-    def _evaluate(self, start: int, tokens: Sequence[int], end: int, n_prompt: int = 0) -> FloatArray | None:
+    def _evaluate(self, start: int, tokens: Sequence[int], end: int, span: Span | None = None) -> FloatArray | None:
         positions = np.arange(start, start + len(tokens), dtype=np.int32)
-        batch = Batch(np.array(tokens, np.int32), positions, [(0,)] * len(tokens), None, positions == end - 1, n_prompt)
+        batch = Batch(np.array(tokens, np.int32), positions, [(0,)] * len(tokens), None, positions == end - 1, span)
         return self.model.evaluate(batch, lambda: False)
 
 

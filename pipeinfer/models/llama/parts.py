@@ -7,16 +7,16 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.blocks import block_edges
 from pipeinfer.core.interfaces import Batch
 
 Indices = npt.NDArray[np.intp]
 
 
 def blocks_of(batch: Batch) -> list[tuple[int, int]]:
-    """Of a batch of whole blocks of a prompt, the rows [start, end) of each."""
+    """Of a batch of whole blocks of a span, the rows [start, end) of each."""
+    assert batch.span, "rows that are no blocks"
     first, n_rows = int(batch.positions[0]), len(batch.positions)
-    edges = [edge - first for edge in block_edges(batch.n_prompt) if first <= edge <= first + n_rows]
+    edges = [edge - first for edge in batch.span.edges if first <= edge <= first + n_rows]
     assert edges[0] == 0 and edges[-1] == n_rows, f"rows {first} and {edges} on are no whole blocks"
     return list(pairwise(edges))
 
@@ -24,7 +24,7 @@ def blocks_of(batch: Batch) -> list[tuple[int, int]]:
 def apart(batch: Batch, exact: bool) -> list[Indices]:
     """The rows of each part where layers have states: sums follow from how many rows of a sequence come at once, and
     libllama reorders a batch of several sequences. Whole blocks; else each row, or without `exact` each sequence."""
-    if batch.n_prompt:
+    if batch.span:
         return [np.arange(start, end) for start, end in blocks_of(batch)]
     if exact:
         return [np.array([row]) for row in range(len(batch.positions))]

@@ -40,11 +40,20 @@ class CacheForm:
 
 
 class Prefill:
-    """Holds, and frees, the `context` in which one prompt is evaluated, as sequence PROMPT."""
+    """Holds, and frees, the `context` in which rows of one prompt are evaluated, from row `start` on, as sequence
+    PROMPT."""
 
-    def __init__(self, library: ModuleType, context: object, form: CacheForm) -> None:
-        self.context, self._lib, self._form = context, library, form
+    def __init__(self, library: ModuleType, context: object, form: CacheForm, start: int) -> None:
+        self.context, self.start, self._lib, self._form = context, start, library, form
         self._memory = library.llama_get_memory(context)
+
+    def take(self, cells: Bytes, first: int, end: int) -> None:
+        """Take cells at positions [first, end), as they are where V, or all, is BF16. In ascending order."""
+        state = with_values(cells, self._form, BF16, F16)
+        if not self._lib.llama_state_seq_set_data(self.context, as_bytes(state), len(state), PART):
+            raise RuntimeError(f"the cells {first}-{end} before a prompt's blocks cannot be copied")
+        self._lib.llama_memory_seq_cp(self._memory, PART, PROMPT, first, end)
+        self._lib.llama_memory_seq_rm(self._memory, PART, -1, -1)
 
     def forget(self, first: int) -> None:
         """Free the cells from position `first` on."""
@@ -52,33 +61,39 @@ class Prefill:
 
     def cells(self, first: int, end: int) -> Bytes:
         """The cells at positions [first, end) as `llama_state_seq_set_data` takes them where V, or all, is BF16."""
-        lib = self._lib
-        lib.llama_memory_seq_cp(self._memory, PROMPT, PART, first, end)
-        state = np.empty(lib.llama_state_seq_get_size(self.context, PART), np.uint8)
-        n_bytes = lib.llama_state_seq_get_data(self.context, as_bytes(state), len(state), PART)
-        lib.llama_memory_seq_rm(self._memory, PART, -1, -1)
-        assert n_bytes == len(state), f"{n_bytes} of {len(state)} bytes of the cells {first}-{end}"
-        return with_bf16_values(state, self._form)
+        self._lib.llama_memory_seq_cp(self._memory, PROMPT, PART, first, end)
+        state = state_of(self._lib, self.context, PART)
+        self._lib.llama_memory_seq_rm(self._memory, PART, -1, -1)
+        return with_values(state, self._form, F16, BF16)
 
     def close(self) -> None:
         self._lib.llama_free(self.context)
 
 
-def with_bf16_values(state: Bytes, form: CacheForm) -> Bytes:
-    """The state of one sequence, whose K and V are F16, with V rounded to BF16, or K where there is no V; in place.
+def state_of(library: ModuleType, context: object, seq: int) -> Bytes:
+    """The cells of a sequence as `llama_state_seq_set_data` takes them."""
+    state = np.empty(library.llama_state_seq_get_size(context, seq), np.uint8)
+    n_bytes = library.llama_state_seq_get_data(context, as_bytes(state), len(state), seq)
+    assert n_bytes == len(state), f"{n_bytes} of {len(state)} bytes of sequence {seq}"
+    return state
+
+
+def with_values(state: Bytes, form: CacheForm, before: int, after: int) -> Bytes:
+    """The state of one sequence with V, or K where there is no V, rounded from type `before` to type `after`, which are
+    F16 and BF16 or the reverse; in place. K is F16 where there is V.
 
     There are several caches where some layers have a sliding window. Raises ValueError for a layout that is not known:
     of other caches, or of another libllama.
     """
     at = struct.calcsize(_HEAD)
     while at < len(state):
-        at = _round_cache(state, at, form)
+        at = _round_cache(state, at, form, before, after)
     if at != len(state):
         raise ValueError(f"a state of {len(state)} bytes, of which {at} are understood")
     return state
 
 
-def _round_cache(state: Bytes, at: int, form: CacheForm) -> int:
+def _round_cache(state: Bytes, at: int, form: CacheForm, before: int, after: int) -> int:
     """Of the cache whose state begins at byte `at`; its end."""
     n_streams, n_cells = struct.unpack_from(_CACHE, state.data, at)
     if n_streams != 1:
@@ -93,15 +108,16 @@ def _round_cache(state: Bytes, at: int, form: CacheForm) -> int:
         raise ValueError("a state with V transposed; this is not understood")
     n_records = 2 * n_layers if form.has_values else n_layers
     for record in range(n_records):  # K of every layer, then V of every layer
+        is_rounded = record >= n_records - n_layers
         type_, row_bytes = struct.unpack_from(_RECORD, state.data, at)
-        if type_ != F16:
-            raise ValueError(f"record {record} of {n_records} is of type {type_}, not F16; this is not understood")
+        if type_ != (before if is_rounded else F16):
+            raise ValueError(f"record {record} of {n_records} is of type {type_}; this is not understood")
         start = at + struct.calcsize(_RECORD)
         end = start + row_bytes * n_cells
-        if record >= n_records - n_layers:
-            struct.pack_into("<i", state.data, at, BF16)
+        if is_rounded:
+            struct.pack_into("<i", state.data, at, after)
             values = state[start:end].view(np.uint16)
-            values[:] = _bf16_of_f16()[values]
+            values[:] = (_bf16_of_f16() if after == BF16 else _f16_of_bf16())[values]
         at = end
     return at
 
@@ -118,3 +134,11 @@ def _bf16_of_f16() -> npt.NDArray[np.uint16]:
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(is_nan, (bits >> 16) | 64, rounded).astype(np.uint16)
+
+
+@cache
+def _f16_of_bf16() -> npt.NDArray[np.uint16]:
+    """The same the other way round; what is too large for F16 becomes its largest number."""
+    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    largest = np.finfo(np.float16).max
+    return np.clip(values, -largest, largest).astype(np.float16).view(np.uint16)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.blocks import LARGEST
+from pipeinfer.core.blocks import LARGEST, Span
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
 from pipeinfer.errors import ModelFault, UserError
@@ -25,13 +25,14 @@ from pipeinfer.models.llama.compaction import Compaction
 from pipeinfer.models.llama.loading import cache_form, load_model, token_table
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.parts import apart, blocks_of, part_of
-from pipeinfer.models.llama.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes
+from pipeinfer.models.llama.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes, state_of
 from pipeinfer.models.llama.tap import Tap
 from pipeinfer.models.llama.threads import ThreadShare
 
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 NO_SLOT, INVALID_BATCH = 1, -1
+HANDED_CELLS = 256
 
 
 def never() -> bool:
@@ -118,7 +119,7 @@ class LlamaStage:
     def _evaluate_as_fits(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
         if self._has_states:
             return self._evaluate_apart(batch)
-        return self._evaluate_blocks(batch) if batch.n_prompt else self._evaluate_rows(batch, wanted)
+        return self._evaluate_blocks(batch, batch.span) if batch.span else self._evaluate_rows(batch, wanted)
 
     def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
         n_rows = len(batch.positions)
@@ -178,10 +179,10 @@ class LlamaStage:
             return KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells} cells")
         return RuntimeError(f"llama_decode of {n_rows} rows in {self._where} failed with {code}: {reason}")
 
-    def _evaluate_blocks(self, batch: Batch) -> FloatArray | None:
+    def _evaluate_blocks(self, batch: Batch, span: Span) -> FloatArray | None:
         """Blocks of a prompt: evaluated in a context of their own, their cells taken over into the cache."""
         first, n_rows, ((seq,), *_) = int(batch.positions[0]), len(batch.positions), batch.seqs
-        prefill = self._prefill_of(seq, first, batch.n_prompt)
+        prefill = self._prefill_of(seq, first, span)
         code = self._evaluate_in(prefill, batch)
         if code or self._tap.stopped:
             prefill.forget(first)
@@ -191,7 +192,7 @@ class LlamaStage:
         if not self._take_over(prefill, seq, first, first + n_rows):
             prefill.forget(first)
             raise self._failure(NO_SLOT, n_rows)
-        if first + n_rows == batch.n_prompt:
+        if first + n_rows == span.end:
             self._drop_prefill(seq)
         return np.empty((0, self.n_vocab), np.float32) if self.is_last else self._out[:n_rows]
 
@@ -207,13 +208,24 @@ class LlamaStage:
                 return code
         return 0
 
-    def _prefill_of(self, seq: int, first: int, n_rows: int) -> Prefill:
-        """The context of the sequence's prompt of `n_rows` rows, made when it begins."""
-        if first == 0:
+    def _prefill_of(self, seq: int, first: int, span: Span) -> Prefill:
+        """The context of the sequence's prompt, made when a span begins, with the cells before it."""
+        if first == span.start:
             self._drop_prefill(seq)
-            context = self._create_context(n_rows, LARGEST, LARGEST, N_SEQ, (F16, F16))
-            self._prefills[seq] = Prefill(self._lib, context, self._form)
+            context = self._create_context(span.end, LARGEST, LARGEST, N_SEQ, (F16, F16))
+            self._prefills[seq] = Prefill(self._lib, context, self._form, first)
+            self._hand_over(seq, self._prefills[seq])
         return self._prefills[seq]
+
+    def _hand_over(self, seq: int, prefill: Prefill) -> None:
+        """Give a prompt's context the sequence's cells before it, some at a time: they are copied."""
+        lib, memory, arrival = self._lib, self._memory, self._arrival
+        for first in range(0, prefill.start, HANDED_CELLS):
+            end = min(first + HANDED_CELLS, prefill.start)
+            lib.llama_memory_seq_cp(memory, seq, arrival, first, end)
+            cells = state_of(lib, self._context, arrival)
+            lib.llama_memory_seq_rm(memory, arrival, -1, -1)
+            prefill.take(cells, first, end)
 
     def _take_over(self, prefill: Prefill, seq: int, first: int, end: int) -> bool:
         """Give the sequence the prompt's cells at [first, end); False if there is no room for them."""
@@ -239,7 +251,7 @@ class LlamaStage:
             else:
                 if op.first and self._has_states:
                     raise RuntimeError(f"{self._where} cannot go back to position {op.first}: there are states")
-                if op.first == 0:
+                if op.src in self._prefills and op.first <= self._prefills[op.src].start:
                     self._drop_prefill(op.src)
                 elif op.src in self._prefills:
                     self._prefills[op.src].forget(op.first)
