@@ -11,7 +11,7 @@ from pipeinfer.core.interfaces import StageModel
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.kept import Kept
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 DEAR = 3.0
 """Beyond so many times a single row no run is chosen, and larger ones need not be timed."""

@@ -19,7 +19,7 @@ from pipeinfer.core.requests import Finish, Prefix, Request
 from pipeinfer.core.rota import Rota
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.scheduler import Room, choose
-from pipeinfer.core.tree import Settled, TokenTree
+from pipeinfer.core.tree import Node, Settled, TokenTree
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +66,7 @@ class Engine:
         view = View(
             request, self.target, self.growth.n_drafts, self.growth.drafts, partial(self._holds, request.tree),
             self._n_rows_for_guesses, partial(self._run_s, request.tree), lambda: self.growth.step_s,
+            self._verdict_in_s,
         )  # fmt: skip
         job = Opened(request, policy, observer or Observer(), view)
         job.observer.submitted(self.clock(), len(request.prompt))
@@ -183,6 +184,8 @@ class Engine:
         if self.run_cost and verdict.slowest_s and flight.whole and not flight.n_context:
             self.run_cost.learn(flight.n_rows, flight.context, verdict.slowest_s)
         now_s = self.clock()
+        if flight.whole and not flight.n_context:
+            self._pacer.answered(now_s - flight.sent_s)
         for part in flight.parts:
             job = self._jobs.get(part.request.id)
             if job is None:
@@ -290,7 +293,7 @@ class Engine:
             return False
         for part in sent:
             self._note_sent(self._jobs[part.request.id], part, flight)
-        flight.cost_s = self._pacer.sent(flight.n_rows, flight.context)
+        flight.cost_s, flight.sent_s = self._pacer.sent(flight.n_rows, flight.context), self.clock()
         return True
 
     def _note_sent(self, job: Opened, part: Part, flight: Flight) -> None:
@@ -325,6 +328,11 @@ class Engine:
     def _run_s(self, tree: TokenTree, n_rows: int) -> float:
         """What a run of so many rows takes the slowest stage; 0 if nobody knows."""
         return self.run_cost.seconds(n_rows, tree.root.position) if self.run_cost else 0.0
+
+    def _verdict_in_s(self, node: Node) -> float:
+        if node.run_id is None:
+            return self._pacer.answer_s
+        return max(0.0, self.target.sent_s(node.run_id) + self._pacer.answer_s - self.clock())
 
     def _n_rows_for_guesses(self, context: int) -> int:
         """Rows of a run that cost hardly more than one and that other requests' roots leave."""

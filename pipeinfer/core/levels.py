@@ -5,6 +5,7 @@ Knows rows, sequences and runs; no policy, no model and no MPI.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,7 @@ class Flight:
     n_rows: int
     n_context: int
     context: int  # tokens before a request's first row, the mean over the rows
+    sent_s: float = 0.0  # when, on the engine's clock
     cost_s: float = 0.0  # what it was thought to take the slowest stage
     dead: bool = False  # no row can count any more
     cancelled: bool = False  # and the stages were told
@@ -256,6 +258,10 @@ class Level:
 
     def is_inflight(self, run_id: int | None) -> bool:
         return run_id in self._flights
+
+    def sent_s(self, run_id: int) -> float:
+        """When a run was sent; if it is not in flight any more: long ago."""
+        return self._flights[run_id].sent_s if run_id in self._flights else -math.inf
 
     @property
     def n_flights(self) -> int:

@@ -7,6 +7,9 @@ import math
 from pipeinfer.core.interfaces import Clock
 from pipeinfer.core.run_cost import RunCost
 
+ANSWER_MEMORY = 8
+"""Verdicts over which it is averaged how long they take."""
+
 LOOKAHEAD = 0.5
 """A run is due when the slowest stage has this much of a one-row run left to do: it must be there in time."""
 
@@ -18,6 +21,7 @@ class Pacer:
         self.run_cost, self.clock = run_cost, clock
         self._free_s = -math.inf  # when the slowest stage will have done what was sent
         self._due_s: float | None = None
+        self.answer_s = 0.0  # from a run that was not pruned to its verdict, a running mean; 0 before the first
 
     def begin(self) -> None:
         """A round of questions begins: nothing is held back yet."""
@@ -55,6 +59,10 @@ class Pacer:
         """A verdict has come: the stages are through with all that was sent before it, whatever that was thought to
         take. `cost_in_flight_s`: what is left."""
         self._free_s = min(self._free_s, self.clock() + cost_in_flight_s)
+
+    def answered(self, took_s: float) -> None:
+        """The verdict of a run that every stage evaluated as a whole took so long."""
+        self.answer_s += (took_s - self.answer_s) / ANSWER_MEMORY if self.answer_s else took_s
 
     def given_up(self) -> None:
         """Runs were cancelled: the stages are free as soon as they hear of it."""

@@ -33,6 +33,10 @@ class View:
     draft_s: Callable[[], float]
     """What a step of the draft takes, as measured; 0 while nobody knows."""
 
+    verdict_in_s: Callable[[Node], float]
+    """How long until the verdict of a node is here, as long as verdicts take lately; of one that was not sent: if it
+    were sent now. 0 before the first verdict."""
+
     tree: TokenTree = field(init=False)
 
     def __post_init__(self) -> None:

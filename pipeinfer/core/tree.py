@@ -62,13 +62,18 @@ class Settled:
     tokens: list[int]  # what the target emitted: the path without the old root
     n_judged: int = 0  # guesses whose parent's verdict is in: each now right or wrong
     n_matched: int = 0  # the right ones
-    firsts: Sequence[tuple[Node, bool]] = ()
-    """For each token in whose place guesses stood the likeliest guess, and whether it was right."""
+    contests: Sequence[tuple[list[Node], Node | None]] = ()
+    """For each token in whose place guesses stood: these, likeliest first, and the right one if it was among them."""
 
     @property
     def n_contested(self) -> int:
         """Tokens in whose place at least one guess stood."""
-        return len(self.firsts)
+        return len(self.contests)
+
+    @property
+    def firsts(self) -> Iterator[tuple[Node, bool]]:
+        """For each such token the likeliest guess, and whether it was right."""
+        return ((guesses[0], guesses[0] is right) for guesses, right in self.contests)
 
 
 class TokenTree:
@@ -124,12 +129,13 @@ class TokenTree:
         """Advance the root along the verdicts it has: a matching child becomes the root, else a fresh unsent node."""
         if not self.root.children and (token := self.root.verdict) is not None:
             return self._advance(token)  # nothing was guessed: the common case of many requests at once
-        path, tokens, dead, firsts, n_judged, n_matched = [self.root], list[int](), [], [], 0, 0
+        path, tokens, dead, contests, n_judged, n_matched = [self.root], list[int](), [], [], 0, 0
         while (token := self.root.verdict) is not None:
             old = self.root
             follower = old.child(token)
             n_judged += len(old.children)
-            firsts += [(first, first is follower) for first in old.children[:1]]
+            if old.children:
+                contests.append((old.children, follower))
             n_matched += follower is not None
             dead += [node for child in old.children if child is not follower for node in child.subtree()]
             self.root = follower or Node(token, old.position + 1)
@@ -143,7 +149,7 @@ class TokenTree:
             self.nodes = [node for node in self.nodes if node.live] or [self.root]
             for node in self.nodes:
                 node.passed_over = 0
-        return Settled(path, tokens, n_judged, n_matched, firsts)
+        return Settled(path, tokens, n_judged, n_matched, contests)
 
     def _advance(self, token: int) -> Settled:
         """What `settle` comes to if there are no guesses."""

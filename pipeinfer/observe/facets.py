@@ -12,7 +12,7 @@ from pipeinfer.observe.results import Record
 Series = dict[str, list[Record]]
 Bar = Sequence[Record]
 
-POLICIES = ("iterative", "speculative", "pipeinfer", "pipedec", "flowspec", "pipespec")
+POLICIES = ("iterative", "speculative", "pipeinfer", "pipedec", "flowspec", "pipespec", "auto")
 SHOWN = (
     "policy", "variant", "settings", "model", "model_bytes", "model_hash", "quantisation", "model_draft",
     "model_draft_bytes", "model_draft_hash", "quantisation_draft", "ranks", "layers", "threads", "prompt",

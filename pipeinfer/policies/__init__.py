@@ -1,5 +1,6 @@
 """Policies: which nodes go to the target now, and which nodes does the draft expand now. Nothing else."""
 
+from pipeinfer.policies.auto import Auto
 from pipeinfer.policies.flowspec import FlowSpec
 from pipeinfer.policies.iterative import Iterative
 from pipeinfer.policies.pipedec import PipeDec
@@ -7,4 +8,4 @@ from pipeinfer.policies.pipeinfer import PipeInfer
 from pipeinfer.policies.pipespec import PipeSpec
 from pipeinfer.policies.speculative import Speculative
 
-__all__ = ["FlowSpec", "Iterative", "PipeDec", "PipeInfer", "PipeSpec", "Speculative"]
+__all__ = ["Auto", "FlowSpec", "Iterative", "PipeDec", "PipeInfer", "PipeSpec", "Speculative"]

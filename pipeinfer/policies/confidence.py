@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.tree import Settled
 
 LEARNING_RATE, LARGEST_BIAS = 0.2, 4.0
 """Of the correction, in log-odds."""
@@ -44,3 +45,10 @@ class Confidence:
     def met(self, guessed: bool) -> None:
         """A token in whose place guesses stood has come: whether it was among them."""
         self.hit_rate += (float(guessed) - self.hit_rate) / HIT_MEMORY
+
+    def settled(self, settled: Settled) -> None:
+        """All that verdicts said of guesses."""
+        for node, right in settled.firsts:
+            self.judged(node.guessed_by, math.exp(node.log_prob), right)
+        for index in range(settled.n_contested):
+            self.met(index < settled.n_matched)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import ClassVar
 
 from pipeinfer.core.policy import Policy, View
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
+from pipeinfer.policies.likeliest import SCORE
 from pipeinfer.policies.limits import MAX_DEPTH, MAX_RUN, MAX_TREE, MAX_WIDTH
 
-SCORE = attrgetter("score")
 Selection = Callable[[Sequence[Node]], list[Node]]
 
 

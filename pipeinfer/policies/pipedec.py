@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import ClassVar
 
 from pipeinfer.core.policy import Policy, View
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
+from pipeinfer.policies.likeliest import SCORE
 from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
-
-SCORE = attrgetter("score")
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are

@@ -6,9 +6,7 @@ verdict stay in the tree and in the pipeline: they are never drafted or sent twi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import ClassVar
 
 from pipeinfer.core.policy import Policy, View
@@ -16,11 +14,9 @@ from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.confidence import Confidence
+from pipeinfer.policies.likeliest import SCORE, to_refine
 from pipeinfer.policies.limits import MAX_RUN, MAX_RUNS, MAX_WIDTH
-
-SCORE = attrgetter("score")
-PAUSE_BELOW, RESUME_ABOVE = 0.06, 0.15
-LONGEST_PAUSE = 64
+from pipeinfer.policies.silence import Silence
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
@@ -70,8 +66,7 @@ class PipeInfer(Policy):
     asynchronous: bool = setting(True, "--no-async", help="Ablation: the draft works only while the pipeline is empty.")
     confidence: Confidence = field(default_factory=Confidence, compare=False, repr=False)
     _shift: float = field(default=0.0, init=False, repr=False, compare=False)
-    _pause: int = field(default=0, init=False, repr=False, compare=False)  # roots between two tries; 0: guesses pay
-    _n_roots: int = field(default=0, init=False, repr=False, compare=False)
+    _silence: Silence = field(default_factory=Silence, init=False, repr=False, compare=False)
 
     def begin(self) -> PipeInfer:
         return replace(self)
@@ -107,7 +102,7 @@ class PipeInfer(Policy):
     def draft(self, view: View) -> dict[Node, int]:
         """The likeliest open nodes, if their children could belong into the next run."""
         n_rows = self._n_rows(view)
-        if not n_rows or self._resting or (view.n_inflight and not self.asynchronous):
+        if not n_rows or self._silence.holds or (view.n_inflight and not self.asynchronous):
             return {}
         ready = self._unsent(view)
         worst = ready[n_rows - 1].score if len(ready) >= n_rows else float("-inf")
@@ -128,36 +123,12 @@ class PipeInfer(Policy):
         return kept
 
     def refine(self, view: View, draft: int) -> dict[Node, int]:
-        """The likeliest nodes, those first after which nothing was sent: there its guesses come in time."""
-        if self._resting or (view.n_inflight and not self.asynchronous):
+        if self._silence.holds or (view.n_inflight and not self.asynchronous):
             return {}
-        open_nodes = [node for node in view.tree.nodes if node.is_open(draft) and view.may_branch(node)]
-        found = sorted(open_nodes, key=lambda node: (any(child.run_id for child in node.children), -node.score))
-        return dict.fromkeys(found, self.width)
-
-    # -- learning
-
-    @property
-    def _resting(self) -> bool:
-        return self._pause > 0 and self._n_roots % self._pause > 0
+        return dict.fromkeys(to_refine(view, draft), self.width)
 
     def settled(self, settled: Settled) -> str:
         if settled.n_matched:
             self._shift = 0.0
-        self._n_roots += len(settled.path) - 1
-        for node, right in settled.firsts:
-            self.confidence.judged(node.guessed_by, math.exp(node.log_prob), right)
-        for index in range(settled.n_contested):
-            self.confidence.met(index < settled.n_matched)
-        return self._pause_or_resume(settled.n_contested > 0, settled.n_matched > 0)
-
-    def _pause_or_resume(self, contested: bool, matched: bool) -> str:
-        if not self._pause and self.confidence.hit_rate < PAUSE_BELOW:
-            self._pause = 4
-            return "hardly any guess of the draft is right: only single tokens are sent, guesses are tried now and then"
-        if self._pause and self.confidence.hit_rate > RESUME_ABOVE:
-            self._pause = 0
-            return "the draft's guesses are right again: speculation goes on"
-        if self._pause and contested:
-            self._pause = 4 if matched else min(2 * self._pause, LONGEST_PAUSE)
-        return ""
+        self.confidence.settled(settled)
+        return self._silence.settled(settled, self.confidence.hit_rate)

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.settings import settings_of
+from pipeinfer.policies.auto import Auto
 from pipeinfer.policies.flowspec import FlowSpec
 from pipeinfer.policies.iterative import Iterative
 from pipeinfer.policies.pipedec import PipeDec
@@ -15,7 +16,7 @@ from pipeinfer.policies.pipespec import PipeSpec
 from pipeinfer.policies.speculative import Speculative
 
 POLICIES: Mapping[str, type[Policy]] = {
-    kind.name: kind for kind in (Iterative, Speculative, PipeInfer, PipeDec, FlowSpec, PipeSpec)
+    kind.name: kind for kind in (Iterative, Speculative, PipeInfer, PipeDec, FlowSpec, PipeSpec, Auto)
 }
 
 USUAL = ("iterative", "speculative", "pipeinfer")

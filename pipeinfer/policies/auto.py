@@ -1,0 +1,120 @@
+"""Speculation without a choice by the user: as many guesses a run as cost next to nothing, those first that save most.
+
+The objective is the time that verdicts are waited for. A token that was not on its way when its turn came costs the
+time of a whole verdict; one that was costs its run's share of the slowest stage. So a run shall go whenever a stage is
+about to want one, and shall carry what saves the most. What is estimated, and how:
+
+* P(node), that the target will choose it and all guesses above it: the product of the drafts' confidences along its
+  path, each corrected by how such guesses fared so far (`Confidence`).
+* r(node), what sending it now can save at most: if it is not sent, it goes out as the root when the verdict of its
+  nearest sent ancestor comes. `View.verdict_in_s` has how long that still takes, as verdicts have taken so far.
+* c(n), what a run of n rows takes the slowest stage after this context, as timed at loading and observed since
+  (`RunCost`). Rows are taken up to CHEAP times the time of one, here: `View.n_cheap_rows`. Further rows delay the run
+  at every stage and pay only if they would never get a run of their own; in simulations of the shipped profiles they
+  did not. Where memory bandwidth is the limit, as on GPUs, that makes wide trees; where arithmetic is, single chains;
+  where other requests want the pipeline it is what their roots leave, down to nothing.
+
+A run therefore carries the n_cheap_rows of the largest P(node) r(node). The draft expands as many nodes as that in a
+step, the likeliest first, if their guesses could belong to the next run. When hardly any guess is right, there are none
+(`Silence`). PipeInfer's, PipeDec's and FlowSpec's trees are what comes of this at their authors' costs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.runs import Guess
+from pipeinfer.core.tree import Node, Settled
+from pipeinfer.policies.confidence import Confidence
+from pipeinfer.policies.likeliest import SCORE, to_refine
+from pipeinfer.policies.limits import MAX_WIDTH
+from pipeinfer.policies.silence import Silence
+
+LEAST = 0.001
+"""A guess that is less probable does not enter the tree."""
+
+SOON_S = 1e-9
+"""How long a verdict that is overdue still takes: guesses below it come last, and in their order."""
+
+
+@dataclass(unsafe_hash=True)  # it has no settings
+class Auto(Policy):
+    """Requests of one session share what was learned of the drafts."""
+
+    name: ClassVar[str] = "auto"
+    n_seq: ClassVar[int] = 127
+
+    confidence: Confidence = field(default_factory=Confidence, compare=False, repr=False)
+    _silence: Silence = field(default_factory=Silence, init=False, repr=False, compare=False)
+
+    def begin(self) -> Auto:
+        return replace(self)
+
+    # -- sending
+
+    def send(self, view: View) -> list[Node]:
+        """The root at once, and with it what is known to follow; further runs when a stage is about to want them."""
+        root = view.tree.root
+        if root.run_id is None:
+            return [root, *self._best(view, view.n_cheap_rows - 1)]
+        if view.n_inflight > view.n_stages or (view.n_inflight and view.hold()):
+            return []
+        return self._best(view, view.n_cheap_rows)
+
+    @staticmethod
+    def _best(view: View, n_rows: int) -> list[Node]:
+        """Unsent guesses that save the most; a child saves no more than its parent, and comes after it."""
+        if n_rows <= 0:
+            return []
+        unsent = _unsent(view)
+        if len(unsent) > n_rows:
+            saved_s = _saved_s(view, unsent)
+            unsent.sort(key=saved_s.__getitem__, reverse=True)
+        return view.fitting(unsent[: 2 * n_rows])[:n_rows]
+
+    # -- drafting
+
+    def draft(self, view: View) -> dict[Node, int]:
+        """The likeliest open nodes, if guesses after them could belong to the next run."""
+        n_rows = view.n_cheap_rows
+        if n_rows <= 0 or self._silence.holds:
+            return {}
+        unsent = sorted((node.score for node in _unsent(view)), reverse=True)
+        worst = unsent[n_rows - 1] if len(unsent) >= n_rows else -math.inf
+        open_nodes = [
+            node for node in view.tree.nodes if not node.expanded and node.score > worst and view.may_branch(node)
+        ]
+        return dict.fromkeys(sorted(open_nodes, key=SCORE, reverse=True)[:n_rows], MAX_WIDTH)
+
+    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
+        return [guess for guess in self.confidence.corrected(guesses, draft) if guess.probability >= LEAST]
+
+    def refine(self, view: View, draft: int) -> dict[Node, int]:
+        return {} if self._silence.holds else dict.fromkeys(to_refine(view, draft), MAX_WIDTH)
+
+    # -- learning
+
+    def settled(self, settled: Settled) -> str:
+        self.confidence.settled(settled)
+        return self._silence.settled(settled, self.confidence.hit_rate)
+
+
+def _unsent(view: View) -> list[Node]:
+    """Guesses in reach that no run has carried, parents before children."""
+    root, end = view.tree.root, view.tree.root.position + view.depth_left
+    return [node for node in view.tree.unsent() if node.position < end and node is not root]
+
+
+def _saved_s(view: View, nodes: list[Node]) -> dict[Node, float]:
+    """P(node) r(node) of unsent nodes, parents before children, in seconds; in any unit before the first verdict."""
+    left_s: dict[Node, float] = {}
+    for node in nodes:
+        above = node.parent
+        assert above
+        if above not in left_s:
+            left_s[above] = view.verdict_in_s(above) or SOON_S
+        left_s[node] = left_s[above]
+    return {node: math.exp(node.score) * left_s[node] for node in nodes}

@@ -1,0 +1,112 @@
+"""The policy that needs no choice: what it sends, what it learns, and how it does beside the others."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.runs import Guess
+from pipeinfer.core.tree import Settled, TokenTree
+from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer
+from pipeinfer.virtual.choices import ranks_for, synthetic_team
+from pipeinfer.virtual.profile import load_profile
+from pipeinfer.virtual.simulation import Simulated, simulate
+from tests.timesteps import TEXT, GivenChoices, timesteps
+
+SURE = {token: {token + 1: 0.9, 50 + token: 0.1} for token in TEXT}
+
+
+def test_the_root_takes_along_what_is_known_to_follow_it() -> None:
+    """Its second guess was right and not sent yet: it goes out with the guesses after it, in one run."""
+    follows = {1: {20: 0.6, 2: 0.4}, 20: {21: 0.9}, 21: {22: 0.9}, 22: {23: 0.9}, 2: {3: 0.9}}
+    sent = timesteps(Auto(), GivenChoices(follows), 2, 4)
+    assert sent[0] == (0.0, [1])
+    hit = next(tokens for _, tokens in sent if 2 in tokens)
+    assert hit[:2] == [2, 3] or hit == [2]
+
+
+def test_a_run_carries_no_more_rows_than_cost_little() -> None:
+    """Here one: the engine knows no costs, and takes rows to be dear."""
+    assert all(len(tokens) == 1 for _, tokens in timesteps(Auto(), GivenChoices(SURE), 3, 6))
+
+
+def test_rows_that_cost_nothing_are_used() -> None:
+    """Where 64 rows take as long as one, siblings of the likeliest guess go too."""
+    sent = timesteps(Auto(), GivenChoices(SURE), 3, 6, known=True)
+    assert max(len(tokens) for _, tokens in sent) > 1
+    assert any({token + 1, 50 + token} <= set(tokens) for token in TEXT for _, tokens in sent)
+
+
+def test_a_guess_whose_verdict_is_about_to_come_goes_last() -> None:
+    """Of two equally likely guesses the one below the run that was sent later is sent: more time can be saved there."""
+    tree = TokenTree(1, 0)
+    early, late = tree.grow(tree.root, [Guess(2, 0.5), Guess(3, 0.5)], [-0.7, -0.7])
+    (below_early,) = tree.grow(early, [Guess(4, 0.5)], [-0.7])
+    (below_late,) = tree.grow(late, [Guess(5, 0.5)], [-0.7])
+    tree.root.run_id, early.run_id, late.run_id = 1, 2, 3
+    left_s = {early: 0.1, late: 0.8}
+
+    class View:
+        def __init__(self) -> None:
+            self.tree, self.n_inflight, self.n_stages, self.n_cheap_rows, self.depth_left = tree, 3, 4, 1, 50
+            self.hold = lambda: False
+            self.verdict_in_s = left_s.__getitem__
+
+        @staticmethod
+        def fitting(nodes: list[object]) -> list[object]:
+            return nodes
+
+    assert Auto().send(View()) == [below_late]  # type: ignore[arg-type]
+    left_s[early] = 0.9
+    assert Auto().send(View()) == [below_early]  # type: ignore[arg-type]
+
+
+def test_requests_of_a_session_share_what_was_learned_and_nothing_else() -> None:
+    first = Auto()
+    second = first.begin()
+    assert second.confidence is first.confidence and second == first and hash(second) == hash(first)
+    tree = TokenTree(1, 0)
+    tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
+    notices = []
+    for _ in range(40):
+        tree.root.verdict = 3  # never what was guessed
+        notices.append(first.settled(tree.settle()))
+        tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
+    assert any("hardly any guess" in notice for notice in notices)
+    assert first.keep(tree.root, [Guess(2, 0.9)])[0].probability < 0.5, "such confidence was never justified"
+    assert second.settled(Settled([tree.root], [])) or not second._silence.holds
+
+
+# -- beside the others, in virtual time
+
+
+def speed(policy: Policy, profile_name: str, pair: str, nodes: int, acceptance: float, seeds: int = 2) -> float:
+    profile = load_profile(profile_name).lay_out(nodes, pair, policy.drafts)
+    return statistics.fmean(_tokens_a_second(profile, policy, acceptance, seed) for seed in range(seeds))
+
+
+def _tokens_a_second(profile: object, policy: Policy, acceptance: float, seed: int) -> float:
+    (choices,) = synthetic_team([ranks_for(acceptance)], seed, 64)
+    found: Simulated = simulate(profile, choices, policy.begin(), 128)  # type: ignore[arg-type]
+    token_s = found.metrics.token_s
+    return (len(token_s) - 1) / (token_s[-1] - token_s[0])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "acceptance", "others"),
+    [
+        (("pipedec-14", "", 0), 0.52, (PipeDec(), PipeInfer())),
+        (("flowspec", "llama2-7b", 0), 0.66, (FlowSpec(), PipeInfer(), PipeDec(layer_width=16))),
+        (("pipespec", "llama-70b-1b", 3), 0.3, (PipeDec(), PipeInfer())),
+        (("pipeinfer-c", "goliath-xwin7", 8), 0.3, (PipeInfer(), PipeDec(layer_width=2, children=2))),
+        (("pipeinfer-a", "dolphin-tinyllama", 4), 0.79, (PipeInfer(),)),
+        (("pipeinfer-b", "falcon-7", 13), 0.05, (Iterative(), PipeInfer())),
+    ],
+)
+def test_it_is_not_worse_than_what_is_best_there(
+    cluster: tuple[str, str, int], acceptance: float, others: tuple[Policy, ...]
+) -> None:
+    best = max(speed(policy, *cluster, acceptance) for policy in others)
+    assert speed(Auto(), *cluster, acceptance) > 0.97 * best
