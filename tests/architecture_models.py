@@ -76,8 +76,8 @@ FOUR: dict[str, Metadata] = {
     "paddleocr": PLANES,
     "qwen": {**ALL_HEADS, "feed_forward_length": 128},
     "qwen2vl": PLANES,
-    "qwen3vl": PLANES,
-    "qwen3vlmoe": {**EXPERTS, **PLANES},
+    "qwen3vl": {**PLANES, "n_deepstack_layers": 2},
+    "qwen3vlmoe": {**EXPERTS, **PLANES, "n_deepstack_layers": 2},
 }
 
 WINDOW: Metadata = {"attention.sliding_window": 8}
@@ -156,6 +156,7 @@ DELTA: Metadata = {
     "ssm.group_count": 2,
     "full_attention_interval": 2,
 }
+NO_HEADS: Metadata = {"attention.head_count": 0, "attention.head_count_kv": None, "feed_forward_length": 0}
 HALF: Metadata = {"attention.head_count_kv": [0, 2] * 4}
 KDA: Metadata = {
     **LATENT,
@@ -182,8 +183,8 @@ STATES = [
     RandomModel("kimi-linear", 8, KDA),
     RandomModel("lfm2", 8, {**HALF, "shortconv.l_cache": 3}),
     RandomModel("lfm2moe", 8, {**HALF, **DENSE_FIRST, "shortconv.l_cache": 3}),
-    RandomModel("mamba", 4, SCAN),
-    RandomModel("mamba2", 4, GROUPS),
+    RandomModel("mamba", 4, {**SCAN, **NO_HEADS}),
+    RandomModel("mamba2", 4, {**GROUPS, **NO_HEADS}),
     RandomModel("nemotron_h", 9, {**GROUPS, **THIRDS}),
     RandomModel("nemotron_h_moe", 9, {**GROUPS, **THIRDS, **SHARED}),
     RandomModel("plamo2", 8, {**SCAN, **HALF, "ssm.group_count": 0}),

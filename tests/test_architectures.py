@@ -82,6 +82,15 @@ def test_slices_equal_the_whole_model(tmp_path: Path, name: str) -> None:
         assert np.array_equal(rows_of_slices(path, cuts, tokens), expected), cuts
 
 
+@pytest.mark.parametrize("name", ["cohere2", "falcon", "gemma3", "granite", "lfm2", "llama", "mamba", "qwen2"])
+def test_tied_embeddings(tmp_path: Path, name: str) -> None:
+    model = replace(MODELS[name], without=(*MODELS[name].without, "/output.weight", "/output.bias"))
+    path, tokens = write_random_model(tmp_path / f"{name}.gguf", model), random_tokens(40)
+    info, expected = read_model_info(path), rows_of_whole(path, tokens)
+    assert info.tied
+    assert np.array_equal(rows_of_slices(path, possible_cuts(info.layers, 2)[0], tokens), expected)
+
+
 @pytest.mark.parametrize(("name", "n_layer"), [("gemma3", 62), ("gemma2", 46)])
 def test_sizes_whose_attention_is_scaled_otherwise(tmp_path: Path, name: str, n_layer: int) -> None:
     heads = {"attention.key_length": 32, "attention.value_length": 32}

@@ -20,7 +20,7 @@ from tests.architecture_models import MODELS
 from tests.gguf_factory import write_model
 from tests.jobs import finish, run_json
 from tests.test_architectures import possible_cuts, rows_of_whole
-from tests.test_llama_stage import load, loaded, random_tokens, run
+from tests.test_llama_stage import load, loaded, random_tokens, run, state
 from tests.test_prompts import after, evaluate, read, tokens_of
 
 __all__ = ["loaded"]
@@ -95,6 +95,17 @@ def test_sequences_are_removed_as_a_whole_and_packed(folder: Path, loaded: Loade
     assert np.array_equal(say(chain, 2, 12, 20), say(alone, 0, 12, 20))
     with pytest.raises(RuntimeError, match="cannot go back to position 15"):
         chain[0].apply([KvOp(OpKind.REMOVE, 2, first=15)])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "kimi-linear", "lfm2", "falcon-h1"])
+def test_states_take_what_is_planned(folder: Path, loaded: Loader, name: str) -> None:
+    path, cuts = model_and_cut(folder, name)
+    info, edges = read_model_info(path), [0, *cuts, read_model_info(path).n_layer]
+    chain = loaded(path, cuts, PARAMS)
+    run(chain, rows([0], [5], [0]))
+    for stage, first, last in zip(chain, edges, edges[1:], strict=False):
+        in_cache = sum(info.layers.state_bytes[first:last]) + sum(info.kv_bytes_per_cell[first:last])
+        assert 0 <= len(state(stage, 0)) - in_cache < 1000
 
 
 def test_what_cannot_be_cut_is_given_up() -> None:

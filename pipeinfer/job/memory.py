@@ -19,6 +19,7 @@ from pipeinfer.models.llama.ggml import load_library
 
 CELLS_PADDING = 256  # libllama's
 N_GUESS_ROWS = 32  # guesses a run carries at most
+N_SPARE_STATES = 2  # of sequences beside those of requests
 N_MESSAGES = 4  # on their way in and out of a rank at a time
 TOKEN_BYTES = 150  # of a vocabulary, on rank 0
 
@@ -85,6 +86,9 @@ class MemoryNeeds:
             self.info, first, last, self.n_cells, self.n_rows, self._n_outputs, self.options.numerics == "exact",
             self.options.slice_cache is not None, gpu_layers(self.options),
         )  # fmt: skip
+        if not self.info.layers.rewinds:
+            n_states = (self.options.sequences or 1) + N_SPARE_STATES
+            return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
         if self.n_in_blocks:
             found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
         return found

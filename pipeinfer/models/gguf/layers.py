@@ -139,11 +139,25 @@ class Layers:
         return self.known.states is None
 
     @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Of each layer, what a sequence's state takes; libllama's own formulas."""
+        n_conv = max(self._number("ssm.conv_kernel", 1) - 1, 0)
+        n_heads, length = self._number("attention.head_count", 0), self._number("kda.head_dim", 0)
+        inner, state = self._number("ssm.inner_size", 0), self._number("ssm.state_size", 0)
+        n_values = n_conv * (inner + 2 * self._number("ssm.group_count", 0) * state) + state * inner
+        if length:
+            n_values = 3 * n_conv * n_heads * length + n_heads * length * length
+        if n_short := self._number("shortconv.l_cache", 0):
+            n_values = self._number("embedding_length", 0) * (n_short - 1)
+        return tuple(4 * n_values if stateful else 0 for stateful in self.stateful)
+
+    @property
     def attentive(self) -> tuple[bool, ...]:
-        """Of each layer that may have a state, whether it has attention; some have neither."""
-        if self.known.states and self.known.states.zero:
-            return tuple(map(bool, self.of_layers(self.known.states.zero[0], 0)))
-        return tuple(not stateful for stateful in self.stateful)
+        """Of each layer, whether it has attention; one may have a state too, or neither."""
+        states = self.known.states
+        if states and states.zero:
+            return tuple(map(bool, self.of_layers(states.zero[0], 0)))
+        return tuple(not stateful or (states is not None and states.all) for stateful in self.stateful)
 
     def has(self, key: str) -> bool:
         return self._value(key) is not None

@@ -203,7 +203,10 @@ def _kv_bytes(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tuple[i
     # libllama derives the length of a head from the first layer, for all layers
     default = n_embd // max(heads[0], 1)
     key, value = per_layer("attention.key_length", default), per_layer("attention.value_length", default)
-    return tuple(2 * n * (k + v) for n, k, v in zip(heads_kv, key, value, strict=True))
+    if layers.shares_values:
+        value = per_layer("attention.indexer.key_length", 0)  # not values, but what an indexer keeps in their place
+    cells = zip(heads_kv, key, value, layers.attentive, strict=True)
+    return tuple(2 * n * (k + v) if attends else 0 for n, k, v, attends in cells)
 
 
 def _quantisation(metadata: dict[str, Value]) -> str:
