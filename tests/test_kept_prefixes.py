@@ -18,6 +18,7 @@ from pipeinfer.core.levels import Flight, Level
 from pipeinfer.core.lookup import LookupDrafter
 from pipeinfer.core.prefixes import KeptPrefixes, common, spans_to_continue
 from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.metrics import RequestMetrics
@@ -33,7 +34,16 @@ other bits may."""
 
 
 class BlockStage(ToyStage):
-    """A toy stage for which a row in a block is another one than the same row by itself."""
+    """A toy stage for which a row in a block is another one than the same row by itself. Without `rewinds` a sequence
+    cannot lose its newest rows alone."""
+
+    rewinds = True
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        for op in ops:
+            goes_back = op.kind is OpKind.REMOVE and 0 < op.first < self.next_position(op.src)
+            assert self.rewinds or not goes_back, f"sequence {op.src} cannot go back to {op.first}"
+        super().apply(ops)
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         if batch.span and batch.hidden is None:
@@ -131,11 +141,14 @@ def run_case(seed: int) -> tuple[int, int]:
     cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), rng.randrange(N_LAYERS))), N_LAYERS]
     stages = [BlockStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
     pipeline = ToyPipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
-    drafter = some_drafter(rng, reference, n_seq, n_cells + 64)
-    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))])
+    rewinds = rng.random() < 0.8
+    for stage in stages:
+        stage.rewinds = rewinds
+    drafter = some_drafter(rng, reference, n_seq, n_cells + 64) if rewinds else None
+    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))]) if rewinds else []
     for level in drafts:
         check_answers(level)
-    pool = SequencePool(n_seq, n_cells, parked)
+    pool = SequencePool(n_seq, n_cells, parked, rewinds)
     options = {"n_chunk": rng.choice([3, 64, 128]), "n_rows": rng.choice([3, 32]), "cancel": rng.random() < 0.9}
     engine = toy_engine(pipeline, pool, drafter, drafts, blocks=blocks, **options)
     chats = [Chat() for _ in range(rng.choice([1, 1, 2, 3]))]

@@ -56,7 +56,7 @@ class Engine:
         self._drains = False  # nothing is sent until the parked cells can be won back
         self._jobs: dict[int, Opened] = {}
         self.growth = Growth(drafter, drafts, clock, self._jobs, self._wake, target.n_inflight)
-        self._waiting, self._kept = deque[Opened](), KeptPrefixes(target.blocks)
+        self._waiting, self._kept = deque[Opened](), KeptPrefixes(target.blocks, target.pool.rewinds)
         self._senders, self._emissions = Rota[Opened](), deque[Emission]()  # whom to ask for a run; what came of it
 
     # -- requests
@@ -234,9 +234,9 @@ class Engine:
 
     def _n_to_leave(self, request: Request) -> int:
         """Tokens whose cells stay when the request has finished: certain ones, up to a span that is not whole."""
-        n_settled, spans = self.target.n_settled(request) if request.keep else 0, request.spans or ()
-        cut = (span.start for span in spans if self.target.blocks and span.start < n_settled < span.end)
-        return next(cut, n_settled)
+        n_settled = self.target.n_settled(request) if request.keep else 0
+        broken = [span for span in request.spans or () if self.target.blocks and span.start < n_settled < span.end]
+        return (broken[0].start if self.target.pool.rewinds else 0) if broken else n_settled
 
     def _count_given_up(self, level: Level, flights: Sequence[Flight]) -> None:
         if level is not self.target or not flights:  # nobody waits for a larger draft to be free

@@ -144,10 +144,12 @@ class Level:
         return given_up
 
     def n_settled(self, request: Request) -> int:
-        """How many of the request's tokens have cells that every stage is known to have evaluated."""
+        """How many of the request's tokens have cells that every stage is known to have evaluated; none where these
+        cannot be had without others."""
         flying = (part for flight in self._of_request[request.id].values() for part in flight.parts)
         starts = [part.certain_start for part in flying if part.request is request]
-        return min(self.pool.placed_end(request.id), len(request.tokens), *starts)
+        n_settled = min(self.pool.placed_end(request.id), len(request.tokens), *starts)
+        return n_settled if self.pool.can_leave(request.id, n_settled) else 0
 
     # -- what a request wants, what there is room for
 

@@ -13,10 +13,11 @@ from pipeinfer.core.requests import Prefix, Request
 
 
 class KeptPrefixes:
-    """Of requests that have finished, the oldest first. `blocks`: whether the target evaluates prompts in blocks."""
+    """Of requests that have finished, the oldest first. `blocks`: whether the target evaluates prompts in blocks;
+    `rewinds`: whether its sequences can lose their newest tokens."""
 
-    def __init__(self, blocks: bool) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: bool, rewinds: bool = True) -> None:
+        self.blocks, self.rewinds = blocks, rewinds
         self._kept: dict[int, Request] = {}
 
     def n_cells(self, but: Prefix | None = None) -> int:
@@ -50,7 +51,8 @@ class KeptPrefixes:
         if request.sampling.looks_back and not kept.sampling.looks_back:
             return 0  # what sampling looks back on was not noted
         n = min(common(kept.tokens, request.prompt), kept.n_left, len(request.prompt) - 1)
-        return _n_alike(kept.spans or (), request.spans or (), n) if self.blocks else n
+        n = _n_alike(kept.spans or (), request.spans or (), n) if self.blocks else n
+        return n if self.rewinds or n == kept.n_left else 0
 
 
 def _n_alike(kept: Sequence[Span], wanted: Sequence[Span], n: int) -> int:

@@ -146,6 +146,10 @@ class SequencePool:
         self._n_certain -= base.end
         self.n_parked += base.end if self.parked else 0
 
+    def can_leave(self, request_id: int, n_tokens: int) -> bool:
+        """Whether the first `n_tokens` can stay without those after them."""
+        return self.rewinds or self._paths[self._bases[request_id].seq].end <= n_tokens
+
     def leave(self, request_id: int, n_tokens: int) -> None:
         """The request has ended: give back all but its first certain tokens, `n_tokens` at most, which stay."""
         base = self._bases[request_id]
