@@ -1,4 +1,5 @@
-"""A Slurm of one host for the tests: its daemons run in a folder of their own and listen on loopback only."""
+"""A Slurm on one host for the tests, of one node or several: its daemons run in a folder of their own and listen on
+loopback only."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 N_CPUS = 8
-"""Tasks that fit on the host; it need not have as many cores."""
+"""Tasks that fit on a node; the host need not have as many cores."""
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -26,8 +27,7 @@ START_TIMEOUT_S = 20.0
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
@@ -35,20 +35,22 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1
 FirstJobId={first_job}
 KillWait=10
-NodeName={host} NodeAddr=127.0.0.1 CPUs={n_cpus}
+{nodes}
 PartitionName=all Nodes=ALL Default=YES
 """
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={n_cpus}"
 
 
 def missing_programs() -> list[str]:
@@ -67,19 +69,26 @@ class Slurm:
             if name != "SLURM_CONF":  # where the tests themselves are a job
                 del self.environ[name]
 
-    def start(self) -> None:
-        """Returns when the node takes jobs. RuntimeError, with what the daemons wrote, when it never does."""
+    def start(self, n_nodes: int = 1) -> None:
+        """Returns when the nodes take jobs. RuntimeError, with what the daemons wrote, when it never does."""
         folder = self.folder
         (folder / "state").mkdir()
-        (folder / "spool").mkdir()
         (folder / "munge.key").touch(mode=0o600)
         (folder / "munge.key").write_bytes(secrets.token_bytes(64))
         host, user = socket.gethostname().split(".")[0], pwd.getpwuid(os.geteuid()).pw_name
         # MPICH names a job's shared memory after the job's id, and what a killed job left there would stop its namesake
         first_job = 1 + secrets.randbelow(1 << 25)
+        port, *ports = _free_ports(1 + n_nodes)
+        names = [host if n_nodes == 1 else f"node{number}" for number in range(n_nodes)]
+        for name in names:
+            (folder / f"spool-{name}").mkdir()
         config = CONFIG.format(
-            folder=folder, host=host, user=user, ports=_free_ports(2), n_cpus=N_CPUS, first_job=first_job
-        )
+            folder=folder, host=host, user=user, port=port, first_job=first_job,
+            nodes="\n".join(
+                NODE.format(name=name, host=host, port=own, n_cpus=N_CPUS)
+                for name, own in zip(names, ports, strict=True)
+            ),
+        )  # fmt: skip
         (folder / "slurm.conf").write_text(config)
         files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "pid", "seed-file": "seed"}
         places = [f"--{name}={folder / file}" for name, file in (files | {"log-file": "munged.log"}).items()]
@@ -87,7 +96,8 @@ class Slurm:
         self._daemon("munged", "--foreground", "--force", *places)
         self._await(lambda: (folder / "munge.socket").exists())
         self._daemon("slurmctld", "-D")
-        self._daemon("slurmd", "-D")
+        for name in names:
+            self._daemon("slurmd", "-D", "-N", name)
         self._await(lambda: self.output("sinfo", "--noheader", "--format=%T").strip() == "idle")
 
     def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
@@ -135,7 +145,7 @@ class Slurm:
     def _daemon(self, name: str, *arguments: str) -> None:
         # dies with the tests, even if nobody is left to stop it
         command = ["setpriv", "--pdeathsig", "KILL", name, *arguments]
-        with (self.folder / f"{name}.out").open("wb") as log:
+        with (self.folder / f"{name}-{len(self._daemons)}.out").open("wb") as log:
             self._daemons.append(
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ)
             )
@@ -150,12 +160,12 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def private_slurm() -> Iterator[Slurm]:
+def private_slurm(n_nodes: int = 1) -> Iterator[Slurm]:
     """A running Slurm; at the end of the block, however it ends, nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
         slurm = Slurm(Path(folder))
         try:
-            slurm.start()
+            slurm.start(n_nodes)
             yield slurm
         finally:
             slurm.stop()

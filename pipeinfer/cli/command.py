@@ -21,7 +21,9 @@ class Command(click.Command):
     """Raises click.NoSuchOption or UsageError for words that are no option here, with the way out."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = args if ctx.resilient_parsing else list(read_words(args, self.get_params(ctx)))
+        words = (
+            args if ctx.resilient_parsing else list(read_words(args, self.get_params(ctx), ctx.allow_interspersed_args))
+        )
         try:
             return super().parse_args(ctx, words)
         except click.BadParameter as error:
@@ -50,8 +52,9 @@ class Group(click.Group):
         return super().parse_args(ctx, args)
 
 
-def read_words(args: list[str], params: list[click.Parameter]) -> Iterator[str]:
-    """The words that click shall parse: llama.cpp's spellings in ours, its harmless flags left out."""
+def read_words(args: list[str], params: list[click.Parameter], interspersed: bool = True) -> Iterator[str]:
+    """The words that click shall parse: llama.cpp's spellings in ours, its harmless flags left out. Unless options may
+    stand between arguments (`interspersed`), all from the first argument on are left as they are."""
     known = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     words = iter(args)
     for word in words:
@@ -65,6 +68,8 @@ def read_words(args: list[str], params: list[click.Parameter]) -> Iterator[str]:
             yield from words
         elif not word.startswith("-") or word == "-" or (ATTACHED.fullmatch(word) and word[:2] in known):
             yield word
+            if not (interspersed or word.startswith("-")):
+                yield from words
         elif name in HARMLESS:
             _check_harmless(name, HARMLESS[name], words)
         elif name in INSTEAD:

@@ -26,6 +26,7 @@ COMMANDS = {
     "record": "record:record_command",
     "plan": "plan:plan_command",
     "measure": "measure:measure_command",
+    "submit": "submit:submit_command",
     "reproduce": "reproduce:reproduce_command",
     "timeline": "timeline:timeline",
 }
