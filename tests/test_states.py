@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -141,3 +142,10 @@ def test_nothing_is_guessed_for_it_and_it_does_not_guess(folder: Path) -> None:
     ):
         done = finish(2 if "--layer-split" in arguments else 1, ["run", "-p", "the", "-n", "4", *map(str, arguments)])
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_models_info_knows_how_it_can_be_cut(folder: Path) -> None:
+    done = finish(1, ["models", "info", str(model_and_cut(folder, "qwen35")[0]), "--json"])
+    found = json.loads(done.stdout)
+    assert found["sliceable"] and found["exact"] and not found["guesses"]
+    assert [stage["n_stages"] for stage in found["stages"]] == [1, 2, 4], "of eight layers, each second with attention"

@@ -115,9 +115,10 @@ def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
     needs = MemoryNeeds(options, info, (), n_cells, n_rows, n_in_blocks)
     rows = []
     for n_stages in (1 << power for power in range(MAX_STAGES.bit_length())):
-        if n_stages > info.n_layer:
+        try:
+            plan = make_plan(n_stages, [], sizes_of(info), n_cells)
+        except UserError:  # it has not so many layers, or not so many places to cut
             break
-        plan = make_plan(n_stages, [], sizes_of(info), n_cells)
         memory = needs.of_plan(plan)
         rank = max(range(n_stages), key=lambda rank: memory[rank].total)
         rows.append(
