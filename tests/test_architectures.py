@@ -126,3 +126,14 @@ def test_every_architecture_is_tested_or_refused() -> None:
 
 def test_the_table_says_what_the_code_does() -> None:
     assert PATH.read_text() == HEAD + table(), "run python -m tests.architecture_table"
+
+
+def test_small_models_with_latent_attention_are_told_apart(tmp_path: Path) -> None:
+    """libllama takes files of 26 or 27 layers for those whose queries have no rank; slices of them have other lengths."""
+    model = MODELS["deepseek2"]
+    plain = {**model.metadata, "attention.q_lora_rank": None, "expert_gating_func": None}
+    for n_layer, metadata, cuts in ((27, plain, (5,)), (30, model.metadata, (12, 20))):
+        path = write_random_model(tmp_path / "model.gguf", replace(model, n_layer=n_layer, metadata=metadata))
+        tokens, layers = random_tokens(40), read_model_info(path).layers
+        assert np.array_equal(rows_of_slices(path, cuts, tokens), rows_of_whole(path, tokens))
+        assert "must not have 26 layers" in layers.fault(0, 26) and not layers.fault(0, 25)
