@@ -266,5 +266,15 @@ def test_one_requests_policy_decides_alone() -> None:
     assert shares([Asked(0, 0, 20, True)], alone=True) == [(0, 0, 20)]
 
 
+def test_short_prompts_share_a_run_as_far_as_its_rows_reach() -> None:
+    """With their roots: as many rows as a prompt that fills a run has with its own."""
+    assert shares([Asked(0, 10, 1, False), Asked(1, 1, 1, False)]) == [(0, 10, 1)]
+    assert shares([Asked(number, 3, 1, False) for number in range(4)]) == [(0, 3, 1), (1, 3, 1), (2, 3, 0)]
+    assert shares([Asked(number, 4, 1, False) for number in range(4)]) == [(0, 4, 1), (1, 4, 1), (2, 1, 0)]
+    many = choose([Asked(number, 1, 1, False) for number in range(9)], Room(2, 6, n_rows=3, n_context=10), False)
+    assert [n_nodes for _, _, n_nodes in many] == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
 def test_as_many_runs_as_stages() -> None:
-    assert [Room.for_load(n, 8, 4, 32, 128).n_roots for n in (1, 8, 9, 64)] == [1, 1, 2, 8]
+    assert [Room.for_load(n, 8, 4, 32, 128).n_roots for n in (1, 8, 9, 64, 255)] == [1, 1, 2, 8, 32]
+    assert Room.for_load(255, 1, 4, 32, 128).n_roots == 32, "more rows than a run may carry"

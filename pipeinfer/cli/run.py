@@ -25,7 +25,7 @@ from pipeinfer.cli.values import (
 )
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import DEFAULT, MAX_CTX, RunOptions, choose_drafts, choose_policy, unescape
+from pipeinfer.job.options import DEFAULT, MAX_CTX, MAX_SEQUENCES, RunOptions, choose_drafts, choose_policy, unescape
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.registry import POLICIES
 
@@ -153,7 +153,7 @@ from pipeinfer.policies.registry import POLICIES
 )
 @click.option(
     "--sequences",
-    type=Whole(0, 254),
+    type=Whole(0, MAX_SEQUENCES),
     default=DEFAULT.sequences,
     show_default=True,
     help="Branches that trees may have at a time; when they run out, trees get narrower. 0: as the policy can use.",

@@ -127,6 +127,7 @@ class HeadPipeline(Generic[A]):
     def take_ledger(self) -> HeadLedger:
         """What was noted since the last time."""
         ledger, self.ledger = self.ledger, HeadLedger()
+        self.ledger.submitted_s = {run.id: ledger.submitted_s[run.id] for run in self._queue}
         return ledger
 
     def shutdown(self) -> None:

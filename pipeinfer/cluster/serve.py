@@ -22,7 +22,7 @@ from pipeinfer.cluster.wire import (
 )
 from pipeinfer.observe.ledger import StageLedger
 
-N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 64  # room in a transaction, far above what 256 sequences need
+N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 256  # room in a transaction, far above what 256 sequences need
 
 
 class HeardPrunings:

@@ -34,7 +34,8 @@ W = TypeVar("W", bound=Want)
 @dataclass(frozen=True, slots=True)
 class Room:
     """What a run may carry. `n_roots`: requests whose roots share a run, so that there are as many runs as stages.
-    `n_cheap`: rows that cost hardly more than one. `n_rows`, `n_context`: nodes and certain tokens at most."""
+    `n_cheap`: rows that cost hardly more than one. `n_rows`, `n_context`: nodes and certain tokens at most; of both
+    together, where there are certain tokens, `n_context` and one root."""
 
     n_roots: int
     n_cheap: int
@@ -45,7 +46,7 @@ class Room:
     @lru_cache(maxsize=64)
     def for_load(n_open: int, n_stages: int, n_cheap: int, n_rows: int, n_context: int) -> Room:
         """With R requests open and p stages about p runs of R / p roots keep every stage busy."""
-        return Room(max(1, -(-n_open // n_stages)), n_cheap, n_rows, n_context)
+        return Room(max(1, min(n_rows, -(-n_open // n_stages))), n_cheap, n_rows, n_context)
 
     @property
     def n_guesses(self) -> int:
@@ -70,14 +71,15 @@ def _prompts(wants: Sequence[W], room: Room) -> list[tuple[W, int, int]]:
     first = wants[0]
     if first.span:
         return [(first, first.n_context, 0)]
-    shares, left = [], room.n_context
+    shares, left, n_nodes_left = [], room.n_context + 1, room.n_rows
     for want in wants:
-        if want.span:
-            continue
-        n_context = min(want.n_context, left)
+        n_context = 0 if want.span else min(want.n_context, room.n_context, left)
         if n_context:
-            shares.append((want, n_context, len(want.nodes) if n_context == want.n_context else 0))
             left -= n_context
+            is_last = n_context == want.n_context and len(want.nodes) <= min(left, n_nodes_left)
+            n_nodes = len(want.nodes) if is_last else 0
+            shares.append((want, n_context, n_nodes))
+            left, n_nodes_left = left - n_nodes, n_nodes_left - n_nodes
     return shares
 
 

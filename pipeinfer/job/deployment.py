@@ -14,8 +14,8 @@ from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_s
 from pipeinfer.cluster.room import Memory, check_room
 from pipeinfer.core.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
-from pipeinfer.job.memory import CELLS_PADDING, N_GUESS_ROWS, MemoryNeeds, gpu_layers
-from pipeinfer.job.options import RunOptions, threads_of_rank
+from pipeinfer.job.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
+from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, threads_of_rank
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.virtual.profile import load_profile
 
@@ -52,6 +52,7 @@ class Deployment:
 
     n_cells   of every KV cache
     n_batch   tokens of a prompt that a run carries at most
+    n_nodes   guesses and roots of requests that a run carries at most
     threads   of each rank
     memory    of each rank, what it will hold
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
@@ -63,6 +64,7 @@ class Deployment:
     drafts: tuple[ModelFile, ...]  # in the order of the plan's
     n_cells: int
     n_batch: int
+    n_nodes: int
     threads: tuple[int, ...]
     hosts: tuple[Host, ...]
     memory: tuple[Memory, ...]
@@ -76,11 +78,11 @@ class Deployment:
     @property
     def n_rows_max(self) -> int:
         """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
-        return max(self.n_batch + 1, N_GUESS_ROWS, LARGEST if self.blocks else 0)
+        return max(self.n_batch + 1, self.n_nodes, LARGEST if self.blocks else 0)
 
     def n_seq(self, options: RunOptions) -> int:
         """Sequences of the target's caches. Without trees there is one for each request, and a state is not small."""
-        return options.n_seq if self.model.rewinds else options.sequences or 1
+        return options.n_seq if self.model.rewinds else options.sequences or options.parallel
 
     def largest_input(self, rank: int) -> tuple[int, int]:
         """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
@@ -145,6 +147,7 @@ def lay_out(
         drafts=tuple(map(ModelFile.of, drafts)),
         n_cells=needs.n_cells,
         n_batch=_n_batch(options, n_ctx),
+        n_nodes=options.n_nodes,
         threads=spread_threads(options.threads, plan, hosts),
         hosts=tuple(hosts),
         memory=needs.of_plan(plan),
@@ -157,7 +160,7 @@ def memory_needs(
     options: RunOptions, info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
 ) -> MemoryNeeds:
     """What target and drafts take for contexts of `n_ctx` tokens and prompts of up to `n_prompt`."""
-    n_rows = max(_n_batch(options, n_ctx) + 1, N_GUESS_ROWS)
+    n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
     n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options) else 0
     return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks)
 

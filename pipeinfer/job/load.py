@@ -17,8 +17,8 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import UserError
 from pipeinfer.job.context import CLOCK, Context, complain
 from pipeinfer.job.deployment import Deployment
-from pipeinfer.job.memory import N_GUESS_ROWS, gpu_layers
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.memory import gpu_layers
+from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
@@ -44,7 +44,7 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         n_cells=deployment.n_cells,
         n_seq_max=deployment.n_seq(options) + 1,  # one more, in which exact numerics park rejected cells
         n_batch=deployment.n_rows_max,
-        n_outputs_max=N_GUESS_ROWS + 1,
+        n_outputs_max=deployment.n_nodes + 1,
         n_threads=deployment.threads[context.rank],
         n_gpu_layers=gpu_layers(options),
         exact=options.numerics == "exact",

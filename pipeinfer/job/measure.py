@@ -11,8 +11,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.context import CLOCK, Context, complain
 from pipeinfer.job.deployment import Deployment, check_profiled
 from pipeinfer.job.load import load_drafts, load_stage
-from pipeinfer.job.memory import N_GUESS_ROWS
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.prepare import inputs_of, prepare
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.session import Session

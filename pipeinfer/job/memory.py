@@ -11,14 +11,13 @@ from pipeinfer.cluster.plan import Plan, Stages
 from pipeinfer.cluster.room import Memory, check_room, free_room
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.core.blocks import LARGEST
-from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, RunOptions
+from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, N_GUESS_ROWS, RunOptions
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import buffer_bytes
 from pipeinfer.models.llama.ggml import load_library
 
 CELLS_PADDING = 256  # libllama's
-N_GUESS_ROWS = 32  # guesses a run carries at most
 N_SPARE_STATES = 2  # of sequences beside those of requests
 N_MESSAGES = 4  # on their way in and out of a rank at a time
 TOKEN_BYTES = 150  # of a vocabulary, on rank 0

@@ -11,8 +11,8 @@ from pipeinfer.cluster.plan import make_plan
 from pipeinfer.core.blocks import rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import cells_for, sizes_of
-from pipeinfer.job.memory import N_GUESS_ROWS, MemoryNeeds
-from pipeinfer.job.options import MAX_CTX, RunOptions
+from pipeinfer.job.memory import MemoryNeeds
+from pipeinfer.job.options import MAX_CTX, N_GUESS_ROWS, RunOptions
 from pipeinfer.job.request import DEFAULT_CTX
 from pipeinfer.models.chat_template import named_templates, template_of
 from pipeinfer.models.gguf.header import Header, Value, read_header

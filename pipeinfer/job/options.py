@@ -14,11 +14,16 @@ from pipeinfer.policies import Iterative
 INT32_MAX = 2**31 - 1
 """What libllama and the messages between ranks hold: tokens, positions, counts."""
 
+MAX_SEQUENCES = 254
+"""Branches and requests at a time: libllama has room for two more, which the stages keep for themselves."""
+
 MAX_CTX = INT32_MAX - 1023
 """Tokens of a context: with the cells above it, positions and cells must be 32-bit numbers."""
 
 ALL_LAYERS, AUTO_LAYERS = -1, -2
 """All of a rank's layers on its GPU; the same where there is a GPU, else none."""
+
+N_GUESS_ROWS = 32  # guesses a run carries at most
 
 STDIN = Path("-")
 
@@ -65,6 +70,7 @@ class RunOptions:
     cancel: bool = True
     partitions: bool = True
     sequences: int = 0
+    parallel: int = 1
     results: Path | None = None
     trace: Path | None = None
     json: bool = False
@@ -72,8 +78,16 @@ class RunOptions:
 
     @property
     def n_seq(self) -> int:
-        """Sequences that trees may lease; one, and so no branches, without partitions."""
-        return (self.sequences or self.policy.n_seq) if self.partitions else 1
+        """Sequences that trees may lease: as many as the policy can use for one request, and one for each further;
+        without partitions one a request, and so no branches."""
+        if not self.partitions:
+            return self.parallel
+        return self.sequences or min(MAX_SEQUENCES, self.policy.n_seq + self.parallel - 1)
+
+    @property
+    def n_nodes(self) -> int:
+        """Nodes that a run of the target carries at most: guesses, or a root of each request."""
+        return max(N_GUESS_ROWS, self.parallel)
 
     @property
     def drafts_in_use(self) -> tuple[Path, ...]:

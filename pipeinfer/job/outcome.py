@@ -19,7 +19,7 @@ from pipeinfer.observe.tracks import StageRun, gaps, head_spans, messages
 if TYPE_CHECKING:  # these import MPI
     from pipeinfer.cluster.plan import Stages
     from pipeinfer.job.deployment import Deployment
-    from pipeinfer.job.session import Generation
+    from pipeinfer.job.session import Figures, Generation
 
 SHOWN = ("policy", "variant", "settings", "options", *SAMPLING, "numerics", "pace")  # of what was asked
 OWN_FIGURES = ("spans", "n_messages", "n_bytes", "runs")  # of a rank's figures, those that go elsewhere than its row
@@ -58,7 +58,8 @@ def _wire(generation: Generation, deployment: Deployment) -> dict[str, Any]:
 def _rank(rank: int, generation: Generation, deployment: Deployment) -> dict[str, Any]:
     index = deployment.plan.stage_of(rank)
     stage = None if index is None else deployment.plan.stages[index]
-    figures = generation.figures.get(rank, {})
+    figures, metrics = generation.figures.get(rank, {}), generation.metrics
+    window = metrics.submitted_s, metrics.finished_s or metrics.submitted_s
     return {
         "rank": rank,
         "host": deployment.hosts[rank].name,
@@ -69,18 +70,16 @@ def _rank(rank: int, generation: Generation, deployment: Deployment) -> dict[str
         "memory_bytes": deployment.memory[rank].total,
         "threads": deployment.threads[rank],
         **{name: value for name, value in figures.items() if name not in OWN_FIGURES},
-        **asdict(time_use(rank, generation)),
+        **asdict(time_use(rank, generation, window)),
     }
 
 
-def time_use(rank: int, generation: Generation) -> TimeUse:
-    """How a rank spent the time from the request's submission to its last token."""
-    metrics, ledger = generation.metrics, generation.ledger
-    window: Window = (metrics.submitted_s, metrics.finished_s or metrics.submitted_s)
+def time_use(rank: int, found: Figures, window: Window) -> TimeUse:
+    """How a rank spent some time, of which `found` tells."""
     if rank == 0:
-        return head_time(ledger, window)
-    ledger = generation.refiners.get(rank, ledger)
-    return stage_time(generation.figures[rank]["runs"], ledger.submitted_s, window)
+        return head_time(found.ledger, window)
+    ledger = found.refiners.get(rank, found.ledger)
+    return stage_time(found.figures[rank]["runs"], ledger.submitted_s, window)
 
 
 def write_trace(path: Path, generation: Generation, deployment: Deployment) -> None:

@@ -36,8 +36,7 @@ from pipeinfer.job.load import (
     make_worker,
     time_loaded,
 )
-from pipeinfer.job.memory import N_GUESS_ROWS
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.models.llama.ggml import amx_works
 from pipeinfer.observe.ledger import HeadLedger
@@ -51,16 +50,23 @@ NO_AMX = (
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """What one request gave. `figures`: what each rank that took part reports of itself. `refiners`: what rank 0 asked
-    each rank of a larger draft, and when. `row_s`: seconds of one row in each stage's rank, timed at loading."""
+class Figures:
+    """What the ranks did in some time. `figures`: what each rank that took part reports of itself. `refiners`: what
+    rank 0 asked each rank of a larger draft, and when. `row_s`: seconds of one row in each stage's rank, timed at
+    loading."""
 
-    request: Request
-    metrics: RequestMetrics
     ledger: HeadLedger
     figures: dict[int, dict[str, Any]]
     refiners: dict[int, HeadLedger]
     row_s: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation(Figures):
+    """What one request gave."""
+
+    request: Request
+    metrics: RequestMetrics
 
 
 class Session:
@@ -147,7 +153,9 @@ class Session:
             )
             for number, pipeline in self._larger.items()
         ]  # fmt: skip
-        target = Level(self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=N_GUESS_ROWS, blocks=deployment.blocks)
+        target = Level(
+            self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
+        )
         if self._drafts:
             self._drafter = make_drafter(deployment, options, self._drafts[0])
         drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter
@@ -171,14 +179,15 @@ class Session:
         whatever the model would say further. `on_prompt` hears how many rows of the prompt
         have been evaluated.
         """
-        engine = self._set_up(options)
+        engine = self.set_up(options)
         request, metrics = asked.open(next(self._request_ids)), RequestMetrics(self.context.tracer, on_prompt)
         engine.add(request, policy, metrics)
         self._drive(engine, request, on_tokens)
-        return self._collect(request, metrics)
+        found = self.take_figures()
+        return Generation(found.ledger, found.figures, found.refiners, found.row_s, request, metrics)
 
-    def _set_up(self, options: RunOptions) -> Engine:
-        """The engine as this request wants it; no other one may be open."""
+    def set_up(self, options: RunOptions) -> Engine:
+        """The engine as the requests to come want it; none may be open. Who adds requests has ids from `next_id`."""
         assert self._engine, "the session is not open"
         self._engine.target.cancel = options.cancel
         pools = [level.pool for level in self._engine.levels] + ([self._drafter.pool] if self._drafter else [])
@@ -189,8 +198,18 @@ class Session:
                 pool.resize(n_seq)
         return self._engine
 
-    def _collect(self, request: Request, metrics: RequestMetrics) -> Generation:
-        """What every rank did since the last request."""
+    def next_id(self) -> int:
+        """Of a further request."""
+        return next(self._request_ids)
+
+    @property
+    def n_noted(self) -> int:
+        """Runs of the target that every rank has noted since the last `take_figures`."""
+        assert self._pipeline
+        return len(self._pipeline.ledger.submitted_s)
+
+    def take_figures(self) -> Figures:
+        """What every rank did since the last time. Waits until the stages are through with what they were sent."""
         assert self._pipeline
         for each in self._pipelines:
             each.ask_reports()
@@ -199,7 +218,7 @@ class Session:
         asked = {number: pipeline.take_ledger() for number, pipeline in self._larger.items()}
         ledgers = {stage.rank: asked[number] for number in asked for stage in plan.drafts[number]}
         row_s = {rank: cost[1] for rank, cost in self._costs.items()}
-        return Generation(request, metrics, self._pipeline.take_ledger(), figures, ledgers, row_s)
+        return Figures(self._pipeline.take_ledger(), figures, ledgers, row_s)
 
     def close(self) -> None:
         """Send the stages home and free what this rank holds."""
@@ -227,7 +246,7 @@ class Session:
                 if on_tokens(emission.tokens):
                     engine.stop(request, Finish.END)
         except StopRequested:
-            _drain(engine, request)
+            drain(engine, [request])
 
 
 def first_error(reports: Mapping[int, Mapping[str, Any]]) -> str:
@@ -235,7 +254,9 @@ def first_error(reports: Mapping[int, Mapping[str, Any]]) -> str:
     return next((report["error"] for _, report in sorted(reports.items()) if report.get("error")), "")
 
 
-def _drain(engine: Engine, request: Request) -> None:
-    engine.stop(request)
+def drain(engine: Engine, requests: Sequence[Request]) -> None:
+    """Stop these, all that are open, in order: what is in flight comes back."""
+    for request in requests:
+        engine.stop(request)
     for _ in engine.generate():
         raise AssertionError("a stopped request emitted tokens")
