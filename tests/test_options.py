@@ -16,6 +16,7 @@ import pytest
 from pipeinfer.cli.command import Command, Group
 from pipeinfer.cli.commands import cli
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.setting_options import policy_meant
 from pipeinfer.cli.values import TYPES, File, GpuLayers, Listed, Number, Split, Text, Whole
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
@@ -139,7 +140,7 @@ def test_a_run_with_every_number_at_its_limit(which: str, policy: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--draft", "4"], "--draft is an option of --policy speculative; of such options pipeinfer has --micr"),
+        (["run", "--draft", "4"], "--draft is an option of --policy speculative; of such options auto has none"),
         (["run", "--policy", "iterative", "-pa", "0.1"], "--accept-cutoff is an option of --policy pipeinfer"),
         (["run", "--policy", "speculative", "--no-async"], "speculative has --draft, --width"),
         (["bench", "--policy", "iterative,speculative", "-pd", "0"], "iterative has none; speculative has --draft"),
@@ -375,3 +376,16 @@ def test_the_completion_script_is_printed() -> None:
     )
     assert done.returncode == 0 and "complete -o nosort -F" in done.stdout
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "given", "meant"),
+    [
+        (None, {}, "auto"), (None, {"accept_cutoff": 0.1}, "pipeinfer"), (None, {"width": 2}, "pipeinfer"),
+        (None, {"n_draft": 2}, "auto"), (None, {"width": 2, "n_draft": 2}, "auto"), ("flowspec", {}, "flowspec"),
+        ("pipedec", {"width": 2}, "pipedec"),
+    ],
+)  # fmt: skip
+def test_an_option_of_pipeinfer_means_it(named: str | None, given: dict[str, int], meant: str) -> None:
+    assert policy_meant(named, True, given) == meant
+    assert policy_meant(None, False, given) == "iterative"

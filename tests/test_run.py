@@ -30,7 +30,8 @@ def plain() -> list[int]:
 @pytest.mark.parametrize(
     ("n_ranks", "policy"),
     [(1, "iterative"), (1, "pipeinfer"), (2, "speculative"), (2, "pipeinfer"), (3, "iterative"), (3, "pipeinfer"),
-     (4, "speculative"), (5, "pipeinfer"), (3, "pipedec"), (3, "flowspec"), (3, "pipespec")],
+     (4, "speculative"), (5, "pipeinfer"), (3, "pipedec"), (3, "flowspec"), (3, "pipespec"), (1, "auto"),
+     (4, "auto")],
 )  # fmt: skip
 def test_greedy_text_is_that_of_plain_llama(n_ranks: int, policy: str, plain: list[int]) -> None:
     result = run_json(n_ranks, ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", "--policy", policy])
@@ -108,7 +109,7 @@ def test_stdout_is_the_text_and_nothing_else(tmp_path: Path) -> None:
         assert words in done.stderr, words
     (row,) = csv.DictReader((tmp_path / "results.csv").open())
     assert list(row)[:4] == ["prompt_per_second", "predicted_per_second", "itl_mean_s", "ttft_s"]
-    assert row["policy"] == "pipeinfer" and float(row["predicted_per_second"]) > 0
+    assert row["policy"] == "auto" and float(row["predicted_per_second"]) > 0
 
 
 def test_prompt_from_standard_input(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import click
 
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.run import run
-from pipeinfer.cli.setting_options import policy_options, take_policies
+from pipeinfer.cli.setting_options import policy_meant, policy_options, take_policies
 from pipeinfer.cli.simulate import MAX_GBIT, MAX_TOKENS
 from pipeinfer.cli.values import PROBABILITY, File, Number, Text, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import RunOptions, choose_drafts, choose_policy
+from pipeinfer.job.options import RunOptions, choose_drafts
 from pipeinfer.models.demo import DRAFT, TARGET
 
 SHARED = (
@@ -66,7 +66,7 @@ def plan_command(
     if ranks and not (hosts or profile):
         raise UserError("-np counts ranks of --hosts or --profile; else start as many with mpirun -np")
     drafts = choose_drafts(drafts, () if model else (DRAFT,))
-    (chosen,) = take_policies([choose_policy(policy, bool(drafts) or lookup)], others)
+    (chosen,) = take_policies([policy_meant(policy, bool(drafts) or lookup, others)], others)
     options = RunOptions(
         model=model or TARGET, drafts=drafts, lookup=lookup, policy=chosen, threads=threads or (), **others
     )

@@ -11,7 +11,7 @@ import click
 from pipeinfer.cli.chat_options import chat_options, take_chat, take_stops
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.environment import ignored_variables, read_variables
-from pipeinfer.cli.setting_options import policy_options, sampling_options, take_policies, take_sampling
+from pipeinfer.cli.setting_options import policy_meant, policy_options, sampling_options, take_policies, take_sampling
 from pipeinfer.cli.values import (
     MAX_LAYERS,
     THREADS,
@@ -25,7 +25,7 @@ from pipeinfer.cli.values import (
 )
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import DEFAULT, MAX_CTX, MAX_SEQUENCES, RunOptions, choose_drafts, choose_policy, unescape
+from pipeinfer.job.options import DEFAULT, MAX_CTX, MAX_SEQUENCES, RunOptions, choose_drafts, unescape
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.registry import POLICIES
 
@@ -106,7 +106,7 @@ from pipeinfer.policies.registry import POLICIES
     help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where there "
     "is one.",
 )
-@click.option("--policy", type=click.Choice(POLICIES), help="[default: pipeinfer with a draft, iterative without]")
+@click.option("--policy", type=click.Choice(POLICIES), help="[default: auto with a draft, iterative without]")
 @click.option(
     "--layer-split", type=Split(), help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size]"
 )
@@ -194,7 +194,7 @@ def run_options(
 ) -> RunOptions:
     """What the command line asks for. Raises UserError for options that do not go together."""
     drafts = choose_drafts(drafts, () if model else (DRAFT,))
-    (chosen,) = take_policies([choose_policy(policy, bool(drafts) or lookup)], others)
+    (chosen,) = take_policies([policy_meant(policy, bool(drafts) or lookup, others)], others)
     return RunOptions(
         model=model or TARGET,
         drafts=drafts,

@@ -12,7 +12,8 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import Setting, settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import INT32_MAX
+from pipeinfer.job.options import INT32_MAX, choose_policy
+from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import POLICIES, make_policy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -39,6 +40,14 @@ def policy_options(command: Command) -> Command:
     for name, owners in reversed(list(_owners().items())):
         command = _policy_option(name, owners)(command)
     return command
+
+
+def policy_meant(policy: str | None, has_guesses: bool, given: Mapping[str, Any]) -> str:
+    """The policy asked for, by its name or by options that PipeInfer itself has; else the best. Raises UserError."""
+    asked = [owners for name, owners in _owners().items() if given.get(name) is not None]
+    if policy is None and has_guesses and asked and all(PipeInfer.name in owners for owners in asked):
+        return PipeInfer.name
+    return choose_policy(policy, has_guesses)
 
 
 def take_policies(names: Iterable[str], given: dict[str, Any]) -> tuple[Policy, ...]:

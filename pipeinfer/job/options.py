@@ -127,7 +127,7 @@ def choose_drafts(given: tuple[Path, ...], default: tuple[Path, ...]) -> tuple[P
 def choose_policy(policy: str | None, has_guesses: bool) -> str:
     """The policy asked for, or the best that the models at hand allow. Raises UserError."""
     if policy is None:
-        return "pipeinfer" if has_guesses else "iterative"
+        return "auto" if has_guesses else "iterative"
     if policy != "iterative" and not has_guesses:
         raise UserError(f"--policy {policy} needs a draft model; give -md or --lookup, or use --policy iterative")
     return policy

@@ -1,0 +1,158 @@
+"""Every policy, tuned with hindsight, beside `auto` on the shipped clusters and from poor drafts to good ones.
+
+`python benchmarks/policies.py [-o docs/policies.md]` simulates it all in virtual time, some 20 minutes of one core, and
+writes the page "Which policy when"; each policy's best setting is chosen for each cell after the fact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeinfer.core.policy import Policy
+from pipeinfer.observe.markdown import markdown_table
+from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
+from pipeinfer.virtual.choices import ranks_for, synthetic_team
+from pipeinfer.virtual.compare import limit_of
+from pipeinfer.virtual.profile import load_profile
+from pipeinfer.virtual.simulation import simulate
+
+GPUS = (
+    ("pipedec-7", "", 0), ("pipedec-14", "", 0), ("pipedec-21", "", 0), ("flowspec", "llama2-7b", 0),
+    ("flowspec", "llama2-13b", 0), ("pipespec", "llama-70b-8b", 3), ("pipespec", "llama-70b-1b", 3),
+)  # fmt: skip
+CPUS = (
+    ("pipeinfer-c", "dolphin-tinyllama", 4), ("pipeinfer-c", "goliath-xwin7", 8), ("pipeinfer-c", "falcon-7", 15),
+    ("pipeinfer-a", "dolphin-tinyllama", 4), ("pipeinfer-a", "goliath-xwin7", 8), ("pipeinfer-b", "falcon-7", 13),
+)  # fmt: skip
+ACCEPTANCES = (0.05, 0.3, 0.52, 0.66, 0.79, 0.9, 0.95)
+TUNED: dict[str, Sequence[Policy]] = {
+    "iterative": [Iterative()],
+    "speculative": [
+        *(Speculative(n_draft=n, width=4) for n in (2, 4, 8, 12)), Speculative(n_draft=4, width=1),
+    ],
+    "pipeinfer": [
+        PipeInfer(), *(PipeInfer(microbatch=n) for n in (1, 2, 4, 8, 16)),
+        PipeInfer(microbatch=16, width=8, split_cutoff=0.02), PipeInfer(microbatch=32, width=16, split_cutoff=0.005),
+    ],
+    "pipedec": [
+        PipeDec(), PipeDec(layer_width=16), *(PipeDec(layer_width=n, children=n) for n in (2, 4, 8)),
+    ],
+    "flowspec": [
+        FlowSpec(), FlowSpec(segment=8), FlowSpec(segment=4, tree_size=20, width=4, expansion_size=16),
+        FlowSpec(segment=2, tree_size=8, width=4, expansion_size=8),
+    ],
+    "pipespec": [PipeSpec()],
+    "auto": [Auto()],
+}  # fmt: skip
+N_PROMPT = 128
+
+PAGE = """# Which policy when
+
+Simulated in virtual time on the shipped profiles by `python benchmarks/policies.py`: the same texts, guesses and costs
+for every policy, {n_seeds} texts of {n_tokens} tokens a cell. `acceptance` is how often the draft's best guess is
+right. A policy's column says how many times as fast as `iterative` it is with the setting that is best in that very
+cell, chosen after the fact out of {settings}; `auto` has no settings.
+`of the limit`: beside a pipeline that emits a token whenever its slowest stage has done a single row; runs that bring
+several tokens can pass it.
+
+* Leave it to `auto`. Of the best of all others, each tuned with hindsight, it reaches {geo:.3f} in the geometric mean
+  of all cells ({gpu:.3f} on the clusters of GPUs, {cpu:.3f} on those of CPUs), {least:.3f} in the worst.
+* Where rows are free, as on GPUs, wide trees win: `pipedec` with a poor draft, `pipeinfer` with wide runs with a good
+  one.
+* Where every row costs, as on CPUs, `pipeinfer` with narrow runs of the likeliest guesses wins, and `pipedec` and
+  `flowspec` are fast only with their widths cut down.
+* With a draft that is right one time in twenty CPUs gain 5 to 24 percent, the longer the pipeline the more.
+
+![PipeDec's 14 stages](policies.png)
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cluster and a draft; tokens a second of each policy at its best there, and the limit."""
+
+    profile: str
+    pair: str
+    nodes: int
+    acceptance: float
+    speeds: dict[str, float]
+    limit: float
+
+    @property
+    def auto_of_best(self) -> float:
+        return self.speeds["auto"] / max(speed for name, speed in self.speeds.items() if name != "auto")
+
+
+def measure(cluster: tuple[str, str, int], acceptance: float, seeds: int, n_tokens: int) -> Cell:
+    name, pair, nodes = cluster
+    speeds, limit = {}, 0.0
+    for policy_name, variants in TUNED.items():
+        profile = load_profile(name).lay_out(nodes, pair, variants[0].drafts)
+        found = []
+        for policy in variants:
+            took_s = []
+            for seed in range(seeds):
+                (choices,) = synthetic_team([ranks_for(acceptance)], seed, N_PROMPT)
+                token_s = simulate(profile, choices, policy.begin(), n_tokens).metrics.token_s
+                took_s.append(token_s[-1] - token_s[0])
+            found.append(seeds * (n_tokens - 1) / sum(took_s))
+        speeds[policy_name], limit = max(found), limit_of(profile, N_PROMPT)
+    return Cell(name, pair, nodes or profile.n_ranks, acceptance, speeds, limit)
+
+
+def page(cells: Sequence[Cell], seeds: int, n_tokens: int) -> Iterator[str]:
+    on = defaultdict(list)
+    for cell in cells:
+        on["cpu" if cell.profile.startswith("pipeinfer") else "gpu"].append(cell.auto_of_best)
+    every = [share for shares in on.values() for share in shares]
+    settings = ", ".join(f"{len(variants)} of {name}" for name, variants in TUNED.items() if len(variants) > 1)
+    yield PAGE.format(
+        n_seeds=seeds, n_tokens=n_tokens, n_settings=sum(map(len, TUNED.values())) - 1, settings=settings,
+        geo=statistics.geometric_mean(every), least=min(every),
+        **{kind: statistics.geometric_mean(on[kind]) if on[kind] else math.nan for kind in ("gpu", "cpu")},
+    )  # fmt: skip
+    columns = ("cluster", "pair", "nodes", "acceptance", "iterative tokens/s", *list(TUNED)[1:], "auto / best other",
+               "auto of the limit")  # fmt: skip
+    yield from markdown_table(columns, map(_row, cells), columns[2:])
+
+
+def _row(cell: Cell) -> list[str]:
+    plain = cell.speeds["iterative"]
+    others = [speed for name, speed in cell.speeds.items() if name != "auto"]
+    ratios = []
+    for speed in list(cell.speeds.values())[1:]:
+        ratio = f"{speed / plain:.2f}"
+        ratios.append(f"**{ratio}**" if speed == max(others) else ratio)
+    return [
+        cell.profile, cell.pair, str(cell.nodes), f"{cell.acceptance:g}", f"{plain:.2f}", *ratios,
+        f"{cell.auto_of_best:.3f}", f"{cell.speeds['auto'] / cell.limit:.2f}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("-n", "--predict", type=int, default=160)
+    asked = parser.parse_args()
+    cells = []
+    for cluster in (*GPUS, *CPUS):
+        for acceptance in ACCEPTANCES:
+            cells.append(measure(cluster, acceptance, asked.seeds, asked.predict))
+            print(cluster, acceptance, f"{cells[-1].auto_of_best:.3f}", file=sys.stderr, flush=True)
+    text = "\n".join(page(cells, asked.seeds, asked.predict)) + "\n"
+    if asked.output:
+        asked.output.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
