@@ -129,7 +129,7 @@ def test_the_table_says_what_the_code_does() -> None:
 
 
 def test_small_models_with_latent_attention_are_told_apart(tmp_path: Path) -> None:
-    """libllama takes files of 26 or 27 layers for those whose queries have no rank; slices of them have other lengths."""
+    """libllama takes files of 26 or 27 layers for those whose queries have no rank; slices have other lengths."""
     model = MODELS["deepseek2"]
     plain = {**model.metadata, "attention.q_lora_rank": None, "expert_gating_func": None}
     for n_layer, metadata, cuts in ((27, plain, (5,)), (30, model.metadata, (12, 20))):
