@@ -184,7 +184,7 @@ def test_predictions_of_every_policy_with_a_draft_and_of_one_without(tmp_path: P
     alone = plan("--hosts", hosts, "-m", wide)[0]
     assert [each["policy"] for each in alone["predictions"]] == ["iterative"]
     lines = call("--hosts", hosts)[0]
-    assert "pipeinfer (planned)" in lines and "10 Gbit/s" in lines and "acceptance 0.70" in lines
+    assert "auto (planned)" in lines and "10 Gbit/s" in lines and "acceptance 0.70" in lines
 
 
 def test_no_speed_is_predicted_of_hosts_that_nobody_timed(tmp_path: Path) -> None:
