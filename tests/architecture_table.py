@@ -18,8 +18,8 @@ slices in batches.
 * **exact**: every logit has the same bits.
 * **works**: the same up to rounding.
 
-The planner cuts only where a model may be cut. Where no guesses are possible, layers keep a state that cannot go back
-to an earlier token: such models run with `--policy iterative`, the default without a draft, and are no drafts.
+The planner cuts only where a model may be cut. Layers with states cannot go back to an earlier token: each stage keeps
+the states of its newest rows, so that up to 15 guesses are on their way at a time. Such models are no drafts.
 
 """
 
@@ -27,14 +27,20 @@ to an earlier token: such models run with `--policy iterative`, the default with
 def table() -> str:
     known = {name: each for name, each in sorted(ARCHITECTURES.items()) if not each.refused}
     refused = {name: each.refused for name, each in sorted(ARCHITECTURES.items()) if each.refused}
-    lines = [f"{len(known)} architectures can be cut:\n", "| architecture | slices | may be cut | guesses |",
+    lines = [f"{len(known)} architectures can be cut:\n", "| architecture | slices | layers keep | may be cut |",
              "|---|---|---|---|"]  # fmt: skip
     for name, each in known.items():
         status = "exact" if each.exact else "works"
-        lines.append(f"| `{name}` | {status} | {cuts(each)} | {'no' if each.states else 'yes'} |")
+        lines.append(f"| `{name}` | {status} | {kept(each)} | {cuts(each)} |")
     lines += [f"\n{len(refused)} are refused:\n", "| architecture | why |", "|---|---|"]
     lines += [f"| `{name}` | {why} |" for name, why in refused.items()]
     return "\n".join(lines) + "\n"
+
+
+def kept(known: Architecture) -> str:
+    if known.states is None:
+        return "keys and values"
+    return "states" if known.states.all and known.headless else "keys and values, and states"
 
 
 def cuts(known: Architecture) -> str:

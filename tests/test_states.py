@@ -1,4 +1,4 @@
-"""Models whose layers keep states: what a stage computes for them, and that nothing is guessed for them."""
+"""Models whose layers keep states: what a stage computes for them, how far it goes back, what is guessed for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pipeinfer.core.interfaces import Batch, FloatArray
-from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.tree import TokenTree
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -21,7 +22,7 @@ from tests.architecture_models import MODELS
 from tests.gguf_factory import write_model
 from tests.jobs import finish, run_json
 from tests.test_architectures import possible_cuts, rows_of_whole
-from tests.test_llama_stage import load, loaded, random_tokens, run, state
+from tests.test_llama_stage import TreeDriver, load, loaded, random_tokens, run, state
 from tests.test_prompts import after, evaluate, read, tokens_of
 
 __all__ = ["loaded"]
@@ -129,23 +130,75 @@ def test_a_job_says_what_the_model_says(folder: Path) -> None:
     assert run_json(1, common)["tokens"] == tokens
 
 
-def test_nothing_is_guessed_for_it_and_it_does_not_guess(folder: Path) -> None:
-    path, plain = model_and_cut(folder, "qwen35")[0], write_model(folder / "plain.gguf")
-    for arguments, message in (
-        (["-m", path, "-md", plain], "nothing can be guessed for it: use --policy iterative"),
-        (["-m", path, "--lookup"], "is a qwen35 model: its layers keep a state"),
-        (["-m", plain, "-md", path], "it cannot be a draft: take another one"),
-        (
-            ["-m", path, "--layer-split", "1,7"],
-            "layers 0-0 of this model cannot be a stage, a slice needs a layer with att",
-        ),
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_are_the_same_as_plain_decoding(folder: Path, loaded: Loader, name: str) -> None:
+    path, cuts = model_and_cut(folder, name)
+    (alone,) = loaded(path, (), PARAMS)
+    tokens = random_tokens(230)
+    expected = np.concatenate([run([alone], rows([0], [token], [at])) for at, token in enumerate(tokens)])
+    params = replace(PARAMS, n_cells=256, n_seq_max=16, n_batch=64, n_snapshots=40)
+    driver = TreeDriver(loaded(path, cuts, params), tokens, expected, seed=1)
+    driver.prefill(120)
+    while driver.at < 210:
+        driver.step()
+    assert driver.n_compactions >= 1
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_sequence_goes_back_as_far_as_there_are_snapshots(folder: Path, loaded: Loader, exact: bool) -> None:
+    path, cuts = model_and_cut(folder, "qwen35")
+    chain = loaded(path, cuts, replace(PARAMS, exact=exact, n_snapshots=8))
+    (alone,) = loaded(path, (), replace(PARAMS, exact=exact))
+    tokens, rng, at = random_tokens(60), np.random.default_rng(1), 0
+    while at < 50:
+        n_right, n_wrong = (int(n) for n in rng.integers(1, 4, 2))
+        right = rows([0] * n_right, tokens[at : at + n_right], range(at, at + n_right))
+        assert np.allclose(run(chain, right), run([alone], right), atol=0 if exact else 2e-2)
+        at += n_right
+        run(chain, rows([0] * n_wrong, random_tokens(n_wrong, seed=at), range(at, at + n_wrong)))
+        for stage in chain:
+            stage.apply([KvOp(OpKind.REMOVE, 0, first=at)])
+            assert stage.next_position(0) == at
+    with pytest.raises(AssertionError, match="cannot go back to 20"):
+        chain[0].apply([KvOp(OpKind.REMOVE, 0, first=20)])
+
+
+def test_no_more_is_placed_than_can_be_taken_back() -> None:
+    pool, tree = SequencePool(4, 100, rewinds=False, n_guesses=3), TokenTree(7, 0)
+    pool.open(0)
+    nodes = [tree.root]
+    for token in range(6):
+        nodes += tree.grow(nodes[-1], [Guess(token, 0.5)], [-0.1])
+    assert pool.fitting(nodes) == nodes[:4]
+
+
+@pytest.mark.parametrize("extra", [["-md", "DRAFT"], ["--lookup"]])
+def test_wrong_guesses_change_no_text(folder: Path, extra: list[str]) -> None:
+    path, plain = model_and_cut(folder, "qwen35")[0], folder / "plain.gguf"
+    if not plain.exists():
+        write_model(plain)
+    arguments = [str(plain) if word == "DRAFT" else word for word in extra]
+    asked = ["-m", str(path), "-p", "the token of the layer of the token of the", "-n", "40", "--temp", "0"]
+    result = run_json(3, [*asked, "--ignore-eos", *arguments])
+    prompt, tokens = result["prompt_tokens"], result["tokens"]
+    expected = rows_of_whole(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].argmax(axis=1)
+    assert tokens == expected.tolist() and result["speculation"]["acceptance_rate"] < 0.5
+
+
+def test_it_does_not_guess_and_is_not_cut_anywhere(folder: Path) -> None:
+    path, plain = model_and_cut(folder, "qwen35")[0], folder / "plain.gguf"
+    if not plain.exists():
+        write_model(plain)
+    for n_ranks, arguments, message in (
+        (1, ["-m", plain, "-md", path], "it cannot be a draft: take another one"),
+        (2, ["-m", path, "--layer-split", "1,7"], "layers 0-0 of this model cannot be a stage, a slice needs a layer"),
     ):
-        done = finish(2 if "--layer-split" in arguments else 1, ["run", "-p", "the", "-n", "4", *map(str, arguments)])
+        done = finish(n_ranks, ["run", "-p", "the", "-n", "4", *map(str, arguments)])
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_models_info_knows_how_it_can_be_cut(folder: Path) -> None:
     done = finish(1, ["models", "info", str(model_and_cut(folder, "qwen35")[0]), "--json"])
     found = json.loads(done.stdout)
-    assert found["sliceable"] and found["exact"] and not found["guesses"]
+    assert found["sliceable"] and found["exact"]
     assert [stage["n_stages"] for stage in found["stages"]] == [1, 2, 4], "of eight layers, each second with attention"

@@ -49,11 +49,13 @@ class SequencePool:
     """Leases sequence ids [0, n_seq) and counts the cells in use.
 
     `parked`: the stages keep removed cells, out of sight, so that the order of the cells stays the order of evaluation
-    (exact numerics); only compaction wins them back. Without `rewinds` a sequence can only be removed as a whole.
+    (exact numerics); only compaction wins them back. Without `rewinds` a sequence goes back no further than its newest
+    rows: no more than `n_guesses` nodes are placed beside a root, and certain tokens are only removed all at once.
     """
 
-    def __init__(self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True) -> None:
-        self.n_seq, self.n_cells, self.parked, self.rewinds = n_seq, n_cells, parked, rewinds
+    def __init__(self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True,
+                 n_guesses: int = 0) -> None:  # fmt: skip
+        self.n_seq, self.n_cells, self.parked, self.rewinds, self.n_guesses = n_seq, n_cells, parked, rewinds, n_guesses
         self._free = deque(range(n_seq))
         self._paths: dict[int, _Path] = {}
         self._seqs_of: dict[int, set[int]] = {}  # the sequences of each request
@@ -91,9 +93,10 @@ class SequencePool:
         chosen: dict[Node, None] = {}
         has_heir: set[Node] = set()
         n_new = 0
-        n_cells = self.n_free_cells
+        n_free = self.n_free_cells
+        n_nodes = min(n_free, self.n_guesses + 1 - len(self._seq_of)) if self.n_guesses else n_free
         for node in nodes:
-            if len(chosen) >= n_cells:
+            if len(chosen) >= n_nodes:
                 break
             parent = node.parent
             if parent is not None:
@@ -233,7 +236,7 @@ class SequencePool:
         parent = node.parent
         if parent is None:
             return base.seq
-        assert self.rewinds, f"a guess at position {node.position}, which could not be taken back"
+        assert self.rewinds or self.n_guesses, f"a guess at position {node.position}, which could not be taken back"
         source = self._seq_of[parent]
         if self._is_tip(parent):
             return source

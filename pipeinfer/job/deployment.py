@@ -80,10 +80,6 @@ class Deployment:
         """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
         return max(self.n_batch + 1, self.n_nodes, LARGEST if self.blocks else 0)
 
-    def n_seq(self, options: RunOptions) -> int:
-        """Sequences of the target's caches. Without trees there is one for each request, and a state is not small."""
-        return options.n_seq if self.model.rewinds else options.sequences or options.parallel
-
     def largest_input(self, rank: int) -> tuple[int, int]:
         """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
         drafts = [self.drafts[number] for number in self.plan.drafts_on(rank)]

@@ -42,12 +42,14 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         raise UserError(f"{options.model} differs from rank 0's; copy the same file to every host")
     params = LlamaParams(
         n_cells=deployment.n_cells,
-        n_seq_max=deployment.n_seq(options) + 1,  # one more, in which exact numerics park rejected cells
+        # one more, in which exact numerics park rejected cells
+        n_seq_max=options.n_target_seq(info.layers.rewinds) + 1,
         n_batch=deployment.n_rows_max,
         n_outputs_max=deployment.n_nodes + 1,
         n_threads=deployment.threads[context.rank],
         n_gpu_layers=gpu_layers(options),
         exact=options.numerics == "exact",
+        n_snapshots=options.n_snapshots(info.layers.rewinds),
     )
     layers = open_slice(info, stage.first, stage.last, options.slice_cache, lambda line: _notice(context, line))
     model = LlamaStage(layers, params, on_progress)

@@ -86,7 +86,7 @@ class MemoryNeeds:
             self.options.slice_cache is not None, gpu_layers(self.options),
         )  # fmt: skip
         if not self.info.layers.rewinds:
-            n_states = (self.options.sequences or 1) + N_SPARE_STATES
+            n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
         if self.n_in_blocks:
             found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)

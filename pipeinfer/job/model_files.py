@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeinfer.core.policy import Policy
 from pipeinfer.job.options import RunOptions
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.tokenizer import Tokenizer, check_draft
@@ -12,15 +11,10 @@ from pipeinfer.policies import Iterative
 def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
     """The target's header and vocabulary. Raises UserError when a model is unusable or the draft's does not fit."""
     info = read_model_info(options.model)
-    check_guessing(info, options.policy)
+    if options.parallel > 1 and not isinstance(options.policy, Iterative):
+        info.check_rewinds("guesses can be taken back for one request at a time: use --parallel 1, or --policy iterative")
     tokenizer = Tokenizer(options.model)
     for path in options.drafts_in_use:
         read_model_info(path).check_rewinds("it cannot be a draft: take another one, or -md none")
         check_draft(tokenizer, path)
     return info, tokenizer
-
-
-def check_guessing(info: ModelInfo, policy: Policy) -> None:
-    """Raises UserError when a policy guesses for a model that cannot take guesses back."""
-    if not isinstance(policy, Iterative):
-        info.check_rewinds("nothing can be guessed for it: use --policy iterative, or neither -md nor --lookup")

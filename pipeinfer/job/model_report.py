@@ -43,7 +43,6 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
         "sliceable": info is not None,
         "reason": reason,
         "exact": info is not None and info.layers.exact,
-        "guesses": info is not None and info.layers.rewinds,
         "numerics": numerics,
         **(_stages(info, ctx_size, numerics) if info else {"n_ctx": None, "stages": []}),
     }

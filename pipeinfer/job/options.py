@@ -27,6 +27,9 @@ N_GUESS_ROWS = 32  # guesses a run carries at most
 
 STDIN = Path("-")
 
+N_SNAPSHOTS, N_TREE_STATES = 16, 4
+"""Where layers keep states: how many are kept to go back to, and how many branches a tree may have."""
+
 ESCAPE = re.compile(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})")
 NO_DRAFT = Path("none")
 PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
@@ -88,6 +91,17 @@ class RunOptions:
     def n_nodes(self) -> int:
         """Nodes that a run of the target carries at most: guesses, or a root of each request."""
         return max(N_GUESS_ROWS, self.parallel)
+
+    def n_snapshots(self, rewinds: bool) -> int:
+        """Of a target that does not rewind by itself: states that a stage keeps of its newest rows, to go back to."""
+        return 0 if rewinds or isinstance(self.policy, Iterative) else N_SNAPSHOTS
+
+    def n_target_seq(self, rewinds: bool) -> int:
+        """Sequences that the target's trees may lease: few where each has a state, one where there are no trees."""
+        if rewinds:
+            return self.n_seq
+        has_trees = self.n_snapshots(rewinds) and self.partitions
+        return self.sequences or (N_TREE_STATES if has_trees else self.parallel)
 
     @property
     def drafts_in_use(self) -> tuple[Path, ...]:

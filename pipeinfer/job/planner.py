@@ -13,7 +13,6 @@ from pipeinfer.cluster.room import spare_room
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import Deployment, lay_out, memory_needs, read_drafts
-from pipeinfer.job.model_files import check_guessing
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.planned_costs import planned_profile, split_by_speed
 from pipeinfer.job.request import fit_context
@@ -80,7 +79,6 @@ class Planner:
         asked = self.changed(policy=policy, layer_split=self.options.layer_split if alike else None)
         if asked.shortage:
             raise UserError(UNFIT)
-        check_guessing(self.info, policy)
         if policy.drafts and not self.drafts:
             raise UserError("guesses by --lookup are not simulated")
         question = Question(

@@ -144,8 +144,10 @@ class Session:
     def _make_engine(self) -> Engine:
         context, deployment, options = self.context, self.deployment, self.context.options
         assert self._pipeline
-        n_seq, parked = deployment.n_seq(options), options.numerics == "exact"
-        pool = SequencePool(n_seq, deployment.n_cells, parked, rewinds=deployment.model.rewinds)
+        parked, rewinds = options.numerics == "exact", deployment.model.rewinds
+        pool = SequencePool(
+            options.n_target_seq(rewinds), deployment.n_cells, parked, rewinds, max(0, options.n_snapshots(rewinds) - 1)
+        )
         drafts = [
             Level(
                 pipeline, SequencePool(options.n_seq, deployment.n_cells), n_chunk=N_GUESS_ROWS,
@@ -192,7 +194,8 @@ class Session:
         self._engine.target.cancel = options.cancel
         pools = [level.pool for level in self._engine.levels] + ([self._drafter.pool] if self._drafter else [])
         for pool in pools:
-            n_seq = self.deployment.n_seq(options) if pool is self._engine.target.pool else options.n_seq
+            is_target = pool is self._engine.target.pool
+            n_seq = options.n_target_seq(self.deployment.model.rewinds) if is_target else options.n_seq
             if pool.n_seq != n_seq:
                 self._engine.forget()
                 pool.resize(n_seq)

@@ -14,7 +14,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.asked import asked_of
 from pipeinfer.job.conversation import Conversation, Prompt, Turn, conversation_of
 from pipeinfer.job.deployment import Deployment, deploy
-from pipeinfer.job.model_files import check_guessing, open_models
+from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.request import GenerationRequest, fit_context, make_request
 from pipeinfer.models.gguf.model_info import ModelInfo
@@ -135,8 +135,6 @@ def _loaded_alike(policies: Sequence[Policy]) -> Iterator[tuple[Policy, ...]]:
 
 def _group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
     info, tokenizer = open_models(options)
-    for policy in policies:
-        check_guessing(info, policy)
     conversations = [conversation_of(prompt, tokenizer, sweep.cut) for prompt in sweep.prompts]
     n_predict = max(sweep.predicts)
     longest = replace(options, predict=n_predict)

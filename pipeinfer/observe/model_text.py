@@ -33,7 +33,6 @@ def info_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"sliceable     {'yes' if found['sliceable'] else 'no: ' + found['reason']}"
     if found["sliceable"]:
         yield f"exact         {EXACT if found['exact'] else 'no: rows depend on their batch, by rounding'}"
-        yield f"guesses       {'yes' if found['guesses'] else 'no: its layers keep a state, which cannot go back'}"
         yield from _stages(found)
 
 

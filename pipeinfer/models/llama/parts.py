@@ -33,11 +33,11 @@ def apart(batch: Batch, exact: bool) -> list[Indices]:
 
 
 def part_of(batch: Batch, rows: Indices) -> Batch:
-    """These rows as a batch of their own."""
+    """These rows as a batch of their own, each in its first sequence alone."""
     return Batch(
         batch.tokens[rows],
         batch.positions[rows],
-        [batch.seqs[row] for row in rows],
+        [batch.seqs[row][:1] for row in rows],
         None if batch.hidden is None else batch.hidden[rows],
         batch.wanted[rows],
     )
