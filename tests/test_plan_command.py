@@ -131,6 +131,18 @@ def test_the_plan_is_the_one_that_run_makes(tmp_path: Path) -> None:
     assert "hosts file" in lines and "stage 2" in lines and "90.0 MB" in lines
 
 
+def test_layers_on_gpus_are_said_rank_by_rank(tmp_path: Path) -> None:
+    hosts = write(tmp_path, "a", "b", "c gpu=H100")
+    found = plan("--hosts", hosts, "-ngl", "all,0,2")[0]
+    plain = plan("--hosts", hosts)[0]
+    kv, whole = ([row["kv_bytes"] for row in each["ranks"]] for each in (found, plain))
+    assert kv[0] == 0 and 0 < kv[1] < whole[1] and 0 < kv[2] < whole[2], "no cells there, and no prompts in blocks"
+    assert found["ranks"][2]["gpu"] == "H100" and "GPUs" in found["notes"][0] and not plain["notes"]
+    drafting = plan("--hosts", hosts, "-ngl", "all,0,0")[0]
+    assert [row["kv_bytes"] for row in drafting["ranks"]][1:] == whole[1:], "the target is as exact as without a GPU"
+    assert "2 values for 3 ranks; give one, or one a rank" in call("--hosts", hosts, "-ngl", "all,0")[1]
+
+
 def test_spare_room_is_the_hosts_or_the_ranks_own() -> None:
     needed = Memory(kv=100).needed
     rooms = [Room(3 * needed), Room(3 * needed, own=needed - 1), Room()]
@@ -259,6 +271,10 @@ def test_ranks_under_mpirun_tell_what_they_have() -> None:
     assert [row["speed_source"] for row in found["ranks"]] == ["measured"] * 3
     assert all(row["room_bytes"] and row["n_cores"] and row["fits"] for row in found["ranks"])
     assert found["predictions"] and found["link"]["bytes_per_s"] > 0
+    without = finish(2, ["run", "-p", "x", "-n", "2", "-ngl", "0,3"])
+    assert without.returncode == 2 and "rank 1 (" in without.stderr and "GPU" in without.stderr, (
+        "as this build has none"
+    )
     refused = finish(2, ["plan", "-c", "2000000000"])
     assert refused.returncode == 2 and "it would fit with -c " in refused.stderr
     assert len(refused.stderr.splitlines()) == 1 and "stage 0" in refused.stdout

@@ -100,11 +100,11 @@ from pipeinfer.policies.registry import POLICIES
     "--gpu-layers",
     "--n-gpu-layers",
     "n_gpu_layers",
-    type=GpuLayers(),
-    default=DEFAULT.n_gpu_layers,
+    type=Listed(GpuLayers()),
+    default="0",
     show_default=True,
     help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where there "
-    "is one.",
+    "is one. One value, or one a rank: all,0,0 has the draft on a GPU.",
 )
 @click.option("--policy", type=click.Choice(POLICIES), help="[default: auto with a draft, iterative without]")
 @click.option(

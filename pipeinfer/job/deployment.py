@@ -10,12 +10,12 @@ from pathlib import Path
 
 from pipeinfer.cluster.cores import Host, crowded_hosts, share_cores
 from pipeinfer.cluster.costs import Profile
-from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split
+from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
 from pipeinfer.cluster.room import Memory, check_room
 from pipeinfer.core.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
-from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, threads_of_rank
+from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, check_gpu_layers, threads_of_rank
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.virtual.profile import load_profile
 
@@ -130,7 +130,8 @@ def lay_out(
     """
     split = parse_split(options.layer_split) if options.layer_split else None
     draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
-    needs, model = memory_needs(options, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
+    check_gpu_layers(options, len(hosts))
+    needs, model = memory_needs(options, len(hosts), info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan = make_plan(
         len(hosts), list(map(sizes_of, drafts)), model.sizes, needs.n_cells, split, partial(needs.room, hosts),
         options.draft_split if drafts else (),
@@ -147,17 +148,18 @@ def lay_out(
         threads=spread_threads(options.threads, plan, hosts),
         hosts=tuple(hosts),
         memory=needs.of_plan(plan),
-        blocks=_in_blocks(options),
+        blocks=_in_blocks(options, len(hosts), len(drafts)),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
     )
 
 
 def memory_needs(
-    options: RunOptions, info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+    options: RunOptions, n_ranks: int, info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
 ) -> MemoryNeeds:
-    """What target and drafts take for contexts of `n_ctx` tokens and prompts of up to `n_prompt`."""
+    """What target and drafts take for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when
+    there are too few ranks."""
     n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
-    n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options) else 0
+    n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, n_ranks, len(drafts)) else 0
     return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks)
 
 
@@ -165,8 +167,10 @@ def _n_batch(options: RunOptions, n_ctx: int) -> int:
     return min(options.batch_size, MAX_BATCH, n_ctx)
 
 
-def _in_blocks(options: RunOptions) -> bool:
-    return options.numerics == "exact" and gpu_layers(options) == 0
+def _in_blocks(options: RunOptions, n_ranks: int, n_drafts: int) -> bool:
+    """Whether prompts are: drafts may be on GPUs, the target's layers may not."""
+    ranks = stage_ranks(n_ranks, draft_widths(n_drafts, options.draft_split if n_drafts else ()))
+    return options.numerics == "exact" and all(gpu_layers(options, rank) == 0 for rank in ranks)
 
 
 def cells_for(n_ctx: int) -> int:

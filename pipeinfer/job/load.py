@@ -18,7 +18,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.context import CLOCK, Context, complain
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.memory import gpu_layers
-from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
+from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, gpu_layers_asked
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
@@ -47,7 +47,7 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         n_batch=deployment.n_rows_max,
         n_outputs_max=deployment.n_nodes + 1,
         n_threads=deployment.threads[context.rank],
-        n_gpu_layers=gpu_layers(options),
+        n_gpu_layers=gpu_layers(options, context.rank),
         exact=options.numerics == "exact",
         n_snapshots=options.n_snapshots(info.layers.rewinds),
     )
@@ -101,7 +101,7 @@ def _load_draft(
         n_batch=N_GUESS_ROWS,
         n_outputs_max=N_GUESS_ROWS,
         n_threads=deployment.threads[context.rank],
-        n_gpu_layers=gpu_layers(options),
+        n_gpu_layers=gpu_layers(options, context.rank),
         exact=False,  # guesses need not be reproducible to the bit: the target decides
     )
     layers = open_slice(info, own.first, own.last, options.slice_cache, lambda line: _notice(context, line))
@@ -124,7 +124,7 @@ def time_loaded(
     else:
         part = f"{deployment.drafts[draft].fingerprint} {deployment.plan.drafts_on(rank)[draft].layers} of a draft"
     where = f"{deployment.hosts[rank].name}, {deployment.hosts[rank].n_cores} cores, {deployment.threads[rank]} threads"
-    name = f"rows: {part}, {where}, -ngl {options.n_gpu_layers}, pipeinfer {__version__}"
+    name = f"rows: {part}, {where}, -ngl {gpu_layers_asked(options, rank)}, pipeinfer {__version__}"
     return recall_rows(model, CLOCK, user_kept(), name)
 
 

@@ -11,7 +11,7 @@ from pipeinfer.cluster.plan import Plan, Stages
 from pipeinfer.cluster.room import Memory, check_room, free_room
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.core.blocks import LARGEST
-from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, N_GUESS_ROWS, RunOptions
+from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, N_GUESS_ROWS, RunOptions, gpu_layers_asked
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import buffer_bytes
@@ -42,7 +42,7 @@ class MemoryNeeds:
         """Of every rank."""
         found = self._with_drafts(plan.n_ranks, plan.drafts)
         for stage in plan.stages:
-            found[stage.rank] += self.of_stage(stage.first, stage.last)
+            found[stage.rank] += self.of_stage(gpu_layers(self.options, stage.rank), stage.first, stage.last)
         return tuple(found)
 
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
@@ -52,9 +52,10 @@ class MemoryNeeds:
         left = {host.name: min(other.room.host for other in hosts if other.name == host.name) for host in hosts}
         for rank, host in enumerate(hosts):
             left[host.name] -= 0 if rank in ranks else besides[rank].needed
+        on_gpu = [gpu_layers(self.options, rank) for rank in ranks]
         memory = cache(partial(self.of_draft, number) if number < len(self.drafts) else self.of_stage)
         return StageRoom(
-            needed=lambda stage, first, last: (besides[ranks[stage]] + memory(first, last)).needed,
+            needed=lambda stage, first, last: (besides[ranks[stage]] + memory(on_gpu[stage], first, last)).needed,
             hosts=tuple(hosts[rank].name for rank in ranks),
             left=left,
             own=tuple(hosts[rank].room.own for rank in ranks),
@@ -66,24 +67,26 @@ class MemoryNeeds:
         found[0] += Memory(buffers=TOKEN_BYTES * self.info.n_vocab * (1 + len(self.drafts)))
         for number, stages in enumerate(placed):
             for stage in stages:
-                found[stage.rank] += self.of_draft(number, stage.first, stage.last)
+                found[stage.rank] += self.of_draft(
+                    number, gpu_layers(self.options, stage.rank), stage.first, stage.last
+                )
         return found
 
-    def of_draft(self, number: int, first: int, last: int) -> Memory:
-        """Of layers [first, last) of a draft."""
+    def of_draft(self, number: int, n_on_gpu: int, first: int, last: int) -> Memory:
+        """Of layers [first, last) of a draft, likewise."""
         draft = self.drafts[number]
         is_cut = last - first < draft.n_layer
         messages = Memory(buffers=N_MESSAGES * 4 * N_GUESS_ROWS * draft.n_embd if is_cut else 0)
         return messages + slice_memory(
             draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False,
-            in_file=self.options.slice_cache is not None, n_on_gpu=gpu_layers(self.options),
+            in_file=self.options.slice_cache is not None, n_on_gpu=n_on_gpu,
         )  # fmt: skip
 
-    def of_stage(self, first: int, last: int) -> Memory:
-        """Of layers [first, last) of the target."""
+    def of_stage(self, n_on_gpu: int, first: int, last: int) -> Memory:
+        """Of layers [first, last) of the target, so many of them on a GPU."""
         found = slice_memory(
             self.info, first, last, self.n_cells, self.n_rows, self._n_outputs, self.options.numerics == "exact",
-            self.options.slice_cache is not None, gpu_layers(self.options),
+            self.options.slice_cache is not None, n_on_gpu,
         )  # fmt: skip
         if not self.info.layers.rewinds:
             n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES
@@ -97,10 +100,11 @@ class MemoryNeeds:
         return max(N_GUESS_ROWS, self.options.n_seq) + 1
 
 
-def gpu_layers(options: RunOptions) -> int:
-    """How many of a model's layers this rank puts on its GPU; negative: all."""
-    if options.n_gpu_layers != AUTO_LAYERS:
-        return options.n_gpu_layers
+def gpu_layers(options: RunOptions, rank: int) -> int:
+    """How many of a model's layers a rank puts on its GPU; negative: all. Where that is left to the rank, it is taken
+    to be as this one."""
+    if (asked := gpu_layers_asked(options, rank)) != AUTO_LAYERS:
+        return asked
     return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
 
 

@@ -59,7 +59,7 @@ class RunOptions:
     ctx_size: int = 0
     batch_size: int = 128
     threads: tuple[int, ...] = ()
-    n_gpu_layers: int = 0
+    n_gpu_layers: tuple[int, ...] = (0,)
     policy: Policy = field(default_factory=Iterative)
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
     layer_split: str | None = None
@@ -129,6 +129,25 @@ def threads_of_rank(threads: tuple[int, ...], rank: int, n_ranks: int, default: 
         shown = ",".join(map(str, threads))
         raise UserError(f"--threads {shown} has {len(threads)} values for {n_ranks} ranks; give one, or one a rank")
     return (threads * n_ranks)[rank] if threads else default
+
+
+def gpu_layers_asked(options: RunOptions, rank: int) -> int:
+    """Of a rank, as given: ALL_LAYERS and AUTO_LAYERS are numbers too."""
+    given = options.n_gpu_layers
+    return given[rank] if len(given) > 1 else given[0]
+
+
+def check_gpu_layers(options: RunOptions, n_ranks: int) -> None:
+    """Raises UserError unless there is one value, or one a rank."""
+    if len(options.n_gpu_layers) not in (1, n_ranks):
+        shown = ",".join(map(gpu_layers_text, options.n_gpu_layers))
+        raise UserError(
+            f"--gpu-layers {shown} has {len(options.n_gpu_layers)} values for {n_ranks} ranks; give one, or one a rank"
+        )
+
+
+def gpu_layers_text(value: int) -> str:
+    return {ALL_LAYERS: "all", AUTO_LAYERS: "auto"}.get(value, str(value))
 
 
 def choose_drafts(given: tuple[Path, ...], default: tuple[Path, ...]) -> tuple[Path, ...]:

@@ -87,7 +87,7 @@ def _shortage(planner: Planner, helping: Sequence[Way]) -> str:
 
 def _notes(planner: Planner) -> Iterator[str]:
     """What the figures leave out."""
-    if planner.options.n_gpu_layers:
+    if any(planner.options.n_gpu_layers):
         yield "what GPUs hold is not counted, and predictions know the speed of CPUs only"
     if any("_exps" in tensor.name for tensor in planner.info.tensors):
         yield "predictions read the experts of one row: guesses, of which each has experts of its own, are dearer"

@@ -100,7 +100,7 @@ class Planner:
     def split_by_speed(self) -> str:
         """The --layer-split with which the slowest stage is as fast as memory allows. Raises UserError."""
         deployment = self.deployment
-        needs = memory_needs(self.options, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
+        needs = memory_needs(self.options, len(self.nodes), self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
         room = needs.room(deployment.hosts, deployment.plan.drafts, [stage.rank for stage in deployment.plan.stages])
         return ",".join(map(str, split_by_speed(deployment, self.info, self.nodes, room)))
 

@@ -119,7 +119,9 @@ class Session:
             self.close()
             raise UserError(error)
         self._engine = self._make_engine()
-        on_gpu = {0: gpu_layers(self.context.options) != 0} | {rank: each["on_gpu"] for rank, each in reports.items()}
+        on_gpu = {0: gpu_layers(self.context.options, 0) != 0} | {
+            rank: each["on_gpu"] for rank, each in reports.items()
+        }
         line = inexact_line(self.context.options.numerics, [rank for rank in self._ranks if on_gpu[rank]])
         if line:
             complain(line)

@@ -38,7 +38,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
         loaded_s = CLOCK() - start_s
         cost_s = time_loaded(context, deployment, model, number) if model else {}
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
-        on_gpu = gpu_layers(context.options) != 0
+        on_gpu = gpu_layers(context.options, context.rank) != 0
         context.link.report({"loaded_s": loaded_s, "cost_s": cost_s, "on_gpu": on_gpu})
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
