@@ -20,6 +20,7 @@ COMMANDS = {
     "run": "run:run",
     "chat": "chat:chat_command",
     "bench": "bench:bench",
+    "batch": "batch:batch_command",
     "models": "models:models",
     "simulate": "simulate:simulate_command",
     "compare": "compare:compare_command",

@@ -34,8 +34,16 @@ class ChatFormat:
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text up to the next answer of the assistant. Raises UserError as ChatTemplate does."""
-        first = [Message("system", self.system)] if self.system is not None else []
-        return self.template.render([*first, *messages], self.tokenizer)
+        return self.template.render(self._with_system(messages), self.tokenizer)
+
+    def render_all(self, conversations: Sequence[Sequence[Message]]) -> list[str | UserError]:
+        """The same of several conversations; of each its text, or what is wrong with it."""
+        return self.template.render_all([self._with_system(each) for each in conversations], self.tokenizer)
+
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        """The system speaks first, unless it does already."""
+        speaks = self.system is not None and not any(each.role == "system" for each in messages)
+        return [*([Message("system", self.system or "")] if speaks else []), *messages]
 
     def first_prompt(self, text: str) -> list[int]:
         """The tokens that ask for an answer to what a user says first. Raises UserError."""

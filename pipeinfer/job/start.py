@@ -106,17 +106,18 @@ def _get_ready() -> None:
 def run_prepared(
     crew: Crew,
     options: RunOptions,
-    prepare: Callable[[RunOptions, Sequence[Host]], tuple[Deployment, T]],
+    prepare: Callable[[RunOptions, Sequence[Host]], tuple[Deployment, T] | None],
     run_head: Callable[[Context, Deployment, T], int],
 ) -> int:
-    """Rank 0 prepares and is the head, all others do as the deployment says. Returns the exit code."""
+    """Rank 0 prepares and is the head, all others do as the deployment says. Returns the exit code; 0 where there is
+    nothing to deploy."""
     link = crew.link
     prepared, error = _prepared(lambda: prepare(options, crew.hosts)) if link.rank == 0 else (None, "")
     deployment, error = link.broadcast((prepared and prepared[0], error) if link.rank == 0 else None)
     if deployment is None:
-        if link.rank == 0:
+        if link.rank == 0 and error:
             complain(error)
-        return 2
+        return 2 if error else 0
     context = crew.context(options, deployment)
     if not prepared:
         from pipeinfer.job.worker import run_stage

@@ -63,8 +63,14 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
         """The text up to where the assistant's next answer begins. Raises UserError when the template fails, takes more
         than the limits, or refuses the messages."""
-        context = {
-            "messages": [{"role": each.role, "content": each.content} for each in messages],
+        (found,) = self.render_all([messages], tokenizer)
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def render_all(self, conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer) -> list[str | UserError]:
+        """The same of several conversations, for little more than one; of each its text, or what is wrong with it."""
+        common = {
             "add_generation_prompt": True,
             "bos_token": _text_of(tokenizer, tokenizer.bos),
             "eos_token": _text_of(tokenizer, tokenizer.eos),
@@ -72,14 +78,23 @@ class ChatTemplate:
             "documents": None,
             **self.variables,
         }
-        answer = self._ask({"source": self.source, "context": context, "now_s": self.now_s})
-        if "text" not in answer:
-            shown = " ".join(str(answer.get("error", "says nothing")).split())[:300]
-            raise UserError(f"{self.name} {shown}; give another with --chat-template-file FILE")
-        return str(answer["text"])
+        said = [[{"role": each.role, "content": each.content} for each in messages] for messages in conversations]
+        answers = self._answers([{"messages": messages, **common} for messages in said])
+        return [str(answer["text"]) if "text" in answer else self._error(answer) for answer in answers]
 
-    def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of the process that renders; it is killed when its time is over."""
+    def _error(self, answer: Mapping[str, Any]) -> UserError:
+        shown = " ".join(str(answer.get("error", "says nothing")).split())[:300]
+        return UserError(f"{self.name} {shown}; give another with --chat-template-file FILE")
+
+    def _answers(self, contexts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """One for each. What is too much for all of them may be so for one alone, or for none."""
+        found = self._ask({"source": self.source, "contexts": contexts, "now_s": self.now_s})
+        if isinstance(found, list):
+            return found
+        return [found] if len(contexts) == 1 else [answer for each in contexts for answer in self._answers([each])]
+
+    def _ask(self, asked: Mapping[str, Any]) -> list[dict[str, Any]] | dict[str, Any]:
+        """The answers of the process that renders, or why there are none; it is killed when its time is over."""
         limits = self.limits
         # what this process can import, that one can, and no more
         paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
@@ -96,7 +111,7 @@ class ChatTemplate:
             return {"error": f"cannot be rendered: {error.strerror}"}
         except ValueError:  # it was killed, or could not even say that there is no memory left
             return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
-        return found if isinstance(found, dict) else {}
+        return found if isinstance(found, list) and len(found) == len(asked["contexts"]) else {}
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:

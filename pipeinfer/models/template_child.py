@@ -1,7 +1,8 @@
 """The process in which a chat template is rendered: a sandbox with little time and memory. Knows no model.
 
 A template comes with a model file, from anywhere: it may loop for ever, or try to leave the sandbox. One JSON object is
-read from standard input, one is written to standard output: `text`, or `error` with what is wrong.
+read from standard input, with any number of `contexts`; a list is written to standard output, of each its `text`, or
+`error` with what is wrong.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ from typing import Any
 
 
 def main(cpu_s: int, n_bytes: int, n_characters: int) -> None:
-    """`n_characters`: of the rendered text at most."""
+    """`n_characters`: of a rendered text at most."""
     asked = json.load(sys.stdin)
     limit(cpu_s, n_bytes)
-    try:
-        text = render(asked["source"], asked["context"], asked["now_s"])
-        answer = {"text": text} if len(text) <= n_characters else {"error": f"renders {len(text)} characters"}
-    except MemoryError:
-        answer = {"error": f"takes more than {n_bytes >> 20} MiB of memory"}
-    except RecursionError:
-        answer = {"error": "calls itself without end"}
-    except Exception as error:  # whatever a template can raise
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    json.dump(answer, sys.stdout)
+
+    def answer(context: Mapping[str, Any]) -> dict[str, str]:
+        try:
+            text = render(asked["source"], context, asked["now_s"])
+        except MemoryError:
+            return {"error": f"takes more than {n_bytes >> 20} MiB of memory"}
+        except RecursionError:
+            return {"error": "calls itself without end"}
+        except Exception as error:  # whatever a template can raise
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"text": text} if len(text) <= n_characters else {"error": f"renders {len(text)} characters"}
+
+    json.dump([answer(context) for context in asked["contexts"]], sys.stdout)
 
 
 def limit(cpu_s: int, n_bytes: int) -> None:

@@ -1,14 +1,24 @@
-"""Tell on standard error how far a long prompt is. Knows counts and a clock, no engine."""
+"""Tell on standard error how far a long prompt or a batch is. Knows counts and a clock, no engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 PATIENCE_S = 1.0
 """A prompt that is read by then is not spoken of."""
+
+LONGEST_S = 60.0
+"""Between two lines about a batch."""
 
 
 class PromptProgress:
@@ -47,3 +57,35 @@ class PromptProgress:
         if self._bar:
             self._bar.stop()
             self._bar = None
+
+
+class BatchProgress:
+    """Requests that are done, of all, and tokens a second: a bar on a terminal, else a line after 1, 2, 4, … seconds,
+    and from then on each minute."""
+
+    def __init__(self, console: Console, clock: Callable[[], float], n_total: int, n_done: int) -> None:
+        """`n_done`: of the requests, before this job."""
+        self.console, self.clock, self.n_total, self.n_tokens = console, clock, n_total, 0
+        self._start_s = clock()
+        self._next_s = PATIENCE_S
+        # plain lines where there is no terminal to draw on
+        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
+                   TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=n_total, completed=n_done, speed="")
+        self._bar.start()
+
+    def update(self, n_done: int, n_tokens: int) -> None:
+        """So many requests are done, so many further tokens have come."""
+        self.n_tokens += n_tokens
+        passed_s = self.clock() - self._start_s
+        speed = f"{self.n_tokens / max(passed_s, 1e-9):.1f} tokens/s"
+        if self.console.is_terminal:
+            self._bar.update(self._task, completed=n_done, speed=speed)
+        elif passed_s >= self._next_s:
+            while self._next_s <= passed_s:
+                self._next_s += min(self._next_s, LONGEST_S)
+            self.console.print(f"{n_done} of {self.n_total} requests after {passed_s:.0f} s, {speed}", style="dim")
+
+    def close(self) -> None:
+        self._bar.stop()

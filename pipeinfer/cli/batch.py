@@ -1,0 +1,92 @@
+"""`pipeinfer batch`: its options, which are those of `run` where they mean the same. What it does is in `job.batch`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.cli.chat_options import take_chat, take_stops
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.run import run, warn_of_variables
+from pipeinfer.cli.setting_options import take_policies, take_sampling
+from pipeinfer.cli.values import File, Whole
+from pipeinfer.errors import UserError
+from pipeinfer.job.options import INT32_MAX, MAX_SEQUENCES, RunOptions, choose_drafts, choose_policy
+from pipeinfer.models.demo import DRAFT, TARGET
+
+NOT_SHARED = (
+    "prompt", "file", "chat", "conversation", "predict", "cancel", "partitions", "continuous", "asynchronous",
+    "results", "trace",
+)  # fmt: skip
+HELP = {
+    "ctx_size": "Context in tokens, of all open requests together; 0: what --parallel of the longest take, or as much "
+    "as fits into the memory.",
+    "json": "Print the summary as a JSON object, too.",
+    "seed": "Of requests without one; -1: a random one for each.",
+    "escape": r"In -sys and --stop, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
+}
+
+
+@click.command("batch", cls=Command)
+@click.argument("source", metavar="FILE.jsonl", type=File())
+@click.option("-o", "--output", type=File(), required=True, help="Append a line for every result to this file.")
+@click.option(
+    "-np",
+    "--parallel",
+    type=Whole(1, MAX_SEQUENCES),
+    default=32,
+    show_default=True,
+    help="Requests that are open at a time, as far as the context has room for them.",
+)
+@click.option(
+    "-n",
+    "--predict",
+    "--n-predict",
+    type=Whole(1, INT32_MAX),
+    default=256,
+    show_default=True,
+    help="Tokens to generate where a request does not say.",
+)
+@click.option("--chat", "as_chat", is_flag=True, help="Plain prompts are asked with the model's chat template.")
+def batch_command(
+    source: Path, output: Path, as_chat: bool, model: Path | None, drafts: tuple[Path, ...], policy: str | None,
+    lookup: bool, threads: tuple[int, ...] | None, escape: bool, **others: Any,
+) -> int:  # fmt: skip
+    """Answer a file of requests, a JSON object a line, and write each result when it is there.
+
+    {"prompt": "…"} or {"messages": […]}, with max_tokens, temperature, top_k, top_p, min_p, seed, penalties and stop as
+    wanted; or OpenAI's batch format, with /v1/completions and /v1/chat/completions. Options are what holds where a
+    request does not say. The same command goes on after an interruption: what the output has is left out. With a seed
+    and exact numerics a text does not depend on what else is asked.
+    """
+    warn_of_variables(batch_command)
+    drafts = choose_drafts(drafts, () if model else (DRAFT,))
+    (chosen,) = take_policies([choose_policy(policy, bool(drafts) or lookup)], others)
+    sequences, parallel = others["sequences"], others["parallel"]
+    if sequences and sequences < parallel:
+        raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
+                        "leave it out, or lower --parallel")  # fmt: skip
+    options = RunOptions(
+        model=model or TARGET,
+        drafts=drafts,
+        lookup=lookup,
+        policy=chosen,
+        sampling=take_sampling(others),
+        threads=threads or (),
+        chat=take_chat(others, True, escape),
+        stops=take_stops(others, escape),
+        **others,
+    )
+    from pipeinfer.job.batch import run_batch  # initialises MPI
+    from pipeinfer.job.batch_prepare import BatchOptions
+
+    return run_batch(BatchOptions(run=options, source=source, output=output, as_chat=as_chat))
+
+
+batch_command.params += [copy.copy(option) for option in run.params if option.name not in NOT_SHARED]
+for option in batch_command.params:
+    if isinstance(option, click.Option) and option.name in HELP:
+        option.help = HELP[option.name]

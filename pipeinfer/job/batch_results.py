@@ -1,0 +1,59 @@
+"""What a batch writes of each request, as OpenAI has it or plainly. Writes nothing itself."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pipeinfer.core.requests import Finish, Request
+from pipeinfer.job.batch_file import CHAT, BatchRequest
+from pipeinfer.observe.metrics import RequestMetrics, timings
+
+SERVED, NOT_SERVED = 200, 400
+OBJECTS = {CHAT: "chat.completion"}
+TIMES = ("ttft_s", "tpot_s", "total_s")
+
+
+def result_of(
+    id: str, asked: BatchRequest, request: Request, text: str, was_cut: bool, metrics: RequestMetrics, model: str
+) -> dict[str, Any]:
+    """`was_cut`: a stop string has ended the text. `model`: its name."""
+    n_prompt, n_predicted = len(request.prompt), request.n_generated
+    finish = "stop" if was_cut or request.finish is Finish.END else "length"
+    if not asked.url:
+        times = timings(metrics)
+        return {
+            **_plain(id, asked), "text": text, "finish": finish, "tokens_evaluated": n_prompt,
+            "tokens_predicted": n_predicted, "seed": request.sampling.seed, **{name: times[name] for name in TIMES},
+        }  # fmt: skip
+    said = {"message": {"role": "assistant", "content": text}} if asked.url == CHAT else {"text": text}
+    body = {
+        "id": id,
+        "object": OBJECTS.get(asked.url, "text_completion"),
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": finish}],
+        "usage": {
+            "prompt_tokens": n_prompt, "completion_tokens": n_predicted, "total_tokens": n_prompt + n_predicted,
+        },
+        "seed": request.sampling.seed,
+    }  # fmt: skip
+    return _response(id, asked, SERVED, body, None)
+
+
+def refusal_of(id: str, asked: BatchRequest, message: str) -> dict[str, Any]:
+    """Of a request that cannot be served."""
+    if not asked.url:
+        return {**_plain(id, asked), "error": message}
+    error = {"message": message, "type": "invalid_request_error", "code": "invalid_request"}
+    return _response(id, asked, NOT_SERVED, {"error": error}, {"code": error["code"], "message": message})
+
+
+def _plain(id: str, asked: BatchRequest) -> dict[str, Any]:
+    named = {"custom_id": asked.custom_id} if asked.custom_id is not None else {}
+    return {"id": id, "index": asked.index, **named}
+
+
+def _response(id: str, asked: BatchRequest, status: int, body: dict[str, Any], error: Any) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": id, "body": body}
+    return {"id": id, "custom_id": asked.custom_id, "response": response, "error": error}

@@ -1,0 +1,91 @@
+"""Many requests -> throughput, percentiles of latencies, what drafts were worth. Keeps two numbers a request."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from pipeinfer.observe.metrics import RequestMetrics, percentiles
+from pipeinfer.observe.report import USES, milliseconds, number, show_table, size_text
+
+SHARES = (50, 95, 99)
+
+
+@dataclass
+class Throughput:
+    """Requests that have finished, added up. Times are seconds."""
+
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    tpot_s: array[float] = field(default_factory=lambda: array("d"))
+    n_prompt: int = 0
+    n_predicted: int = 0
+    n_judged: int = 0
+    n_matched: int = 0
+
+    def add(self, metrics: RequestMetrics) -> None:
+        n = len(metrics.token_s)
+        self.n_prompt += metrics.n_prompt
+        self.n_predicted += n
+        self.n_judged += metrics.n_judged
+        self.n_matched += metrics.n_matched
+        if n:
+            self.ttft_s.append(metrics.ttft_s)
+        if n > 1:
+            self.tpot_s.append((metrics.token_s[-1] - metrics.token_s[0]) / (n - 1))
+
+    def figures(self, wall_s: float, n_requests: int) -> dict[str, Any]:
+        """`wall_s`: from the first request's submission to the last one's end. NaN where there is nothing to tell."""
+        per_s = 1 / wall_s if wall_s > 0 else float("nan")
+        return {
+            "wall_s": wall_s,
+            "prompt_n": self.n_prompt,
+            "predicted_n": self.n_predicted,
+            "requests_per_second": n_requests * per_s,
+            "prompt_per_second": self.n_prompt * per_s,
+            "predicted_per_second": self.n_predicted * per_s,
+            **_spread("ttft", self.ttft_s),
+            **_spread("tpot", self.tpot_s),
+            "draft_n_judged": self.n_judged,
+            "draft_n_accepted": self.n_matched,
+            "acceptance_rate": self.n_matched / self.n_judged if self.n_judged else float("nan"),
+        }
+
+
+def _spread(name: str, values_s: array[float]) -> dict[str, float]:
+    found = zip(SHARES, percentiles(values_s, SHARES), strict=True)
+    mean_s = float(np.mean(values_s)) if values_s else float("nan")
+    return {f"{name}_mean_s": mean_s, **{f"{name}_p{share}_s": value for share, value in found}}
+
+
+def show_throughput(console: Console, summary: dict[str, Any]) -> None:
+    """The end of a batch, from the same object that --json prints."""
+    s = summary
+    console.print(
+        f"requests    {s['completed']} completed, {s['failed']} not served, {s['done_before']} done before, "
+        f"{s['left']} left; {number(s['requests_per_second'])} a second, {s['open_max']} at a time at most"
+    )
+    console.print(
+        f"throughput  {s['predicted_n']} tokens in {number(s['wall_s'])} s, {number(s['predicted_per_second'])} "
+        f"tokens/s; {s['prompt_n']} prompt tokens, {number(s['prompt_per_second'])} tokens/s"
+    )
+    for name in ("ttft", "tpot"):
+        p50, p95, p99 = (milliseconds(s[f"{name}_p{share}_s"]) for share in SHARES)
+        console.print(f"{name.upper():12}mean {milliseconds(s[f'{name}_mean_s'])}, p50 {p50}, p95 {p95}, p99 {p99}")
+    if s["draft_n_judged"]:
+        console.print(
+            f"speculation acceptance {number(s['acceptance_rate'])} ({s['draft_n_accepted']} of {s['draft_n_judged']} "
+            "guesses right)"
+        )
+    rows = [
+        [
+            str(rank["rank"]), rank["host"], rank["role"],
+            *(f"{100 * rank[f'{use}_s'] / max(rank['wall_s'], 1e-9):.0f}%" for use in USES),
+            size_text(rank["peak_rss_bytes"]),
+        ]
+        for rank in s["ranks"]
+    ]  # fmt: skip
+    show_table(console, ["rank", "host", "role", *USES, "peak memory"], rows)

@@ -1,0 +1,341 @@
+"""`pipeinfer batch`: each text is that of `run`, whatever else is open; interruptions lose and repeat nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.errors import UserError
+from pipeinfer.job.batch_file import BatchFile, Defaults, read_request
+from pipeinfer.job.batch_output import BatchOutput
+from pipeinfer.models.chat import ChatTemplate, Message
+from pipeinfer.models.tokenizer import Tokenizer
+from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model
+from tests.jobs import finish, run_json, start
+from tests.test_outputs import room_for
+
+SHAPE = Shape(n_layer=3, n_embd=128, n_head=2, n_head_kv=1, n_ff=256, n_vocab=384, n_strong=1, weak=0.3)
+N_REQUESTS = 66
+COMMON = ["-t", "1", "-n", "12"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("pair")
+    target = write_model(folder / "target.gguf", SHAPE, template=CHAT_TEMPLATE)
+    draft = write_model(folder / "draft.gguf", replace(SHAPE, n_layer=1), template=CHAT_TEMPLATE)
+    return ["-m", str(target), "-md", str(draft)]
+
+
+def request(index: int) -> dict[str, Any]:
+    """Short and long prompts, greedy and sampled, plain and in both of OpenAI's forms."""
+    words = ["the", "a", "of", "model", "rank"]
+    text = " ".join(words[index * step % 5] for step in range(1, 4 + (100 if index % 16 == 5 else index % 9)))
+    asked: dict[str, Any] = {"max_tokens": 4 + index % 7, "seed": index, "temperature": 0.9 * (index % 4 > 0)}
+    if index % 5 == 1:
+        asked |= {"repeat_penalty": 1.3, "top_k": 10, "presence_penalty": 0.2}
+    if index % 8 == 2:
+        chat = {**asked, "messages": [{"role": "system", "content": "of"}, {"role": "user", "content": text}]}
+        return {"custom_id": f"c{index}", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    if index % 8 == 3:
+        body = {**asked, "prompt": text, "model": "any", "n": 1}
+        return {"custom_id": f"c{index}", "method": "POST", "url": "/v1/completions", "body": body}
+    return {**asked, "prompt": text}
+
+
+REQUESTS = [request(index) for index in range(N_REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("asked") / "asked.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in REQUESTS))
+    return path
+
+
+def results_of(path: Path) -> dict[str, dict[str, Any]]:
+    """By id; each is there once."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {line["id"]: line for line in lines}
+    assert len(found) == len(lines), "a result is there twice"
+    return found
+
+
+def texts_of(path: Path) -> dict[str, str]:
+    return {id: text_of(result) for id, result in results_of(path).items()}
+
+
+def text_of(result: dict[str, Any]) -> str:
+    if "response" not in result:
+        return str(result["text"])
+    choice = result["response"]["body"]["choices"][0]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def batch(n_ranks: int, source: Path, output: Path, words: Sequence[str]) -> dict[str, Any]:
+    done = finish(n_ranks, ["batch", str(source), "-o", str(output), "--json", *COMMON, *words])
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+@pytest.fixture(scope="module")
+def alone(pair: list[str], asked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of all, one after the other, on one rank."""
+    output = tmp_path_factory.mktemp("alone") / "out.jsonl"
+    assert batch(1, asked, output, [*pair[:2], "--parallel", "1"])["open_max"] == 1
+    return output
+
+
+def by_index(path: Path) -> dict[int, dict[str, Any]]:
+    places = {each["custom_id"]: index for index, each in enumerate(REQUESTS) if "custom_id" in each}
+    return {
+        result["index"] if "index" in result else places[result["custom_id"]]: result
+        for result in results_of(path).values()
+    }
+
+
+# -- texts
+
+
+def test_a_request_among_65_has_the_text_that_it_has_alone(
+    pair: list[str], asked: Path, alone: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    summary = batch(2, asked, output, [*pair, "--parallel", "65"])
+    assert texts_of(output) == texts_of(alone)
+    assert len(set(texts_of(output).values())) > 40
+    assert summary["completed"] == N_REQUESTS and summary["failed"] == summary["left"] == 0
+    assert 32 < summary["open_max"] <= 65, "so many are open at a time"
+    assert summary["predicted_n"] == sum(
+        result.get("tokens_predicted") or result["response"]["body"]["usage"]["completion_tokens"]
+        for result in results_of(output).values()
+    )
+    assert 0 < summary["ttft_p50_s"] <= summary["ttft_p99_s"] and 0 < summary["tpot_p50_s"] < summary["wall_s"]
+    for rank in summary["ranks"]:
+        used_s = sum(rank[f"{use}_s"] for use in ("busy", "cancelled", "waiting", "idle"))
+        assert 0.9 * rank["wall_s"] < used_s < 1.1 * rank["wall_s"]
+
+
+def test_texts_are_those_of_run(pair: list[str], alone: Path) -> None:
+    found = by_index(alone)
+    for index in (2, 6, 11):
+        body = REQUESTS[index].get("body", REQUESTS[index])
+        words = ["-n", str(body["max_tokens"]), "-s", str(index), "--temp", str(body["temperature"]), "-t", "1"]
+        if "repeat_penalty" in body:
+            words += ["--repeat-penalty", "1.3", "--top-k", "10", "--presence-penalty", "0.2"]
+        if "messages" in body:
+            words += ["--chat", "-sys", "of", "-p", body["messages"][1]["content"]]
+        else:
+            words += ["-p", body["prompt"]]
+        result = run_json(1, [*pair, *words])
+        assert text_of(found[index]) == result["text"], index
+    assert "repeat_penalty" in REQUESTS[6] and "messages" in REQUESTS[2]["body"] and "url" in REQUESTS[11]
+
+
+def test_answers_have_openai_s_form_and_what_cannot_be_served_is_a_line(pair: list[str], tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    url = {"method": "POST", "url": "/v1/completions"}
+    lines = [
+        {"prompt": "the " * 300, "n_predict": 4},
+        {"custom_id": "long", **url, "body": {"prompt": "the " * 300}},
+        {"prompt": [5, 100000]},
+        {"custom_id": "ok", **url, "body": {"prompt": [5, 6], "max_tokens": 40, "stop": ["e", "a", "o", "i", " "]}},
+        {"prompt": "of", "stop": ["nowhere"], "ignore_eos": True, "seed": None},
+    ]
+    source.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    done = finish(1, ["batch", str(source), "-o", str(output), *pair, *COMMON, "-c", "100"])
+    assert done.returncode == 0 and "2 completed, 3 not served" in done.stderr, done.stderr
+    found = results_of(output).values()
+    plain = {result["index"]: result for result in found if "index" in result}
+    named = {result["custom_id"]: result for result in found if "index" not in result}
+    assert "-c 100 holds 100" in plain[0]["error"] and "there is no token 100000" in plain[2]["error"]
+    assert plain[4]["tokens_predicted"] == 12 and plain[4]["finish"] == "length" and plain[4]["seed"] >= 0
+    assert named["long"]["response"]["status_code"] == 400 and "-c 100" in named["long"]["error"]["message"]
+    body = named["ok"]["response"]["body"]
+    assert named["ok"]["error"] is None and body["object"] == "text_completion" and body["model"] == "target.gguf"
+    assert body["choices"][0]["finish_reason"] == "stop" and not set("eaoi ") & set(body["choices"][0]["text"])
+    assert body["usage"]["prompt_tokens"] == 2 and body["usage"]["completion_tokens"] < 40
+
+
+# -- interruptions
+
+
+def wait_for_lines(path: Path, n: int, job: subprocess.Popen[str]) -> None:
+    end_s = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < n:
+        assert time.monotonic() < end_s and job.poll() is None, job.communicate()
+        time.sleep(0.005)
+
+
+def test_an_interrupted_batch_goes_on_and_nothing_is_lost_or_repeated(
+    pair: list[str], asked: Path, alone: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    words = ["batch", str(asked), "-o", str(output), *COMMON, *pair, "--parallel", "4"]
+    job = start(1, words)
+    wait_for_lines(output, 5, job)
+    job.send_signal(signal.SIGINT)
+    _, errors = job.communicate(timeout=30)
+    assert job.returncode == 130 and "interrupted" in errors and "goes on from it" in errors, errors
+    n_first = len(results_of(output))
+    assert 5 <= n_first < N_REQUESTS
+    job = start(2, words, start_new_session=True)
+    wait_for_lines(output, n_first + 5, job)
+    os.killpg(job.pid, signal.SIGKILL)
+    job.communicate(timeout=30)
+    n_lines = output.read_bytes().count(b"\n")
+    assert n_first < n_lines < N_REQUESTS
+    with output.open("ab") as file:
+        file.write(b'{"id": "0123456789')  # as a crash of the machine may leave it
+    done = finish(2, [*words[:-1], "16"])
+    assert done.returncode == 0 and "is cut off" in done.stderr, done.stderr
+    assert f"{n_lines} done before, 0 left" in done.stderr, done.stderr
+    assert texts_of(output) == texts_of(alone)
+    before = output.read_bytes()
+    done = finish(1, [*words, "--json"])
+    assert done.returncode == 0 and json.loads(done.stdout)["left"] == 0
+    assert "all 66 results are there" in done.stderr and output.read_bytes() == before
+    done = finish(1, [*words, "--numerics", "fast"])
+    assert done.returncode == 2 and "line 1 is the result of no request" in done.stderr, done.stderr
+    assert output.read_bytes() == before
+
+
+# -- lines
+
+
+DEFAULTS = Defaults(SamplingParams(), 12, ("end",), False, as_chat=False, salt="")
+URL = '"url": "/v1/completions", "body"'
+
+
+def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
+    return read_request(line.encode(), 3, defaults)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nothing", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", "is no JSON object"),
+        ("{}", "one of prompt and messages"),
+        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "one of prompt and messages"),
+        ('{"prompt": ["a", "b"]}', "give one text, or a list of token ids"),
+        ('{"prompt": []}', "give one text, or a list of token ids"),
+        ('{"prompt": [1, -1]}', "give one text, or a list of token ids"),
+        ('{"prompt": "a", "tempurature": 1}', "tempurature is no field"),
+        ('{"prompt": "a", "temperature": "1"}', "give a number from 0 to 1000"),
+        ('{"prompt": "a", "temperature": NaN}', "give a number from 0 to 1000"),
+        ('{"prompt": "a", "temp": 1, "temperature": 1}', "given by two names"),
+        ('{"prompt": "a", "top_p": 1.5}', "top_p is 1.5; give a number from 0 to 1"),
+        ('{"prompt": "a", "top_k": 1.5}', "give a whole number from -1"),
+        ('{"prompt": "a", "seed": true}', "seed is true"),
+        ('{"prompt": "a", "seed": 4294967296}', "seed is 4294967296"),
+        ('{"prompt": "a", "max_tokens": 0}', "give a whole number from 1 on"),
+        ('{"prompt": "a", "max_tokens": 1, "n_predict": 1}', "say the same"),
+        ('{"prompt": "a", "stop": ["x", ""]}', "none of them empty"),
+        ('{"prompt": "a", "n": 2}', "only 1 can be served"),
+        ('{"prompt": "a", "stream": true}', "only false can be served"),
+        ('{"prompt": "a", "custom_id": 5}', "custom_id is 5"),
+        ('{"prompt": "a", "ignore_eos": 1}', "give true or false"),
+        ('{"messages": []}', "give a list of objects"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', 'the role "tool" is not known'),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "is no text"),
+        ('{"messages": [{"role": "user"}]}', "the content null is no text"),
+        ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "are served"),
+        (f'{{{URL}: {{"prompt": "a"}}}}', "there is no custom_id"),
+        (f'{{"custom_id": "a", "method": "GET", {URL}: {{"prompt": "a"}}}}', "must be POST"),
+        (f'{{"custom_id": "a", {URL}: {{"messages": []}}}}', "has prompt, and no messages"),
+        (f'{{"custom_id": "a", "seed": 1, {URL}: {{"prompt": "a"}}}}', "seed is no field of OpenAI's batch format"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(line: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(line)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
+    found = read('{"prompt": "a", "temperature": 0, "max_tokens": null, "user": "x", "logit_bias": {}}')
+    assert (found.prompt, found.n_predict, found.stops, found.index) == ("a", 12, ("end",), 3)
+    assert found.sampling == replace(SamplingParams(), temp=0.0)
+    assert read('{"prompt": "a", "stop": "x"}').stops == ("x",) and read('{"prompt": "a", "stop": []}').stops == ()
+    asked = read('{"messages": [{"role": "developer", "content": [{"type": "text", "text": "b"}]}]}')
+    assert asked.messages == (Message("system", "b"),)
+    assert read('{"prompt": "a"}', replace(DEFAULTS, as_chat=True)).messages == (Message("user", "a"),)
+    same = [read('{"prompt": "a", "temperature": 1}'), read('{"temp": 1.0, "prompt": ["a"]}')]
+    assert same[0].id("") == same[1].id("") != same[0].id("another model")
+    assert replace(same[0], index=4).id("") != same[0].id("") == replace(same[0], index=3).id("")
+    named = replace(same[0], custom_id="x")
+    assert replace(named, index=4).id("") == named.id("") != replace(named, n_predict=13).id("")
+
+
+def test_a_wrong_line_is_named_before_anything_loads(pair: list[str], tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n\n{"prompt": 5}\n')
+    done = finish(2, ["batch", str(source), "-o", str(output), *pair[:2]])
+    assert done.returncode == 2 and f"{source} line 3: prompt is 5" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not output.exists()
+    source.write_text('{"prompt": "a", "custom_id": "x"}\n{"prompt": "a", "custom_id": "x"}\n')
+    done = finish(1, ["batch", str(source), "-o", str(output), *pair])
+    assert done.returncode == 2 and "line 2: custom_id 'x' is that of line 1 too" in done.stderr, done.stderr
+
+
+def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n  \n{"prompt": "b"}')
+    file = BatchFile(path, DEFAULTS)
+    first, second = file.requests(), file.requests()
+    assert next(first).prompt == "a" and [each.index for each in second] == [0, 2] and next(first).prompt == "b"
+    file.close()
+    with pytest.raises(UserError, match="No such file"):
+        BatchFile(tmp_path / "none", DEFAULTS)
+
+
+# -- results
+
+
+def test_a_torn_line_is_cut_off_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.jsonl"
+    output = BatchOutput(path)
+    output.write({"id": "a", "text": "é\n"})
+    with pytest.raises(UserError, match="another job"):
+        BatchOutput(path)
+    with room_for(path.stat().st_size + 10), pytest.raises(UserError, match="File too large"):
+        output.write({"id": "b", "text": "long enough"})
+    assert path.stat().st_size > len('{"id": "a"}\n') and list(output.ids()) == [(1, "a")]
+    assert "10 bytes, is cut off" in capfd.readouterr().err
+    output.write({"id": "c"})
+    assert list(output.ids()) == [(1, "a"), (2, "c")]
+    output.close()
+    for foreign in ("notes without an end", '{"text": "a"}\n', "a\nb\n"):
+        path.write_text(foreign)
+        output = BatchOutput(path)
+        with pytest.raises(UserError, match="line 1 is no result of a batch"):
+            list(output.ids())
+        output.close()
+        assert path.read_text() == foreign
+    with pytest.raises(UserError, match="is no file"):
+        BatchOutput(tmp_path)
+
+
+def test_what_one_chat_s_template_refuses_is_no_other_s_affair(pair: list[str]) -> None:
+    source = "{% if messages[0].content == 'x' %}{{ raise_exception('not this') }}{% endif %}{{ messages[0].content }}"
+    endless = "{% if messages[0].content == 'x' %}{% for _ in range(100000000) %}{% endfor %}{% endif %}ok"
+    tokenizer = Tokenizer(pair[1])
+    for text, wrong in ((source, "not this"), (endless, "OverflowError")):
+        chats = [[Message("user", content)] for content in ("a", "x", "b")]
+        found = ChatTemplate(text, "the template").render_all(chats, tokenizer)
+        assert [isinstance(each, UserError) for each in found] == [False, True, False]
+        assert wrong in str(found[1])
+    tokenizer.close()
