@@ -17,7 +17,7 @@ from pipeinfer.job.gpus import gpu_names
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.plan_report import plan_report
-from pipeinfer.job.planner import open_planner
+from pipeinfer.job.planner import ETHERNET, open_planner
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.plan_text import plan_lines
 from pipeinfer.virtual.hosts_file import read_hosts
@@ -26,9 +26,6 @@ from pipeinfer.virtual.profile import load_profile
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.start import Crew
-
-ETHERNET = LinkCost(latency_s=50e-6, bytes_per_s=10e9 / 8)
-"""Of hosts whose links nobody describes: 10 Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True)

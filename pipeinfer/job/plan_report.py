@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.deployment import check_memory
 from pipeinfer.job.plan_rows import plan_rows
 from pipeinfer.job.planner import Planner
-from pipeinfer.job.ways import Way, ways
-from pipeinfer.observe.report import size_text
+from pipeinfer.job.ways import shortage_text, ways
 from pipeinfer.policies.registry import POLICIES, make_policy
 from pipeinfer.virtual.compare import Compared
 from pipeinfer.virtual.study import DEFAULT_ACCEPTANCE
@@ -33,7 +31,7 @@ def plan_report(planner: Planner) -> dict[str, Any]:
         "link": {"bytes_per_s": planner.link.bytes_per_s, "latency_s": planner.link.latency_s},
         "acceptance": list(planner.acceptances) or [DEFAULT_ACCEPTANCE] * len(planner.drafts_in_use),
         "fits": not planner.shortage,
-        "shortage": _shortage(planner, helping),
+        "shortage": shortage_text(planner, helping),
         "ranks": plan_rows(deployment, planner.nodes),
         "predictions": [
             {
@@ -66,23 +64,6 @@ def _predictions(planner: Planner) -> tuple[list[Compared], dict[str, str]]:
         except UserError as error:
             unknown[policy.name] = str(error)
     return found, unknown
-
-
-def _shortage(planner: Planner, helping: Sequence[Way]) -> str:
-    if not planner.shortage:
-        return ""
-    fitting = [way.what for way in helping if not way.short_bytes]
-    nearest = [f"{way.what} would leave {size_text(way.short_bytes)} missing; " for way in helping]
-    way_out = (
-        f"it would fit with {' or with '.join(fitting)}"
-        if fitting
-        else f"{''.join(nearest)}take hosts with more memory, or a smaller quantisation"
-    )
-    try:
-        check_memory(planner.deployment, way_out)
-    except UserError as error:
-        return str(error)
-    raise AssertionError(f"{planner.shortage} bytes are missing, and nothing is refused")
 
 
 def _notes(planner: Planner) -> Iterator[str]:

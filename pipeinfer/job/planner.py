@@ -24,6 +24,9 @@ from pipeinfer.virtual.compare import Compared, compare
 from pipeinfer.virtual.nodes import Node
 from pipeinfer.virtual.study import Question
 
+ETHERNET = LinkCost(latency_s=50e-6, bytes_per_s=10e9 / 8)
+"""Of hosts whose links nobody describes: 10 Gbit/s."""
+
 N_SIMULATED = 128
 """Tokens of a simulated text."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
-from pipeinfer.job.deployment import Deployment, deploy
+from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import STDIN, RunOptions
 from pipeinfer.job.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
@@ -42,7 +42,12 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ask
     request = make_request(options, info, tokenizer, prompt)
     if format:
         request = replace(request, stops=format.stops)
-    return deploy(options, hosts, info, request.n_ctx, len(prompt)), (request, tokenizer)
+    try:
+        return deploy(options, hosts, info, request.n_ctx, len(prompt)), (request, tokenizer)
+    except DoesNotFit as error:
+        from pipeinfer.job.ways import advised  # only what is refused pays for importing what looks for ways out
+
+        raise advised(error, options, hosts, info, len(prompt)) from None
 
 
 def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ChatSetup]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
+from pipeinfer.job.deployment import DoesNotFit, check_memory
 from pipeinfer.job.memory import CELLS_PADDING
-from pipeinfer.job.planner import Planner
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.planner import ETHERNET, Planner, open_planner
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.observe.report import size_text
 from pipeinfer.virtual.compare import Compared
+from pipeinfer.virtual.nodes import Node
 
 MOST_NODES = 64
 """More than so many further hosts are not advised."""
@@ -47,6 +53,32 @@ def ways(planner: Planner, predicted: list[Compared]) -> list[Way]:
     return sorted(faster, key=lambda way: -(way.tokens_per_s or 0))
 
 
+def shortage_text(planner: Planner, helping: Sequence[Way]) -> str:
+    """What is missing where, and the ways out; empty if the plan fits."""
+    if not planner.shortage:
+        return ""
+    fitting = [way.what for way in helping if not way.short_bytes]
+    nearest = [f"{way.what} would leave {size_text(way.short_bytes)} missing; " for way in helping]
+    way_out = (
+        f"it would fit with {' or with '.join(fitting)}"
+        if fitting
+        else f"{''.join(nearest)}take hosts with more memory, or a smaller quantisation"
+    )
+    try:
+        check_memory(planner.deployment, way_out)
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"{planner.shortage} bytes are missing, and nothing is refused")
+
+
+def advised(
+    error: DoesNotFit, options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_prompt: int
+) -> DoesNotFit:
+    """The same refusal of a job with one prompt, with what would help there."""
+    planner = open_planner(options, info, list(map(Node, hosts)), ETHERNET, n_prompt, ())
+    return DoesNotFit(shortage_text(planner, ways(planner, [])) or str(error), error.deployment)
+
+
 def _tried(planner: Planner) -> Iterator[Way]:
     for what, change in (*_splits(planner), *_contexts(planner), *_hosts(planner)):
         try:
@@ -79,8 +111,9 @@ def _contexts(planner: Planner) -> Iterator[tuple[str, Planner]]:
     least = planner.n_prompt // CELLS_PADDING + 1
     n_blocks = largest(lambda n: not smaller(n).shortage, least, (planner.n_ctx - 1) // CELLS_PADDING)
     if n_blocks:
-        cut = f" -n {smaller(n_blocks).options.predict}" if planner.options.predict > 0 else ""
-        yield f"-c {n_blocks * CELLS_PADDING}{cut}", smaller(n_blocks)
+        found = smaller(n_blocks)
+        cut = f" -n {found.options.predict}" if found.options.predict != planner.options.predict else ""
+        yield f"-c {found.options.ctx_size}{cut}", found
 
 
 def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
