@@ -7,6 +7,7 @@ those that real files of the architecture do not have are left out. Knows nothin
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from pipeinfer.models.grow import OUTPUT_PROJECTIONS
 from pipeinfer.models.llama import ggml
 from tests.gguf_factory import add_vocabulary
 
@@ -45,6 +47,7 @@ EXPERTS: Metadata = {
 class RandomModel:
     """metadata     keys without the architecture's name, beside COMMON
     without      ends of the names, or `/` and all of a name, of tensors that such files do not have
+    strength     of what layers add: weak models nearly agree, for tensors of one name and shape are alike in all
     """
 
     architecture: str
@@ -52,6 +55,7 @@ class RandomModel:
     metadata: Metadata = field(default_factory=dict)
     without: tuple[str, ...] = ()
     seed: int = 0
+    strength: float = 1.0
     with_vocab: bool = False
 
 
@@ -115,9 +119,11 @@ def _write(path: Path, model: RandomModel, shapes: Mapping[str, tuple[int, ...]]
         add_vocabulary(writer, N_VOCAB)
     else:
         writer.add_tokenizer_model("none")
-    rng = np.random.default_rng(model.seed)
     for name in sorted(shapes):
+        rng = np.random.default_rng([model.seed, zlib.crc32(name.encode())])
         data = random_data(name, shapes[name], rng)
+        if name.split(".", 2)[-1].startswith(OUTPUT_PROJECTIONS):
+            data *= np.float32(model.strength)
         type_ = gguf.GGMLQuantizationType[kind]
         if data.ndim > 1 and data.shape[-1] % 32 == 0 and is_matrix(name):
             writer.add_tensor(name, gguf.quants.quantize(data, type_), raw_dtype=type_)

@@ -127,7 +127,6 @@ def test_a_job_says_what_the_model_says(folder: Path) -> None:
     prompt, tokens = result["prompt_tokens"], result["tokens"]
     expected = rows_of_whole(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].argmax(axis=1)
     assert tokens == expected.tolist() and len(set(tokens)) > 3
-    assert run_json(1, common)["tokens"] == tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -172,17 +171,15 @@ def test_no_more_is_placed_than_can_be_taken_back() -> None:
     assert pool.fitting(nodes) == nodes[:4]
 
 
-@pytest.mark.parametrize("extra", [["-md", "DRAFT"], ["--lookup"]])
-def test_wrong_guesses_change_no_text(folder: Path, extra: list[str]) -> None:
-    path, plain = model_and_cut(folder, "qwen35")[0], folder / "plain.gguf"
-    if not plain.exists():
-        write_model(plain)
-    arguments = [str(plain) if word == "DRAFT" else word for word in extra]
-    asked = ["-m", str(path), "-p", "the token of the layer of the token of the", "-n", "40", "--temp", "0"]
-    result = run_json(3, [*asked, "--ignore-eos", *arguments])
-    prompt, tokens = result["prompt_tokens"], result["tokens"]
-    expected = rows_of_whole(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].argmax(axis=1)
-    assert tokens == expected.tolist() and result["speculation"]["acceptance_rate"] < 0.5
+@pytest.mark.parametrize(("name", "strength"), [("qwen35", 1.0), ("mamba2", 0.05)])
+def test_right_and_wrong_guesses_change_no_text(folder: Path, name: str, strength: float) -> None:
+    target, draft = folder / "target.gguf", folder / "draft.gguf"
+    for path, model in ((target, MODELS[name]), (draft, MODELS["llama"])):
+        write_random_model(path, replace(model, with_vocab=True, strength=strength))
+    asked = ["-m", str(target), "-p", "the model", "-n", "60", "--temp", "0", "--ignore-eos"]
+    result = run_json(3, [*asked, "-md", str(draft)])
+    assert result["tokens"] == run_json(1, asked)["tokens"]
+    assert (result["speculation"]["acceptance_rate"] > 0.03) == (strength < 1), "of a tree one branch at most is right"
 
 
 def test_it_does_not_guess_and_is_not_cut_anywhere(folder: Path) -> None:
