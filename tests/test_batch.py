@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pipeinfer.job.batch_output import BatchOutput
 from pipeinfer.models.chat import ChatTemplate, Message
 from pipeinfer.models.tokenizer import Tokenizer
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model
-from tests.jobs import finish, run_json, start
+from tests.jobs import environment, finish, launcher, run_json, start
 from tests.test_outputs import room_for
 
 SHAPE = Shape(n_layer=3, n_embd=128, n_head=2, n_head_kv=1, n_ff=256, n_vocab=384, n_strong=1, weak=0.3)
@@ -122,9 +123,7 @@ def test_a_request_among_65_has_the_text_that_it_has_alone(
         for result in results_of(output).values()
     )
     assert 0 < summary["ttft_p50_s"] <= summary["ttft_p99_s"] and 0 < summary["tpot_p50_s"] < summary["wall_s"]
-    for rank in summary["ranks"]:
-        used_s = sum(rank[f"{use}_s"] for use in ("busy", "cancelled", "waiting", "idle"))
-        assert 0.9 * rank["wall_s"] < used_s < 1.1 * rank["wall_s"]
+    check_time_used(summary)
 
 
 def test_texts_are_those_of_run(pair: list[str], alone: Path) -> None:
@@ -141,6 +140,32 @@ def test_texts_are_those_of_run(pair: list[str], alone: Path) -> None:
         result = run_json(1, [*pair, *words])
         assert text_of(found[index]) == result["text"], index
     assert "repeat_penalty" in REQUESTS[6] and "messages" in REQUESTS[2]["body"] and "url" in REQUESTS[11]
+
+
+def test_figures_that_are_taken_while_requests_are_open_add_up(
+    pair: list[str], asked: Path, alone: Path, tmp_path: Path
+) -> None:
+    """What ranks note of their runs would grow without end; rank 0 has a stage of its own here."""
+    output = tmp_path / "out.jsonl"
+    code = (
+        "import sys, pipeinfer.job.batch as batch; from pipeinfer.cli.main import main; batch.N_NOTED = 8; "
+        "main(sys.argv[1:])"
+    )
+    words = ["batch", str(asked), "-o", str(output), "--json", *COMMON, *pair[:2], "-np", "3"]
+    done = subprocess.run(
+        [*launcher(2), sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment(),
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert texts_of(output) == texts_of(alone)
+    check_time_used(json.loads(done.stdout))
+
+
+def check_time_used(summary: dict[str, Any]) -> None:
+    for rank in summary["ranks"]:
+        used_s = sum(rank[f"{use}_s"] for use in ("busy", "cancelled", "waiting", "idle"))
+        assert 0.9 * summary["wall_s"] < used_s < 1.1 * summary["wall_s"]
+        assert rank["busy_s"] > 0 and rank["wall_s"] == pytest.approx(summary["wall_s"])
 
 
 def test_answers_have_openai_s_form_and_what_cannot_be_served_is_a_line(pair: list[str], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pipeinfer.core.engine import Emission, Engine
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.errors import StopRequested, UserError
-from pipeinfer.job.batch_prepare import N_PROMPTS, BatchOptions, BatchWork, prepare_batch
+from pipeinfer.job.batch_prepare import BatchOptions, BatchWork, prepare_batch
 from pipeinfer.job.batch_prompts import Ready
 from pipeinfer.job.batch_results import refusal_of, result_of
 from pipeinfer.job.batch_summary import Summary
@@ -138,7 +138,7 @@ class Batch:
         return (
             len(self.open) < self.options.parallel
             and (not self.open or n_reserved + asked.n_ctx <= self.work.n_ctx)
-            and n_reading < N_PROMPTS
+            and n_reading < self.options.n_prompts
         )
 
     def _open(self, engine: Engine, ready: Ready, asked: GenerationRequest) -> None:

@@ -20,9 +20,6 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.outputs import check_separate
 
-N_PROMPTS = 2
-"""Prompts in blocks that are read at a time: with exact numerics each has a context of its own meanwhile."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
@@ -135,7 +132,7 @@ def _deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, work: B
     work.n_ctx = options.ctx_size or max(longest, min(n_total, options.parallel * longest))
     while True:
         try:
-            return deploy(options, hosts, info, work.n_ctx, N_PROMPTS * longest_prompt)
+            return deploy(options, hosts, info, work.n_ctx, longest_prompt)
         except DoesNotFit:
             if options.ctx_size or work.n_ctx <= longest:
                 raise

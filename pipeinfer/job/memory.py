@@ -28,7 +28,7 @@ class MemoryNeeds:
     """What a target and its drafts take of ranks' memory, whichever rank has which layers. What a GPU holds is not
     counted.
 
-    `n_rows`: of the largest run; `n_in_blocks`: of the prompt, which are evaluated in a context of their own.
+    `n_rows`: of the largest run; `n_in_blocks`: of a prompt, which are evaluated in a context of their own.
     """
 
     options: RunOptions
@@ -91,7 +91,7 @@ class MemoryNeeds:
         if not self.info.layers.rewinds:
             n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
-        if self.n_in_blocks:
+        for _ in range(self.options.n_prompts if self.n_in_blocks else 0):
             found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
         return found
 

@@ -24,6 +24,7 @@ ALL_LAYERS, AUTO_LAYERS = -1, -2
 """All of a rank's layers on its GPU; the same where there is a GPU, else none."""
 
 N_GUESS_ROWS = 32  # guesses a run carries at most
+MAX_PROMPTS = 4
 
 STDIN = Path("-")
 
@@ -91,6 +92,11 @@ class RunOptions:
     def n_nodes(self) -> int:
         """Nodes that a run of the target carries at most: guesses, or a root of each request."""
         return max(N_GUESS_ROWS, self.parallel)
+
+    @property
+    def n_prompts(self) -> int:
+        """Prompts in blocks that are read at a time: each has a context of its own meanwhile."""
+        return min(MAX_PROMPTS, self.parallel)
 
     def n_snapshots(self, rewinds: bool) -> int:
         """Of a target that does not rewind by itself: states that a stage keeps of its newest rows, to go back to."""
