@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from functools import partial
 from operator import ge
 from pathlib import Path
@@ -164,6 +165,15 @@ def test_what_does_not_fit_is_refused_with_ways_out_that_fit(tmp_path: Path, wid
         further = [f"b{number} memory=130M {FAST}" for number in range(n)]
         wider = write(tmp_path, f"a memory=130M {FAST}", f"b memory=130M {FAST}", *further)
         assert plan("--hosts", wider, "-m", wide, "-c", 20000)[0]["fits"] == fits
+
+
+def test_ways_out_of_a_deep_model_on_many_hosts_are_found_in_seconds(tmp_path: Path) -> None:
+    deep = write_model(tmp_path / "deep.gguf", Shape(n_layer=60, n_embd=64, n_head=4, n_head_kv=2, n_ff=128))
+    hosts = write(tmp_path, *(f"h{number} memory={90 + number % 3}M {FAST}" for number in range(24)))
+    start_s = time.process_time()
+    found = plan("--hosts", hosts, "-m", deep, "-c", 100_000)[0]
+    assert not found["fits"] and found["ways"][0]["fits"], "some context fits"
+    assert time.process_time() - start_s < 15, "each way is planned again: what a slice weighs is asked once"
 
 
 def test_a_given_split_that_does_not_fit_is_to_be_left_out(tmp_path: Path, wide: Path) -> None:

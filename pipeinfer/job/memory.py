@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.plan import Plan, Stages
@@ -21,6 +21,9 @@ CELLS_PADDING = 256  # libllama's
 N_SPARE_STATES = 2  # of sequences beside those of requests
 N_MESSAGES = 4  # on their way in and out of a rank at a time
 TOKEN_BYTES = 150  # of a vocabulary, on rank 0
+
+_slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
+"""A planner that looks for ways out asks again and again."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def slice_memory(
     """Of layers [first, last) with one context. `in_file`: on a disk, else the slice lives in memory."""
     is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
     in_file = in_file or is_whole
-    weights = info.n_bytes if is_whole else slice_bytes(info, first, last)
+    weights = info.n_bytes if is_whole else _slice_bytes(info, first, last)
     mapped = weights if exact and in_file else 0
     # read weights are laid out anew, and a table that is also the output head is there in both forms
     head_again = 0 if exact or not is_last or (is_whole and not info.tied) else info.input_bytes

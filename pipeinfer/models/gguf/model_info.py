@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from pipeinfer.errors import UserError
@@ -141,6 +142,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
     )
 
 
+@cache  # a planner asks of the same names for every way to cut
 def layer_of(tensor_name: str) -> int | None:
     match = re.match(r"blk\.(\d{1,4})\.", tensor_name)
     return int(match.group(1)) if match else None

@@ -6,6 +6,8 @@ and phi3 models: within a few MB, rather above than below.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 
 CELL_BYTES = 64  # what the cache notes of a cell: position, sequences
@@ -24,6 +26,7 @@ def buffer_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_ou
     return mask + max(4 * hidden, logits) + logits + residual + CELL_BYTES * n_cells
 
 
+@lru_cache(maxsize=8)  # a planner asks for every way to cut
 def feed_forward_length(info: ModelInfo) -> int:
     """Of the widest layer; of experts those that a row uses, together."""
     used = info.metadata.get(f"{info.architecture}.expert_used_count")
