@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 
+from pipeinfer.cluster.cores import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.batch_file import BatchFile, Defaults, read_request
 from pipeinfer.job.batch_output import BatchOutput
+from pipeinfer.job.deployment import deploy
+from pipeinfer.job.model_files import open_models
+from pipeinfer.job.options import RunOptions
 from pipeinfer.models.chat import ChatTemplate, Message
 from pipeinfer.models.tokenizer import Tokenizer
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model
@@ -325,6 +329,20 @@ def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None
     file.close()
     with pytest.raises(UserError, match="No such file"):
         BatchFile(tmp_path / "none", DEFAULTS)
+
+
+# -- room
+
+
+def test_the_plan_counts_what_open_requests_take(pair: list[str]) -> None:
+    options, hosts = RunOptions(model=Path(pair[1])), [Host("a", frozenset({0}), 1)]
+    info, tokenizer = open_models(options)
+    tokenizer.close()
+    plans = [deploy(replace(options, parallel=n), hosts, info, 1024, 200) for n in (1, 3, 40)]
+    assert [plan.n_nodes for plan in plans] == [32, 32, 40], "roots that a run carries, and logits that it wants"
+    one, three, most = (plan.memory[0].kv for plan in plans)
+    assert 0 < three - one < most - one == 1.5 * (three - one), "prompts that are read, each in a context of its own"
+    assert replace(options, parallel=40).n_seq >= 40 and replace(options, parallel=254).n_seq == 254
 
 
 # -- results

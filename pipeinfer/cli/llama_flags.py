@@ -80,8 +80,8 @@ _INSTEAD = {
     "-fit --fit -fitp --fit-print -fitt --fit-target -fitc --fit-ctx": "nothing is changed to make a model fit; -c, "
     "-ngl and --layer-split do, or more ranks",
     "-co --color --log-colors": "nothing is coloured; the text is printed as it comes",
-    "-np --parallel -cb --cont-batching -nocb --no-cont-batching": "one prompt a job; "
-    "mpirun -np N starts ranks, --sequences sets the branches of a tree",
+    "-np --parallel -cb --cont-batching -nocb --no-cont-batching": "one prompt a run; "
+    "pipeinfer batch has many and --parallel, mpirun -np N starts ranks, --sequences sets the branches of a tree",
     "--no-perf --show-timings": "the figures go to standard error (2>/dev/null), and into --json",
     "--samplers --sampler-seq --sampling-seq --top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical "
     "--typical-p --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker "
