@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 
 import pytest
@@ -10,6 +12,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Settled, TokenTree
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer
+from pipeinfer.policies.sharpness import Sharpness
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import Simulated, simulate
@@ -77,6 +80,23 @@ def test_requests_of_a_session_share_what_was_learned_and_nothing_else() -> None
     assert any("hardly any guess" in notice for notice in notices)
     assert first.keep(tree.root, [Guess(2, 0.9)])[0].probability < 0.5, "such confidence was never justified"
     assert second.settled(Settled([tree.root], [])) or not second._silence.holds
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_the_sharpness_of_a_draft_is_learned(power: float) -> None:
+    """A draft that says the square root of how likely tokens are, as shares, gets a power of two; a right one none."""
+    learned, rng = Sharpness(), random.Random(5)
+    for _ in range(1500):
+        weights = [rng.uniform(1, 4), 0.6, 0.2, 0.05]
+        said = [weight ** (1 / power) for weight in weights]
+        guesses = [Guess(token, share / sum(said)) for token, share in enumerate(said)]
+        corrected = learned.sharpened(guesses, 0)
+        assert sum(guess.probability for guess in corrected) == pytest.approx(1)
+        tree = TokenTree(9, 0)
+        tree.grow(tree.root, corrected, [math.log(guess.probability) for guess in corrected])
+        (tree.root.verdict,) = rng.choices(range(4), weights)
+        learned.settled(tree.settle())
+    assert corrected[0].probability == pytest.approx(weights[0] / sum(weights), abs=0.06)
 
 
 # -- beside the others, in virtual time

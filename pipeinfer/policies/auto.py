@@ -5,7 +5,7 @@ time of a whole verdict; one that was costs its run's share of the slowest stage
 about to want one, and shall carry what saves the most. What is estimated, and how:
 
 * P(node), that the target will choose it and all guesses above it: the product of the drafts' confidences along its
-  path, each corrected by how such guesses fared so far (`Confidence`).
+  path, each corrected by how such guesses fared so far (`Sharpness`, `Confidence`).
 * r(node), what sending it now can save at most: if it is not sent, it goes out as the root when the verdict of its
   nearest sent ancestor comes. `View.verdict_in_s` has how long that still takes, as verdicts have taken so far.
 * c(n), what a run of n rows takes the slowest stage after this context, as timed at loading and observed since
@@ -31,9 +31,10 @@ from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.confidence import Confidence
 from pipeinfer.policies.likeliest import SCORE, to_refine
 from pipeinfer.policies.limits import MAX_WIDTH
+from pipeinfer.policies.sharpness import Sharpness
 from pipeinfer.policies.silence import Silence
 
-LEAST = 0.001
+LEAST = 0.01
 """A guess that is less probable does not enter the tree."""
 
 SOON_S = 1e-9
@@ -48,6 +49,7 @@ class Auto(Policy):
     n_seq: ClassVar[int] = 127
 
     confidence: Confidence = field(default_factory=Confidence, compare=False, repr=False)
+    sharpness: Sharpness = field(default_factory=Sharpness, compare=False, repr=False)
     _silence: Silence = field(default_factory=Silence, init=False, repr=False, compare=False)
 
     def begin(self) -> Auto:
@@ -90,7 +92,8 @@ class Auto(Policy):
         return dict.fromkeys(sorted(open_nodes, key=SCORE, reverse=True)[:n_rows], MAX_WIDTH)
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
-        return [guess for guess in self.confidence.corrected(guesses, draft) if guess.probability >= LEAST]
+        corrected = self.confidence.corrected(self.sharpness.sharpened(guesses, draft), draft)
+        return [guess for guess in corrected if guess.probability >= LEAST]
 
     def refine(self, view: View, draft: int) -> dict[Node, int]:
         return {} if self._silence.holds else dict.fromkeys(to_refine(view, draft), MAX_WIDTH)
@@ -99,6 +102,7 @@ class Auto(Policy):
 
     def settled(self, settled: Settled) -> str:
         self.confidence.settled(settled)
+        self.sharpness.settled(settled)
         return self._silence.settled(settled, self.confidence.hit_rate)
 
 

@@ -1,30 +1,15 @@
-"""The papers' headline ratios beside ours, on profiles of their clusters, as a Markdown page. Writes no file."""
+"""PipeInfer's headline ratios beside ours, and the page of all papers' in Markdown. Writes no file."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
 
-from pipeinfer.cluster.costs import Profile
-from pipeinfer.core.policy import Policy
 from pipeinfer.observe.markdown import markdown_table
-from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, Speculative
-from pipeinfer.policies.registry import POLICIES, make_policy
-from pipeinfer.virtual.choices import ranks_for, synthetic_team
-from pipeinfer.virtual.profile import load_profile
-from pipeinfer.virtual.simulation import simulate
+from pipeinfer.policies import Iterative, PipeInfer
+from pipeinfer.virtual.cells import ANY_SIZE, N_PROMPT, N_TOKENS, SEEDS, Figures, Setting, baseline, run
+from pipeinfer.virtual.reproduced_methods import flowspec, others, pipedec, pipespec
 
-SEEDS = (0, 1, 2)
-N_TOKENS = 256
-N_PROMPT = 128
 POOR = 0.05
-ASYNCHRONOUS = tuple(name for name in POLICIES if name not in ("iterative", "speculative"))
-BASELINE = tuple(Speculative(n_draft=4, width=width) for width in (1, 4))
-"""The speculative policy as in PipeInfer's experiments, 4 guesses: a chain, or a tree where that is faster."""
-
-ANY_SIZE = (*BASELINE, *(Speculative(n_draft=n, width=width) for n in (1, 2, 3, 6, 8, 12) for width in (1, 4)))
 
 INTRO = """# The papers' headline ratios, beside ours
 
@@ -40,51 +25,6 @@ Neither is the papers' baseline: theirs were other programs, measured on hardwar
 over `speculative` that is larger than a paper's is not a better result, nor is a smaller one a worse result. `over
 iterative` rests on the fewest choices: plain pipelined decoding leaves little to do otherwise.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A cell's cluster: profile, pair, nodes; `gbit` and `acceptance` in place of the profile's."""
-
-    profile: str
-    pair: str = ""
-    nodes: int = 0
-    gbit: float | None = None
-    acceptance: float | None = None
-
-    def lay_out(self, has_draft: bool) -> Profile:
-        profile = load_profile(self.profile).lay_out(self.nodes, self.pair, has_draft)
-        if self.gbit is not None:
-            profile = replace(profile, link=replace(profile.link, bytes_per_s=self.gbit * 1e9 / 8))
-        return profile if self.acceptance is None else replace(profile, acceptance=(self.acceptance,))
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Means over the seeds: tokens a second, and the wait for the token after the prompt's first one."""
-
-    speed: float
-    first_s: float
-
-
-@cache
-def run(setting: Setting, policy: Policy, cancel: bool = True) -> Figures:
-    profile = setting.lay_out(policy.drafts)
-    assert profile.acceptance, f"{profile.name} does not say how often the draft is right"
-    found = []
-    for seed in SEEDS:
-        choices, *larger = synthetic_team([ranks_for(share) for share in profile.acceptance], seed, N_PROMPT)
-        larger = larger if profile.drafts else []
-        simulated = simulate(profile, choices, policy.begin(), N_TOKENS, cancel=cancel, larger=larger)
-        token_s = simulated.metrics.token_s
-        second_s = next(at for at in token_s if at > token_s[0])
-        found.append(((N_TOKENS - 1) / (token_s[-1] - token_s[0]), second_s - token_s[0]))
-    return Figures(*(statistics.fmean(values) for values in zip(*found, strict=True)))
-
-
-def baseline(setting: Setting, sizes: Sequence[Speculative] = BASELINE) -> Figures:
-    """The fastest of some speculative policies."""
-    return max((run(setting, policy) for policy in sizes), key=lambda figures: figures.speed)
 
 
 def three(setting: Setting) -> tuple[Figures, Figures, Figures]:
@@ -204,96 +144,16 @@ def _ablation_row(pair: str, variants: Sequence[Callable[[Setting], Figures]]) -
     ]
 
 
-# -- the others
-
-
-def others() -> Iterator[str]:
-    yield "\n## PipeDec, FlowSpec, PipeSpec\n"
-    yield (
-        "Their claims, beside the best of our asynchronous policies on their clusters. PipeDec: 14 stages, 4.46 to\n"
-        "7.79 over plain pipelining and 2.2 to 2.69 over static trees; 14 stages 1.64 times as fast as 7.\n"
-        "FlowSpec: 1.37 to 1.73 over its pipelined speculation, and over 90% of its speed left at 125 Mbit/s.\n"
-        "PipeSpec: 2.27 over plain decoding with two models and 2.54 with three; without asynchrony 1.32 and 1.37.\n"
-        "The last column is over the papers' own baselines (static trees, pipelined speculation, speculation in\n"
-        "turns), which are not ours: it is no comparison with `over speculative`. Their methods are made for\n"
-        "another purpose: wide trees, a layer a timestep (PipeDec), segments of a tree (FlowSpec).\n"
-    )
-    columns = ("setting", "acceptance", "iterative", "speculative", "its best", "ours", "policy", "over iterative",
-               "over speculative", "over its best", "paper over plain", "paper over its own baseline")  # fmt: skip
-    cells = [
-        ("PipeDec, 7 stages", Setting("pipedec-7"), "", ""),
-        ("PipeDec, 14 stages", Setting("pipedec-14"), "4.46 … 7.79", "2.2 … 2.69"),
-        ("PipeDec, 21 stages", Setting("pipedec-21"), "", ""),
-        ("FlowSpec 7B, 1000 Mbit/s", Setting("flowspec", "llama2-7b"), "", "1.37 … 1.46"),
-        ("FlowSpec 7B, 125 Mbit/s", Setting("flowspec", "llama2-7b", gbit=0.125), "", ""),
-        ("FlowSpec 13B, 1000 Mbit/s", Setting("flowspec", "llama2-13b"), "", "1.70 … 1.73"),
-        ("FlowSpec 13B, 125 Mbit/s", Setting("flowspec", "llama2-13b", gbit=0.125), "", ""),
-        ("PipeSpec 8B, 70B", Setting("pipespec", "llama-70b-8b", 3), "2.27", "1.72"),
-        ("PipeSpec 1B, 70B", Setting("pipespec", "llama-70b-1b", 3), "", ""),
-        ("PipeSpec 1B, 8B, 70B", Setting("pipespec", "llama-70b-8b-1b", 4), "2.54", "1.85"),
-    ]
-    yield from markdown_table(columns, (_other_row(*cell) for cell in cells))
-
-
-def _other_row(name: str, setting: Setting, over_plain: str, over_tree: str) -> list[str]:
-    plain, tree = run(setting, Iterative()).speed, baseline(setting).speed
-    best = baseline(setting, ANY_SIZE).speed
-    ours, policy = max((run(setting, make_policy(name)).speed, name) for name in ASYNCHRONOUS)
-    speeds = (f"{speed:.2f}" for speed in (plain, tree, best, ours))
-    acceptance = ", ".join(f"{share:g}" for share in setting.lay_out(has_draft=True).acceptance)
-    return [
-        name,
-        acceptance,
-        *speeds,
-        policy,
-        *(f"{ours / speed:.2f}" for speed in (plain, tree, best)),
-        over_plain,
-        over_tree,
-    ]
-
-
-FLOWSPEC_MEANS = {  # pair -> the paper's tokens a second over its Chunk-PP's: means of table I and III, greedy
-    "llama2-7b": ("1.25", "1.38", "1.43", "1.16"), "llama2-13b": ("", "", "1.69", "1.21"),
-}  # fmt: skip
-
-
-def flowspec() -> Iterator[str]:
-    yield "\n## FlowSpec: its own table\n"
-    yield (
-        "Our `flowspec` with its ablations, in tokens a second and over `Chunk-PP`: the first tree in segments, all\n"
-        "of them verified before the next tree is drafted. In brackets what the paper reports at 1000 Mbit/s, the\n"
-        "mean over its texts (greedy). It claims 1.2 to 1.4 over PipeDec with 16 nodes a layer, and that more than\n"
-        "90% of the speed is left at 125 Mbit/s (the last column). EAGLE's draft is modelled as a plain one of its\n"
-        "size: the target's context does not make its guesses better, so that PipeDec's, which never look at it,\n"
-        "lose nothing by that.\n"
-    )
-    columns = ("pair", "Mbit/s", "Chunk-PP", "Pruned PP", "without score order", "flowspec", "pipedec, 16 a layer",
-               "pipeinfer", "flowspec over pipedec", "over pipeinfer", "over 1000 Mbit/s")  # fmt: skip
-    cells = [(pair, gbit) for pair in FLOWSPEC_MEANS for gbit in (1.0, 0.125)]
-    yield from markdown_table(columns, (_flowspec_row(pair, gbit) for pair, gbit in cells))
-
-
-def _flowspec_row(pair: str, gbit: float) -> list[str]:
-    setting = Setting("flowspec", pair, gbit=gbit)
-    chunked = run(setting, FlowSpec(expansion=False, scored=False), cancel=False).speed
-    whole, fast = FlowSpec(), Setting("flowspec", pair, gbit=1.0)
-    pruned, unscored, ours, layered, theirs = (
-        run(setting, policy).speed
-        for policy in (FlowSpec(expansion=False, scored=False), FlowSpec(scored=False), whole, PipeDec(layer_width=16),
-                       PipeInfer())
-    )  # fmt: skip
-    papers = FLOWSPEC_MEANS[pair] if gbit == 1.0 else ("",) * 4
-    over_chunked = (
-        f"{speed:.2f} ({speed / chunked:.2f}{paper and f', paper {paper}'})"
-        for speed, paper in zip((pruned, unscored, ours, layered), papers, strict=True)
-    )
-    return [
-        pair, f"{1000 * gbit:.0f}", f"{chunked:.2f}", *over_chunked, f"{theirs:.2f}", f"**{ours / layered:.2f}**",
-        f"{ours / theirs:.2f}", f"{ours / run(fast, whole).speed:.2f}",
-    ]  # fmt: skip
-
-
 def page() -> Iterator[str]:
     yield INTRO.format(n_seeds=len(SEEDS), n_tokens=N_TOKENS, n_prompt=N_PROMPT).rstrip()
-    for section in (pipeinfer_speeds, pipeinfer_poor, pipeinfer_first, pipeinfer_ablations, others, flowspec):
+    for section in (
+        pipeinfer_speeds,
+        pipeinfer_poor,
+        pipeinfer_first,
+        pipeinfer_ablations,
+        others,
+        pipedec,
+        flowspec,
+        pipespec,
+    ):
         yield from section()

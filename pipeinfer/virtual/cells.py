@@ -1,0 +1,86 @@
+"""A policy on one of the papers' clusters, in virtual time: the means of some synthetic texts. Knows no table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from pipeinfer.cluster.costs import Profile, Work
+from pipeinfer.core.policy import Policy
+from pipeinfer.policies import Speculative
+from pipeinfer.virtual.choices import ranks_for, synthetic_team
+from pipeinfer.virtual.profile import load_profile
+from pipeinfer.virtual.simulation import simulate
+
+SEEDS = (0, 1, 2)
+N_TOKENS = 256
+N_PROMPT = 128
+BASELINE = tuple(Speculative(n_draft=4, width=width) for width in (1, 4))
+"""The speculative policy as in PipeInfer's experiments, 4 guesses: a chain, or a tree where that is faster."""
+
+ANY_SIZE = (*BASELINE, *(Speculative(n_draft=n, width=width) for n in (1, 2, 3, 6, 8, 12) for width in (1, 4)))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A cell's cluster: profile, pair, nodes; `gbit` and `acceptance` in place of the profile's. `token_s`: the target
+    is slowed down until a token takes so long."""
+
+    profile: str
+    pair: str = ""
+    nodes: int = 0
+    gbit: float | None = None
+    acceptance: float | None = None
+    token_s: float | None = None
+
+    def lay_out(self, has_draft: bool) -> Profile:
+        profile = load_profile(self.profile).lay_out(self.nodes, self.pair, has_draft)
+        if self.gbit is not None:
+            profile = replace(profile, link=replace(profile.link, bytes_per_s=self.gbit * 1e9 / 8))
+        if self.token_s is not None:
+            profile = _slowed(profile, self.token_s / sum(stage.seconds(1, N_PROMPT) for stage in profile.stages))
+        return profile if self.acceptance is None else replace(profile, acceptance=(self.acceptance,))
+
+
+def _slowed(profile: Profile, times: float) -> Profile:
+    return replace(
+        profile,
+        stages=tuple(
+            replace(stage, layer=_longer(stage.layer, times), output=_longer(stage.output, times))
+            for stage in profile.stages
+        ),
+    )
+
+
+def _longer(work: Work, times: float) -> Work:
+    return replace(work, seconds=tuple(times * seconds for seconds in work.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Means over the seeds: tokens a second, and the wait for the token after the prompt's first one."""
+
+    speed: float
+    first_s: float
+
+
+@cache
+def run(setting: Setting, policy: Policy, cancel: bool = True) -> Figures:
+    profile = setting.lay_out(policy.drafts)
+    assert profile.acceptance, f"{profile.name} does not say how often the draft is right"
+    found = []
+    for seed in SEEDS:
+        choices, *larger = synthetic_team([ranks_for(share) for share in profile.acceptance], seed, N_PROMPT)
+        larger = larger if profile.drafts else []
+        simulated = simulate(profile, choices, policy.begin(), N_TOKENS, cancel=cancel, larger=larger)
+        token_s = simulated.metrics.token_s
+        second_s = next(at for at in token_s if at > token_s[0])
+        found.append(((N_TOKENS - 1) / (token_s[-1] - token_s[0]), second_s - token_s[0]))
+    return Figures(*(statistics.fmean(values) for values in zip(*found, strict=True)))
+
+
+def baseline(setting: Setting, sizes: Sequence[Speculative] = BASELINE) -> Figures:
+    """The fastest of some speculative policies."""
+    return max((run(setting, policy) for policy in sizes), key=lambda figures: figures.speed)
