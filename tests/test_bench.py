@@ -161,8 +161,8 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "sampling": SamplingParams(seed=1), "couple": False,
         "cancel": False, "partitions": False, "sequences": 3, "lookup": True,
     }  # fmt: skip
-    # a prompt is asked, whichever way it came; the rest says where to write
-    not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose"}
+    # a prompt is asked, whichever way it came; bench has no chat, stops and parallel; the rest says where to write
+    not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose", "chat", "stops", "parallel"}
     assert not set(changed) & not_asked
     assert {field.name for field in fields(RunOptions)} == set(changed) | {"draft_split"} | not_asked
     keys = {"": key_with()} | {name: key_with(**{name: value}) for name, value in changed.items()}
