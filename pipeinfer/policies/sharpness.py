@@ -7,7 +7,6 @@ fifty hardly any is. Temperature scaling (Guo et al. 2017): probabilities are ra
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,12 +31,12 @@ class Sharpness:
     step of Newton's method on a curvature with forgetting. What is not among the guesses counts as one further token,
     no likelier than the last of them."""
 
-    _powers: dict[int, float] = field(default_factory=lambda: defaultdict(lambda: 1.0))
-    _curvatures: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _powers: dict[int, float] = field(default_factory=dict)
+    _curvatures: dict[int, float] = field(default_factory=dict)
 
     def sharpened(self, guesses: Sequence[Guess], draft: int) -> Sequence[Guess]:
         """The same guesses, their probabilities to the draft's power and normalised with all that is not among them."""
-        power = self._powers[draft]
+        power = self._powers.get(draft, 1.0)
         if not guesses or power == 1.0:
             return guesses
         shares = [max(guess.probability, TINY) for guess in guesses]
@@ -61,8 +60,8 @@ class Sharpness:
         mean = (sum(share * log for share, log in zip(shares, logs, strict=True)) + others * other) / total
         spread = sum(share * (log - mean) ** 2 for share, log in zip(shares, logs, strict=True))
         variance = (spread + others * (other - mean) ** 2) / total
-        power = self._powers[draft]
-        curvature = self._curvatures[draft] = MEMORY * self._curvatures[draft] + variance / power**2
+        power = self._powers.get(draft, 1.0)
+        curvature = self._curvatures[draft] = MEMORY * self._curvatures.get(draft, 0.0) + variance / power**2
         found = right.log_prob if right is not None and right in guesses else other
         step = (found - mean) / power / (curvature + PRIOR)
         self._powers[draft] = min(max(power + step, LEAST), MOST)
