@@ -28,6 +28,7 @@ LAUNCHER_GRACE_S = 0.3
 """How long the launcher has to end the job when a process died: it does so without the many lines of MPI_Abort."""
 
 KILLED = " of SIGKILL"
+STOPPED = tuple(f" with exit code {128 + number}" for number in (signal.SIGINT, signal.SIGTERM))
 LOOK_EVERY_S = 0.05
 REMAINS_S = 2.0
 
@@ -147,6 +148,8 @@ class Sentinel:
         how = self._processes[rank].how_it_ended() if rank in self._processes else ""
         if not self._complete and how == KILLED:
             self._end("", died=True)  # as the launcher does with the others when one ended: it says which
+        if rank == 0 and how in STOPPED:
+            self._end("", died=True)  # it was asked to before it could say so
         self._end(f"{self._who_died(rank)} died{how}; ending the job", died=True)
 
     def _end(self, line: str, died: bool) -> None:
