@@ -240,7 +240,8 @@ def test_strangers_are_turned_away_and_stop_nothing() -> None:
                 stranger.shutdown(socket.SHUT_WR)
                 assert is_turned_away(stranger)
         assert watch._sentinel is not None and watch._sentinel.poll() is None
-        assert go_to(meeting, 1) is not None, "ranks still can come"
+        link = go_to(meeting, 1)  # held: with its connection a rank would die, and the job, which is this process
+        assert link is not None, "ranks still can come"
 
 
 def test_silent_strangers_are_few_and_keep_nobody_out() -> None:
