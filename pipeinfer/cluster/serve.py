@@ -99,13 +99,13 @@ def serve(
             continue
         assert worker, "a run arrived at a rank whose model did not load"
         verdict = worker.process(transaction)
+        end_s = time.monotonic()  # before it is sent: whoever gets it may be quicker than this rank
         if following is not None:
             inbox.give_back(buffer, outbox.send_run(transaction.message, following))
         else:
             assert verdict, "the last stage has no verdict"
             outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
             inbox.give_back(buffer)
-        end_s = time.monotonic()
         ledger.note(transaction.run_id, wait_s, start_s, end_s, transaction.cancelled)
         wait_s = end_s
     outbox.flush(idle)
