@@ -181,11 +181,11 @@ class Engine:
             return False
         flight, verdict = landed
         self._pacer.landed(self.target.cost_in_flight_s)
-        if self.run_cost and verdict.slowest_s and flight.whole and not flight.n_context:
-            self.run_cost.learn(flight.n_rows, flight.context, verdict.slowest_s)
         now_s = self.clock()
         if flight.whole and not flight.n_context:
             self._pacer.answered(now_s - flight.sent_s)
+            if self.run_cost and verdict.slowest_s:
+                self.run_cost.learn(flight.n_rows, flight.context, verdict.slowest_s)
         for part in flight.parts:
             job = self._jobs.get(part.request.id)
             if job is None:

@@ -29,7 +29,7 @@ from pipeinfer.core.policy import Policy, View
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.confidence import Confidence
-from pipeinfer.policies.likeliest import SCORE, to_refine
+from pipeinfer.policies.likeliest import to_expand, to_refine, unsent_in_reach
 from pipeinfer.policies.limits import MAX_WIDTH
 from pipeinfer.policies.sharpness import Sharpness
 from pipeinfer.policies.silence import Silence
@@ -71,7 +71,7 @@ class Auto(Policy):
         """Unsent guesses that save the most; a child saves no more than its parent, and comes after it."""
         if n_rows <= 0:
             return []
-        unsent = _unsent(view)
+        unsent = unsent_in_reach(view)
         if len(unsent) > n_rows:
             saved_s = _saved_s(view, unsent)
             unsent.sort(key=saved_s.__getitem__, reverse=True)
@@ -84,12 +84,7 @@ class Auto(Policy):
         n_rows = view.n_cheap_rows
         if n_rows <= 0 or self._silence.holds:
             return {}
-        unsent = sorted((node.score for node in _unsent(view)), reverse=True)
-        worst = unsent[n_rows - 1] if len(unsent) >= n_rows else -math.inf
-        open_nodes = [
-            node for node in view.tree.nodes if not node.expanded and node.score > worst and view.may_branch(node)
-        ]
-        return dict.fromkeys(sorted(open_nodes, key=SCORE, reverse=True)[:n_rows], MAX_WIDTH)
+        return dict.fromkeys(to_expand(view, n_rows), MAX_WIDTH)
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         corrected = self.confidence.corrected(self.sharpness.sharpened(guesses, draft), draft)
@@ -104,12 +99,6 @@ class Auto(Policy):
         self.confidence.settled(settled)
         self.sharpness.settled(settled)
         return self._silence.settled(settled, self.confidence.hit_rate)
-
-
-def _unsent(view: View) -> list[Node]:
-    """Guesses in reach that no run has carried, parents before children."""
-    root, end = view.tree.root, view.tree.root.position + view.depth_left
-    return [node for node in view.tree.unsent() if node.position < end and node is not root]
 
 
 def _saved_s(view: View, nodes: list[Node]) -> dict[Node, float]:

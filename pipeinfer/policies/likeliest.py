@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 
 from pipeinfer.core.policy import View
 from pipeinfer.core.tree import Node
 
 SCORE = attrgetter("score")
+
+
+def unsent_in_reach(view: View) -> list[Node]:
+    """Guesses in reach that no run has carried, parents before children."""
+    root, end = view.tree.root, view.tree.root.position + view.depth_left
+    return [node for node in view.tree.unsent() if node.position < end and node is not root]
+
+
+def to_expand(view: View, n_rows: int) -> list[Node]:
+    """The likeliest open nodes, as many as a run has rows, if guesses after them could belong to the next run."""
+    unsent = sorted((node.score for node in unsent_in_reach(view)), reverse=True)
+    worst = unsent[n_rows - 1] if len(unsent) >= n_rows else -math.inf
+    # children score no higher than their parent
+    open_nodes = [
+        node for node in view.tree.nodes if not node.expanded and node.score > worst and view.may_branch(node)
+    ]
+    return sorted(open_nodes, key=SCORE, reverse=True)[:n_rows]
 
 
 def to_refine(view: View, draft: int) -> list[Node]:

@@ -14,7 +14,7 @@ from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.confidence import Confidence
-from pipeinfer.policies.likeliest import SCORE, to_refine
+from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
 from pipeinfer.policies.limits import MAX_RUN, MAX_RUNS, MAX_WIDTH
 from pipeinfer.policies.silence import Silence
 
@@ -93,9 +93,7 @@ class PipeInfer(Policy):
 
     def _unsent(self, view: View) -> list[Node]:
         """Guesses in reach, likeliest first; a child never comes before its parent."""
-        root, end = view.tree.root, view.tree.root.position + view.depth_left
-        guesses = [node for node in view.tree.unsent() if node.position < end and node is not root]
-        return sorted(guesses, key=SCORE, reverse=True)
+        return sorted(unsent_in_reach(view), key=SCORE, reverse=True)
 
     # -- drafting
 
@@ -104,13 +102,7 @@ class PipeInfer(Policy):
         n_rows = self._n_rows(view)
         if not n_rows or self._silence.holds or (view.n_inflight and not self.asynchronous):
             return {}
-        ready = self._unsent(view)
-        worst = ready[n_rows - 1].score if len(ready) >= n_rows else float("-inf")
-        # children score no higher than their parent
-        open_nodes = [
-            node for node in view.tree.nodes if not node.expanded and node.score > worst and view.may_branch(node)
-        ]
-        return dict.fromkeys(sorted(open_nodes, key=SCORE, reverse=True)[:n_rows], self.width)
+        return dict.fromkeys(to_expand(view, n_rows), self.width)
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         cutoff = max(0.0, self.accept_cutoff + self._shift)
