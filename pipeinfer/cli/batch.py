@@ -8,14 +8,11 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.chat_options import take_chat, take_stops
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.run import run, warn_of_variables
-from pipeinfer.cli.setting_options import take_policies, take_sampling
+from pipeinfer.cli.run import run, run_options, warn_of_variables
 from pipeinfer.cli.values import File, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import INT32_MAX, MAX_SEQUENCES, RunOptions, choose_drafts, choose_policy
-from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.job.options import INT32_MAX, MAX_SEQUENCES
 
 NOT_SHARED = (
     "prompt", "file", "chat", "conversation", "predict", "cancel", "partitions", "continuous", "asynchronous",
@@ -51,10 +48,7 @@ HELP = {
     help="Tokens to generate where a request does not say.",
 )
 @click.option("--chat", "as_chat", is_flag=True, help="Plain prompts are asked with the model's chat template.")
-def batch_command(
-    source: Path, output: Path, as_chat: bool, model: Path | None, drafts: tuple[Path, ...], policy: str | None,
-    lookup: bool, threads: tuple[int, ...] | None, escape: bool, **others: Any,
-) -> int:  # fmt: skip
+def batch_command(source: Path, output: Path, as_chat: bool, **others: Any) -> int:
     """Answer a file of requests, a JSON object a line, and write each result when it is there.
 
     {"prompt": "…"} or {"messages": […]}, with max_tokens, temperature, top_k, top_p, min_p, seed, penalties and stop as
@@ -63,23 +57,11 @@ def batch_command(
     and exact numerics a text does not depend on what else is asked.
     """
     warn_of_variables(batch_command)
-    drafts = choose_drafts(drafts, () if model else (DRAFT,))
-    (chosen,) = take_policies([choose_policy(policy, bool(drafts) or lookup)], others)
     sequences, parallel = others["sequences"], others["parallel"]
     if sequences and sequences < parallel:
         raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
                         "leave it out, or lower --parallel")  # fmt: skip
-    options = RunOptions(
-        model=model or TARGET,
-        drafts=drafts,
-        lookup=lookup,
-        policy=chosen,
-        sampling=take_sampling(others),
-        threads=threads or (),
-        chat=take_chat(others, True, escape),
-        stops=take_stops(others, escape),
-        **others,
-    )
+    options = run_options(**others, prompt=None, chat=True)
     from pipeinfer.job.batch import run_batch  # initialises MPI
     from pipeinfer.job.batch_prepare import BatchOptions
 
