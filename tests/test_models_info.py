@@ -101,14 +101,16 @@ def test_check_names_all_tokens_that_differ(tmp_path: Path) -> None:
     plain = write_model(tmp_path / "plain.gguf", Shape(n_layer=1))
     marked = write_model(tmp_path / "marked.gguf", Shape(n_layer=1, n_vocab=321), template=CHAT_TEMPLATE)
     assert differing(told("check", plain, marked)) == [315, 316, 317, 318, 319, 320]
-    result = call("check", plain, marked)
-    assert result.return_value == 1, "the command's exit code"
-    assert "vocabularies  differ in 6 points" in result.stdout
-    assert "token 319 is '[PAD319]' and '</think>'" in result.stdout and "acceptance" not in result.stdout
+    result = call("check", plain, marked, "-n", "8", "-t", "1")
+    assert result.return_value == 0, "the command's exit code: they are translated"
+    assert "vocabularies  differ in 6 points" in result.stdout and "its tokens translated" in result.stdout
+    assert "token 319 is '[PAD319]' and '</think>'" in result.stdout and "acceptance    " in result.stdout
     other = told("check", plain, TARGET)
-    assert len(differing(other)) > 3000 and other["acceptance_rate"] is None
-    lines = call("check", plain, TARGET).stdout.splitlines()
-    assert len(lines) < 30 and lines[-1].endswith("more, which --json lists")
+    assert len(differing(other)) > 3000 and other["acceptance_rate"] is None and not other["can_draft"]
+    result = call("check", plain, TARGET)
+    lines = result.stdout.splitlines()
+    assert result.return_value == 1 and len(lines) < 30 and lines[-2].endswith("more, which --json lists")
+    assert "cannot draft for" in lines[-1] and "tokens they share" in lines[-1]
 
 
 def differing(found: dict[str, Any]) -> Sequence[int]:

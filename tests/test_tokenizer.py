@@ -1,9 +1,7 @@
-"""Text to tokens and back, and which vocabularies a draft may have."""
+"""Text to tokens and back."""
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +9,8 @@ import gguf
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.tokenizer import TextStream, Tokenizer, check_draft, check_same_vocabulary
-from tests.gguf_factory import NORMAL, UNUSED, vocabulary, write_model
+from pipeinfer.models.tokenizer import TextStream, Tokenizer
+from tests.gguf_factory import vocabulary, write_model
 
 TEXTS = ["", "the model", "  two  spaces\nand a line", "ÄÖÜ ß", "日本語 🎉", "<s> is text", "\x00\x01", "a" * 3000]
 
@@ -76,82 +74,6 @@ def test_a_missing_vocabulary(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"none.gguf is damaged or cut off"):
         Tokenizer(path)
-
-
-def change_text(tokens: list[bytes], types: list[int]) -> None:
-    tokens[290] = b"other"
-
-
-def change_byte(tokens: list[bytes], types: list[int]) -> None:
-    types[20] = NORMAL
-
-
-def add_word(tokens: list[bytes], types: list[int]) -> None:
-    tokens.append(b"extra")
-    types.append(NORMAL)
-
-
-def add_padding(tokens: list[bytes], types: list[int]) -> None:
-    tokens += [b"[PAD320]", b"reserved"]
-    types += [NORMAL, UNUSED]
-
-
-def no_change(tokens: list[bytes], types: list[int]) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("change", "bos", "message"),
-    [
-        (no_change, 1, None),
-        (change_text, 1, "token 290 is '.+' and 'other'"),
-        (change_byte, 1, "token 20 is '<0x11>' and '<0x11>'"),
-        (add_word, 1, "320 and 321 tokens, and token 320 .'extra'. of the larger is no padding"),
-        (add_padding, 1, None),
-        (no_change, 5, "bos is 1 .added: True. and 5"),
-    ],
-)
-def test_which_vocabularies_match(
-    tmp_path: Path, change: Callable[[list[bytes], list[int]], None], bos: int, message: str | None
-) -> None:
-    target = Tokenizer(write_vocabulary(tmp_path / "target.gguf"))
-    draft = Tokenizer(write_vocabulary(tmp_path / "draft.gguf", 320, change, bos))
-    if message is None:
-        check_same_vocabulary(target, draft)
-        check_same_vocabulary(draft, target)
-    else:
-        with pytest.raises(UserError, match=f"draft.gguf cannot draft for .*target.gguf: {message}"):
-            check_same_vocabulary(target, draft)
-    target.close()
-    draft.close()
-    draft.close()
-
-
-def test_large_vocabularies_are_compared_quickly(tmp_path: Path) -> None:
-    target = Tokenizer(write_vocabulary(tmp_path / "large.gguf", 150_000))
-    start = time.process_time()
-    check_same_vocabulary(target, target)
-    assert time.process_time() - start < 2.0
-
-
-@pytest.mark.parametrize("fits", [True, False])
-def test_a_drafts_vocabulary_is_freed_when_it_was_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
-) -> None:
-    closed: list[Path] = []
-    free = Tokenizer.close
-
-    def close(tokenizer: Tokenizer) -> None:
-        closed.append(tokenizer.path)
-        free(tokenizer)
-
-    monkeypatch.setattr(Tokenizer, "close", close)
-    target = Tokenizer(write_vocabulary(tmp_path / "target.gguf"))
-    draft = write_vocabulary(tmp_path / "draft.gguf", bos=1 if fits else 2)
-    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="cannot draft"):
-        check_draft(target, draft)
-    assert closed == [draft]
-    target.close()
 
 
 def test_tokens_that_come_twice_are_refused(tmp_path: Path) -> None:

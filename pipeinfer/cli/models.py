@@ -129,15 +129,15 @@ def search_noise(make: Callable[[float], float], wanted: float) -> tuple[float, 
 
 
 def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Callable[[Path], float]:
-    """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is another."""
+    """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is quite another."""
+    from pipeinfer.job.model_files import draft_translation
     from pipeinfer.models.agreement import TEXTS, acceptance
-    from pipeinfer.models.tokenizer import Tokenizer, check_draft
+    from pipeinfer.models.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(model)
-    check_draft(tokenizer, draft)
+    tokenizer, translation = Tokenizer(model), draft_translation(model, draft)
     prompts = [tokens for text in TEXTS if (tokens := tokenizer.encode(text))]
     if not prompts:
         raise UserError(
             f"{model} has no tokenizer; the acceptance rate cannot be measured, leave -md and --acceptance out"
         )
-    return lambda grown: acceptance(grown, draft, prompts, n_predict, n_threads)
+    return lambda grown: acceptance(grown, draft, prompts, n_predict, n_threads, translation)

@@ -39,7 +39,7 @@ from pipeinfer.policies.registry import POLICIES
     "drafts",
     type=File(),
     multiple=True,
-    help="Draft model, GGUF, with the target's vocabulary. Of several the smallest guesses, larger ones refine. "
+    help="Draft model, GGUF, with nearly the target's vocabulary. Of several the smallest guesses, larger ones refine. "
     "none: no draft.",
 )
 @click.option(

@@ -8,28 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost
 from pipeinfer.cluster.records import Buffer
 from pipeinfer.cluster.wire import Transaction
-from pipeinfer.core.interfaces import Batch, Clock, FloatArray, StageModel
+from pipeinfer.core.interfaces import Batch, Clock, FloatArray, LoadedModel
 from pipeinfer.core.runs import KvOp
 
 N_STAMP = 8  # bytes: when a message is due, a float64
 SHARE_OF_NEW = 0.3  # of the newest measurement in the running mean of the model's own time
-
-
-class LoadedModel(StageModel, Protocol):
-    """A StageModel as the cli holds it between requests."""
-
-    n_vocab: int
-
-    def clear(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class PacedStage:

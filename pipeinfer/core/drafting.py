@@ -136,7 +136,7 @@ class ModelDrafter:
         if not tokens:
             return np.empty((0, self.n_vocab), np.float32)
         batch = Batch(
-            tokens=np.minimum(np.array(tokens, np.int32), self.n_vocab - 1),
+            tokens=np.array(tokens, np.int32),
             positions=np.array(positions, np.int32),
             seqs=seqs,
             hidden=None,

@@ -66,6 +66,20 @@ class StageModel(Protocol):
         ...
 
 
+class LoadedModel(StageModel, Protocol):
+    """A StageModel as it is held between requests."""
+
+    n_vocab: int
+
+    def clear(self) -> None:
+        """Empty the KV cache."""
+        ...
+
+    def close(self) -> None:
+        """Free it. May be called twice."""
+        ...
+
+
 Answer = TypeVar("Answer", bound="Verdict | GuessVerdict", covariant=True)
 
 

@@ -4,7 +4,7 @@ nothing of what is asked of them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,10 @@ from pipeinfer.cluster.room import Memory, check_room
 from pipeinfer.core.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
+from pipeinfer.job.model_files import draft_translation, translation_note
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, check_gpu_layers, threads_of_rank
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.vocabularies import Translation
 from pipeinfer.virtual.profile import load_profile
 
 MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
@@ -56,6 +58,7 @@ class Deployment:
     threads   of each rank
     memory    of each rank, what it will hold
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
+    translations  of each draft, between the target's token ids and its own, where they differ
     pace      what the ranks and links shall be slowed down to
     """
 
@@ -70,6 +73,7 @@ class Deployment:
     memory: tuple[Memory, ...]
     blocks: bool = False
     pace: Profile | None = None
+    translations: tuple[Translation | None, ...] = ()
 
     @property
     def n_embd(self) -> int:
@@ -88,7 +92,8 @@ class Deployment:
     @property
     def warnings(self) -> list[str]:
         """What will make it slow, a line each."""
-        return crowded_hosts(self.hosts, self.plan.computing, self.threads)
+        notes = map(translation_note, [draft.path for draft in self.drafts], self.translations)
+        return [*filter(None, notes), *crowded_hosts(self.hosts, self.plan.computing, self.threads)]
 
 
 class DoesNotFit(UserError):
@@ -100,14 +105,15 @@ class DoesNotFit(UserError):
 
 
 def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
-    """The plan for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when splits, threads or
-    memory do not fit; DoesNotFit where it is the memory alone."""
+    """The plan for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when splits, threads,
+    vocabularies or memory do not fit; DoesNotFit where it is the memory alone."""
     deployment = lay_out(options, hosts, info, read_drafts(options.drafts_in_use), n_ctx, n_prompt)
     try:
         check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
     except UserError as error:
         raise DoesNotFit(str(error), deployment) from None
-    return deployment
+    translations = [draft_translation(info.path, draft.path) for draft in deployment.drafts]
+    return replace(deployment, translations=tuple(translations))
 
 
 def check_memory(deployment: Deployment, way_out: str) -> None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
 from pipeinfer.cluster.calibrate import recall_rows, time_rows
-from pipeinfer.cluster.pace import Courier, LoadedModel, PacedStage
+from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker
 from pipeinfer.cluster.wire import verdict_bytes
 from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import UserError
 from pipeinfer.job.context import CLOCK, Context, complain
@@ -23,6 +24,7 @@ from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.models.translated import TranslatedStage
 from pipeinfer.policies.limits import MAX_WIDTH
 
 N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a larger draft's answer at most
@@ -105,7 +107,9 @@ def _load_draft(
         exact=False,  # guesses need not be reproducible to the bit: the target decides
     )
     layers = open_slice(info, own.first, own.last, options.slice_cache, lambda line: _notice(context, line))
-    model = LlamaStage(layers, params, on_progress)
+    model: LoadedModel = LlamaStage(layers, params, on_progress)
+    if translation := deployment.translations[number]:
+        model = TranslatedStage(model, translation)
     return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pipeinfer.cluster.pace import LoadedModel
+from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.context import CLOCK, Context, complain
 from pipeinfer.job.deployment import Deployment, check_profiled

@@ -10,19 +10,27 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.memory import check_alone
 from pipeinfer.models.agreement import TEXTS, acceptance
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.tokenizer import Tokenizer, vocabulary_differences
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.vocabularies import find_translation, vocabulary_differences
 
 N_ROWS = 32
 
 
 def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_threads: int) -> dict[str, Any]:
-    """As plain data. The acceptance rate is that of the draft's first guess for each of `n_predict` tokens that the
-    target writes greedily after `text`, or after texts of our own; null if vocabularies differ or `n_predict` is 0.
+    """As plain data. `translated_n`: where the ids differ, how many of the target's tokens the draft can guess.
+    `reason`: why it can be no draft. The acceptance rate is that of the draft's first guess for each of
+    `n_predict` tokens that the target writes greedily after `text`, or after texts of our own; null if it can be no
+    draft or `n_predict` is 0.
 
     Raises UserError for a file that is no model or has no vocabulary, and for a text without tokens.
     """
     vocabularies = Tokenizer(target), Tokenizer(draft)
+    translation, why = None, ""
     try:
+        try:
+            translation = find_translation(*vocabularies)
+        except UserError as error:
+            why = str(error)
         differences = list(vocabulary_differences(*vocabularies))
         encoded = [vocabularies[0].encode(each) for each in (TEXTS if text is None else (text,))]
         sizes = [each.n_vocab for each in vocabularies]
@@ -31,19 +39,22 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
             vocabulary.close()
     prompts = [tokens for tokens in encoded if tokens]
     rate = None
-    if n_predict and not differences:
+    if n_predict and not why:
         if not prompts:
             raise UserError("the text has no tokens; give some text with -p or -f")
         infos = [read_model_info(path) for path in (target, draft)]
         n_cells = max(map(len, prompts)) + n_predict
         for info in infos:  # one after the other
             check_alone([(info, True)], n_cells, N_ROWS)
-        rate = acceptance(target, draft, prompts, n_predict, n_threads)
+        rate = acceptance(target, draft, prompts, n_predict, n_threads, translation)
     return {
         "target": str(target),
         "draft": str(draft),
         "n_vocab": sizes,
         "vocabularies_match": not differences,
+        "can_draft": not why,
+        "reason": why,
+        "translated_n": translation.n_shared if translation else None,
         "differences": [{"token": each.token, "what": each.what} for each in differences],
         "texts": len(prompts),
         "predicted_n": n_predict * len(prompts) if rate is not None else 0,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeinfer.errors import UserError
+from pipeinfer.job.model_files import draft_translation, translation_note
 from pipeinfer.job.plan_rows import plan_rows
 from pipeinfer.job.planner import Planner
 from pipeinfer.job.ways import shortage_text, ways
@@ -47,9 +48,16 @@ def plan_report(planner: Planner) -> dict[str, Any]:
         ],
         "not_predicted": unknown,
         "ways": [way.as_data() for way in helping],
-        "warnings": deployment.warnings,
+        "warnings": [*_translations(planner), *deployment.warnings],
         "notes": list(_notes(planner)),
     }
+
+
+def _translations(planner: Planner) -> Iterator[str]:
+    """Of each draft that has other tokens than the target."""
+    for draft in planner.drafts_in_use:
+        if note := translation_note(draft.path, draft_translation(planner.info.path, draft.path)):
+            yield note
 
 
 def _predictions(planner: Planner) -> tuple[list[Compared], dict[str, str]]:

@@ -6,14 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.memory import check_alone
+from pipeinfer.job.model_files import draft_translation
 from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.tokenizer import Tokenizer, check_draft
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.translated import TranslatedStage
+from pipeinfer.models.vocabularies import Translation
 from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.virtual.choices import RecordedChoices
 from pipeinfer.virtual.recording import PathModel, draft_guesses, record
@@ -28,7 +32,7 @@ def record_pair(
     check_separate({"--output": output}, {"--model": part_paths(model), "--model-draft": part_paths(model_draft)})
     check_writable(output, "--output")
     tokenizer = Tokenizer(model)
-    check_draft(tokenizer, model_draft)
+    translation = draft_translation(model, model_draft)
     tokens = tokenizer.encode(prompt)
     if not tokens:
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
@@ -36,7 +40,7 @@ def record_pair(
     n_cells = len(tokens) + predict + N_BATCH
     check_alone([(read_model_info(model), True), (read_model_info(model_draft), False)], n_cells, N_BATCH)
     target, params = open_whole(model, n_cells, threads, exact=True), sampling_of(about)
-    draft = draft_guesses(open_whole(model_draft, n_cells, threads, exact=False), params, couple=True)
+    draft = draft_guesses(open_whole(model_draft, n_cells, threads, False, translation), params, couple=True)
     choices = record(target, draft, tokens, predict, params, about)
     choices.save(output)
     right = sum(
@@ -46,15 +50,18 @@ def record_pair(
     return right / predict
 
 
-def open_whole(path: Path, n_cells: int, threads: int | None, exact: bool) -> PathModel:
-    """A whole model in this process. Raises UserError when it cannot be loaded."""
+def open_whole(
+    path: Path, n_cells: int, threads: int | None, exact: bool, translation: Translation | None = None
+) -> PathModel:
+    """A whole model in this process. `translation`: of a draft. Raises UserError when it cannot be loaded."""
     info = read_model_info(path)
     info.check_rewinds("its guesses and choices cannot be recorded: take another one")
     n_threads = threads or len(os.sched_getaffinity(0))
     params = LlamaParams(
         n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2, n_threads=n_threads, exact=exact
     )
-    return PathModel(LlamaStage(open_slice(info, 0, info.n_layer, None), params), N_BATCH, blocks=exact)
+    model: LoadedModel = LlamaStage(open_slice(info, 0, info.n_layer, None), params)
+    return PathModel(TranslatedStage(model, translation) if translation else model, N_BATCH, blocks=exact)
 
 
 def sampling_of(about: dict[str, Any]) -> SamplingParams:
@@ -67,5 +74,7 @@ def ask_draft(choices: RecordedChoices, model_draft: Path) -> None:
         params = sampling_of(choices.about)
     except (KeyError, TypeError, ValueError):
         raise UserError("these choices do not say how they were sampled; record them anew") from None
-    draft = open_whole(model_draft, choices.n_tokens + N_BATCH, None, exact=False)
+    target = Path(str(choices.about.get("model", "")))
+    translation = draft_translation(target, model_draft) if target.is_file() else None
+    draft = open_whole(model_draft, choices.n_tokens + N_BATCH, None, False, translation)
     choices.draft = draft_guesses(draft, params, couple=True)

@@ -10,10 +10,10 @@ from typing import Any
 from pipeinfer.cluster.calibrate import largest_question, slowest_stage
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.pace import LoadedModel
 from pipeinfer.cluster.wire import decode_guess_verdict, decode_verdict, verdict_bytes
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.levels import Level
 from pipeinfer.core.lookup import LookupDrafter
 from pipeinfer.core.policy import Policy

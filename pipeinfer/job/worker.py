@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 
-from pipeinfer.cluster.pace import LoadedModel
 from pipeinfer.cluster.serve import serve
 from pipeinfer.cluster.stage import StageWorker
 from pipeinfer.cluster.transport import Outbox
+from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment

@@ -43,12 +43,16 @@ def check_lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"vocabularies  match: {found['draft']} can draft for {found['target']}"
     else:
         n = len(differences)
-        yield f"vocabularies  differ in {n} point{'s' if n > 1 else ''}: {found['draft']} cannot draft for " + str(
-            found["target"]
-        )
+        result = "can draft, its tokens translated," if found["can_draft"] else "cannot draft"
+        points = f"{n} point{'s' if n > 1 else ''}"
+        yield f"vocabularies  differ in {points}: {found['draft']} {result} for {found['target']}"
         yield from (f"  {each['what']}" for each in differences[:N_DIFFERENCES])
         if n > N_DIFFERENCES:
             yield f"  and {n - N_DIFFERENCES} more, which --json lists"
+        if found["can_draft"]:
+            yield f"translated    {found['translated_n']} of {found['n_vocab'][0]} tokens can be guessed"
+        else:
+            yield f"refused       {found['reason']}"
     if found["acceptance_rate"] is not None:
         n = found["texts"]
         texts = f"{n} texts" if n > 1 else "the text"

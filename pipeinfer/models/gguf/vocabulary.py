@@ -1,15 +1,32 @@
-"""What a vocabulary lacks, read before libllama does, which on some damage ends the process instead of refusing."""
+"""A vocabulary's bytes, and what it lacks, read before libllama does, which on some damage ends the process instead of
+refusing."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.header import read_texts
+from pipeinfer.models.gguf.header import metadata_spans, read_texts
 
 SPACE = "▁"
 """What SentencePiece has in the place of a space."""
+
+
+VOCABULARY = "tokenizer.ggml."
+"""What the keys of a vocabulary begin with."""
+
+
+def vocabulary_digest(path: Path) -> str:
+    """Equal of two files that hold the same vocabulary. Raises UserError for what is no model."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for key, (start, end) in sorted(metadata_spans(path).items()):
+            if key.startswith(VOCABULARY):
+                file.seek(start)
+                digest.update(file.read(end - start))
+    return digest.hexdigest()
 
 
 class VocabularyCheck:

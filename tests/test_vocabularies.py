@@ -1,0 +1,218 @@
+"""Which vocabularies a draft may have, and drafts whose token ids are translated."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.errors import UserError
+from pipeinfer.job.model_files import draft_translation, translation_note
+from pipeinfer.models.agreement import acceptance
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.translated import TranslatedStage
+from pipeinfer.models.vocabularies import NONE, Translation, find_translation, vocabulary_differences
+from tests.gguf_factory import NORMAL, UNUSED
+from tests.jobs import finish, run_json
+from tests.other_vocabulary import reorder
+from tests.test_tokenizer import write_vocabulary
+
+N_DEMO = 4096
+PROMPT = "def read_lines(path):\n"
+GREEDY = ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", "-t", "1"]
+EXTENDED: Sequence[int | bytes] = [
+    b"<|pad|>", 2, 1, b"<|im_start|>", 0, *reversed(range(3, 259)), *range(259, N_DEMO - 40), b"<|im_end|>",
+]  # fmt: skip
+"""The shipped vocabulary with its special tokens and bytes elsewhere, some more, and the last forty words missing."""
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reorder(DRAFT, tmp_path_factory.mktemp("other") / "extended.gguf", EXTENDED)
+
+
+def change_text(tokens: list[bytes], types: list[int]) -> None:
+    tokens[290] = b"other"
+
+
+def change_byte(tokens: list[bytes], types: list[int]) -> None:
+    types[20] = NORMAL
+
+
+def add_word(tokens: list[bytes], types: list[int]) -> None:
+    tokens.append(b"extra")
+    types.append(NORMAL)
+
+
+def add_padding(tokens: list[bytes], types: list[int]) -> None:
+    tokens += [b"[PAD320]", b"reserved"]
+    types += [NORMAL, UNUSED]
+
+
+def other_words(tokens: list[bytes], types: list[int]) -> None:
+    tokens[100:] = [b"other%d" % token for token in range(100, len(tokens))]
+    types[100:] = [NORMAL] * (len(tokens) - 100)
+
+
+def no_change(tokens: list[bytes], types: list[int]) -> None:
+    pass
+
+
+Opened = tuple[Tokenizer, Tokenizer]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Callable[..., Opened]:
+    def opened(change: Callable[[list[bytes], list[int]], None], bos: int = 1) -> Opened:
+        target = write_vocabulary(tmp_path / "target.gguf")
+        return Tokenizer(target), Tokenizer(write_vocabulary(tmp_path / "draft.gguf", 320, change, bos))
+
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("change", "bos", "what", "n_missing"),
+    [
+        (no_change, 1, None, 0),
+        (change_text, 1, "token 290 is '.+' and 'other'", 1),
+        (change_byte, 1, "token 20 is '<0x11>' and '<0x11>'", 1),
+        (add_word, 1, "320 and 321 tokens, and token 320 .'extra'. of the larger is no padding", 0),
+        (add_padding, 1, None, 0),
+        (no_change, 5, "bos is 1 .added: True. and 5", 0),
+    ],
+)
+def test_what_differs_is_told_and_all_else_is_the_same(
+    pair: Callable[..., Opened],
+    change: Callable[[list[bytes], list[int]], None],
+    bos: int,
+    what: str | None,
+    n_missing: int,
+) -> None:
+    target, draft = pair(change, bos)
+    differences = list(vocabulary_differences(target, draft))
+    translation = find_translation(target, draft)
+    if what is None:
+        assert differences == [] and list(vocabulary_differences(draft, target)) == []
+        assert translation is None or (translation.alike and draft.n_vocab > target.n_vocab)
+    else:
+        (difference,) = differences
+        assert re.match(what, difference.what)
+        assert translation and not translation.alike
+        assert translation.n_shared == target.n_vocab - n_missing
+        assert translation.heard[target.bos] == draft.bos
+    if translation:
+        assert len(translation.said) == len(translation.heard) == target.n_vocab
+        assert 0 <= translation.heard.min() <= max(translation.heard.max(), translation.said.max()) < draft.n_vocab
+
+
+def test_too_few_common_tokens_are_refused(pair: Callable[..., Opened]) -> None:
+    with pytest.raises(UserError, match=r"draft.gguf cannot draft for .*: of \d+ tokens they share \d+, fewer"):
+        find_translation(*pair(other_words))
+
+
+def test_the_ends_of_texts_are_the_same_whatever_they_are_called(pair: Callable[..., Opened]) -> None:
+    def rename(tokens: list[bytes], types: list[int]) -> None:
+        tokens[2] = b"<|endoftext|>"
+
+    target, draft = pair(rename)
+    translation = find_translation(target, draft)
+    assert translation and translation.said[target.eos] == translation.heard[target.eos] == draft.eos
+
+
+def test_a_token_that_the_draft_lacks_is_heard_as_the_end_of_its_spelling(pair: Callable[..., Opened]) -> None:
+    def rename(tokens: list[bytes], types: list[int]) -> None:
+        tokens[tokens.index("▁token".encode())] = b"other"
+
+    target, draft = pair(rename)
+    lost = target.pieces.index(("▁token".encode(), False))
+    translation = find_translation(target, draft)
+    assert translation and translation.said[lost] == NONE
+    assert draft.text_of(int(translation.heard[lost])) == b"n", "no longer end of it is a token"
+
+
+def test_large_vocabularies_are_compared_quickly(tmp_path: Path) -> None:
+    def change(tokens: list[bytes], types: list[int]) -> None:
+        tokens[3:259], types[3:259] = tokens[3:259][::-1], types[3:259][::-1]
+
+    one = write_vocabulary(tmp_path / "one.gguf", 150_000)
+    two = write_vocabulary(tmp_path / "two.gguf", 150_000, change)
+    start_s = time.process_time()
+    assert draft_translation(one, one) is None
+    alike_s, start_s = time.process_time() - start_s, time.process_time()
+    translation = draft_translation(one, two)
+    assert translation and translation.n_shared == 150_000
+    assert alike_s < 1 and time.process_time() - start_s < 5
+    start_s = time.process_time()
+    assert draft_translation(one, two) is translation and time.process_time() - start_s < 1
+
+
+class Fixed:
+    """A draft of four tokens that says what it heard."""
+
+    n_embd, n_vocab, is_last = 1, 4, True
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
+        return np.array([[token, 1.0, 2.0, 3.0] for token in batch.tokens], np.float32)
+
+
+def test_a_stage_hears_and_says_the_targets_ids() -> None:
+    ids = Translation(np.array([3, 2, 0, 1, 0], np.int32), np.array([3, 2, NONE, 1, 0], np.int32), False)
+    stage = TranslatedStage(Fixed(), ids)  # type: ignore[arg-type]
+    assert stage.n_vocab == 5
+    for tokens in ([0, 2], [1, 3, 4], [2]):
+        heard = [ids.heard[token] for token in tokens]
+        batch = Batch(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32), [(0,)] * len(tokens), None,
+                      np.ones(len(tokens), bool))  # fmt: skip
+        found = stage.evaluate(batch, lambda: False)
+        assert found is not None and found.tolist() == [[3.0, 2.0, -np.inf, 1.0, token] for token in heard]
+
+
+def test_the_same_draft_under_other_ids_is_as_often_right(extended: Path) -> None:
+    tokenizer = Tokenizer(TARGET)
+    prompts = [tokenizer.encode(PROMPT)]
+    tokenizer.close()
+    translation = draft_translation(TARGET, extended)
+    assert translation and translation.n_shared == N_DEMO - 40
+    assert translation_note(extended, translation).endswith("4056 of 4096 can be guessed")
+    rates = acceptance(TARGET, DRAFT, prompts, 96), acceptance(TARGET, extended, prompts, 96, translation=translation)
+    assert rates[1] == pytest.approx(rates[0], abs=0.03) and rates[0] > 0.3
+
+
+def test_the_text_is_the_targets_and_the_draft_helps_as_much(extended: Path) -> None:
+    common = [*GREEDY, "-m", str(TARGET), "--policy", "speculative"]  # whose guesses do not depend on the time
+    plain, other = (run_json(2, [*common, "-md", str(draft)]) for draft in (DRAFT, extended))
+    assert other["tokens"] == plain["tokens"]
+    rates = [result["speculation"]["acceptance_rate"] for result in (plain, other)]
+    assert rates[1] == pytest.approx(rates[0], abs=0.05) and rates[0] > 0.2
+
+
+def test_sampling_and_a_larger_draft_over_two_ranks(extended: Path) -> None:
+    common = [
+        "-p",
+        PROMPT,
+        "-n",
+        "64",
+        "--temp",
+        "0.8",
+        "-s",
+        "5",
+        "--repeat-penalty",
+        "1.2",
+        "-t",
+        "1",
+        "-m",
+        str(TARGET),
+    ]
+    alone = run_json(1, [*common, "-md", "none", "-t", "1"])
+    larger = reorder(TARGET, extended.with_name("larger.gguf"), EXTENDED)
+    done = finish(4, ["run", "--json", *common, "-t", "1", "-md", str(DRAFT), "-md", str(larger), "--draft-split", "2"])
+    assert done.returncode == 0, done.stderr
+    assert "larger.gguf has other tokens than the target: they are translated, 4056 of 4096" in done.stderr
+    assert json.loads(done.stdout)["tokens"] == alone["tokens"]
