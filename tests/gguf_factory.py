@@ -82,8 +82,8 @@ def write_model(
 def quantise(source: Path, path: Path, type_name: str) -> None:
     lib = ggml.load_library()
     options = lib.llama_model_quantize_default_params()
-    options.ftype = gguf.LlamaFileType[f"MOSTLY_{type_name}"].value
-    options.nthread = 2
+    options.ftype = gguf.LlamaFileType["ALL_F32" if type_name == "F32" else f"MOSTLY_{type_name}"].value
+    options.nthread, options.allow_requantize = 2, True
     code = lib.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
     assert code == 0, ggml.last_errors()
 

@@ -82,7 +82,8 @@ import sys
 import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.job.start, pipeinfer.job.worker
 from pipeinfer.models.llama.ggml import load_library
 load_library()
-heavy = {"rich", "matplotlib", "jinja2", "gguf", "pipeinfer.cli.bench", "pipeinfer.job.head", "llama_cpp.llama"}
+heavy = {"rich", "matplotlib", "jinja2", "gguf", "torch", "llama_cpp.llama"}
+heavy |= {"pipeinfer.cli.bench", "pipeinfer.job.head"}
 sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
 from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
 from pipeinfer.errors import UserError
 from pipeinfer.job.load import inexact_line
@@ -48,7 +49,7 @@ def make_batch(
     return Batch(np.array(tokens, np.int32), positions, [(0,)] * n, hidden, wanted_rows)
 
 
-def run(stages: Sequence[LlamaStage], batch: Batch) -> FloatArray:
+def run(stages: Sequence[StageModel], batch: Batch) -> FloatArray:
     result: FloatArray | None = None
     for stage in stages:
         result = stage.evaluate(batch, never)
@@ -196,7 +197,7 @@ def test_rows_are_the_same_in_every_batch(
 class TreeDriver:
     """Random token trees over known tokens: the known path among wrong branches, verified, settled and packed."""
 
-    def __init__(self, stages: Sequence[LlamaStage], tokens: list[int], expected: FloatArray, seed: int) -> None:
+    def __init__(self, stages: Sequence[Any], tokens: list[int], expected: FloatArray, seed: int) -> None:
         self.stages, self.tokens, self.expected = stages, tokens, expected
         self.rng = np.random.default_rng(seed)
         self.n_cells_used = self.n_compactions = self.at = 0

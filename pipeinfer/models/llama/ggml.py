@@ -132,6 +132,16 @@ class _TypeTraits(ctypes.Structure):
     ]
 
 
+def dequantise(kind: int, data: bytes | memoryview, n_values: int) -> FloatArray:
+    """(n_values,) what a tensor's data, whole rows of GGML type `kind`, stand for: libggml's own conversion."""
+    if kind == F32:
+        return np.frombuffer(data, np.float32, n_values)
+    out = np.empty(n_values, np.float32)
+    source = np.frombuffer(data, np.uint8)
+    ggml().ggml_get_type_traits(kind).contents.to_float(source.ctypes.data, out.ctypes.data, n_values)
+    return out
+
+
 class TokenTable:
     """The rows of a token embedding, read from the model file as tokens need them.
 

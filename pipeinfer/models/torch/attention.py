@@ -1,0 +1,114 @@
+"""Which cells the rows of a run see, and attention to them. Knows keys and values of one layer at a time, no weights.
+
+Keys and values are (n_head_kv, n_cells, head_dim). The query heads that share a key head are rows of one product, so
+that no key is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.models.torch.cells import CellTable
+
+
+class Seen(Protocol):
+    """What a run's rows see."""
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """(n_rows, n_head, head_dim) queries -> (n_rows, n_head * head_dim)."""
+        ...
+
+
+def grouped(queries: torch.Tensor, n_head_kv: int) -> torch.Tensor:
+    """(n_rows, n_head, d) -> (1, n_head_kv, n_rows * heads of a group, d)."""
+    n_rows, n_head, length = queries.shape
+    split = queries.view(n_rows, n_head_kv, n_head // n_head_kv, length)
+    return split.transpose(0, 1).reshape(1, n_head_kv, -1, length)
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Of rows that all see these cells, (n_head_kv, n, head_dim), as far as `mask`, which is added, lets them."""
+    n_rows, n_head, length = queries.shape
+    found = scaled_dot_product_attention(
+        grouped(queries, len(keys)), keys[None], values[None], attn_mask=mask, scale=scale
+    )
+    return found.view(len(keys), n_rows, n_head // len(keys), length).transpose(0, 1).reshape(n_rows, n_head * length)
+
+
+def additive(seen: npt.NDArray[np.bool_], n_group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(n_rows * n_group, n_cells): 0 for what is seen, else minus infinity."""
+    mask = np.where(seen, np.float32(0), np.float32(-np.inf))
+    return torch.from_numpy(np.repeat(mask, n_group, axis=0)).to(device, dtype)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+class MaskedCells:
+    """All rows at once, over all cells up to the last in use."""
+
+    def __init__(self, seen: npt.NDArray[np.bool_], n_group: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._n_cells = seen.shape[1]
+        self._mask = None if seen.all() else additive(seen, n_group, dtype, device)
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        return attend(queries, keys[:, : self._n_cells], values[:, : self._n_cells], scale, self._mask)
+
+
+class RowByRow:
+    """Each row by itself over the cells of its sequence, put into the order of positions: what it computes follows from
+    its position and from those cells alone. With one thread: of several each has its own piece of a buffer, and how
+    that piece is aligned shows in the bits (measured)."""
+
+    def __init__(self, batch: Batch, table: CellTable, device: torch.device) -> None:
+        self._rows: dict[int, list[tuple[int, int]]] = {}  # by sequence: (row, how many cells it sees)
+        for row, (position, seqs) in enumerate(zip(batch.positions.tolist(), batch.seqs, strict=True)):
+            self._rows.setdefault(seqs[0], []).append((row, position + 1))
+        self._cells = {
+            seq: torch.from_numpy(table.seen(seq, max(end for _, end in rows))).to(device)
+            for seq, rows in self._rows.items()
+        }
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        found: list[torch.Tensor | None] = [None] * len(queries)
+        for seq, rows in self._rows.items():
+            own_keys, own_values = keys.index_select(1, self._cells[seq]), values.index_select(1, self._cells[seq])
+            with one_thread():
+                for row, end in rows:
+                    own = queries[row : row + 1]
+                    found[row] = attend(own, own_keys[:, :end], own_values[:, :end], scale, None)
+        return torch.cat(found)
+
+
+class BlockOfPrompt:
+    """Rows that follow each other in one sequence, over its cells in the order of positions."""
+
+    def __init__(
+        self, positions: Sequence[int], seq: int, table: CellTable, n_group: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        end = positions[-1] + 1
+        self._cells = torch.from_numpy(table.seen(seq, end)).to(device)
+        seen = np.arange(end) <= np.asarray(positions)[:, None]
+        self._mask = additive(seen, n_group, dtype, device)
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        own_keys, own_values = keys.index_select(1, self._cells), values.index_select(1, self._cells)
+        return attend(queries, own_keys, own_values, scale, self._mask)

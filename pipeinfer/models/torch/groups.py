@@ -1,0 +1,79 @@
+"""Rows in groups of a fixed size, so that a row's bits do not depend on how many others there are. Knows no layer.
+
+Kernels that multiply matrices sum in an order that follows from the number of rows; with one number of rows, the rest
+filled up with zeros, there is one order. Whether a row's place in its group matters is found out for the matrices at
+hand (`rows_together`): what a library does for a shape is nowhere said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.nn.functional import linear, pad, silu
+
+SIZES = (16, 8, 4, 2)
+"""Of groups, the first that computes every row alike is taken; else rows are computed one by one."""
+
+ONE_THREAD = 32768
+"""Numbers that elementwise operations hand to one thread at least: beyond, where a thread begins depends on how many
+there are, and its last numbers may be computed without vectors, with another rounding of exponentials."""
+
+
+def in_groups(
+    size: int, compute: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], *rows: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What `compute` makes of rows, (n_rows, …) each, in groups of `size`; all at once where that is 0."""
+    n_rows = len(rows[0])
+    if not size:
+        return _tuple(compute(*rows))
+    found = []
+    for first in range(0, n_rows, size):
+        own = [each[first : first + size] for each in rows]
+        n_missing = size - len(own[0])
+        filled = [pad(each, (*[0, 0] * (each.dim() - 1), 0, n_missing)) if n_missing else each for each in own]
+        found.append(_tuple(compute(*filled)))
+    return tuple(torch.cat(parts)[:n_rows] for parts in zip(*found, strict=True))
+
+
+def _tuple(found: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def gated_apart(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, each row by itself and in pieces that no number of threads divides."""
+    found = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    for row in range(len(gate)):
+        for first in range(0, gate.shape[1], ONE_THREAD):
+            piece = slice(first, first + ONE_THREAD)
+            found[row, piece] = silu(gate[row, piece]) * up[row, piece]
+    return found
+
+
+def rows_together(matrices: Sequence[torch.Tensor], n_threads: Iterable[int]) -> int:
+    """How many rows may be multiplied at once so that each row has the same bits in every place, beside any others and
+    with any of these numbers of threads; 1 where there is none. The number of threads is the last one afterwards."""
+    threads = list(n_threads)
+    for size in SIZES:
+        if all(_is_alike(matrix, size, threads) for matrix in matrices):
+            return size
+    return 1
+
+
+def _is_alike(matrix: torch.Tensor, size: int, threads: Sequence[int]) -> bool:
+    """Whether each of `size` rows has one result: as they are, moved round, and alone among zeros."""
+    generator = torch.Generator().manual_seed(size)
+    rows = torch.randn(size, matrix.shape[1], generator=generator).to(matrix.device, matrix.dtype)
+    expected = None
+    for n_threads in threads:
+        torch.set_num_threads(n_threads)
+        found = linear(rows, matrix)
+        expected = found if expected is None else expected
+        places = (linear(rows.roll(shift, 0), matrix).roll(-shift, 0) for shift in range(size))
+        if not torch.equal(found, expected) or not all(torch.equal(other, expected) for other in places):
+            return False
+        alone = torch.zeros_like(rows)
+        alone[size - 1] = rows[0]
+        if not torch.equal(linear(alone, matrix)[size - 1], expected[0]):
+            return False
+    return True

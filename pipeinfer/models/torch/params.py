@@ -1,0 +1,35 @@
+"""What a torch stage is loaded with. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AUTO, CPU, CUDA = "auto", "cpu", "cuda"
+F32, BF16 = "f32", "bf16"
+BYTES = {F32: 4, BF16: 2}
+"""Of a number of weights, keys and values."""
+
+
+@dataclass(frozen=True)
+class TorchParams:
+    """n_cells        KV cells
+    n_seq_max      sequence ids that users have
+    n_batch        rows of the largest batch
+    n_outputs_max  rows of a batch that may want logits, on the last stage
+    n_threads      at most; fewer while other processes want the cores
+    device         where weights, keys and values are and layers are computed: `cpu`, `cuda` or `cuda:N`; `auto`: a GPU
+                   where there is one
+    dtype          what they are kept as: `f32` or `bf16`; `auto`: bf16 on a GPU, else f32
+    local_rank     which of the ranks of its host this is, for `auto` and `cuda`: ranks take the GPUs in turns
+    exact          the same row gives the same bits in every batch and tree, on the CPU
+    """
+
+    n_cells: int
+    n_seq_max: int = 32
+    n_batch: int = 512
+    n_outputs_max: int = 32
+    n_threads: int = 1
+    device: str = AUTO
+    dtype: str = AUTO
+    local_rank: int = 0
+    exact: bool = True

@@ -1,0 +1,217 @@
+"""A StageModel on PyTorch: a slice of layers of the llama family, on a CPU or a GPU. Knows no MPI and no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp
+from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.llama.check_result import check_result
+from pipeinfer.models.llama.loading import token_table
+from pipeinfer.models.llama.parts import blocks_of
+from pipeinfer.models.llama.threads import ThreadShare
+from pipeinfer.models.torch.attention import BlockOfPrompt, MaskedCells, RowByRow, Seen
+from pipeinfer.models.torch.cells import CellTable
+from pipeinfer.models.torch.groups import in_groups, rows_together
+from pipeinfer.models.torch.hyperparameters import read_hyperparameters
+from pipeinfer.models.torch.layer import Layer, Matrix
+from pipeinfer.models.torch.params import AUTO, BF16, BYTES, CPU, CUDA, F32, TorchParams
+from pipeinfer.models.torch.rope import RopeTable
+from pipeinfer.models.torch.weights import Weights
+
+TYPES = {F32: torch.float32, BF16: torch.bfloat16}
+
+
+class Part(NamedTuple):
+    """Rows [first, end) of a batch that are computed together, and what they see. `group`: rows of the groups in which
+    matrices multiply them; 0: all at once."""
+
+    first: int
+    end: int
+    seen: Seen
+    group: int
+
+
+class TorchStage:
+    """Layers [first, last) with their KV cache. A whole model is the stage that is both first and last."""
+
+    def __init__(self, slice_file: SliceFile, params: TorchParams,
+                 on_progress: Callable[[float], bool] | None = None) -> None:  # fmt: skip
+        """Load the slice and close its file. `on_progress` gets 0..1 and may answer False to abort the loading.
+
+        Raises UserError when this is no model for torch or the device is not there, InterruptedError when on_progress
+        aborted.
+        """
+        info, self.params = slice_file.info, params
+        self.is_first, self.is_last = slice_file.is_first, slice_file.is_last
+        self.n_embd, self.n_vocab, self.n_cells = info.n_embd, info.n_vocab, params.n_cells
+        self.slice_bytes = slice_file.n_bytes
+        self._where = f"layers {slice_file.first}-{slice_file.last - 1} of {info.path}"
+        self._n_layer = slice_file.last - slice_file.first
+        self._numbers = numbers = read_hyperparameters(info)
+        self.device = find_device(params.device, params.local_rank)
+        self.dtype = BF16 if params.dtype == AUTO and self.device.type == CUDA else params.dtype.replace(AUTO, F32)
+        self._exact = params.exact and self.device.type == CPU
+        self.threads = ThreadShare(params.n_threads)
+        self._cells = CellTable(params.n_cells, params.n_seq_max)
+        self._table = token_table(slice_file) if self.is_first else None
+        torch.set_num_threads(params.n_threads)
+        try:
+            with torch.inference_mode():
+                self._load(slice_file, on_progress)
+                size = (numbers.n_head_kv, params.n_cells, numbers.head_dim)
+                self._keys, self._values = (
+                    [torch.zeros(size, dtype=TYPES[self.dtype], device=self.device) for _ in self._layers]
+                    for _ in range(2)
+                )
+        except torch.OutOfMemoryError:
+            raise UserError(f"no room on {self.device} for {self._where} with {params.n_cells} KV cells; "
+                            "use a smaller context (-c) or more ranks") from None  # fmt: skip
+        finally:
+            slice_file.close()
+        self.kv_bytes = 2 * len(self._layers) * BYTES[self.dtype] * int(np.prod(size))
+
+    def _load(self, slice_file: SliceFile, on_progress: Callable[[float], bool] | None) -> None:
+        weights = Weights(slice_file, TYPES[self.dtype], self.device)
+        self._layers: list[Layer] = []
+        for index in range(self._n_layer):
+            self._layers.append(Layer(weights, index, self._numbers, self._exact))
+            if on_progress is not None and not on_progress((index + 1) / self._n_layer):
+                raise InterruptedError(f"loading {self._where} was aborted")
+        factors = weights.vector("rope_freqs.weight").cpu().numpy() if weights.has("rope_freqs.weight") else None
+        self._rope = RopeTable(self._numbers, factors)
+        if self.is_last:
+            # a last slice has its head under the name of the token table, unless both are there
+            name = "output" if weights.has("output.weight") else "token_embd"
+            self._norm, self._head = weights.vector("output_norm.weight"), Matrix(weights, [name], lambda name: None)
+            if weights.has("output.bias"):
+                self._head.bias = weights.vector("output.bias")
+        self._group = self._head_group = 0
+        if self._exact:
+            counts = sorted({1, 2, self.params.n_threads})
+            counts = [n for n in counts if n <= self.params.n_threads]
+            self._group = rows_together(self._layers[0].matrices, counts)
+            self._head_group = rows_together([self._head.weight], counts) if self.is_last else 0
+            for layer in self._layers:
+                layer.group = self._group
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        """See StageModel. On the first stage batch.hidden is ignored. Raises CacheFull, and what `stop` raises.
+
+        ModelFault when the model's file was changed, or the result is no number.
+        """
+        self._check(batch)
+        rows = self._table.lookup(batch.tokens) if self._table else batch.hidden
+        assert rows is not None, "a stage that is not the first without activations"
+        self._cells.place(batch)
+        torch.set_num_threads(self.threads.begin())
+        try:
+            with torch.inference_mode():
+                result = self._evaluate(batch, torch.from_numpy(np.ascontiguousarray(rows, np.float32)), stop)
+        except BaseException:
+            self._cells.forget(batch)
+            raise
+        finally:
+            self.threads.end()
+        if result is None:
+            self._cells.forget(batch)
+            return None
+        found: FloatArray = result.numpy()
+        check_result(found, self.is_last, self._where)
+        return found
+
+    def _evaluate(self, batch: Batch, rows: torch.Tensor, stop: Callable[[], bool]) -> torch.Tensor | None:
+        cells = torch.from_numpy(self._cells.of_rows(batch)).to(self.device)
+        angles = self._rope.at(batch.positions).to(self.device)
+        rows, found = rows.to(self.device), []
+        for part in self._parts(batch):
+            own = slice(part.first, part.end)
+            after = self._through_layers(part, rows[own], angles[:, own], cells[own], stop)
+            if after is None:
+                return None
+            found.append(after)
+        after = torch.cat(found)
+        return (self._logits(after[torch.from_numpy(batch.wanted)]) if self.is_last else after).cpu()
+
+    def _parts(self, batch: Batch) -> Iterator[Part]:
+        n_rows, dtype = len(batch.positions), TYPES[self.dtype]
+        n_group = self._numbers.n_head // self._numbers.n_head_kv
+        if not self._exact:
+            yield Part(0, n_rows, MaskedCells(self._cells.mask(batch), n_group, dtype, self.device), 0)
+        elif batch.span:
+            for first, end in blocks_of(batch):
+                positions = batch.positions[first:end].tolist()
+                seen = BlockOfPrompt(positions, batch.seqs[0][0], self._cells, n_group, dtype, self.device)
+                yield Part(first, end, seen, 0)
+        else:
+            yield Part(0, n_rows, RowByRow(batch, self._cells, self.device), self._group)
+
+    def _through_layers(
+        self, part: Part, rows: torch.Tensor, angles: torch.Tensor, cells: torch.Tensor, stop: Callable[[], bool]
+    ) -> torch.Tensor | None:
+        """The residual stream after the slice; None when told to stop."""
+        cos, sin = angles
+        for index, (layer, keys, values) in enumerate(zip(self._layers, self._keys, self._values, strict=True)):
+            queries, own_keys, own_values = in_groups(part.group, layer.project, rows, cos, sin)
+            keys.index_copy_(1, cells, own_keys.transpose(0, 1).to(keys.dtype))
+            values.index_copy_(1, cells, own_values.transpose(0, 1).to(values.dtype))
+            attended = part.seen.attend(queries.to(keys.dtype), keys, values, self._numbers.scale)
+            (rows,) = in_groups(part.group, layer.finish, rows, attended)
+            # not after the last layer of a slice whose result is then there
+            if (self.is_last or index + 1 < self._n_layer) and stop():
+                return None
+        return rows
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """(n_wanted, n_vocab)."""
+        if not len(rows):
+            return torch.empty((0, self.n_vocab))
+        return in_groups(self._head_group, self._to_logits, rows)[0]
+
+    def _to_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._head(torch.nn.functional.rms_norm(rows, rows.shape[1:], self._norm, self._numbers.epsilon))
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        """See StageModel. Removed cells are free at once, also with exact numerics: rows put those that they see into
+        the order of positions."""
+        self._cells.apply(ops)
+
+    def next_position(self, seq: int) -> int:
+        return self._cells.next_position(seq)
+
+    def clear(self) -> None:
+        """Forget every sequence: the cache is as after loading."""
+        self._cells.clear()
+
+    def close(self) -> None:
+        """Free weights and cache. May be called twice."""
+        self._layers, self._keys, self._values = [], [], []
+        if self._table is not None:
+            self._table.close()
+
+    def _check(self, batch: Batch) -> None:
+        n_rows, n_wanted = len(batch.positions), int(np.count_nonzero(batch.wanted))
+        if not 0 < n_rows <= self.params.n_batch:
+            raise ValueError(f"a batch of {n_rows} rows, 1 to {self.params.n_batch} are possible")
+        if self.is_last and n_wanted > self.params.n_outputs_max:
+            raise ValueError(f"{n_wanted} rows want logits, at most {self.params.n_outputs_max} can")
+
+
+def find_device(asked: str, local_rank: int) -> torch.device:
+    """The device of a rank, the `local_rank`th of its host. Raises UserError for one that is not there."""
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == CPU or (asked == AUTO and not n_gpus):
+        return torch.device(CPU)
+    if not n_gpus:
+        raise UserError(f"--device {asked}: torch {torch.__version__} sees no GPU here; install a build for it, or use "
+                        "--device cpu")  # fmt: skip
+    number = int(asked.partition(":")[2]) if ":" in asked else local_rank % n_gpus
+    if number >= n_gpus:
+        raise UserError(f"--device {asked}: torch sees {n_gpus} GPUs here, from {CUDA}:0 on; name one of these")
+    return torch.device(CUDA, number)

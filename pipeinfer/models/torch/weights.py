@@ -1,0 +1,57 @@
+"""The tensors of a slice as torch's, dequantised on the way: by ggml's own conversions, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from pipeinfer.models.gguf.header import Tensor, read_header
+from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.gguf.writer import tensor_data
+from pipeinfer.models.llama.ggml import dequantise
+
+PIECE_BYTES = 4 << 20
+
+
+def slice_tensors(slice_file: SliceFile) -> dict[str, Tensor]:
+    """Where each tensor of a slice lies, by its name there."""
+    is_whole = slice_file.is_first and slice_file.is_last
+    tensors = slice_file.info.tensors if is_whole else read_header(slice_file.path).tensors
+    return {tensor.name: tensor for tensor in tensors}
+
+
+class Weights:
+    """Reads a slice's tensors when they are asked for. `keep`: the type of matrices; all else stays in float32."""
+
+    def __init__(self, slice_file: SliceFile, keep: torch.dtype, device: torch.device) -> None:
+        self.tensors: Mapping[str, Tensor] = slice_tensors(slice_file)
+        self.keep, self.device = keep, device
+
+    def matrix(self, *names: str, order: Callable[[str], torch.Tensor | None] = lambda name: None) -> torch.Tensor:
+        """Matrices of equal width, one under the other: (sum of their rows, width). `order`: of the rows of each."""
+        return torch.cat([_ordered(self._load(name, self.keep), order(name)) for name in names])
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self._load(name, torch.float32)
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def _load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Raises UserError where the file has become shorter."""
+        tensor = self.tensors[name]
+        length = tensor.shape[0]
+        n_rows = tensor.n_elements // length
+        row_bytes = tensor.n_bytes // n_rows
+        found = torch.empty((n_rows, length), dtype=dtype, device=self.device)
+        at = 0
+        for piece in tensor_data(tensor, max(1, PIECE_BYTES // row_bytes) * row_bytes):
+            n = len(piece) // row_bytes
+            found[at : at + n] = torch.from_numpy(dequantise(tensor.type, piece, n * length)).view(n, length)
+            at += n
+        return found.view(tuple(reversed(tensor.shape)))
+
+
+def _ordered(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    return rows if order is None else rows[order.to(rows.device)]

@@ -1,0 +1,325 @@
+"""Torch's layers against libllama's, alone and in one chain, and against themselves in every batch and tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from pipeinfer.core.blocks import Span
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.errors import UserError
+from pipeinfer.models.agreement import TEXTS, greedy
+from pipeinfer.models.demo import TARGET
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.torch.params import TorchParams
+from tests.gguf_factory import Shape, quantise, write_model
+from tests.test_llama_stage import TreeDriver, make_batch, never, random_tokens, run
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
+
+from pipeinfer.models.torch.cells import CacheFull  # noqa: E402
+from pipeinfer.models.torch.stage import TorchStage, find_device  # noqa: E402
+from pipeinfer.models.torch.weights import Weights  # noqa: E402
+
+FAMILY = {
+    "llama": Shape(rope_factors=True),
+    "llama-tied": Shape(tied=True),
+    "mixtral": Shape(n_expert=4),
+    "qwen2": Shape("qwen2"),
+    "qwen3": Shape("qwen3"),
+    "qwen3moe": Shape("qwen3moe", n_expert=4),
+}
+SMALL = Shape(n_layer=2, n_embd=128, n_ff=256, peaky=8.0)
+LLAMA = LlamaParams(n_cells=512, n_seq_max=8, n_batch=64, n_outputs_max=64, exact=False)
+Opener = Callable[..., list[TorchStage]]
+
+
+def torch_params(exact: bool = False, dtype: str = "f32", n_threads: int = 1, n_cells: int = 512) -> TorchParams:
+    return TorchParams(n_cells, 16, 256, 64, n_threads, "cpu", dtype, exact=exact)
+
+
+class FloatStage(LlamaStage):
+    """libllama with keys and values in float32."""
+
+    def _create_decoding_context(self) -> object:
+        params = self.params
+        return self._create_context(params.n_cells, params.n_batch, params.n_batch, params.n_seq_max, (0, 0))
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], FloatStage]]:
+    """Opens libllama on a whole model, rounding nothing on the way: flash attention would round queries."""
+    monkeypatch.setattr("pipeinfer.models.llama.stage.FLASH_ATTENTION_AUTO", 0)
+    opened: list[FloatStage] = []
+
+    def open_reference(path: Path) -> FloatStage:
+        info = read_model_info(path)
+        opened.append(FloatStage(open_slice(info, 0, info.n_layer), LLAMA))
+        return opened[-1]
+
+    yield open_reference
+    for stage in opened:
+        stage.close()
+
+
+def open_chain(path: Path, cuts: Sequence[int] = (), params: TorchParams | None = None) -> list[TorchStage]:
+    info = read_model_info(path)
+    edges = pairwise([0, *cuts, info.n_layer])
+    return [TorchStage(open_slice(info, first, last), params or torch_params()) for first, last in edges]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torch")
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path) -> Path:
+    return write_model(folder / "small.gguf", SMALL)
+
+
+def difference(found: FloatArray, expected: FloatArray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def chunks(tokens: Sequence[int]) -> Iterator[Batch]:
+    """Of a prompt in two pieces, then single tokens."""
+    edges = [0, 20, 33, *range(34, len(tokens) + 1)]
+    for first, end in pairwise(edges):
+        yield make_batch(tokens[first:end], first)
+
+
+# --- against libllama -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_are_those_of_libllama(folder: Path, reference: Callable[[Path], FloatStage], name: str) -> None:
+    path = write_model(folder / f"{name}.gguf", FAMILY[name], "F32")
+    whole, chain = reference(path), open_chain(path, (1, 3))
+    for batch in chunks(random_tokens(38)):
+        assert difference(run(chain, batch), run([whole], batch)) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_in_bf16_are_nearly_those_of_libllama(
+    folder: Path, reference: Callable[[Path], FloatStage], name: str
+) -> None:
+    """Of most rows: one whose router is undecided may get another expert."""
+    path = write_model(folder / f"{name}-2.gguf", replace(FAMILY[name], n_layer=2), "F32")
+    batch = make_batch(random_tokens(33), 0)
+    expected = run([reference(path)], batch)
+    found = run(open_chain(path, (1,), torch_params(dtype="bf16")), batch)
+    assert np.median([difference(*rows) for rows in zip(found, expected, strict=True)]) < 1e-2
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "F16", "Q4_K_M", "Q6_K", "Q3_K_M"])
+def test_weights_are_what_their_quantisation_says(folder: Path, type_name: str) -> None:
+    path = write_model(folder / f"weights-{type_name}.gguf", Shape(n_layer=2), type_name)
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    weights = Weights(open_slice(read_model_info(path), 1, 2), torch.float32, torch.device("cpu"))
+    for name in ("attn_q", "attn_v", "ffn_down"):
+        source = read[f"blk.1.{name}.weight"]
+        expected = gguf.quants.dequantize(source.data, source.tensor_type)
+        assert np.array_equal(weights.matrix(f"blk.0.{name}.weight").numpy(), expected), (name, source.tensor_type)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("kinds", ["tl", "lt", "tlt", "ltl", "lttl"])
+def test_torch_and_libllama_in_one_chain(folder: Path, kinds: str, type_name: str) -> None:
+    """Any order of the two computes the model, up to what libllama rounds its rows to before it multiplies them."""
+    path = folder / f"chain-{type_name}.gguf"
+    if not path.exists():
+        write_model(path, type_name=type_name)
+    info = read_model_info(path)
+    edges = [*range(len(kinds)), info.n_layer]
+    chain = [
+        TorchStage(open_slice(info, first, last), torch_params())
+        if kind == "t"
+        else LlamaStage(open_slice(info, first, last), LLAMA)
+        for kind, (first, last) in zip(kinds, pairwise(edges), strict=True)
+    ]
+    whole = LlamaStage(open_slice(info, 0, info.n_layer), LLAMA)
+    for batch in chunks(random_tokens(36)):
+        assert difference(run(chain, batch), run([whole], batch)) < 0.05
+    for stage in (*chain, whole):
+        stage.close()
+
+
+def test_greedy_text_of_the_shipped_target(folder: Path, reference: Callable[[Path], FloatStage]) -> None:
+    """200 tokens of two texts, of libllama with the weights in float32, and of torch with those that are shipped."""
+    plain, tokenizer = folder / "plain.gguf", Tokenizer(TARGET)
+    quantise(TARGET, plain, "F32")
+    whole, (stage,) = reference(plain), open_chain(TARGET)
+    for text in TEXTS[:2]:
+        prompt = tokenizer.encode(text)
+        assert greedy(stage, prompt, 200) == greedy(whole, prompt, 200)  # type: ignore[arg-type]
+    tokenizer.close()
+
+
+# --- exact numerics ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["f32", "bf16"])
+def plain(request: pytest.FixtureRequest, small: Path) -> tuple[str, list[int], FloatArray]:
+    """Some hundred random tokens and the logits after each, evaluated one row at a time."""
+    (stage,) = open_chain(small, (), torch_params(True, request.param))
+    tokens = random_tokens(420)
+    return (
+        request.param,
+        tokens,
+        np.array([run([stage], make_batch([token], at))[0] for at, token in enumerate(tokens)]),
+    )
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_rows_are_the_same_in_every_batch(
+    small: Path, plain: tuple[str, list[int], FloatArray], n_threads: int
+) -> None:
+    dtype, tokens, expected = plain
+    chain = open_chain(small, (1,), torch_params(True, dtype, n_threads))
+    at = 0
+    for n in [*range(1, 20), 32, 64]:
+        assert np.array_equal(run(chain, make_batch(tokens[at : at + n], at)), expected[at : at + n]), n
+        at += n
+
+
+def test_trees_are_the_same_as_plain_decoding(small: Path, plain: tuple[str, list[int], FloatArray]) -> None:
+    dtype, tokens, expected = plain
+    driver = TreeDriver(open_chain(small, (1,), torch_params(True, dtype, 2)), tokens, expected, seed=1)
+    driver.prefill(250)
+    while driver.at < 400:
+        driver.step()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "qwen2"])
+def test_rows_of_experts_and_biases_are_the_same_in_every_batch(folder: Path, name: str) -> None:
+    path = write_model(folder / f"exact-{name}.gguf", FAMILY[name])
+    one, other = open_chain(path, (), torch_params(True)), open_chain(path, (2,), torch_params(True, n_threads=2))
+    tokens = random_tokens(60)
+    alone = np.array([run(one, make_batch([token], at))[0] for at, token in enumerate(tokens)])
+    for first, end in ((0, 3), (3, 36), (36, 60)):
+        assert np.array_equal(run(other, make_batch(tokens[first:end], first)), alone[first:end])
+
+
+def test_a_prompt_in_blocks_is_the_same_however_it_is_cut(small: Path) -> None:
+    """In one batch or block by block, in an empty cache or beside others, on one core or two: the row after it has one
+    result."""
+    prompt, span, found = random_tokens(200), Span(0, 199), []
+    for n_threads in (1, 2):
+        (stage,) = open_chain(small, (), torch_params(True, n_threads=n_threads, n_cells=900))
+        for seq, edges in enumerate(([0, 199], [0, 64, 199], [0, 128, 199], [0, 64, 128, 199])):
+            for first, end in pairwise(edges):
+                block = in_sequence(seq, make_batch(prompt[first:end], first, None, [False] * (end - first)))
+                block.span = span
+                run([stage], block)
+            found.append(run([stage], in_sequence(seq, make_batch(prompt[199:], 199))))
+            stage.apply([KvOp(OpKind.REMOVE, seq, first=100)])
+    assert all(np.array_equal(each, found[0]) for each in found)
+
+
+def in_sequence(seq: int, batch: Batch) -> Batch:
+    batch.seqs = [(seq,)] * len(batch.tokens)
+    return batch
+
+
+# --- the cache, stopping, errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_stopping_leaves_the_cache_as_before(small: Path, exact: bool) -> None:
+    stages, undisturbed = (open_chain(small, (1,), torch_params(exact)) for _ in range(2))
+    for chain in (stages, undisturbed):
+        run(chain, make_batch(random_tokens(20), 0))
+        for stage in chain:
+            stage.apply([KvOp(OpKind.COPY, 0, 1)])
+    guesses, hidden = random_tokens(5, seed=1), None
+    for stage in stages:
+        tree = Batch(np.array(guesses, np.int32), np.array([20, 21, 21, 22, 22], np.int32),
+                     [(0, 1), (0,), (1,), (0,), (1,)], hidden, np.ones(5, bool))  # fmt: skip
+        if stage.is_last:
+            assert stage.evaluate(tree, lambda: True) is None
+        n_asked = 0
+
+        def stop() -> bool:
+            nonlocal n_asked
+            n_asked += 1
+            return False
+
+        hidden = stage.evaluate(tree, stop)
+        assert hidden is not None and n_asked == int(stage.is_last)  # not where the slice's result is then there
+    tree.hidden = None
+    assert hidden is not None and np.array_equal(hidden, run(undisturbed, tree))
+
+
+def test_what_stop_raises_comes_out(small: Path) -> None:
+    (stage,) = open_chain(small)
+
+    def stop() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stage.evaluate(make_batch([5, 6], 0), stop)
+    assert stage.next_position(0) == 0
+    run([stage], make_batch([5, 6], 0))
+
+
+def test_cells_are_free_as_soon_as_no_sequence_has_them(small: Path) -> None:
+    (stage,) = open_chain(small, (), torch_params(True, n_cells=64))
+    tokens = random_tokens(60)
+    expected = run([stage], make_batch(tokens, 0))
+    with pytest.raises(CacheFull, match="no room for 5 rows in the KV cache of 64 cells"):
+        stage.evaluate(make_batch([5] * 5, 60), never)
+    stage.apply([KvOp(OpKind.COPY, 0, 1, 0, 30), KvOp(OpKind.REMOVE, 0), KvOp(OpKind.COMPACT, 0)])
+    assert (stage.next_position(0), stage.next_position(1)) == (0, 30)
+    again = in_sequence(1, make_batch(tokens[30:], 30))
+    assert np.array_equal(run([stage], again), expected[30:])
+    stage.clear()
+    assert np.array_equal(run([stage], make_batch(tokens, 0)), expected)
+
+
+def test_batches_that_cannot_be(small: Path) -> None:
+    (stage,) = open_chain(small, (), TorchParams(64, 4, 8, 2, device="cpu"))
+    with pytest.raises(ValueError, match="9 rows, 1 to 8"):
+        stage.evaluate(make_batch([5] * 9, 0), never)
+    with pytest.raises(ValueError, match="3 rows want logits, at most 2"):
+        stage.evaluate(make_batch([5] * 3, 0), never)
+    with pytest.raises(ValueError, match="position 1 of sequence 0, which ends at 0"):
+        stage.evaluate(make_batch([5], 1), never)
+    run([stage], make_batch([5, 6], 0))
+
+
+def test_models_that_torch_does_not_compute(folder: Path) -> None:
+    path = write_model(folder / "phi3.gguf", Shape("phi3", rope_factors=True))
+    with pytest.raises(UserError, match="phi3 model; --backend torch computes llama, qwen2"):
+        open_chain(path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"--device cuda:1: torch .* sees no GPU here"):
+        find_device("cuda:1", 0)
+    assert find_device("auto", 3).type == "cpu"
+
+
+def test_loading_tells_its_progress_and_may_be_aborted(small: Path) -> None:
+    heard: list[float] = []
+
+    def note(done: float) -> bool:
+        heard.append(done)
+        return True
+
+    info = read_model_info(small)
+    TorchStage(open_slice(info, 0, 2), torch_params(), note).close()
+    assert heard == [0.5, 1.0]
+    with pytest.raises(InterruptedError, match="aborted"):
+        TorchStage(open_slice(info, 0, 2), torch_params(), lambda done: False)
