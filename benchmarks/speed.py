@@ -62,9 +62,10 @@ def report(results: dict[str, list[dict[str, Any]]]) -> None:
         times = [result["timings"]["total_s"] for result in found]
         ratios = [first / own for first, own in zip(base, times, strict=True)]
         speculation = found[-1]["speculation"]
+        hit_rate = speculation["hit_rate"]
         print(
             f"{policy:12} {statistics.median(times):6.2f} s  speed-up {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f}-{max(ratios):.2f})  hit rate {speculation['hit_rate']:.2f}, "
+            f"({min(ratios):.2f}-{max(ratios):.2f})  hit rate {'-' if hit_rate is None else f'{hit_rate:.2f}'}, "
             f"{speculation['accepted_length']:.2f} tokens a verdict, draft {speculation['draft_s']:.2f} s, "
             f"runs {speculation['runs']}, cancelled {speculation['runs_cancelled']}"
         )

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from pipeinfer.core.engine import Emission
 from pipeinfer.core.lookup import LENGTHS, LONGEST, PRIOR, LookupDrafter, Trust
-from pipeinfer.core.requests import Request
+from pipeinfer.core.requests import Emission, Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from pipeinfer.core.growth import Growth
@@ -15,19 +14,11 @@ from pipeinfer.core.opened import Opened
 from pipeinfer.core.pacer import Pacer
 from pipeinfer.core.policy import Policy, View
 from pipeinfer.core.prefixes import KeptPrefixes
-from pipeinfer.core.requests import Finish, Prefix, Request
+from pipeinfer.core.requests import Emission, Finish, Prefix, Request
 from pipeinfer.core.rota import Rota
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.scheduler import Room, choose
 from pipeinfer.core.tree import Node, Settled, TokenTree
-
-
-@dataclass(slots=True, eq=False)
-class Emission:
-    """Tokens of a request that the target has just settled."""
-
-    request: Request
-    tokens: list[int]
 
 
 class Engine:

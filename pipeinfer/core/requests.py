@@ -90,3 +90,11 @@ class Request:
         if token in self.end_tokens:
             return Finish.END
         return Finish.LENGTH if self.n_generated >= self.n_predict else Finish.CONTEXT
+
+
+@dataclass(slots=True, eq=False)
+class Emission:
+    """Tokens of a request that the target has just settled."""
+
+    request: Request
+    tokens: list[int]

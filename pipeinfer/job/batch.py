@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeinfer.core.engine import Emission, Engine
-from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch_prepare import BatchOptions, BatchWork, prepare_batch
 from pipeinfer.job.batch_prompts import Ready
