@@ -25,7 +25,7 @@ from pipeinfer.cli.values import (
 )
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import DEFAULT, MAX_CTX, MAX_SEQUENCES, RunOptions, choose_drafts, unescape
+from pipeinfer.job.options import DEFAULT, MAX_CTX, MAX_SAMPLERS, MAX_SEQUENCES, RunOptions, choose_drafts, unescape
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.registry import POLICIES
 
@@ -94,6 +94,12 @@ from pipeinfer.policies.registry import POLICIES
     "--threads",
     type=Listed(THREADS),
     help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]",
+)
+@click.option(
+    "--samplers",
+    type=Whole(0, MAX_SAMPLERS),
+    help="Threads that choose tokens while the last stage evaluates its next run; 0: it chooses by itself first. "
+    "[default: 1 where that rank has a core or a GPU to spare, else 0]",
 )
 @click.option(
     "-ngl",

@@ -57,6 +57,11 @@ def share_cores(hosts: Sequence[Host], computing: Set[int]) -> tuple[int, ...]:
     return tuple(max(1, host.n_cores // max(1, len(_rivals(hosts, computing, host)))) for host in hosts)
 
 
+def spare_cores(hosts: Sequence[Host], computing: Set[int], threads: Sequence[int], rank: int) -> int:
+    """Cores of a rank that no thread computes on; negative where threads wait for cores."""
+    return hosts[rank].n_cores - sum(threads[rival] for rival in _rivals(hosts, computing, hosts[rank]))
+
+
 def crowded_hosts(hosts: Sequence[Host], computing: Set[int], threads: Sequence[int]) -> list[str]:
     """A line for each host on which the ranks that compute have more threads than cores, so that they wait in turns."""
     lines: dict[str, str] = {}

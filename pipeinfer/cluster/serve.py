@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import Courier
+from pipeinfer.cluster.records import Buffer
+from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
 from pipeinfer.cluster.wire import (
@@ -28,12 +30,15 @@ N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 256  # room in a transaction, 
 class HeardPrunings:
     """What this stage need not evaluate, as the head's messages have it."""
 
-    def __init__(self, comm: Comm, courier: Courier | None = None) -> None:
+    def __init__(self, comm: Comm, courier: Courier | None, listen: Callable[[], object]) -> None:
+        """`listen` is called between layers too."""
+        self.listen = listen
         self._inbox = Inbox(comm, 0, Tag.CANCEL, N_PRUNINGS_BYTES, courier=courier)
         self._known = LocalPrunings()
         self._ended = False
 
     def is_cancelled(self, run_id: int) -> bool:
+        self.listen()
         self._hear(run_id)
         return self._known.is_cancelled(run_id)
 
@@ -69,23 +74,35 @@ def serve(
     report: Callable[[Outbox, StageLedger], None],
     since_s: float | None = None,
     courier: Courier | None = None,
+    n_samplers: int = 0,
 ) -> None:
     """A stage's loop: receive a run, evaluate, pass on; until the shutdown, which it passes on too.
 
     `following` is None on the last stage, which answers the head instead. Without a worker (its model did not load) the
     rank only waits for the shutdown. `report` is called, once the order to do so has been passed on, with what was sent
-    and how the time was spent since the last time. The ledger's first wait begins at `since_s`, or now.
+    and how the time was spent since the last time. The ledger's first wait begins at `since_s`, or now. `n_samplers`:
+    threads that answer for the last stage while it evaluates its next run.
     """
     n_bytes = bytes_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX) + 4 * n_rows_max * n_embd
     inbox = Inbox(comm, previous, Tag.PIPELINE, n_bytes, courier=courier)
-    prunings = HeardPrunings(comm, courier)
     outbox, idle, ledger = Outbox(comm, courier), Idle(), StageLedger()
+    samplers = Samplers(n_samplers, inbox.holds) if n_samplers and following is None else None
     wait_s = time.monotonic() if since_s is None else since_s
+
+    def answer() -> None:
+        while samplers and (verdict := samplers.ready()) is not None:
+            outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
+
+    def next_run() -> Buffer | None:
+        answer()
+        return inbox.poll()
+
+    prunings = HeardPrunings(comm, courier, answer)
     if worker:
-        worker.pruned = prunings
+        worker.pruned, worker.samplers = prunings, samplers
 
     while True:
-        buffer = idle.until(inbox.poll)
+        buffer = idle.until(next_run)
         start_s = time.monotonic()
         transaction = Transaction(buffer, n_embd)
         if transaction.kind is not Kind.RUN:
@@ -103,11 +120,15 @@ def serve(
         if following is not None:
             inbox.give_back(buffer, outbox.send_run(transaction.message, following))
         else:
-            assert verdict, "the last stage has no verdict"
-            outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
+            assert verdict or samplers, "the last stage has no verdict"
+            if verdict:
+                outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
             inbox.give_back(buffer)
         ledger.note(transaction.run_id, wait_s, start_s, end_s, transaction.cancelled)
         wait_s = end_s
+    if samplers:
+        samplers.close()
+        answer()
     outbox.flush(idle)
     inbox.close(idle)
     prunings.close(idle)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pipeinfer.cluster.history import TokenHistory
 from pipeinfer.cluster.records import Buffer
+from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.wire import Transaction
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
@@ -64,8 +66,22 @@ class StageStats:
     n_skipped: int = 0  # cancelled runs that it never began
     n_stopped: int = 0  # cancelled runs that it left between layers
     n_layers_saved: int = 0  # layers that cancellation spared it
+    n_left: int = 0  # runs whose answers were left to samplers
     n_rows_pruned: int = 0  # dead rows that it left out of runs it evaluated
     busy_s: float = 0.0
+
+
+NO_LOGITS = np.empty((0, 0), np.float32)
+
+
+class Question(NamedTuple):
+    """What follows a row of a run?"""
+
+    row: int
+    params: SamplingParams
+    position: int
+    history: Sequence[int]
+    n_wanted: int
 
 
 class StageWorker:
@@ -84,20 +100,22 @@ class StageWorker:
         n_layers: int = 0,
     ) -> None:
         self.model, self.pruned, self.clock, self.is_first, self.tracer = model, pruned, clock, is_first, tracer
+        self.samplers: Samplers | None = None
         self.n_layers, self._n_asked = n_layers, 0
         self.stats = StageStats()
         self._sampling: dict[int, SamplingParams] = {}
         self._history: TokenHistory | None = None  # kept only once a request looks back
 
     def process(self, transaction: Transaction) -> Verdict | GuessVerdict | None:
-        """Bring the transaction to the state in which the next stage wants it; the last stage returns the verdict.
+        """Bring the transaction to the state in which the next stage wants it; the last stage returns the verdict, if
+        that is not left to its samplers.
 
         A cancellation is in `transaction.cancelled`; then the verdict says nothing of the rows. Other stages return
         None and leave the residual in `activations`.
         """
         start_s = self.clock()
         self._keep_books(transaction)
-        answers: list[Any] = []
+        questions, logits = list[Question](), NO_LOGITS
         if not transaction.cancelled and self.pruned.is_cancelled(transaction.run_id):
             transaction.cancel()
         if transaction.cancelled:
@@ -105,16 +123,32 @@ class StageWorker:
             self.stats.n_layers_saved += self.n_layers
         else:
             self._n_asked = 0
-            answers = self._evaluate(transaction)
+            questions, logits = self._evaluate(transaction)
             if transaction.cancelled:
                 self.stats.n_stopped += 1
                 self.stats.n_layers_saved += max(0, self.n_layers - self._n_asked)
+        answers: list[Any] = [] if transaction.cancelled else [self._no_answer] * transaction.n_rows
+
+        def answer(index: int, row_logits: FloatArray) -> None:
+            answers[questions[index].row] = self._answer(row_logits, questions[index])
+
+        samplers = self.samplers if self.samplers and self.samplers.wanted else None
+        left = [index for index, question in enumerate(questions) if samplers and question.params.temp > 0.0]
+        for index in sorted(set(range(len(questions))).difference(left)):
+            answer(index, logits[index])
         self.stats.n_runs += 1
         busy_s = self.clock() - start_s
         transaction.took(busy_s)
         self.stats.busy_s += busy_s
         self.tracer.evaluated(start_s, self.UNIT, transaction.run_id, transaction.n_rows, transaction.cancelled)
-        return self._verdict(transaction, answers) if self.model.is_last else None
+        if not self.model.is_last:
+            return None
+        verdict = partial(self._verdict, transaction.run_id, answers, transaction.cancelled, transaction.slowest_s)
+        if samplers is None:
+            return verdict()
+        self.stats.n_left += bool(left)
+        samplers.submit(logits, left, answer, verdict)
+        return None
 
     def _keep_books(self, transaction: Transaction) -> None:
         """Requests that begin and end, and what happens to sequences."""
@@ -129,7 +163,8 @@ class StageWorker:
         if self._history:
             self._history.apply(ops)
 
-    def _evaluate(self, transaction: Transaction) -> list[Any]:
+    def _evaluate(self, transaction: Transaction) -> tuple[list[Question], FloatArray]:
+        """On the last stage what is asked about the rows, and the logits for each question."""
         seqs = transaction.seqs
         if pruned := self.pruned.rows(transaction.run_id):
             transaction.rows["dropped"][list(pruned)] = True
@@ -143,16 +178,16 @@ class StageWorker:
         )
         if result is None:
             transaction.cancel()
-            return []
+            return [], NO_LOGITS
         if self.model.is_last:
-            return self._answers(transaction, result, seqs)
+            return self._questions(transaction, seqs), result
         activations = transaction.activations
         if not n_dropped:
             activations[:] = result
         else:
             activations[:] = 0.0
             activations[alive] = result
-        return []
+        return [], NO_LOGITS
 
     def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
         """Rows that can be evaluated here: not dropped before, and their prefix was evaluated on this stage.
@@ -187,31 +222,28 @@ class StageWorker:
         self._n_asked += 1
         return self.pruned.is_cancelled(run_id)
 
-    def _answers(self, transaction: Transaction, logits: FloatArray, seqs: Sequence[tuple[int, ...]]) -> list[Any]:
-        """One for each row."""
-        answers: list[Any] = []
-        next_logits = iter(logits)
-        for row, owners in zip(transaction.sent_rows, seqs, strict=True):
-            if self._history and not row.dropped:
+    def _questions(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[Question]:
+        questions = []
+        for index, (row, owners) in enumerate(zip(transaction.sent_rows, seqs, strict=True)):
+            if row.dropped:
+                continue
+            if self._history:
                 self._history.add(owners, row.token)
-            if row.n_wanted and not row.dropped:
+            if row.n_wanted:
                 params, position = self._sampling[row.request], row.position + 1
                 history = self._history.last(row.seq, position, params.looks_back) if self._history else ()
-                answers.append(self._answer(next(next_logits), params, position, history, row.n_wanted))
-            else:
-                answers.append(self._no_answer)
-        return answers
+                questions.append(Question(index, params, position, history, row.n_wanted))
+        return questions
 
     _no_answer: Any = NO_TOKEN
 
-    def _answer(
-        self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], n_wanted: int
-    ) -> Any:
-        """What the verdict says of one row: the target's token at `position`."""
-        return choose(logits, params, position, history)
+    def _answer(self, logits: FloatArray, asked: Question) -> Any:
+        """What the verdict says of one row: the target's token at the position asked about."""
+        return choose(logits, asked.params, asked.position, asked.history)
 
-    def _verdict(self, transaction: Transaction, answers: list[Any]) -> Verdict | GuessVerdict:
-        return Verdict(transaction.run_id, tuple(answers), transaction.cancelled, transaction.slowest_s)
+    @staticmethod
+    def _verdict(run_id: int, answers: list[Any], cancelled: bool, slowest_s: float) -> Verdict | GuessVerdict:
+        return Verdict(run_id, tuple(answers), cancelled, slowest_s)
 
 
 class DraftWorker(StageWorker):
@@ -236,13 +268,12 @@ class DraftWorker(StageWorker):
 
     _no_answer: Any = ()
 
-    def _answer(
-        self, logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], n_wanted: int
-    ) -> list[Guess]:
-        return guess_next(logits, params, position, history, n_wanted, self.couple)
+    def _answer(self, logits: FloatArray, asked: Question) -> list[Guess]:
+        return guess_next(logits, asked.params, asked.position, asked.history, asked.n_wanted, self.couple)
 
-    def _verdict(self, transaction: Transaction, answers: list[Any]) -> GuessVerdict:
-        return GuessVerdict(transaction.run_id, tuple(answers), transaction.cancelled, transaction.slowest_s)
+    @staticmethod
+    def _verdict(run_id: int, answers: list[Any], cancelled: bool, slowest_s: float) -> Verdict | GuessVerdict:
+        return GuessVerdict(run_id, tuple(answers), cancelled, slowest_s)
 
 
 def room_for(message: Buffer, n_embd: int) -> Transaction:

@@ -95,6 +95,7 @@ class Inbox:
         self.courier = courier
         self._looked_s = -math.inf
         self._due_s: float | None = None  # of the oldest message, which is here
+        self._held = False  # and due
         self._posted: deque[tuple[MPI.Request, Buffer]] = deque()
         self._resting: deque[tuple[MPI.Request, Buffer]] = deque()
         for _ in range(n_ahead):
@@ -105,15 +106,21 @@ class Inbox:
 
     def poll(self) -> Buffer | None:
         """The next message in a buffer that is the caller's until it is handed to `give_back`."""
-        request, buffer = self._posted[0]
-        if not (self._has_come(request) if self.courier is None else self._is_due(self.courier, request, buffer)):
+        if not self.holds():
             return None
-        self._posted.popleft()
+        self._held, (_, buffer) = False, self._posted.popleft()
         if self._resting and self._resting[0][0].Test():
             self._post(self._resting.popleft()[1])
         else:
             self._post(np.empty(self.n_bytes, np.uint8))
         return buffer
+
+    def holds(self) -> bool:
+        """Whether `poll` would return a message."""
+        if not self._held:
+            request, buffer = self._posted[0]
+            self._held = self._is_due(self.courier, request, buffer) if self.courier else self._has_come(request)
+        return self._held
 
     def _has_come(self, request: MPI.Request, status: MPI.Status | None = None) -> bool:
         n_looks = N_LOOKS if time.perf_counter() - self._looked_s > REST_S else 1

@@ -44,6 +44,7 @@ class Context:
         return {
             "runs_skipped": stats.n_skipped,
             "runs_stopped": stats.n_stopped,
+            "runs_left_to_samplers": stats.n_left,
             "layers_saved": stats.n_layers_saved,
             "rss_bytes": resident_bytes(),
             "peak_rss_bytes": peak_resident_bytes(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pipeinfer.cluster.cores import Host, crowded_hosts, share_cores
+from pipeinfer.cluster.cores import Host, crowded_hosts, share_cores, spare_cores
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
 from pipeinfer.cluster.room import Memory, check_room
@@ -56,6 +56,7 @@ class Deployment:
     n_batch   tokens of a prompt that a run carries at most
     n_nodes   guesses and roots of requests that a run carries at most
     threads   of each rank
+    samplers  threads beside the last stage that choose tokens
     memory    of each rank, what it will hold
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
     translations  of each draft, between the target's token ids and its own, where they differ
@@ -69,6 +70,7 @@ class Deployment:
     n_batch: int
     n_nodes: int
     threads: tuple[int, ...]
+    samplers: int
     hosts: tuple[Host, ...]
     memory: tuple[Memory, ...]
     blocks: bool = False
@@ -151,7 +153,8 @@ def lay_out(
         n_cells=needs.n_cells,
         n_batch=_n_batch(options, n_ctx),
         n_nodes=options.n_nodes,
-        threads=spread_threads(options.threads, plan, hosts),
+        threads=(threads := spread_threads(options.threads, plan, hosts)),
+        samplers=samplers_of(options, plan, hosts, threads),
         hosts=tuple(hosts),
         memory=needs.of_plan(plan),
         blocks=_in_blocks(options, len(hosts), len(drafts)),
@@ -198,6 +201,17 @@ def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) 
     """Threads of each rank: as given, else the cores of each host shared by all ranks that compute there."""
     defaults = share_cores(hosts, plan.computing)
     return tuple(threads_of_rank(threads, rank, len(hosts), default) for rank, default in enumerate(defaults))
+
+
+def samplers_of(options: RunOptions, plan: Plan, hosts: Sequence[Host], threads: Sequence[int]) -> int:
+    """Threads that choose tokens beside the last stage: as asked, else one if its rank has a core for it that no thread
+    computes on, or computes on a GPU. None where the head hosts that stage: it has nobody to hand tokens to."""
+    rank = plan.stages[-1].rank
+    if rank == 0:
+        return 0
+    if options.samplers is not None:
+        return options.samplers
+    return int(gpu_layers(options, rank) != 0 or spare_cores(hosts, plan.computing, threads, rank) > 0)
 
 
 def check_profiled(what: str, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from functools import cache, lru_cache, partial
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.plan import Plan, Stages
 from pipeinfer.cluster.room import Memory, check_room, free_room
+from pipeinfer.cluster.samplers import N_BUFFERS
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.core.blocks import LARGEST
 from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, N_GUESS_ROWS, RunOptions, gpu_layers_asked
@@ -91,6 +92,8 @@ class MemoryNeeds:
             self.info, first, last, self.n_cells, self.n_rows, self._n_outputs, self.options.numerics == "exact",
             self.options.slice_cache is not None, n_on_gpu,
         )  # fmt: skip
+        if last == self.info.n_layer and self.options.samplers != 0:
+            found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * self.info.n_vocab)
         if not self.info.layers.rewinds:
             n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))

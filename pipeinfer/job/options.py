@@ -25,6 +25,7 @@ ALL_LAYERS, AUTO_LAYERS = -1, -2
 
 N_GUESS_ROWS = 32  # guesses a run carries at most
 MAX_PROMPTS = 4
+MAX_SAMPLERS = 64
 
 STDIN = Path("-")
 
@@ -60,6 +61,7 @@ class RunOptions:
     ctx_size: int = 0
     batch_size: int = 128
     threads: tuple[int, ...] = ()
+    samplers: int | None = None
     n_gpu_layers: tuple[int, ...] = (0,)
     policy: Policy = field(default_factory=Iterative)
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)

@@ -53,7 +53,8 @@ def run_stage(context: Context, deployment: Deployment) -> int:
         context.link.report(context.take_figures(worker, outbox, ledger))
 
     n_rows, n_embd = deployment.largest_input(context.rank)
-    serve(context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier)
+    samplers = 0 if deployment.plan.stage_of(context.rank) is None else deployment.samplers
+    serve(context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier, samplers)
     if model:
         model.close()
     return 0 if model else 2
