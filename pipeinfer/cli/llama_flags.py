@@ -83,7 +83,9 @@ _INSTEAD = {
     "-np --parallel -cb --cont-batching -nocb --no-cont-batching": "one prompt a run; "
     "pipeinfer batch has many and --parallel, mpirun -np N starts ranks, --sequences sets the branches of a tree",
     "--no-perf --show-timings": "the figures go to standard error (2>/dev/null), and into --json",
-    "--samplers --sampler-seq --sampling-seq --top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical "
+    "--samplers --sampler-seq --sampling-seq": "the order of samplers is llama.cpp's and fixed; threads "
+    "that sample are --sampler-threads",
+    "--top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical "
     "--typical-p --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker "
     "--adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent -l "
     "--logit-bias -bs --backend-sampling --spec-draft-backend-sampling --no-spec-draft-backend-sampling "

@@ -96,10 +96,11 @@ from pipeinfer.policies.registry import POLICIES
     help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]",
 )
 @click.option(
-    "--samplers",
+    "--sampler-threads",
+    "samplers",
     type=Whole(0, MAX_SAMPLERS),
     help="Threads that choose tokens while the last stage evaluates its next run; 0: it chooses by itself first. "
-    "[default: 1 where that rank has a core or a GPU to spare, else 0]",
+    "[default: 1 for many requests, where that rank has a core to spare or a GPU; else 0]",
 )
 @click.option(
     "-ngl",

@@ -207,7 +207,7 @@ def samplers_of(options: RunOptions, plan: Plan, hosts: Sequence[Host], threads:
     """Threads that choose tokens beside the last stage: as asked, else one if its rank has a core for it that no thread
     computes on, or computes on a GPU. None where the head hosts that stage: it has nobody to hand tokens to."""
     rank = plan.stages[-1].rank
-    if rank == 0:
+    if rank == 0 or not options.may_have_samplers:
         return 0
     if options.samplers is not None:
         return options.samplers

@@ -92,7 +92,7 @@ class MemoryNeeds:
             self.info, first, last, self.n_cells, self.n_rows, self._n_outputs, self.options.numerics == "exact",
             self.options.slice_cache is not None, n_on_gpu,
         )  # fmt: skip
-        if last == self.info.n_layer and self.options.samplers != 0:
+        if last == self.info.n_layer and self.options.may_have_samplers:
             found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * self.info.n_vocab)
         if not self.info.layers.rewinds:
             n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES

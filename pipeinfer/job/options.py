@@ -96,6 +96,14 @@ class RunOptions:
         return max(N_GUESS_ROWS, self.parallel)
 
     @property
+    def may_have_samplers(self) -> bool:
+        """Whether threads may choose tokens beside the last stage: unasked for many requests, where not all cores
+        compute."""
+        if self.samplers is not None:
+            return self.samplers > 0
+        return self.parallel > 1 and bool(self.threads or any(self.n_gpu_layers))
+
+    @property
     def n_prompts(self) -> int:
         """Prompts in blocks that are read at a time: each has a context of its own meanwhile."""
         return min(MAX_PROMPTS, self.parallel)
