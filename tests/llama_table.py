@@ -3,6 +3,7 @@ writes it. `llama_arguments.txt` has a line for each of llama.cpp's: its variabl
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import click
 from pipeinfer.cli.chat import chat_command
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run
+from pipeinfer.cli.serve import serve_command
 
 PATH = Path(__file__).parent.parent / "docs" / "llama-cpp.md"
 HEAD = """# llama.cpp's options here
 
-`pipeinfer run` and `pipeinfer chat` take the options of llama.cpp's programs that there is something to do for, under
+`pipeinfer run`, `chat` and `serve` take the options of llama.cpp's programs that there is something to do for, under
 their names and with their meanings; their environment variables too, where llama.cpp has one (the command line comes
 first). What is not there is refused with a line that says what to use instead; of a variable a line says that it is not
 read. The table is made from the options themselves, and a test compares it with the names of the pinned llama.cpp.
@@ -41,9 +43,24 @@ def arguments() -> Iterator[tuple[str, list[str]]]:
 
 
 def own_options() -> dict[str, click.Parameter]:
-    params = [*run.params, *chat_command.params, click.Option(["-h", "--help"], help="Say this, for each command.")]
+    known = {name for param in (*run.params, *chat_command.params) for name in param.opts}
+    served = [_served(param) for param in serve_command.params if not known & {*param.opts}]
+    params = [
+        *served,
+        *run.params,
+        *chat_command.params,
+        click.Option(["-h", "--help"], help="Say this, for each command."),
+    ]
     params.append(click.Option(["--version"], help="Of `pipeinfer` itself: its version and llama.cpp's."))
     return {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
+
+
+def _served(param: click.Parameter) -> click.Parameter:
+    """An option of the server alone, which says so."""
+    shown = copy.copy(param)
+    assert isinstance(shown, click.Option) and shown.help
+    shown.help = f"(serve) {shown.help}"
+    return shown
 
 
 def table() -> str:

@@ -19,11 +19,12 @@ import pytest
 from pipeinfer.cluster.cores import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.batch_file import BatchFile, Defaults, read_request
+from pipeinfer.job.batch_file import BatchFile, read_request
 from pipeinfer.job.batch_output import BatchOutput
 from pipeinfer.job.deployment import deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
+from pipeinfer.job.request_body import Defaults
 from pipeinfer.models.chat import ChatTemplate, Message
 from pipeinfer.models.tokenizer import Tokenizer
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model
@@ -299,17 +300,20 @@ def test_what_is_wrong_with_a_line_is_said(line: str, said: str) -> None:
 
 def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
     found = read('{"prompt": "a", "temperature": 0, "max_tokens": null, "user": "x", "logit_bias": {}}')
-    assert (found.prompt, found.n_predict, found.stops, found.index) == ("a", 12, ("end",), 3)
-    assert found.sampling == replace(SamplingParams(), temp=0.0)
-    assert read('{"prompt": "a", "stop": "x"}').stops == ("x",) and read('{"prompt": "a", "stop": []}').stops == ()
+    body = found.body
+    assert (body.prompt, body.n_predict, body.stops, found.index) == ("a", 12, ("end",), 3)
+    assert body.sampling == replace(SamplingParams(), temp=0.0)
+    stops = [read(f'{{"prompt": "a", "stop": {given}}}').body.stops for given in ('"x"', "[]")]
+    assert stops == [("x",), ()]
     asked = read('{"messages": [{"role": "developer", "content": [{"type": "text", "text": "b"}]}]}')
-    assert asked.messages == (Message("system", "b"),)
-    assert read('{"prompt": "a"}', replace(DEFAULTS, as_chat=True)).messages == (Message("user", "a"),)
+    assert asked.body.messages == (Message("system", "b"),)
+    assert read('{"prompt": "a"}', replace(DEFAULTS, as_chat=True)).body.messages == (Message("user", "a"),)
     same = [read('{"prompt": "a", "temperature": 1}'), read('{"temp": 1.0, "prompt": ["a"]}')]
     assert same[0].id("") == same[1].id("") != same[0].id("another model")
     assert replace(same[0], index=4).id("") != same[0].id("") == replace(same[0], index=3).id("")
     named = replace(same[0], custom_id="x")
-    assert replace(named, index=4).id("") == named.id("") != replace(named, n_predict=13).id("")
+    longer = replace(named, body=replace(named.body, n_predict=13))
+    assert replace(named, index=4).id("") == named.id("") != longer.id("")
 
 
 def test_a_wrong_line_is_named_before_anything_loads(pair: list[str], tmp_path: Path) -> None:
@@ -328,7 +332,8 @@ def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None
     path.write_text('{"prompt": "a"}\n  \n{"prompt": "b"}')
     file = BatchFile(path, DEFAULTS)
     first, second = file.requests(), file.requests()
-    assert next(first).prompt == "a" and [each.index for each in second] == [0, 2] and next(first).prompt == "b"
+    assert next(first).body.prompt == "a" and [each.index for each in second] == [0, 2]
+    assert next(first).body.prompt == "b"
     file.close()
     with pytest.raises(UserError, match="No such file"):
         BatchFile(tmp_path / "none", DEFAULTS)

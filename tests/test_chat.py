@@ -237,15 +237,15 @@ def test_a_first_interrupt_ends_the_answer_a_second_one_the_job() -> None:
     typed = False
     interrupts = Interrupts(lambda: typed)
     for _ in range(2):
-        assert not interrupts.due() and interrupts.interrupt()
+        assert not interrupts.due() and interrupts.interrupt(signal.SIGINT)
         assert interrupts.due() and not interrupts.due(), "once"
-        assert not interrupts.interrupt()
+        assert not interrupts.interrupt(signal.SIGINT)
         with interrupts.reading():
             assert not interrupts.due() and not interrupts.left
     typed = True
-    assert interrupts.due() and not interrupts.interrupt(), "it was stopped by what was typed"
+    assert interrupts.due() and not interrupts.interrupt(signal.SIGINT), "it was stopped by what was typed"
     with interrupts.reading():
-        assert interrupts.interrupt() and interrupts.left and not interrupts.due()
+        assert interrupts.interrupt(signal.SIGINT) and interrupts.left and not interrupts.due()
 
 
 # -- the command

@@ -7,11 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parent.parent / "pipeinfer"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-FLOORS = (("ground",), ("core",), ("policies", "models"), ("observe",), ("cluster",), ("virtual",), ("job",), ("cli",))
+FLOORS = (
+    ("ground",), ("core",), ("policies", "models"), ("observe",), ("cluster",), ("virtual",), ("job",), ("server",),
+    ("cli",),
+)  # fmt: skip
 """From the bottom: a room imports from the rooms of lower floors, and from itself."""
 
 APART = {("cluster", "models"), ("virtual", "models")}
@@ -75,15 +80,22 @@ def test_importing_the_package_and_its_command_does_not_start_mpi() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_the_process_that_speaks_http_knows_no_mpi() -> None:
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    code = "import sys, pipeinfer.server.process; sys.exit('mpi4py' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_a_rank_imports_only_what_it_needs() -> None:
     """Every rank of a job pays for its imports."""
     code = """
 import sys
-import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.job.start, pipeinfer.job.worker
+import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.cli.serve, pipeinfer.server.front
+import pipeinfer.job.start, pipeinfer.job.worker
 from pipeinfer.models.llama.ggml import load_library
 load_library()
 heavy = {"rich", "matplotlib", "jinja2", "gguf", "torch", "llama_cpp.llama"}
-heavy |= {"pipeinfer.cli.bench", "pipeinfer.job.head"}
+heavy |= {"pipeinfer.cli.bench", "pipeinfer.job.head", "fastapi", "uvicorn", "pydantic"}
 sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": "chat:chat_command",
     "bench": "bench:bench",
     "batch": "batch:batch_command",
+    "serve": "serve:serve_command",
     "models": "models:models",
     "simulate": "simulate:simulate_command",
     "compare": "compare:compare_command",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import click
 
-from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD, OFF, SERVER
+from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD, NOT_SERVED, OFF, SERVER
 
 PREFIX = "LLAMA_ARG_"
 NEGATION = f"{PREFIX}NO_"
@@ -77,7 +77,9 @@ def ignored_variables(command: click.Command, environment: Mapping[str, str]) ->
     """A line for each variable that is set and has no effect on the command, though it asks for something."""
     known = {name for option in command.params for name in _listed(option.envvar)}
     for name, value in sorted(environment.items()):
-        if name.startswith(PREFIX) and name not in known and value and (line := _why(name, value)):
+        of_others = command.name != "serve" and INSTEAD.get(VARIABLES.get(name, "")) in (SERVER, NOT_SERVED)
+        is_unread = name.startswith(PREFIX) and name not in known and value and not of_others
+        if is_unread and (line := _why(name, value)):
             yield line
 
 
@@ -90,7 +92,7 @@ def _why(name: str, value: str) -> str:
     if flag in GUESSING:
         return f"{name} is set and not read: which options guesses have depends on --policy; give {flag}"
     values = HARMLESS.get(flag, OFF)  # an option that is not there is as if it was switched off
-    if values is None or value in values or INSTEAD.get(flag) == SERVER:
+    if values is None or value in values:
         return ""
     return f"{name} is set and not read: {INSTEAD.get(flag, f'{flag} {value} cannot be had here')}"
 

@@ -28,7 +28,8 @@ _REASONING = "reasoning is printed as the model writes it; --chat-template-kwarg
 _DOWNLOAD = "nothing is downloaded; get the GGUF file and give it with -m FILE (a draft with -md FILE)"
 _SAMPLER = "there is no such sampler; --temp, --top-k, --top-p, --min-p and the penalties are there"
 _GRAMMAR = "there are no grammars; the text is not constrained"
-SERVER = "there is no server; `pipeinfer run` answers one prompt a job"
+SERVER = "`pipeinfer serve` has this option: it is the server, other commands have no use for it"
+NOT_SERVED = "`pipeinfer serve` is the server, and has nothing of this kind"
 _MEDIA = "there are no images, sounds or videos; models read text"
 _CONTEXT = "a model's context is used as its file says; -c sets the size"
 _CACHE = "the cache's types follow from --numerics (exact or fast)"
@@ -81,7 +82,8 @@ _INSTEAD = {
     "-ngl and --layer-split do, or more ranks",
     "-co --color --log-colors": "nothing is coloured; the text is printed as it comes",
     "-np --parallel -cb --cont-batching -nocb --no-cont-batching": "one prompt a run; "
-    "pipeinfer batch has many and --parallel, mpirun -np N starts ranks, --sequences sets the branches of a tree",
+    "pipeinfer batch and pipeinfer serve have many and --parallel, mpirun -np N starts ranks, --sequences sets the "
+    "branches of a tree",
     "--no-perf --show-timings": "the figures go to standard error (2>/dev/null), and into --json",
     "--samplers --sampler-seq --sampling-seq": "the order of samplers is llama.cpp's and fixed; threads "
     "that sample are --sampler-threads",
@@ -120,8 +122,9 @@ _INSTEAD = {
     "-ptc --print-token-count": "progress and the count of tokens are on standard error",
     "--log-disable --log-file --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --log-jsonl "
     "--no-log-jsonl --log-prompts-dir -lv --verbosity --log-verbosity --log-verbose": _LOGS,
-    "--host --port --path --api-prefix --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --timeout "
-    "--threads-http --metrics --props --slots --no-slots --slot-save-path -a --alias --embedding --embeddings "
+    "--host --port --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --timeout --metrics --slots --no-slots "
+    "-a --alias": SERVER,
+    "--path --api-prefix --threads-http --props --slot-save-path --embedding --embeddings "
     "--rerank --reranking --server-base --webui --no-webui --ui --no-ui --tools -cram --cache-ram --cache-reuse "
     "-ctxcp --ctx-checkpoints --swa-checkpoints -sps --slot-prompt-similarity --models-dir --models-max "
     "--models-preset --models-autoload --no-models-autoload -cms --checkpoint-min-step --cache-idle-slots "
@@ -129,8 +132,8 @@ _INSTEAD = {
     "--cors-headers --cors-credentials --no-cors-credentials "
     "--ui-config --webui-config --ui-config-file --webui-config-file --ui-mcp-proxy "
     "--webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy --tools-runtime --mcp-servers-config --mcp-servers-json "
-    "-ag --agent -no-ag --no-agent --sse-ping-interval --sleep-idle-seconds": SERVER,
-    "--cache-prompt --no-cache-prompt": "`pipeinfer chat` keeps what was said, `run` has nothing to keep",
+    "-ag --agent -no-ag --no-agent --sse-ping-interval --sleep-idle-seconds": NOT_SERVED,
+    "--cache-prompt --no-cache-prompt": "`pipeinfer chat` and `serve` keep what was said, `run` has nothing to",
     "--hellaswag --winogrande --multiple-choice --kl-divergence --ppl-stride --chunks": _MEASURE,
     "--completion-bash": "_PIPEINFER_COMPLETE=bash_source pipeinfer prints the completion script",
     "--usage": "-h lists the options",

@@ -142,10 +142,13 @@ class HeadPipeline(Generic[A]):
 
 class HeadWaiter:
     """How rank 0 waits: by its own stages' work, or for a verdict. `check` is asked in every wait and may raise
-    `StopRequested`; waits are noted in the ledger of `target`."""
+    `StopRequested`; `called` is asked too, and ends a wait when it says that there is something else to do. Waits are
+    noted in the ledger of `target`."""
 
-    def __init__(self, check: Callable[[], None], target: HeadPipeline[Any]) -> None:
-        self.check, self.target, self.idle = check, target, Idle()
+    def __init__(
+        self, check: Callable[[], None], target: HeadPipeline[Any], called: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.check, self.target, self.called, self.idle = check, target, called, Idle()
 
     def wait(self, pipelines: Sequence[HeadPipeline[Any]], timeout_s: float | None = None) -> None:
         self.check()
@@ -156,7 +159,7 @@ class HeadWaiter:
 
         def any_verdict() -> bool | None:
             self.check()
-            return any(pipeline.has_verdict() for pipeline in pipelines) or None
+            return any(pipeline.has_verdict() for pipeline in pipelines) or self.called() or None
 
         start_s = time.monotonic()
         try:

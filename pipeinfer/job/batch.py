@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from pipeinfer.core.engine import Engine
-from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch_prepare import BatchOptions, BatchWork, prepare_batch
 from pipeinfer.job.batch_prompts import Ready
 from pipeinfer.job.batch_results import refusal_of, result_of
 from pipeinfer.job.batch_summary import Summary
-from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.complain import complain
+from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.open_requests import News, Open, OpenRequests
 from pipeinfer.job.plan_table import show_plan
-from pipeinfer.job.printer import Printer
 from pipeinfer.job.request import GenerationRequest
-from pipeinfer.job.session import Session
+from pipeinfer.job.session import N_NOTED, Session
 from pipeinfer.job.start import run_prepared, start_job
 from pipeinfer.observe.json_text import json_text
-from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.progress import BatchProgress
 from pipeinfer.observe.report import stderr_console
 from pipeinfer.observe.throughput import show_throughput
-
-N_NOTED = 20_000
-"""Runs after which the ranks are asked what they did: what they note of them would grow without end."""
 
 
 def run_batch(asked: BatchOptions) -> int:
@@ -39,22 +32,6 @@ def run_batch(asked: BatchOptions) -> int:
     )
 
 
-@dataclass(slots=True)
-class Open:
-    """A request in the engine."""
-
-    ready: Ready
-    request: Request
-    printer: Printer
-    metrics: RequestMetrics
-    n_heard: int = 0  # tokens of its text that have come
-
-    @property
-    def reads_blocks(self) -> bool:
-        """Whether its prompt takes a context of its own now."""
-        return bool(self.request.spans) and not self.metrics.token_s
-
-
 class Batch:
     """Rank 0's part of one."""
 
@@ -63,7 +40,7 @@ class Batch:
         self.console = stderr_console()
         self.session = Session(context, deployment, lambda rank, loaded_s: None)
         self.summary = Summary(deployment, work)
-        self.open: dict[int, Open] = {}
+        self._asked: dict[Open, Ready] = {}
         self._coming = work.ready()
         self._next: Ready | None = None
 
@@ -81,16 +58,16 @@ class Batch:
             complain(warning)
         flag.orderly = True  # what is complete is kept
         self.progress = BatchProgress(self.console, CLOCK, work.n_requests, work.n_done)
-        engine = self.session.set_up(self.options)
+        self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx)
         self.summary.begin(CLOCK())
         self._next = next(self._coming, None)
         try:
-            self._serve(engine)
+            self._serve()
         except StopRequested:
             pass
         except UserError as error:  # a full disk, or a file that was changed
             flag.note(str(error), 2)
-        self._stop(engine)
+        self.requests.stop_all()  # it is asked again when the batch is resumed
         self.progress.close()
         self.summary.end(CLOCK(), self.session.take_figures())
         self.session.close()
@@ -104,74 +81,39 @@ class Batch:
             f"time, context {work.n_ctx}"
         )
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self) -> None:
         """Until every request has its result."""
-        self._admit(engine)
-        while engine.busy:
-            if emission := engine.step():
-                self._take(engine, emission)
+        self._admit()
+        while self.requests.engine.busy:
+            if news := self.requests.step():
+                self._take(news)
             if self.session.n_noted >= N_NOTED:
                 self.summary.note(self.session.take_figures(), CLOCK())
 
-    def _stop(self, engine: Engine) -> None:
-        """Give up what is open: it is asked again when the batch is resumed."""
-        for opened in self.open.values():
-            engine.stop(opened.request)
-        for _ in engine.generate():
-            pass
-
-    # -- requests that begin
-
-    def _admit(self, engine: Engine) -> None:
+    def _admit(self) -> None:
         """Open those that come next in the file, while there is room."""
-        while self._next and (isinstance(self._next.asked, UserError) or self._has_room(self._next.asked)):
+        while self._next and (isinstance(self._next.asked, UserError) or self.requests.has_room(self._next.asked)):
             ready, asked = self._next, self._next.asked
             if isinstance(asked, UserError):
                 self._refuse(ready, str(asked))
             else:
-                self._open(engine, ready, asked)
+                self._open(ready, asked)
             self._next = next(self._coming, None)
 
-    def _has_room(self, asked: GenerationRequest) -> bool:
-        n_reserved = sum(each.request.n_tokens_most for each in self.open.values())
-        n_reading = sum(each.reads_blocks for each in self.open.values())
-        return (
-            len(self.open) < self.options.parallel
-            and (not self.open or n_reserved + asked.n_ctx <= self.work.n_ctx)
-            and n_reading < self.options.n_prompts
-        )
+    def _open(self, ready: Ready, asked: GenerationRequest) -> None:
+        self._asked[self.requests.begin(asked, self.options.policy.begin())] = ready
+        self.summary.open_max = max(self.summary.open_max, len(self.requests))
 
-    def _open(self, engine: Engine, ready: Ready, asked: GenerationRequest) -> None:
-        printer = Printer(self.context.flag, self.work.prompts.tokenizer, asked, silent=True)
-        opened = Open(ready, asked.open(self.session.next_id()), printer, RequestMetrics())
-        self.open[opened.request.id] = opened
-        self.summary.open_max = max(self.summary.open_max, len(self.open))
-        engine.add(opened.request, self.options.policy.begin(), opened.metrics)
-
-    # -- tokens and results
-
-    def _take(self, engine: Engine, emission: Emission) -> None:
-        request = emission.request
-        opened = self.open.get(request.id)
-        if opened is None:  # a stop string has ended it
-            return
-        opened.n_heard += len(emission.tokens)
-        if opened.printer.push(emission.tokens):
-            engine.stop(request, Finish.END)
-        self.progress.update(self.summary.n_written, len(emission.tokens))
-        if opened.printer.was_cut or (request.finish and opened.n_heard == request.n_generated):
-            self._write(opened)
-        self._admit(engine)
+    def _take(self, news: News) -> None:
+        self.progress.update(self.summary.n_written, news.n_tokens)
+        if news.ended:
+            self._write(news.opened)
+        self._admit()
 
     def _write(self, opened: Open) -> None:
         """The request has ended: keep its result, and forget it."""
-        opened.printer.finish()
-        del self.open[opened.request.id]
-        asked, printer, model = opened.ready.request, opened.printer, self.deployment.model.path.name
-        result = result_of(
-            self.work.id(asked), asked, opened.request, printer.text, printer.was_cut, opened.metrics, model
-        )
-        self.work.output.write(result)
+        asked, model = self._asked.pop(opened).request, self.deployment.model.path.name
+        self.work.output.write(result_of(self.work.id(asked), asked, opened, model))
         self.summary.completed(opened.metrics)
         self.progress.update(self.summary.n_written, 0)
 

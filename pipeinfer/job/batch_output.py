@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.context import complain
+from pipeinfer.job.complain import complain
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.outputs import write_error
 

@@ -8,14 +8,16 @@ from pathlib import Path
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.batch_file import BatchFile, BatchRequest, Defaults
+from pipeinfer.job.batch_file import BatchFile, BatchRequest
 from pipeinfer.job.batch_output import WHAT, BatchOutput
-from pipeinfer.job.batch_prompts import BatchPrompts, Ready
-from pipeinfer.job.context import complain
+from pipeinfer.job.batch_prompts import Ready, ready
+from pipeinfer.job.body_prompts import BodyPrompts
+from pipeinfer.job.complain import complain
 from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import check_outputs, inputs_of
+from pipeinfer.job.request_body import Defaults
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.outputs import check_separate
@@ -38,7 +40,7 @@ class BatchWork:
 
     file: BatchFile
     output: BatchOutput
-    prompts: BatchPrompts
+    prompts: BodyPrompts
     is_done: bytearray  # of each line
     n_requests: int = 0
     n_done: int = 0
@@ -57,7 +59,7 @@ class BatchWork:
                 yield request
 
     def ready(self) -> Iterator[Ready]:
-        return self.prompts.of(self.requests())
+        return ready(self.requests(), self.prompts)
 
     def id(self, request: BatchRequest) -> str:
         return request.id(self.file.defaults.salt)
@@ -74,7 +76,7 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deploymen
     check_separate({WHAT: asked.output}, inputs_of(options) | {"the batch": [asked.source]})
     info, tokenizer = open_models(options)
     file = BatchFile(asked.source, _defaults(asked, info))
-    work = BatchWork(file, BatchOutput(asked.output), BatchPrompts(options, info, tokenizer), bytearray())
+    work = BatchWork(file, BatchOutput(asked.output), BodyPrompts(options, info, tokenizer), bytearray())
     try:
         _check_lines(work)
         if not work.n_left:
@@ -125,10 +127,10 @@ def _check_lines(work: BatchWork) -> None:
 def _deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, work: BatchWork) -> Deployment:
     """Where -c does not say, as much context as --parallel of the longest request take, or as much as fits."""
     longest = longest_prompt = n_total = 1
-    for ready in work.ready():
-        if not isinstance(ready.asked, UserError):
-            longest, n_total = max(longest, ready.asked.n_ctx), n_total + ready.asked.n_ctx
-            longest_prompt = max(longest_prompt, len(ready.asked.prompt))
+    for each in work.ready():
+        if not isinstance(each.asked, UserError):
+            longest, n_total = max(longest, each.asked.n_ctx), n_total + each.asked.n_ctx
+            longest_prompt = max(longest_prompt, len(each.asked.prompt))
     work.n_ctx = options.ctx_size or max(longest, min(n_total, options.parallel * longest))
     while True:
         try:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pipeinfer.core.requests import Finish, Request
-from pipeinfer.job.batch_file import CHAT, BatchRequest
-from pipeinfer.observe.metrics import RequestMetrics, timings
+from pipeinfer.job.batch_file import BatchRequest
+from pipeinfer.job.open_requests import Open
+from pipeinfer.job.request_body import CHAT
+from pipeinfer.observe.metrics import timings
 
 SERVED, NOT_SERVED = 200, 400
 OBJECTS = {CHAT: "chat.completion"}
 TIMES = ("ttft_s", "tpot_s", "total_s")
 
 
-def result_of(
-    id: str, asked: BatchRequest, request: Request, text: str, was_cut: bool, metrics: RequestMetrics, model: str
-) -> dict[str, Any]:
-    """`was_cut`: a stop string has ended the text. `model`: its name."""
-    n_prompt, n_predicted = len(request.prompt), request.n_generated
-    finish = "stop" if was_cut or request.finish is Finish.END else "length"
+def result_of(id: str, asked: BatchRequest, opened: Open, model: str) -> dict[str, Any]:
+    """Of a request that has ended. `model`: its name."""
+    request, text, finish = opened.request, opened.printer.text, opened.finish
+    n_prompt, n_predicted = len(request.prompt), opened.n_heard
     if not asked.url:
-        times = timings(metrics)
+        times = timings(opened.metrics)
         return {
             **_plain(id, asked), "text": text, "finish": finish, "tokens_evaluated": n_prompt,
             "tokens_predicted": n_predicted, "seed": request.sampling.seed, **{name: times[name] for name in TIMES},

@@ -8,7 +8,8 @@ from dataclasses import replace
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.context import complain, forget_peak
+from pipeinfer.job.complain import complain
+from pipeinfer.job.context import forget_peak
 from pipeinfer.job.conversation import Turn
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.options import RunOptions

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
 from pipeinfer.job.asked import asked_of
-from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.complain import complain
+from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.dialogue import Dialogue
 from pipeinfer.job.interrupts import Interrupts

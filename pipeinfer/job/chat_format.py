@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.context import complain
+from pipeinfer.job.complain import complain
 from pipeinfer.job.options import ChatOptions, RunOptions
 from pipeinfer.job.request import read_text
 from pipeinfer.models.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered

@@ -93,8 +93,3 @@ def _status_bytes(name: str) -> int:
     except OSError:
         return 0
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
-
-
-def complain(message: str) -> None:
-    """The one line about what is wrong; rank 0 only."""
-    print(f"pipeinfer: {message}", file=sys.stderr)

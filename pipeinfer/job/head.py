@@ -8,7 +8,8 @@ from typing import Any
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.asked import asked_of
-from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.complain import complain
+from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.outcome import make_result, write_trace
 from pipeinfer.job.plan_table import show_plan

@@ -5,6 +5,7 @@ Knows no signals: who hears them asks here.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,8 +27,10 @@ class Interrupts:
         finally:
             self._reading = self._stopped = self._due = False
 
-    def interrupt(self) -> bool:
-        """Ctrl-C was pressed: whether that is seen to here; else the job shall stop. Called in another thread."""
+    def interrupt(self, number: int) -> bool:
+        """A signal came: whether that is seen to here; else the job shall stop. Called in another thread."""
+        if number != signal.SIGINT:
+            return False
         if self._reading or self.left:
             self.left = True
         elif self._stopped:
@@ -35,6 +38,10 @@ class Interrupts:
         else:
             self._stopped = self._due = True
         return True
+
+    def asked(self) -> bool:
+        """Another rank was told to stop: whether that is seen to here; else the job shall stop."""
+        return False
 
     def due(self) -> bool:
         """Whether the answer shall end; said once."""

@@ -16,7 +16,8 @@ from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import UserError
-from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.complain import complain
+from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.memory import gpu_layers
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, gpu_layers_asked

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
-from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.complain import complain
+from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, check_profiled
 from pipeinfer.job.load import load_drafts, load_stage
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions

@@ -13,6 +13,7 @@ from pipeinfer.cluster.costs import LinkCost
 from pipeinfer.cluster.launch import is_launched
 from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.errors import UserError
+from pipeinfer.job.complain import complain
 from pipeinfer.job.gpus import gpu_names
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
@@ -70,8 +71,6 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
 
 def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     """On every rank. Returns the exit code."""
-    from pipeinfer.job.context import complain  # initialises MPI
-
     link, name, code = crew.link, crew.hosts[crew.link.rank].name, 0
     link.all_gather(None)  # all at once: ranks of a host share it
     facts = link.all_gather(own_facts([host.name for host in crew.hosts].count(name)))

@@ -22,7 +22,8 @@ from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import GuessVerdict, Verdict
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import StopRequested, UserError
-from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.complain import complain
+from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.load import (
     N_GUESS_BYTES,
@@ -47,6 +48,10 @@ NO_AMX = (
     "CMAKE_ARGS=\"-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'\" pip install --force-reinstall --no-cache-dir --no-deps "
     "llama-cpp-python"
 )
+
+
+N_NOTED = 20_000
+"""Runs after which the ranks are to be asked what they did: what they note of them would grow without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,16 @@ class Session:
     Other ranks are in `worker.run_stage`.
     """
 
-    def __init__(self, context: Context, deployment: Deployment, on_loaded: Callable[[int, float], None]) -> None:
-        """`on_loaded(rank, seconds)` is called for every remote stage that has loaded."""
-        self.context, self.deployment, self.on_loaded = context, deployment, on_loaded
+    def __init__(
+        self,
+        context: Context,
+        deployment: Deployment,
+        on_loaded: Callable[[int, float], None],
+        called: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`on_loaded(rank, seconds)` is called for every remote stage that has loaded. `called`: whether there is
+        something to do that is no run's: it ends the engine's waits."""
+        self.context, self.deployment, self.on_loaded, self.called = context, deployment, on_loaded, called
         self._ranks = [stage.rank for stage in deployment.plan.stages]
         self.remote_ranks = sorted(deployment.plan.computing - {0})
         self._stage: LoadedModel | None = None
@@ -89,6 +101,8 @@ class Session:
         self._drafter: ModelDrafter | None = None
         self._engine: Engine | None = None
         self._request_ids = count()
+        self._own_figures: tuple[HeadLedger, dict[str, Any], dict[int, HeadLedger]] | None = None
+        self._figures: dict[int, dict[str, Any]] = {}
 
     def open(self) -> None:
         """Load. Raises UserError, all ranks sent home, when one of them could not: the error of the lowest rank."""
@@ -165,7 +179,7 @@ class Session:
         drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter
         slowest = slowest_stage(list(self._costs.values()))
         return Engine(
-            target, drafter, HeadWaiter(context.flag.check, self._pipeline), CLOCK,
+            target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=drafts, run_cost=RunCost(slowest) if slowest else None,
         )  # fmt: skip
 
@@ -213,17 +227,40 @@ class Session:
         assert self._pipeline
         return len(self._pipeline.ledger.submitted_s)
 
-    def take_figures(self) -> Figures:
-        """What every rank did since the last time. Waits until the stages are through with what they were sent."""
-        assert self._pipeline
+    def ask_figures(self) -> None:
+        """Every rank shall say what it did since the last time, once it is through with what it was sent;
+        `poll_figures` has it when all have."""
+        assert self._pipeline and not self.asks_figures
         for each in self._pipelines:
             each.ask_reports()
-        figures = {0: self.context.take_figures(self._pipeline.worker, self._pipeline.outbox, None)} | self._reports()
-        plan = self.deployment.plan
         asked = {number: pipeline.take_ledger() for number, pipeline in self._larger.items()}
-        ledgers = {stage.rank: asked[number] for number in asked for stage in plan.drafts[number]}
+        drafts = self.deployment.plan.drafts
+        refiners = {stage.rank: asked[number] for number in asked for stage in drafts[number]}
+        own = self.context.take_figures(self._pipeline.worker, self._pipeline.outbox, None)
+        self._own_figures = self._pipeline.take_ledger(), own, refiners
+
+    @property
+    def asks_figures(self) -> bool:
+        """Whether figures were asked for that have not been taken."""
+        return self._own_figures is not None
+
+    def poll_figures(self) -> Figures | None:
+        """What was asked for, once all of it is there."""
+        assert self._own_figures
+        while len(self._figures) < len(self.remote_ranks) and (report := self.context.link.next_report()):
+            self._figures[report[0]] = report[1]
+        if len(self._figures) < len(self.remote_ranks):
+            return None
+        (ledger, own, refiners), reports = self._own_figures, self._figures
+        self._own_figures, self._figures = None, {}
         row_s = {rank: cost[1] for rank, cost in self._costs.items()}
-        return Figures(self._pipeline.take_ledger(), figures, ledgers, row_s)
+        return Figures(ledger, {0: own} | reports, refiners, row_s)
+
+    def take_figures(self) -> Figures:
+        """What every rank did since the last time. Waits until the stages are through with what they were sent."""
+        if not self.asks_figures:
+            self.ask_figures()
+        return Idle().until(self.poll_figures)
 
     def close(self) -> None:
         """Send the stages home and free what this rank holds."""

@@ -18,7 +18,8 @@ from pipeinfer.cluster.watch.segments import marking, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import UserError
 from pipeinfer.job.bus_error import report_bus_errors
-from pipeinfer.job.context import CLOCK, Context, complain
+from pipeinfer.job.complain import complain
+from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, DoesNotFit
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import prepare

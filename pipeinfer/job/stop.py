@@ -7,22 +7,38 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from pipeinfer.cluster.watch.handshake import write_line
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import StopRequested
-from pipeinfer.job.interrupts import Interrupts
 from pipeinfer.job.signals import HEAD_FIRST_S, show_cursor
 
 ORDERLY_S = 1.2
 """How long an orderly stop may take before the job is ended where it stands."""
 
 
+class Interrupts(Protocol):
+    """Who decides what a signal ends, where that is not the job."""
+
+    def interrupt(self, number: int) -> bool:
+        """Whether a signal is seen to; else the job shall stop. Called in another thread."""
+        ...
+
+    def asked(self) -> bool:
+        """The same when another rank was told to stop."""
+        ...
+
+    def due(self) -> bool:
+        """Whether what is being done shall end; said once."""
+        ...
+
+
 class StopFlag:
     """Set by a signal or by another rank; `check` turns it into `StopRequested`, once.
 
     `orderly`: there is something to keep, so rank 0 stops in order; before, the job is ended where it stands.
-    `interrupts`: who decides what a Ctrl-C ends, in a conversation.
+    `interrupts`: in a conversation and a service.
     """
 
     def __init__(self) -> None:
@@ -64,8 +80,8 @@ class Stopper:
         """
         name = "interrupted" if number == signal.SIGINT else "terminated"
         if self.watch.rank == 0:
-            interrupts = self.flag.interrupts if number == signal.SIGINT else None
-            if not interrupts or not interrupts.interrupt():
+            interrupts = self.flag.interrupts
+            if not interrupts or not interrupts.interrupt(number):
                 self._stop(name, 128 + number)
         elif not self.watch.joined:
             time.sleep(HEAD_FIRST_S)
@@ -76,7 +92,8 @@ class Stopper:
 
     def on_request(self, reason: str) -> None:
         """On rank 0, when another rank was asked to stop."""
-        if not self.flag.reason:
+        interrupts = self.flag.interrupts
+        if not self.flag.reason and not (interrupts and interrupts.asked()):
             threading.Thread(target=self._stop, args=(reason, 1), daemon=True).start()
 
     def _stop(self, reason: str, code: int) -> None:

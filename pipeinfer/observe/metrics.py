@@ -155,8 +155,21 @@ def percentiles(values: Sequence[float], ranks: Sequence[float] = (50, 95, 99)) 
 def timings(metrics: RequestMetrics) -> dict[str, Any]:
     """llama.cpp's server names, in milliseconds, then TTFT, TPOT (time per output token) and ITL in seconds."""
     n = len(metrics.token_s)
-    generation_s = metrics.token_s[-1] - metrics.token_s[0] if n else float("nan")
     p50, p95, p99 = percentiles(metrics.itl_s)
+    return {
+        **speeds(metrics),
+        "itl_mean_s": float(np.mean(metrics.itl_s)) if n > 1 else float("nan"),
+        "itl_p50_s": p50,
+        "itl_p95_s": p95,
+        "itl_p99_s": p99,
+        "itl_percentiles_s": percentiles(metrics.itl_s, range(101)) if n > 1 else [],
+    }
+
+
+def speeds(metrics: RequestMetrics) -> dict[str, Any]:
+    """Of these what costs next to nothing: no percentiles."""
+    n = len(metrics.token_s)
+    generation_s = metrics.token_s[-1] - metrics.token_s[0] if n else float("nan")
     return {
         "prompt_n": metrics.n_prompt,
         "cache_n": metrics.n_kept,
@@ -167,13 +180,13 @@ def timings(metrics: RequestMetrics) -> dict[str, Any]:
         "predicted_per_second": (n - 1) / generation_s if n > 1 and generation_s > 0 else float("nan"),
         "ttft_s": metrics.ttft_s,
         "tpot_s": generation_s / (n - 1) if n > 1 else float("nan"),
-        "itl_mean_s": float(np.mean(metrics.itl_s)) if n > 1 else float("nan"),
-        "itl_p50_s": p50,
-        "itl_p95_s": p95,
-        "itl_p99_s": p99,
-        "itl_percentiles_s": percentiles(metrics.itl_s, range(101)) if n > 1 else [],
         "total_s": (metrics.finished_s or float("nan")) - metrics.submitted_s,
     }
+
+
+def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
+    """What an answer of a service tells: speeds, and what guesses were worth, by llama.cpp's names."""
+    return {**speeds(metrics), "draft_n": metrics.n_judged, "draft_n_accepted": metrics.n_matched}
 
 
 def speculation(metrics: RequestMetrics) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""`pipeinfer serve`: its options, those of `run` where they mean the same, by the names of llama.cpp's server.
+
+What it does is in `job.serve` and `server`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import click
+
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.environment import read_variables
+from pipeinfer.cli.run import run, run_options, warn_of_variables
+from pipeinfer.cli.values import File, Number, Text, Whole
+from pipeinfer.errors import UserError
+from pipeinfer.job.options import INT32_MAX, MAX_SEQUENCES
+from pipeinfer.server.options import HttpOptions
+
+NOT_SHARED = (
+    "prompt", "file", "chat", "conversation", "predict", "cancel", "partitions", "continuous", "asynchronous",
+    "results", "trace", "json",
+)  # fmt: skip
+HELP = {
+    "ctx_size": "Context in tokens, of all open requests together; 0: 4096 for each of --parallel, or as much as fits "
+    "into the memory.",
+    "seed": "Of requests without one; -1: a random one for each.",
+    "escape": r"In -sys and --stop, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
+}
+DEFAULT = HttpOptions()
+KEY_VARIABLE = "LLAMA_API_KEY"
+SECONDS = Number(0, 1e6, above=True)
+
+
+@click.command("serve", cls=Command)
+@click.option("--host", type=Text(), default=DEFAULT.host, show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=Whole(0, 65535), default=DEFAULT.port, show_default=True, help="Port to listen on; 0: a free one."
+)
+@click.option(
+    "-np",
+    "--parallel",
+    type=Whole(1, MAX_SEQUENCES),
+    default=16,
+    show_default=True,
+    help="Texts that are written at a time, as far as the context has room for them.",
+)
+@click.option(
+    "--queue", "n_queue", type=Whole(0, 1 << 20), default=DEFAULT.n_queue, show_default=True,
+    help="Texts that may wait for room; for more the answer is 429.",
+)  # fmt: skip
+@click.option(
+    "-n",
+    "--predict",
+    "--n-predict",
+    type=Whole(-1, INT32_MAX),
+    default=-1,
+    show_default=True,
+    help="Tokens to generate where a request does not say; -1: until the model ends, -c / --parallel tokens at most.",
+)
+@click.option(
+    "--api-key", "api_keys", type=Text(), envvar=KEY_VARIABLE, metavar="KEY,…",
+    help="Who asks must send this key, or one of these. Others can see it in the list of processes: better in "
+    f"{KEY_VARIABLE}, or in a file.",
+)  # fmt: skip
+@click.option("--api-key-file", type=File(), help="The same, a key a line.")
+@click.option("--ssl-key-file", type=File(), help="The private key, PEM: with --ssl-cert-file it is HTTPS.")
+@click.option("--ssl-cert-file", type=File(), help="Its certificate, PEM, with those that vouch for it.")
+@click.option("-a", "--alias", type=Text(), help="The model's name in answers. [default: the file's]")
+@click.option(
+    "-to", "--timeout", "timeout_s", type=SECONDS, default=DEFAULT.timeout_s, show_default=True,
+    help="Seconds that a client may take to send a request, or to read on.",
+)  # fmt: skip
+@click.option(
+    "--drain", "drain_s", type=Number(0, 1e6), default=30.0, show_default=True,
+    help="Seconds that open requests have when the server is stopped (Ctrl-C, SIGTERM).",
+)  # fmt: skip
+@click.option(
+    "--max-body", type=Whole(1024, 1 << 30), default=DEFAULT.max_body, show_default=True, help="Bytes of a request."
+)
+@click.option(
+    "--max-connections", "n_connections", type=Whole(1, 1 << 20), default=DEFAULT.n_connections, show_default=True,
+    help="Connections that are open at a time.",
+)  # fmt: skip
+@click.option("--metrics/--no-metrics", default=True, show_default=True, help="/metrics, for Prometheus.")
+@click.option("--slots/--no-slots", default=True, show_default=True, help="/slots: what is being written.")
+def serve_command(**given: Any) -> int:
+    """Answer OpenAI's API: many requests share the ranks of this job.
+
+    Rank 0 listens: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /metrics,
+    /slots. Options of sampling are what holds where a request does not say. With a seed and
+    exact numerics a text does not depend on what else is asked. Ctrl-C and SIGTERM let open requests end first.
+    """
+    warn_of_variables(serve_command)
+    keys = tuple(key.strip() for key in (given.pop("api_keys") or "").split(",") if key.strip())
+    names = ("host", "port", "n_queue", "n_connections", "max_body", "timeout_s", "alias", "api_key_file",
+             "ssl_key_file", "ssl_cert_file", "metrics", "slots")  # fmt: skip
+    front = HttpOptions(api_keys=keys, **{name: given.pop(name) for name in names})
+    drain_s, sequences, parallel = given.pop("drain_s"), given["sequences"], given["parallel"]
+    if sequences and sequences < parallel:
+        raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
+                        "leave it out, or lower --parallel")  # fmt: skip
+    options = run_options(**given, prompt=None, chat=True)
+    from pipeinfer.job.serve import run_serve  # initialises MPI
+    from pipeinfer.job.serve_prepare import ServeOptions
+    from pipeinfer.server.front import HttpFront
+
+    return run_serve(ServeOptions(run=options, front=front, drain_s=drain_s), HttpFront)
+
+
+read_variables(serve_command)
+next(param for param in serve_command.params if param.name == "api_keys").envvar = KEY_VARIABLE
+serve_command.params += [copy.copy(option) for option in run.params if option.name not in NOT_SHARED]
+for option in serve_command.params:
+    if isinstance(option, click.Option) and option.name in HELP:
+        option.help = HELP[option.name]

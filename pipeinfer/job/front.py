@@ -1,0 +1,146 @@
+"""What the head of a service and its front, who speaks with clients, tell each other. Knows no HTTP and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pipeinfer.core.blocks import Span
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.job.options import RunOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The front: generate this. `id`: the front's, of which it has each once. `ends`: an end-of-generation token ends
+    it. Other fields as in `GenerationRequest`."""
+
+    id: int
+    prompt: tuple[int, ...]
+    n_predict: int
+    sampling: SamplingParams
+    ends: bool
+    stops: tuple[str, ...]
+    markers: bool
+    spans: tuple[Span, ...] | None
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The front: nobody wants it any more."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The front: clients are heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The front: pictures of the pipeline are wanted, or no longer."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The head: it is in the engine; before, it waited for room."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """The head: tokens and the text that is certain with them. `at_s`: when, on this host's monotonic clock."""
+
+    id: int
+    n_tokens: int
+    text: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The head: all has come. `finish`: why, in OpenAI's words; empty: it was given up. `timings`: llama.cpp's names.
+    `n_runs`: of the target since the start, of all requests."""
+
+    id: int
+    finish: str
+    timings: dict[str, Any] = field(default_factory=dict)
+    n_runs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The head: the models are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The head: no further request will begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The head: this is the last message. Clients that are being answered have `grace_s` to take what there is."""
+
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The head: how each rank spent some seconds that end now. `ranks`: rank, role, and the shares of its time."""
+
+    seconds: float
+    ranks: list[dict[str, Any]]
+
+
+FromFront = Ask | Drop | Listening | Watch
+FromHead = Begun | Came | Ended | Ready | Draining | Closing | Picture
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the front has to know. `n_ctx`: tokens of all open requests. `limit`: of one at most. `share`: of the answer
+    to one that does not say how many. `version`: what the texts depend on but the request."""
+
+    run: RunOptions
+    n_ctx: int
+    limit: int
+    share: int
+    version: str
+
+
+class Front(Protocol):
+    """Made on rank 0 while the job is prepared, when it raises UserError for whatever is wrong with its settings. None
+    of its methods waits, but for `close`."""
+
+    def start(self, setup: Setup) -> None:
+        """While the models are loaded."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where clients find it."""
+        ...
+
+    def has_news(self) -> bool:
+        """Whether `take` would return something. Asked in every wait."""
+        ...
+
+    def take(self) -> Sequence[FromFront]: ...
+
+    def tell(self, message: FromHead) -> None: ...
+
+    def lost(self) -> str:
+        """Why it can speak with clients no longer; empty while it can."""
+        ...
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """The service ends; clients that are being answered have `grace_s` to take what there is. Returns when all is
+        told. May be called twice."""
+        ...

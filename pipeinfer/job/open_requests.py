@@ -1,0 +1,117 @@
+"""Requests that are open in a session's engine, whoever asks them: which may begin, what has come of them.
+
+Knows no file and no client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Finish, Request
+from pipeinfer.job.context import Context
+from pipeinfer.job.printer import Printer
+from pipeinfer.job.request import GenerationRequest
+from pipeinfer.job.session import Session
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.observe.metrics import RequestMetrics
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A request in the engine. `n_heard`: tokens of its text that have come, up to a stop string."""
+
+    asked: GenerationRequest
+    request: Request
+    printer: Printer
+    metrics: RequestMetrics
+    n_heard: int = 0
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether its prompt takes a context of its own now."""
+        return bool(self.request.spans) and not self.metrics.token_s
+
+    @property
+    def has_ended(self) -> bool:
+        return self.printer.was_cut or (bool(self.request.finish) and self.n_heard == self.request.n_generated)
+
+    @property
+    def finish(self) -> str:
+        """Why its text ends, in OpenAI's words."""
+        return "stop" if self.printer.was_cut or self.request.finish is Finish.END else "length"
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has come of a request: tokens, and the text that is certain with them. `ended`: nothing more comes."""
+
+    opened: Open
+    n_tokens: int
+    text: str
+    ended: bool
+
+
+class OpenRequests:
+    """`n_ctx`: tokens that the open requests have together at most."""
+
+    def __init__(self, context: Context, session: Session, tokenizer: Tokenizer, n_ctx: int) -> None:
+        self.context, self.session, self.tokenizer, self.n_ctx = context, session, tokenizer, n_ctx
+        self.options = context.options
+        self.engine = session.set_up(self.options)
+        self._open: dict[int, Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def n_reserved(self) -> int:
+        """Tokens that the open requests may come to."""
+        return sum(each.request.n_tokens_most for each in self._open.values())
+
+    def has_room(self, asked: GenerationRequest) -> bool:
+        """Whether one more may begin now."""
+        n_reading = sum(each.reads_blocks for each in self._open.values())
+        return (
+            len(self._open) < self.options.parallel
+            and (not self._open or self.n_reserved + asked.n_ctx <= self.n_ctx)
+            and n_reading < self.options.n_prompts
+        )
+
+    def begin(self, asked: GenerationRequest, policy: Policy) -> Open:
+        printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
+        opened = Open(asked, asked.open(self.session.next_id()), printer, RequestMetrics())
+        self._open[opened.request.id] = opened
+        self.engine.add(opened.request, policy, opened.metrics)
+        return opened
+
+    def step(self) -> News | None:
+        """Let the engine take its next step, or wait; what has come of a request, if anything has."""
+        emission = self.engine.step()
+        opened = emission and self._open.get(emission.request.id)
+        return self._take(opened, emission.tokens) if emission and opened else None
+
+    def _take(self, opened: Open, tokens: list[int]) -> News:
+        printer, n_before, n_characters = opened.printer, opened.n_heard, len(opened.printer.text)
+        for token in tokens:
+            opened.n_heard += 1
+            if printer.push([token]):
+                self.engine.stop(opened.request, Finish.END)
+                break
+        ended = opened.has_ended
+        if ended:
+            printer.finish()
+            del self._open[opened.request.id]
+        return News(opened, opened.n_heard - n_before, printer.text[n_characters:], ended)
+
+    def stop(self, opened: Open) -> None:
+        """Give one up: nothing more comes of it."""
+        if self._open.pop(opened.request.id, None):
+            self.engine.stop(opened.request)
+
+    def stop_all(self) -> None:
+        """Give up what is open, and wait until nothing is in flight."""
+        for opened in list(self._open.values()):
+            self.stop(opened)
+        for _ in self.engine.generate():
+            pass

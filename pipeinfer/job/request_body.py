@@ -1,0 +1,190 @@
+"""What one request asks, in OpenAI's words and llama.cpp's: what it may say, and what is wrong with it. Tokenises
+nothing; who asks, and how it is answered, is not known here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.settings import settings_of
+from pipeinfer.errors import UserError
+from pipeinfer.job.options import INT32_MAX
+from pipeinfer.models.chat import Message
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+"""As what may be asked."""
+
+ALIASES = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
+LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
+PROMPTS = ("prompt", "messages")
+WITHOUT_EFFECT = (
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_prompt",
+    "stream_options",
+)  # fmt: skip
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False, 0), "top_logprobs": (0,),
+    "logit_bias": ({},), "tools": ([],), "tool_choice": ("none", "auto"), "suffix": ("",),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True, False),
+}  # fmt: skip
+"""Fields that are accepted with these values alone, with which they change nothing."""
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds where a request does not say. `as_chat`: plain prompts are what a user says. `salt`: what else a
+    result depends on, the model above all."""
+
+    sampling: SamplingParams
+    n_predict: int
+    stops: tuple[str, ...]
+    ignore_eos: bool
+    as_chat: bool = False
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What is asked. `prompt`: a text or token ids; of a chat `messages`. `n_predict` below 0: it does not say."""
+
+    prompt: str | tuple[int, ...]
+    messages: tuple[Message, ...]
+    n_predict: int
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    ignore_eos: bool
+
+
+def read_json(text: bytes) -> dict[str, Any]:
+    """A JSON object, without its fields that are null. Raises UserError for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        refuse(f"is no JSON: {error}")
+    if not isinstance(found, dict):
+        refuse('is no JSON object; write {"prompt": "…"} or what OpenAI\'s API asks')
+    return without_null(found)
+
+
+def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Body:
+    """`as_chat`: a plain prompt is what a user says. Raises UserError, which says what is wrong."""
+    sampling = {name for name, _, _ in settings_of(SamplingParams)}
+    known = {*sampling, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, "stop", "ignore_eos"}
+    if unknown := set(given) - known:
+        refuse(f"{min(unknown)} is no field that is known here; leave it out")
+    for name in ONLY.keys() & given.keys():
+        if not any(given[name] == value for value in ONLY[name]):
+            offered = " or ".join(json.dumps(value) for value in ONLY[name])
+            refuse(f"{name} is {shown(given[name])}; only {offered} can be served")
+    if sum(name in given for name in PROMPTS) != 1:
+        refuse("there must be one of prompt and messages")
+    messages = _messages(given["messages"]) if "messages" in given else ()
+    prompt = _prompt(given["prompt"]) if "prompt" in given else ""
+    if as_chat and isinstance(prompt, str) and not messages:
+        prompt, messages = "", (Message("user", prompt),)
+    return Body(
+        prompt, messages, _length(given, defaults.n_predict),
+        replace(defaults.sampling, **_sampling(given)), _stops(given.get("stop"), defaults.stops),
+        flag(given, "ignore_eos", defaults.ignore_eos),
+    )  # fmt: skip
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(is_whole(each) and 0 <= each <= INT32_MAX for each in value):
+        return tuple(value)
+    refuse(f"prompt is {shown(value)}; give one text, or a list of token ids")
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        refuse(f"messages is {shown(value)}; give a list of objects with role and content")
+    return tuple(_message(each) for each in value)
+
+
+def _message(value: Any) -> Message:
+    if not isinstance(value, dict) or set(without_null(value)) - {"role", "content", "name"}:
+        refuse(f"the message {shown(value)} is none that can be served; it has role and content")
+    role, content = value.get("role"), value.get("content")
+    if role not in ROLES:
+        refuse(f"the role {shown(role)} is not known; it is one of {', '.join(ROLES)}")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        refuse(f"the content {shown(content)} is no text")
+    return Message(ROLES[role], content)  # type: ignore[arg-type]
+
+
+def _length(given: Mapping[str, Any], default: int) -> int:
+    names = [name for name in LENGTHS if name in given]
+    if len(names) > 1:
+        refuse(f"{' and '.join(names)} say the same; give one of them")
+    if not names:
+        return default
+    value = given[names[0]]
+    if not is_whole(value) or not 1 <= value <= INT32_MAX:
+        refuse(f"{names[0]} is {shown(value)}; give a whole number from 1 on: so much room is set aside")
+    return int(value)
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, default, setting in settings_of(SamplingParams):
+        for written in (name, *(alias for alias, meant in ALIASES.items() if meant == name)):
+            if written not in given:
+                continue
+            value = given[written]
+            if name in found:
+                refuse(f"{written} is given by two names; give one of them")
+            fits = is_whole(value) if isinstance(default, int) else _is_number(value)
+            most = min(setting.most, INT32_MAX) if isinstance(default, int) and name != "seed" else setting.most
+            if not fits or not setting.least <= value <= most:
+                kind = "whole number" if isinstance(default, int) else "number"
+                refuse(f"{written} is {shown(value)}; give a {kind} from {setting.least:g} to {most:g}")
+            found[name] = type(default)(value)
+    return found
+
+
+def _stops(value: Any, default: tuple[str, ...]) -> tuple[str, ...]:
+    if value is None:
+        return default
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
+        refuse(f"stop is {shown(value)}; give a text, or a list of texts, none of them empty")
+    return tuple(found)
+
+
+def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = given.get(name, default)
+    if not isinstance(value, bool):
+        refuse(f"{name} is {shown(value)}; give true or false")
+    return value
+
+
+def without_null(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def refuse(what: str) -> NoReturn:
+    raise UserError(what)

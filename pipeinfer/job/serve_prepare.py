@@ -1,0 +1,74 @@
+"""Rank 0 prepares a service before anything loads: what is wrong with its options, what room it has. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
+from pipeinfer.job.front import Front, Setup
+from pipeinfer.job.model_files import open_models
+from pipeinfer.job.options import RunOptions
+from pipeinfer.job.prepare import check_outputs
+from pipeinfer.job.request import DEFAULT_CTX, end_tokens
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """`run`: what holds for all requests, and where one does not say. `front`: a dataclass, the front's settings.
+    `drain_s`: how long open requests have when the service shall end."""
+
+    run: RunOptions
+    front: Any
+    drain_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeWork:
+    """`ends`: tokens that end a text."""
+
+    front: Front
+    setup: Setup
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    drain_s: float
+
+
+def prepare_serve(
+    asked: ServeOptions, hosts: Sequence[Host], open_front: Callable[[Any], Front]
+) -> tuple[Deployment, ServeWork]:
+    """Raises UserError for whatever is wrong with options and files."""
+    options = asked.run
+    check_outputs(options)
+    info, tokenizer = open_models(options)
+    front = open_front(asked.front)
+    try:
+        deployment, n_ctx = deploy_shares(options, hosts, info)
+    except BaseException:
+        front.close()
+        raise
+    setup = Setup(
+        options, n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // options.parallel),
+        f"{info.fingerprint[:12]}-{options.numerics}",
+    )  # fmt: skip
+    return deployment, ServeWork(front, setup, tokenizer, end_tokens(options, tokenizer), asked.drain_s)
+
+
+def deploy_shares(options: RunOptions, hosts: Sequence[Host], info: ModelInfo) -> tuple[Deployment, int]:
+    """With the context in tokens: where -c does not say, a chat's for each of --parallel requests, or as much as fits.
+
+    Raises UserError as `deploy` does.
+    """
+    one = min(info.n_ctx_train, DEFAULT_CTX)
+    n_ctx = options.ctx_size or options.parallel * one
+    while True:
+        try:
+            return deploy(options, hosts, info, n_ctx, min(n_ctx, info.n_ctx_train)), n_ctx
+        except DoesNotFit:
+            if options.ctx_size or n_ctx <= one:
+                raise
+            n_ctx = max(one, n_ctx // 2)

@@ -1,0 +1,213 @@
+"""The server's endpoints. Each reads what a client says and answers; knows no MPI and no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.front import Setup
+from pipeinfer.job.request_body import CHAT, COMPLETION, Defaults, flag, is_whole, read_json, refuse, shown
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.server.access import Access, App
+from pipeinfer.server.asked import read_asked
+from pipeinfer.server.errors import Refusal, error_body
+from pipeinfer.server.forms import Form, event
+from pipeinfer.server.head import Choice, Head, State
+from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
+from pipeinfer.server.options import HttpOptions
+from pipeinfer.server.prompting import Prompting
+from pipeinfer.server.respond import AnswerResponse, EventsResponse
+
+
+class Api:
+    """What all endpoints share."""
+
+    def __init__(self, http: HttpOptions, setup: Setup, head: Head, prompting: Prompting, metrics: Metrics) -> None:
+        self.http, self.setup, self.head, self.prompting, self.metrics = http, setup, head, prompting, metrics
+        self.model = http.alias or setup.run.model.name
+        self.created = int(time.time())
+        options = setup.run
+        self.defaults = Defaults(options.sampling, options.predict, options.stops, options.ignore_eos)
+
+    def app(self) -> App:
+        app = FastAPI(title="pipeinfer", openapi_url=None, docs_url=None, redoc_url=None)
+        post, get = self._adder(app, "POST"), self._adder(app, "GET")
+        for version in ("", "/v1"):
+            get(f"{version}/health", self.health)
+            get(f"{version}/models", self.models)
+            get(f"{version}/models/{{name:path}}", self.one_model)
+        post(COMPLETION, self.completions)
+        post(CHAT, self.completions)
+        post("/tokenize", self.tokenize)
+        post("/detokenize", self.detokenize)
+        get("/events", self.events)
+        if self.http.metrics:
+            get("/metrics", self.show_metrics)
+        if self.http.slots:
+            get("/slots", self.slots)
+        app.add_exception_handler(Refusal, _refused)
+        app.add_exception_handler(UserError, _wrong)
+        app.add_exception_handler(HTTPException, _no_endpoint)
+        app.add_exception_handler(Exception, _fault)
+        return Access(app, self.http.api_keys)
+
+    @staticmethod
+    def _adder(app: FastAPI, method: str) -> Callable[[str, Callable[..., Any]], None]:
+        return lambda path, endpoint: app.add_route(path, endpoint, methods=[method])
+
+    # -- state
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are taken."""
+        if self.head.state is State.READY:
+            return JSONResponse({"status": "ok"})
+        self.head.check_ready()
+        raise AssertionError("a state without a refusal")
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": self.created, "owned_by": "pipeinfer",
+                "max_model_len": self.setup.limit, "system_fingerprint": self.setup.version}  # fmt: skip
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self.model:
+            raise Refusal(404, f"there is no model {name[:200]!r}; there is {self.model!r}")
+        return JSONResponse(self._model())
+
+    async def slots(self, request: Request) -> Response:
+        """The texts that are being written or wait."""
+        return JSONResponse([_slot(choice) for choice in self.head.choices.values()])
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def events(self, request: Request) -> Response:
+        """Pictures of the pipeline, for as long as somebody watches."""
+        self.head.check_ready()
+        queue = self.head.watch()
+
+        async def pictures() -> AsyncIterator[bytes]:
+            while self.head.state is State.READY:
+                try:
+                    picture = await asyncio.wait_for(queue.get(), 1.0)
+                except asyncio.TimeoutError:
+                    continue
+                running = sum(choice.is_running for choice in self.head.choices.values())
+                yield event({"seconds": picture.seconds, "ranks": picture.ranks, "running": running,
+                             "waiting": len(self.head.choices) - running})  # fmt: skip
+
+        return EventsResponse(pictures(), lambda: self.head.unwatch(queue))
+
+    # -- texts
+
+    async def completions(self, request: Request) -> Response:
+        given = await self._body(request)
+        asked = read_asked(given, request.url.path, self.defaults)
+        self.head.check_ready()
+        found = await self.prompting.ask(asked)
+        answer = self.head.ask(found)
+        return AnswerResponse(self.head, answer, Form(asked, answer, self.model, self.setup.version))
+
+    async def tokenize(self, request: Request) -> Response:
+        """llama.cpp's: `content` (or `prompt`), `add_special`, `parse_special`, `with_pieces`."""
+        given = await self._body(request)
+        known = {"content", "prompt", "add_special", "parse_special", "with_pieces", "model"}
+        if unknown := set(given) - known:
+            refuse(f"{min(unknown)} is no field that is known here; leave it out")
+        text = given.get("content", given.get("prompt"))
+        if not isinstance(text, str):
+            refuse(f"content is {shown(text)}; give a text")
+        add, parse = flag(given, "add_special", False), flag(given, "parse_special", True)
+        pieces, tokenizer = flag(given, "with_pieces", False), self.prompting.prompts.tokenizer
+
+        def work() -> list[Any]:
+            tokens = tokenizer.encode(text, add, parse)
+            return [_piece(tokenizer, token) for token in tokens] if pieces else list(tokens)
+
+        tokens = await self.prompting.tokenise(work)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.setup.limit})
+
+    async def detokenize(self, request: Request) -> Response:
+        given = await self._body(request)
+        tokens, tokenizer = given.get("tokens"), self.prompting.prompts.tokenizer
+        n_vocab = tokenizer.n_vocab
+        if not isinstance(tokens, list) or not all(is_whole(each) and 0 <= each < n_vocab for each in tokens):
+            refuse(f"tokens is {shown(tokens)}; give a list of token ids below {n_vocab}")
+        data = await self.prompting.tokenise(
+            lambda: b"".join(tokenizer.decode_piece(token, special=True) for token in tokens)
+        )
+        return JSONResponse({"content": data.decode("utf-8", "replace")})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """Raises Refusal when it is too large or does not come, UserError when it is no JSON object."""
+        try:
+            data = await asyncio.wait_for(_read(request, self.http.max_body), self.http.timeout_s)
+        except asyncio.TimeoutError:
+            raise Refusal(408, f"the request was not complete after {self.http.timeout_s:g} s") from None
+        try:
+            return read_json(data)
+        except UserError as error:
+            raise UserError(f"the body {error}") from None
+
+
+async def _read(request: Request, n_most: int) -> bytes:
+    message = f"the request is longer than {n_most} bytes; say less, or start the server with a larger --max-body"
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > n_most:
+        raise Refusal(413, message)
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > n_most:
+            raise Refusal(413, message)
+    return bytes(data)
+
+
+def _slot(choice: Choice) -> dict[str, Any]:
+    return {
+        "id": choice.id, "is_processing": choice.is_running, "n_ctx": choice.asked.n_ctx,
+        "n_prompt_tokens": len(choice.asked.prompt), "n_decoded": choice.n_tokens,
+        "n_predict": choice.asked.n_predict, "seed": choice.asked.sampling.seed,
+        "seconds": round(time.monotonic() - choice.asked_s, 3),
+    }  # fmt: skip
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+    data = tokenizer.decode_piece(token, special=True)
+    try:
+        return {"id": token, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(data)}
+
+
+# -- what is not served
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _wrong(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(400, str(error)), 400)
+
+
+async def _no_endpoint(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    message = f"{what}: {'there is no such endpoint' if error.status_code == 404 else error.detail}"
+    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(500, f"a fault of the server: {type(error).__name__}"), 500)

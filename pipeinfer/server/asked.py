@@ -1,0 +1,81 @@
+"""What a client asks for in one request, beyond what a batch's line may say: several texts, pieces as they come.
+
+Knows no HTTP and tokenises nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeinfer.job.request_body import CHAT, Body, Defaults, flag, is_whole, read_body, refuse, shown
+
+MAX_CHOICES = 128
+"""Of one request, as OpenAI has it."""
+
+SEED_END = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`bodies`: one for each text, `n` in a row with the same prompt. `stream`: pieces as they come. `usage`: counts of
+    tokens at the end of a stream too. `timed`: each piece says when it was there. `keep`: what is evaluated stays."""
+
+    bodies: tuple[Body, ...]
+    n: int
+    is_chat: bool
+    stream: bool
+    usage: bool
+    timed: bool
+    keep: bool
+
+    @property
+    def prompts(self) -> tuple[Body, ...]:
+        """Of those with the same prompt the first."""
+        return self.bodies[:: self.n]
+
+
+def read_asked(given: Mapping[str, Any], url: str, defaults: Defaults) -> Asked:
+    """Raises UserError for what is wrong with it."""
+    is_chat, fields = url == CHAT, dict(given)
+    wanted, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
+    if wanted not in fields or other in fields:
+        refuse(f"a body for {url} has {wanted}, and no {other}")
+    stream = flag(fields, "stream", False)
+    usage = _usage(fields, stream)
+    timed, keep = flag(fields, "timings_per_token", False), flag(fields, "cache_prompt", is_chat)
+    n = fields.pop("n", 1)
+    if not is_whole(n) or not 1 <= n <= MAX_CHOICES:
+        refuse(f"n is {shown(n)}; give a whole number from 1 to {MAX_CHOICES}")
+    for name in ("stream", "timings_per_token", "cache_prompt"):
+        fields.pop(name, None)
+    if fields.get("best_of") == n:
+        del fields["best_of"]
+    bodies = [read_body({**fields, wanted: each}, defaults, False) for each in _prompts(fields[wanted], is_chat)]
+    if len(bodies) * n > MAX_CHOICES:
+        refuse(f"{len(bodies)} prompts with n {n} are {len(bodies) * n} texts; a request has up to {MAX_CHOICES}")
+    return Asked(tuple(_nth(body, at) for body in bodies for at in range(n)), n, is_chat, stream, usage, timed, keep)
+
+
+def _usage(fields: dict[str, Any], stream: bool) -> bool:
+    options = fields.pop("stream_options", None)
+    if options is None:
+        return False
+    if not stream:
+        refuse("stream_options are for streams; give stream true too, or leave them out")
+    if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
+        refuse(f"stream_options is {shown(options)}; it may have include_usage")
+    return flag(options, "include_usage", False)
+
+
+def _prompts(value: Any, is_chat: bool) -> list[Any]:
+    """One, or each of a list of them."""
+    several = not is_chat and isinstance(value, list) and value and isinstance(value[0], (str, list))
+    return value if several else [value]
+
+
+def _nth(body: Body, at: int) -> Body:
+    """The further of several texts have the next seeds."""
+    seed = body.sampling.seed
+    return replace(body, sampling=replace(body.sampling, seed=(seed + at) % SEED_END)) if seed >= 0 and at else body

@@ -1,0 +1,94 @@
+"""Answers in OpenAI's forms, whole and in pieces, with llama.cpp's timings. Knows no HTTP: makes objects."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pipeinfer.server.asked import Asked
+from pipeinfer.server.head import Answer, Choice
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+
+
+class Form:
+    """What all objects of one answer have in common. `model`, `version`: what wrote it."""
+
+    def __init__(self, asked: Asked, answer: Answer, model: str, version: str) -> None:
+        self.asked, self.answer = asked, answer
+        kind = "chat.completion" if asked.is_chat else "text_completion"
+        self.common = {
+            "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if asked.stream and asked.is_chat else kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": version,
+        }
+
+    # -- whole
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(index, choice) for index, choice in enumerate(self.answer.choices)]
+        return {**self.common, "choices": choices, "usage": self.usage(), "timings": self._timings()}
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        text = choice.take()
+        said = {"message": {"role": "assistant", "content": text}} if self.asked.is_chat else {"text": text}
+        return {"index": index, **said, "logprobs": None, "finish_reason": choice.finish,
+                "seed": choice.asked.sampling.seed}  # fmt: skip
+
+    def usage(self) -> dict[str, Any]:
+        """A prompt counts once, however many texts continue it."""
+        choices = self.answer.choices
+        n_prompt = sum(len(choice.asked.prompt) for choice in choices[:: self.asked.n])
+        n_kept = sum(choice.timings.get("cache_n", 0) for choice in choices[:: self.asked.n])
+        n_completion = sum(choice.n_tokens for choice in choices)
+        return {
+            "prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion,
+            "prompt_tokens_details": {"cached_tokens": n_kept},
+        }  # fmt: skip
+
+    def _timings(self) -> dict[str, Any]:
+        """Of the first text."""
+        return self.answer.choices[0].timings
+
+    # -- in pieces
+
+    def first(self) -> list[dict[str, Any]]:
+        """What a chat's stream begins with."""
+        if not self.asked.is_chat:
+            return []
+        empty = {"role": "assistant", "content": ""}
+        return [self._piece(index, {"delta": empty}) for index in range(len(self.answer.choices))]
+
+    def pieces(self, told: set[int]) -> Iterator[dict[str, Any]]:
+        """What has come since the last time. `told`: the choices whose ends were told; further ones are added."""
+        for index, choice in enumerate(self.answer.choices):
+            if index in told:
+                continue
+            if text := choice.take():
+                said: dict[str, Any] = {"delta": {"content": text}} if self.asked.is_chat else {"text": text}
+                timed = {"timings": {"predicted_n": choice.n_tokens, "at_s": choice.came_s}} if self.asked.timed else {}
+                yield self._piece(index, said) | timed
+            if choice.finish:
+                told.add(index)
+                end: dict[str, Any] = {"delta": {}} if self.asked.is_chat else {"text": ""}
+                piece = self._piece(index, end, choice.finish)
+                piece["choices"][0]["seed"] = choice.asked.sampling.seed
+                yield piece | {"timings": choice.timings}
+
+    def last(self) -> dict[str, Any] | None:
+        return {**self.common, "choices": [], "usage": self.usage()} if self.asked.usage else None
+
+    def _piece(self, index: int, said: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        usage = {"usage": None} if self.asked.usage else {}
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
+        return {**self.common, "choices": [choice], **usage}

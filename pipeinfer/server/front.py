@@ -1,0 +1,145 @@
+"""Rank 0's end of the server: checks its settings, opens its port, starts the process that speaks HTTP.
+
+That is a process of its own, in a session of its own: it takes no time from the engine, and when a rank dies, and the
+launcher kills all the others, it still tells its clients. Imports nothing but the standard library and what rank 0 has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+import ssl
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.front import Closing, FromFront, FromHead, Setup
+from pipeinfer.job.limited import read_limited
+from pipeinfer.server.channel import HeadEnd
+from pipeinfer.server.options import HttpOptions
+
+NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+MAX_KEYS = 1 << 20
+BACKLOG = 2048  # connections that nobody has looked at yet
+MARGIN_S = 2.0
+"""How long the process may take to end, beside what its clients have."""
+
+START = (
+    "import sys; sys.path[0] = sys.argv[1]; from pipeinfer.server.process import main; main(*map(int, sys.argv[2:]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSetup:
+    """What the process is told first. `http.api_keys`: those of the file too."""
+
+    http: HttpOptions
+    setup: Setup
+
+
+class HttpFront:
+    """The `Front` of a service."""
+
+    def __init__(self, options: HttpOptions) -> None:
+        """Raises UserError: what is not installed, files, the port."""
+        missing = [name for name in NEEDS if find_spec(name) is None]
+        if missing:
+            raise UserError(f"`pipeinfer serve` needs {', '.join(missing)}, which are not installed here; "
+                            "install them: pip install 'pipeinfer[serve]'")  # fmt: skip
+        self.options = replace(options, api_keys=options.api_keys + _keys_of(options.api_key_file))
+        _check_certificate(options)
+        self._port = _listen(options.host, options.port)
+        self._end: HeadEnd | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        host, port = self._port.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        return f"{'https' if self.options.ssl_cert_file else 'http'}://{shown}:{port}"
+
+    def start(self, setup: Setup) -> None:
+        ours, theirs = socket.socketpair()
+        numbers = [theirs.fileno(), self._port.fileno()]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, str(Path(__file__).parents[2]), *map(str, numbers)],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=numbers, start_new_session=True,
+            )  # fmt: skip
+        assert self._process.stdin
+        with contextlib.suppress(OSError), self._process.stdin as pipe:
+            pickle.dump(ProcessSetup(self.options, setup), pipe)
+        self._end = HeadEnd(ours)
+
+    def has_news(self) -> bool:
+        return self._end is not None and self._end.has_news()
+
+    def take(self) -> list[FromFront]:
+        return self._end.take() if self._end else []
+
+    def tell(self, message: FromHead) -> None:
+        if self._end:
+            self._end.tell(message)
+
+    def lost(self) -> str:
+        if self._end is None or not self._end.closed or self._process is None:
+            return ""
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"the process that speaks HTTP {how}; ending the job"
+
+    def close(self, grace_s: float = 0.0) -> None:
+        if self._end:
+            self._end.tell(Closing(grace_s))
+            self._end.finish()
+        self._port.close()
+        if self._process:
+            try:
+                self._process.wait(timeout=grace_s + MARGIN_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+            self._process = None
+
+
+def _keys_of(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    try:
+        with path.open() as file:
+            lines = read_limited(file, f"--api-key-file {path}", MAX_KEYS).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or 'it is no UTF-8 text'}") from None
+    if keys := tuple(line.strip() for line in lines if line.strip()):
+        return keys
+    raise UserError(f"--api-key-file {path} has no keys; write one a line")
+
+
+def _check_certificate(options: HttpOptions) -> None:
+    key, certificate = options.ssl_key_file, options.ssl_cert_file
+    if key is None and certificate is None:
+        return
+    if key is None or certificate is None:
+        raise UserError("--ssl-key-file and --ssl-cert-file go together; give both, or none")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"--ssl-cert-file {certificate} with --ssl-key-file {key}: {error.strerror or error}") from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket at the address, where nobody answers yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port}: {error.strerror or error}; give others, --port 0 takes a free "
+                        "one") from None  # fmt: skip
+    return found

@@ -1,0 +1,193 @@
+"""The front's end of the channel to the head: what was asked of it, what has come of that. Knows no HTTP, no text."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from pipeinfer.job.front import (
+    Ask,
+    Begun,
+    Came,
+    Closing,
+    Draining,
+    Drop,
+    Ended,
+    FromFront,
+    FromHead,
+    Picture,
+    Ready,
+    Watch,
+)
+from pipeinfer.job.request import GenerationRequest
+from pipeinfer.server.channel import decode, encode
+from pipeinfer.server.errors import DRAINING_S, FULL_S, LOADING_S, Refusal, lost
+
+LINE_BYTES = 1 << 26
+RETRY = {
+    "loading": ("the models are being loaded", LOADING_S),
+    "draining": ("the server is shutting down", DRAINING_S),
+}
+
+
+class State(Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One text that is generated. `text`: what nobody has taken yet. Times are this host's monotonic clock."""
+
+    id: int
+    asked: GenerationRequest
+    changed: asyncio.Event
+    asked_s: float = field(default_factory=time.monotonic)
+    begun_s: float = math.nan
+    came_s: float = math.nan
+    text: str = ""
+    n_tokens: int = 0
+    finish: str | None = None
+    timings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_running(self) -> bool:
+        return not math.isnan(self.begun_s) and self.finish is None
+
+    def take(self) -> str:
+        text, self.text = self.text, ""
+        return text
+
+
+class Answer:
+    """All texts of one request of a client; `changed` is set when something has come of any."""
+
+    def __init__(self, ids: Sequence[int], asked: Sequence[GenerationRequest]) -> None:
+        self.changed = asyncio.Event()
+        self.choices = [Choice(id, each, self.changed) for id, each in zip(ids, asked, strict=True)]
+
+    @property
+    def has_ended(self) -> bool:
+        return all(choice.finish is not None for choice in self.choices)
+
+    @property
+    def was_given_up(self) -> bool:
+        """Whether the head has given up one of them."""
+        return any(choice.finish == "" for choice in self.choices)
+
+
+class Head:
+    """`heard(message, choice)` is told what comes, after it was noted. `n_most`: choices that are open or wait."""
+
+    def __init__(self, n_most: int, heard: Callable[[FromHead, Choice | None], None]) -> None:
+        self.n_most, self.heard = n_most, heard
+        self.state = State.LOADING
+        self.choices: dict[int, Choice] = {}
+        self.closing_s = 0.0  # once it is lost, how long its clients have
+        self._ids = itertools.count()
+        self._pictures: set[asyncio.Queue[Picture]] = set()
+        self.writer: asyncio.StreamWriter | None = None
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Until the head is lost: then what was asked of it is given up."""
+        try:
+            while line := await reader.readline():
+                self._take(decode(line))
+        except OSError:
+            pass
+        self.state = State.LOST
+        for choice in list(self.choices.values()):
+            self._take(Ended(choice.id, ""))
+
+    # -- what is asked
+
+    def check_ready(self) -> None:
+        """Raises Refusal while nothing can be asked."""
+        if self.state is State.LOST:
+            raise lost()
+        if self.state is not State.READY:
+            message, retry_s = RETRY[self.state.value]
+            raise Refusal(503, message, retry_s)
+
+    def ask(self, asked: Sequence[GenerationRequest]) -> Answer:
+        """Raises Refusal when there is no room."""
+        self.check_ready()
+        if len(self.choices) + len(asked) > self.n_most:
+            raise Refusal(429, f"{len(self.choices)} texts are being written or wait, with {len(asked)} more they were "
+                               f"more than {self.n_most}; ask again later", FULL_S)  # fmt: skip
+        answer = Answer([next(self._ids) for _ in asked], asked)
+        for choice in answer.choices:
+            self.choices[choice.id] = choice
+            self.tell(_ask(choice.id, choice.asked))
+        return answer
+
+    def drop(self, answer: Answer) -> None:
+        """Nobody wants it any more."""
+        for choice in answer.choices:
+            if choice.finish is None and choice.id in self.choices:
+                del self.choices[choice.id]
+                choice.finish = ""
+                self.tell(Drop(choice.id))
+                self.heard(Ended(choice.id, ""), choice)
+
+    def watch(self) -> asyncio.Queue[Picture]:
+        """Pictures from now on, the newest; `unwatch` ends it."""
+        queue = asyncio.Queue[Picture](1)
+        self._pictures.add(queue)
+        self.tell(Watch(True))
+        return queue
+
+    def unwatch(self, queue: asyncio.Queue[Picture]) -> None:
+        self._pictures.discard(queue)
+        if not self._pictures:
+            self.tell(Watch(False))
+
+    def tell(self, message: FromFront) -> None:
+        if self.writer and self.state is not State.LOST:
+            self.writer.write(encode(message))
+
+    # -- what comes
+
+    def _take(self, message: FromHead) -> None:
+        choice = self.choices.get(message.id) if isinstance(message, (Begun, Came, Ended)) else None
+        if choice:
+            self._note(message, choice)
+        elif isinstance(message, Ready):
+            self.state = State.READY
+        elif isinstance(message, Draining):
+            self.state = State.DRAINING
+        elif isinstance(message, Closing):
+            self.closing_s = message.grace_s
+        elif isinstance(message, Picture):
+            for queue in self._pictures:
+                if queue.full():
+                    queue.get_nowait()  # who is slow misses some
+                queue.put_nowait(message)
+        self.heard(message, choice)
+
+    def _note(self, message: FromHead, choice: Choice) -> None:
+        if isinstance(message, Begun):
+            choice.begun_s = time.monotonic()
+        elif isinstance(message, Came):
+            choice.text += message.text
+            choice.n_tokens += message.n_tokens
+            choice.came_s = message.at_s
+        elif isinstance(message, Ended):
+            choice.finish, choice.timings = message.finish, message.timings
+            del self.choices[choice.id]
+        choice.changed.set()
+
+
+def _ask(id: int, asked: GenerationRequest) -> Ask:
+    return Ask(
+        id, asked.prompt, asked.n_predict, asked.sampling, bool(asked.end_tokens), asked.stops, asked.markers,
+        asked.spans, asked.keep,
+    )  # fmt: skip

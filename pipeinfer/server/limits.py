@@ -1,0 +1,83 @@
+"""What one connection may take: time to ask, time to read, room beside the others. Knows no requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_S = 30.0
+"""How long the first lines of a request may take at most: until then nobody knows what a client wants."""
+
+N_OTHER_FILES = 64
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\nconnection: close\r\ncontent-type: application/json\r\n\r\n"
+    b'{"error": {"message": "there are too many connections; ask again later", "type": "unavailable_error", '
+    b'"param": null, "code": 503}}'
+)
+
+
+def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol with these limits; as many connections as the system allows files, if that is less."""
+    n_most = min(n_connections, _n_files() - N_OTHER_FILES)
+
+    class LimitedProtocol(H11Protocol):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self._asking: asyncio.TimerHandle | None = None
+            self._reading: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > n_most:
+                transport.write(FULL)
+                transport.close()
+            else:
+                self._await_request()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            self._await_request()
+
+        def _await_request(self) -> None:
+            """Between two requests a client has begun to speak, or is new: it has so long to say what it wants."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                _cancel(self._asking)
+                self._asking = None
+            elif self._asking is None:
+                self._asking = self.loop.call_later(min(HEAD_S, timeout_s), self.transport.abort)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._reading = self.loop.call_later(timeout_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            _cancel(self._reading)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            _cancel(self._asking)
+            _cancel(self._reading)
+
+    return LimitedProtocol
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer:
+        timer.cancel()
+
+
+def _n_files() -> int:
+    """Files that this process may have open; more than by default, where it may ask for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,78 @@
+"""The process that speaks HTTP, beside rank 0: what is asked goes to the head, what comes of it to clients.
+
+It ends when the head does, after a word to each client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from pipeinfer.job.body_prompts import BodyPrompts
+from pipeinfer.job.front import Listening
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.server.app import Api
+from pipeinfer.server.front import BACKLOG, ProcessSetup
+from pipeinfer.server.head import LINE_BYTES, Head
+from pipeinfer.server.limits import limited_protocol
+from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.prompting import Prompting
+
+LAST_WORDS_S = 0.7
+"""After the head is lost: clients that were being answered get their error, and those that ask now get one too."""
+
+
+class Server(uvicorn.Server):
+    """Signals are the head's to hear. `on_start`: clients are heard."""
+
+    on_start: Callable[[], object]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_start()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main(link: int, port: int) -> None:
+    """`link`: the socket to the head; `port`: that on which clients come. What else to know is on standard input."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    given: ProcessSetup = pickle.load(sys.stdin.buffer)
+    logging.basicConfig(format="pipeinfer: server: %(message)s", level=logging.ERROR)
+    asyncio.run(serve(given, socket.socket(fileno=link), socket.socket(fileno=port)))
+
+
+async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket) -> None:
+    """Until the head is gone."""
+    http, setup = given.http, given.setup
+    metrics = Metrics(http.alias or setup.run.model.name, setup.n_ctx)
+    head = Head(setup.run.parallel + http.n_queue, metrics.heard)
+    metrics.show(head)
+    info, tokenizer = read_model_info(setup.run.model), Tokenizer(setup.run.model)
+    prompting = Prompting(BodyPrompts(setup.run, info, tokenizer, setup.limit, setup.share))
+    server = Server(uvicorn.Config(
+        Api(http, setup, head, prompting, metrics).app(), http=limited_protocol(http.n_connections, http.timeout_s),
+        ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, backlog=BACKLOG,
+        ssl_keyfile=http.ssl_key_file, ssl_certfile=http.ssl_cert_file,
+    ))  # fmt: skip
+    reader, writer = await asyncio.open_unix_connection(sock=link, limit=LINE_BYTES)
+    head.writer, server.on_start = writer, lambda: head.tell(Listening())
+    serving = asyncio.create_task(server.serve(sockets=[port]))
+    await head.run(reader)
+    if not head.closing_s:
+        await asyncio.sleep(LAST_WORDS_S)
+    server.config.timeout_graceful_shutdown = max(1, round(head.closing_s))
+    server.should_exit = True
+    await serving

@@ -1,0 +1,173 @@
+"""Answers on their way to a client, who may leave at any time: then nobody writes on for it. Knows no tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.responses import Response
+
+from pipeinfer.server.errors import DRAINING_S, Refusal, error_body, lost
+from pipeinfer.server.forms import DONE, Form, event
+from pipeinfer.server.head import Answer, Head, State
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+PING_S = 15.0
+"""A stream in which nothing has come for so long gets a comment: who is between sees that it lives."""
+
+PING = b": nothing yet\n\n"
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]  # fmt: skip
+
+
+class WatchedResponse(Response):
+    """`respond` is cancelled when the client leaves, or to stop it."""
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        responding = asyncio.ensure_future(self.respond(send))
+        leaving = asyncio.ensure_future(_has_left(receive))
+        try:
+            await asyncio.wait((responding, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (responding, leaving):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await responding
+            self.over()
+
+    async def respond(self, send: Send) -> None:
+        raise NotImplementedError
+
+    def over(self) -> None:
+        """The client has all, or has left."""
+
+
+async def _has_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class AnswerResponse(WatchedResponse):
+    """A completion, whole or as events."""
+
+    def __init__(self, head: Head, answer: Answer, form: Form) -> None:
+        super().__init__()
+        self.head, self.answer, self.form = head, answer, form
+
+    def over(self) -> None:
+        self.head.drop(self.answer)
+
+    async def respond(self, send: Send) -> None:
+        await (self._stream(send) if self.form.asked.stream else self._whole(send))
+
+    async def _whole(self, send: Send) -> None:
+        while not self.answer.has_ended:
+            await self._change()
+        if self.answer.was_given_up:
+            await send_refusal(send, self._why())
+        else:
+            await send_json(send, 200, self.form.whole())
+
+    async def _stream(self, send: Send) -> None:
+        alarm = Alarm(PING_S, self.answer.changed.set)
+        try:
+            await self._change()
+            if self.answer.was_given_up:  # nothing has been said yet: it can be refused
+                await send_refusal(send, self._why())
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            await self._pieces(send, alarm)
+        finally:
+            alarm.cancel()
+
+    async def _pieces(self, send: Send, alarm: Alarm) -> None:
+        told = set[int]()
+        said = b"".join(map(event, self.form.first()))
+        while True:
+            said += b"".join(map(event, self.form.pieces(told)))
+            if self.answer.has_ended:
+                break
+            if said or alarm.has_rung():
+                await send_part(send, said or PING)
+            await self._change()
+            said = b""
+        if self.answer.was_given_up:
+            said += event(self._why().body)
+        elif last := self.form.last():
+            said += event(last)
+        await send_part(send, said + DONE, more=False)
+
+    def _why(self) -> Refusal:
+        if self.head.state is State.LOST and not self.head.closing_s:
+            return lost()
+        return Refusal(503, "the server has stopped before this was complete", DRAINING_S)
+
+    async def _change(self) -> None:
+        """Wait until something has come, or the alarm rings."""
+        await self.answer.changed.wait()
+        self.answer.changed.clear()
+
+
+class Alarm:
+    """Rings every `period_s`."""
+
+    def __init__(self, period_s: float, ring: Callable[[], None]) -> None:
+        self.period_s, self.ring, self._rung = period_s, ring, False
+        self._set()
+
+    def _set(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self.period_s, self._now)
+
+    def _now(self) -> None:
+        self._rung = True
+        self.ring()
+        self._set()
+
+    def has_rung(self) -> bool:
+        """Since it was asked the last time."""
+        rung, self._rung = self._rung, False
+        return rung
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+
+class EventsResponse(WatchedResponse):
+    """Events for as long as there are some."""
+
+    def __init__(self, events: AsyncIterator[bytes], over: Callable[[], None]) -> None:
+        super().__init__()
+        self.events, self._over = events, over
+
+    def over(self) -> None:
+        self._over()
+
+    async def respond(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        async for said in self.events:
+            await send_part(send, said)
+        await send_part(send, b"", more=False)
+
+
+async def send_part(send: Send, data: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def send_json(send: Send, status: int, data: Any, headers: dict[str, str] | None = None) -> None:
+    body = json.dumps(data, ensure_ascii=False).encode("utf-8", "replace")
+    given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    fixed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": fixed + given})
+    await send_part(send, body, more=False)
+
+
+async def send_refusal(send: Send, refusal: Refusal) -> None:
+    await send_json(send, refusal.status, error_body(refusal.status, refusal.message), refusal.headers)

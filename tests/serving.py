@@ -1,0 +1,99 @@
+"""Start a real server: mpirun and `pipeinfer serve`, on a port that the kernel chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from tests.jobs import start
+
+LISTENS = "pipeinfer: listening on "
+
+
+class Served:
+    """A server that is ready. Leaving the block stops it, and checks that it ends in order."""
+
+    def __init__(self, n_ranks: int, words: Sequence[str], timeout_s: float = 60, **client: Any) -> None:
+        self.job = start(n_ranks, ["serve", "--port", "0", "-t", "1", *words], start_new_session=True)
+        self.lines: list[str] = []
+        self._found: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self._found.get(timeout=timeout_s)
+        assert self.url, self.errors
+        self.http = httpx.Client(base_url=self.url, timeout=30, **client)
+
+    @property
+    def errors(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def _read(self) -> None:
+        assert self.job.stderr
+        for line in self.job.stderr:
+            self.lines.append(line)
+            if line.startswith(LISTENS):
+                self._found.put(line.removeprefix(LISTENS).strip())
+        self._found.put("")
+
+    def signal(self, number: int) -> None:
+        self.job.send_signal(number)
+
+    def wait(self, timeout_s: float = 30) -> int:
+        """Its exit code."""
+        code = self.job.wait(timeout=timeout_s)
+        self._reader.join(timeout=5)
+        return code
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.http.close()
+        try:
+            if self.job.poll() is None:
+                self.signal(signal.SIGINT)
+                code = self.wait()
+                assert kind or code == 130, (code, self.errors)
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.job.kill()
+                self.job.wait(timeout=10)
+
+    # -- what clients do
+
+    def complete(self, **asked: Any) -> dict[str, Any]:
+        """A completion, which must be served."""
+        answer = self.http.post("/v1/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def text(self, **asked: Any) -> str:
+        return str(self.complete(**asked)["choices"][0]["text"])
+
+    def stream(self, **asked: Any) -> contextlib.AbstractContextManager[httpx.Response]:
+        return self.http.stream("POST", "/v1/completions", json=asked | {"stream": True})
+
+    def until(self, done: Any, timeout_s: float = 10) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def lines_of(answer: httpx.Response) -> Iterator[str]:
+    """What the events of a stream say."""
+    return (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))

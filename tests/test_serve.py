@@ -1,0 +1,201 @@
+"""`pipeinfer serve`: OpenAI's own client, and others that are not so polite, against a real server on two ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+import httpx
+import openai
+
+from tests.jobs import finish, run_json
+from tests.serving import Served, lines_of
+
+PROMPT = "def read_lines(path):\n"
+ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "temperature": 0.9}
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 900, "seed": 1, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(2, ["--parallel", "20", "--queue", "4", "--alias", "pair", "-sys", "of"]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+# -- OpenAI's client
+
+
+def test_a_completion_is_the_text_of_run(client: openai.OpenAI) -> None:
+    found = client.completions.create(model="pair", **ASKED)
+    result = run_json(2, ["-p", PROMPT, "-n", "24", "-s", "7", "--temp", "0.9", "-t", "1"])
+    choice = found.choices[0]
+    assert choice.text == result["text"] and choice.finish_reason == "length"
+    assert found.object == "text_completion" and found.model == "pair" and found.id.startswith("cmpl-")
+    assert found.usage and found.usage.prompt_tokens == result["timings"]["prompt_n"]
+    assert found.usage.completion_tokens == 24 and found.usage.total_tokens == 24 + found.usage.prompt_tokens
+
+
+def test_a_stream_s_pieces_are_the_text(client: openai.OpenAI, served: Served) -> None:
+    pieces = list(client.completions.create(model="pair", stream=True, stream_options={"include_usage": True}, **ASKED))
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == served.text(**ASKED)
+    assert len(pieces) > 6 and [piece.usage for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].usage and pieces[-1].usage.completion_tokens == 24 and not pieces[-1].choices
+    assert pieces[-2].choices[0].finish_reason == "length"
+
+
+def test_a_chat_is_asked_with_the_template(client: openai.OpenAI) -> None:
+    said: list[Any] = [{"role": "user", "content": "the rank"}]
+    whole = client.chat.completions.create(model="pair", messages=said, max_tokens=16, seed=3)
+    streamed = client.chat.completions.create(model="pair", messages=said, max_tokens=16, seed=3, stream=True)
+    pieces = list(streamed)
+    result = run_json(1, ["--chat", "-sys", "of", "-p", "the rank", "-n", "16", "-s", "3", "-t", "1"])
+    assert whole.choices[0].message.content == result["text"] and whole.object == "chat.completion"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == result["text"]
+    assert pieces[0].choices[0].delta.role == "assistant" and pieces[0].object == "chat.completion.chunk"
+
+
+def test_several_texts_have_the_next_seeds(client: openai.OpenAI, served: Served) -> None:
+    found = client.completions.create(model="pair", n=3, **ASKED)
+    alone = [served.text(**ASKED | {"seed": seed}) for seed in (7, 8, 9)]
+    assert [choice.text for choice in found.choices] == alone and len(set(alone)) == 3
+    assert found.usage and found.usage.completion_tokens == 72
+    assert found.usage.prompt_tokens == served.complete(**ASKED)["usage"]["prompt_tokens"]
+    prompts = [PROMPT, "class A:\n"]
+    several = client.completions.create(model="pair", **ASKED | {"prompt": prompts, "n": 2})
+    assert [choice.text for choice in several.choices[:2]] == alone[:2] and len(several.choices) == 4
+    pieces = list(client.completions.create(model="pair", stream=True, n=3, **ASKED))
+    texts = ["".join(each.choices[0].text for each in pieces if each.choices[0].index == index) for index in range(3)]
+    assert texts == alone
+
+
+def test_a_stop_string_ends_a_text_and_what_counts_ends_there_too(client: openai.OpenAI, served: Served) -> None:
+    text = served.text(**ASKED)
+    stop = text[10:13]
+    cut = client.completions.create(model="pair", stop=[stop, "nowhere"], **ASKED)
+    assert cut.choices[0].text == text[: text.index(stop)] and cut.choices[0].finish_reason == "stop"
+    streamed = client.completions.create(model="pair", stop=stop, stream=True, **ASKED)
+    pieces = list(streamed)
+    assert "".join(piece.choices[0].text for piece in pieces) == cut.choices[0].text
+    counts = {served.complete(stop=stop, **ASKED)["usage"]["completion_tokens"] for _ in range(4)}
+    assert len(counts) == 1 and counts.pop() < 24, "not how many came with the last one"
+
+
+def test_models_and_health(client: openai.OpenAI, served: Served) -> None:
+    assert [model.id for model in client.models.list()] == ["pair"] and client.models.retrieve("pair").id == "pair"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'x'"):
+        client.models.retrieve("x")
+    assert served.http.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"logprobs": 3}, "logprobs is 3; only false or 0"),
+        ({"max_tokens": 5000}, "with 5000 to come"),
+        ({"n": 0}, "n is 0"),
+        ({"n": 200}, "from 1 to 128"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"stream_options": {"include_usage": True}}, "stream_options are for streams"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"best": 1}, "best is no field"),
+        ({"prompt": ["a", 1]}, "give one text"),
+        ({"prompt": [10**8]}, "there is no token"),
+        ({"messages": []}, "has prompt, and no messages"),
+    ],
+)
+def test_what_cannot_be_served_is_said(client: openai.OpenAI, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(
+            model="pair",
+            **{
+                **ASKED,
+                **{
+                    n: v
+                    for n, v in asked.items()
+                    if n in ("n", "prompt", "logprobs", "max_tokens", "temperature", "stream_options")
+                },
+            },
+            extra_body=asked,
+        )
+    assert said in caught.value.message and caught.value.type == "invalid_request_error"
+
+
+# -- clients that leave, or are slow
+
+
+def slots(served: Served) -> list[Any]:
+    found: list[Any] = served.http.get("/slots").json()
+    return found
+
+
+def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
+    with served.stream(**LONG) as answer:
+        lines = lines_of(answer)  # to be kept: with it the connection would end
+        next(lines)
+        assert [slot["is_processing"] for slot in slots(served)] == [True]
+    served.until(lambda: not slots(served), timeout_s=2)
+    with pytest.raises(httpx.ReadTimeout):
+        served.http.post("/v1/completions", json=LONG, timeout=0.3)
+    served.until(lambda: not slots(served), timeout_s=2)
+
+
+def test_who_does_not_read_stalls_nobody(served: Served) -> None:
+    """Its text is short enough for the system's buffers, or waits in the server: others are served meanwhile."""
+    data = json.dumps({**LONG, "n": 8, "stream": True}).encode()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect(("127.0.0.1", served.port))
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data))
+        served.until(lambda: slots(served))
+        start_s = time.monotonic()
+        assert served.text(**ASKED) and time.monotonic() - start_s < 10
+    served.until(lambda: not slots(served), timeout_s=3)
+
+
+def test_what_has_no_room_waits_and_what_has_no_room_to_wait_is_refused(served: Served) -> None:
+    with served.stream(**LONG, n=20) as answer:
+        lines = lines_of(answer)  # to be kept: with it the connection would end
+        next(lines)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(served.text, **ASKED)
+            served.until(lambda: [slot["is_processing"] for slot in slots(served)].count(False) > 0)
+            refused = served.http.post("/v1/completions", json={**ASKED, "n": 9})
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            answer.close()
+            assert waiting.result(timeout=20)
+
+
+# -- the end
+
+
+def test_it_ends_when_what_is_open_has_ended() -> None:
+    with Served(1, ["--parallel", "2"]) as served, served.stream(**{**LONG, "max_tokens": 200}) as answer:
+        lines = lines_of(answer)
+        next(lines)
+        served.signal(signal.SIGTERM)
+        served.until(lambda: "no further requests" in served.errors)
+        refused = httpx.post(f"{served.url}/v1/completions", json=ASKED)
+        assert refused.status_code == 503 and "shutting down" in refused.text and "retry-after" in refused.headers
+        rest = list(lines)
+        assert rest[-1] == "[DONE]" and json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
+        assert served.wait() == 0, served.errors
+
+
+def test_a_wrong_setting_is_said_before_anything_loads(served: Served) -> None:
+    done = finish(2, ["serve", "--port", str(served.port)])
+    assert done.returncode == 2 and f"--port {served.port}: Address already in use" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
