@@ -181,7 +181,11 @@ def test_answers_have_openai_s_form_and_what_cannot_be_served_is_a_line(pair: li
         {"prompt": "the " * 300, "n_predict": 4},
         {"custom_id": "long", **url, "body": {"prompt": "the " * 300}},
         {"prompt": [5, 100000]},
-        {"custom_id": "ok", **url, "body": {"prompt": [5, 6], "max_tokens": 40, "stop": ["e", "a", "o", "i", " "]}},
+        {
+            "custom_id": "ok",
+            **url,
+            "body": {"prompt": [5, 6], "seed": 1, "max_tokens": 40, "stop": ["e", "a", "o", "i", " "]},
+        },
         {"prompt": "of", "stop": ["nowhere"], "ignore_eos": True, "seed": None},
     ]
     source.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
