@@ -10,7 +10,8 @@ from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
 from pipeinfer.cli.environment import VARIABLES, ignored_variables
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
-from pipeinfer.cli.run import run
+from pipeinfer.cli.run import run, run_options
+from pipeinfer.errors import UserError
 from tests.jobs import run_json
 from tests.llama_table import HEAD, PATH, arguments, own_options, table
 
@@ -58,6 +59,25 @@ def test_variables_give_options_and_the_command_line_comes_first(monkeypatch: py
     assert "LLAMA_ARG_CTX_SIZE" in error.value.format_message()
 
 
+def test_models_of_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*words: str, **variables: str) -> tuple[str, list[str]]:
+        given = parsed(run, ["-p", "x", *words], monkeypatch, **variables).params
+        options = run_options(**{name: value for name, value in given.items() if name != "conversation"})
+        return str(options.model), list(map(str, options.drafts))
+
+    assert asked("-hf", "u/m:Q8_0") == ("hf:u/m:Q8_0", [])
+    assert asked("--hf-repo=u/m", "-hff", "a/b.gguf", "-hfd", "u/d") == ("hf:u/m:a/b.gguf", ["hf:u/d"])
+    assert asked("-m", "hf:u/m", "-md", "d.gguf", "-hfd", "u/d:Q4_0") == ("hf:u/m", ["d.gguf", "hf:u/d:Q4_0"])
+    for wrong, why in (
+        (["-hf", "m.gguf"], "'m.gguf' is no model on the hub"),
+        (["-hf", "u/m", "-m", "m.gguf"], "--model m.gguf and --hf-repo u/m both name the target"),
+        (["-hff", "m.gguf"], "--hf-file m.gguf is a file of no repository"),
+    ):
+        with pytest.raises((click.BadParameter, UserError), match=why):
+            asked(*wrong)
+    assert asked(HF_REPO="u/v", SPEC_DRAFT_HF_REPO="u/d") == ("hf:u/v", ["hf:u/d"])
+
+
 def test_variables_without_effect_are_named() -> None:
     def said(**variables: str) -> str:
         return "\n".join(ignored_variables(run, {f"LLAMA_ARG_{name}": value for name, value in variables.items()}))
@@ -67,7 +87,8 @@ def test_variables_without_effect_are_named() -> None:
     assert said(FLASH_ATTN="off").endswith(INSTEAD["-fa"])
     assert "--policy" in said(DRAFT_MAX="4") and "give --draft" in said(DRAFT_MAX="4")
     assert "not known" in said(FROBNICATE="1")
-    assert said(HF_REPO="x/y", MIROSTAT="1").count("\n") == 1
+    assert said(HF_REPO="x/y", OFFLINE="1", SPEC_DRAFT_HF_REPO="x/z") == "", "these are read"
+    assert said(UBATCH="64", MIROSTAT="1").count("\n") == 1
 
 
 def test_a_run_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,8 +248,8 @@ def test_what_llama_cpp_has_and_we_lack_is_named() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-hf", "x/y"], "-m FILE"),
-        (["-hfr", "x/y"], "-m FILE"),
+        (["-mu", "http://x/y"], "-hf USER/MODEL"),
+        (["-hf", "x"], "write USER/MODEL"),
         (["-st"], "run --chat"),
         (["--no-jinja"], "always rendered by Jinja"),
         (["-ctk", "f16"], "--numerics"),

@@ -10,6 +10,7 @@ import click
 
 from pipeinfer.cli.chat_options import CHAT_NAMES
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.hub_options import take_token
 from pipeinfer.cli.run import run
 from pipeinfer.cli.setting_options import take_policies, take_sampling
 from pipeinfer.cli.values import File, Listed, Split, Text, Whole
@@ -24,7 +25,7 @@ from pipeinfer.policies.registry import POLICIES, USUAL
 NOT_SHARED = (
     "model", "drafts", "prompt", "escape", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel",
     "partitions", "continuous", "asynchronous", "results", "trace", "json", "verbose", "chat", "conversation",
-    *CHAT_NAMES,
+    *CHAT_NAMES, "hf_repo", "hf_file", "hf_drafts",
 )  # fmt: skip
 DEFAULTS = {"temp": 0.0, "seed": 0}
 """Other than those of `run`: a benchmark can be repeated."""
@@ -112,6 +113,7 @@ def bench(
     """
     if resume and not results:
         raise UserError("--resume needs --results: the file that has what was measured before")
+    take_token(others)
     drafts = drafts or (() if models else ((DRAFT,),))
     teams = tuple(choose_drafts(team, ()) for team in drafts) or ((),)
     has_guesses = any(teams) or others["lookup"]

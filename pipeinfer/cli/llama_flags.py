@@ -17,7 +17,7 @@ HARMLESS: Mapping[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("-np", "--parallel"), ("1",)),
     **dict.fromkeys(
         ("-no-cnv", "--no-conversation", "--no-display-prompt", "--simple-io", "--perf", "--warmup", "--no-warmup",
-         "--no-context-shift", "-kvu", "--kv-unified", "--swa-full", "--no-op-offload", "--offline", "--jinja",
+         "--no-context-shift", "-kvu", "--kv-unified", "--swa-full", "--no-op-offload", "--jinja",
          "--no-show-timings", "--skip-chat-parsing"),
     ),
 }  # fmt: skip
@@ -25,7 +25,7 @@ HARMLESS: Mapping[str, tuple[str, ...] | None] = {
 
 _CHAT = "`pipeinfer chat`, or -cnv, talks with the model; `run --chat` asks it once"
 _REASONING = "reasoning is printed as the model writes it; --chat-template-kwargs sets what its template looks at"
-_DOWNLOAD = "nothing is downloaded; get the GGUF file and give it with -m FILE (a draft with -md FILE)"
+_DOWNLOAD = "give a model of the hub with -hf USER/MODEL[:QUANT], a file with -m FILE (drafts with -hfd and -md)"
 _SAMPLER = "there is no such sampler; --temp, --top-k, --top-p, --min-p and the penalties are there"
 _GRAMMAR = "there are no grammars; the text is not constrained"
 SERVER = "`pipeinfer serve` has this option: it is the server, other commands have no use for it"
@@ -48,8 +48,8 @@ _MEASURE = "no quality is measured; `pipeinfer bench` measures speed"
 _TEXT = "no such text is added; write it into -p or the file of -f"
 
 _INSTEAD = {
-    "-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo -cl --cache-list -hfd -hfrd "
-    "--hf-repo-draft --spec-draft-hf --spec-default --mtp --dflash --eagle3 --embd-gemma-default "
+    "-cl --cache-list": "pipeinfer models list",
+    "-mu --model-url -dr --docker-repo --spec-default --mtp --dflash --eagle3 --embd-gemma-default "
     "--fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec "
     "--fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
     "--vision-gemma-12b-default": _DOWNLOAD,

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.hub_options import HUB_NAMES, take_models
 from pipeinfer.cli.run import run
 from pipeinfer.cli.values import File
 from pipeinfer.core.sampling import SamplingParams
@@ -19,6 +20,7 @@ from pipeinfer.policies import PipeInfer
 
 SHARED = (
     "model", "drafts", "threads", "n_gpu_layers", "layer_split", "draft_split", "numerics", "slice_cache", "verbose",
+    *HUB_NAMES,
 )  # fmt: skip
 N_TOKENS = 128
 PROMPT = "measure"
@@ -33,6 +35,7 @@ def measure_command(
 
     Rank 0 drafts, larger drafts have the next ranks, the others hold the target's layers.
     """
+    model, drafts = take_models(model, drafts, others)
     if model is None:
         model, drafts = TARGET, drafts or (DRAFT,)
     if not drafts:

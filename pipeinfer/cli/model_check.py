@@ -37,6 +37,7 @@ def check_command(
     Where they differ a little, tokens are translated. Exit code 0 if it can, 1 if not. Without -p and -f three short
     texts are continued.
     """
+    from pipeinfer.job.fetch import fetch_files
     from pipeinfer.job.pair_report import check_pair  # loads libllama
     from pipeinfer.job.request import read_prompt
     from pipeinfer.observe.json_text import json_text
@@ -46,6 +47,7 @@ def check_command(
     text = read_prompt(RunOptions(model=target, prompt=prompt, file=file)) if given else None
     if text == "":
         raise UserError(f"--file {file} is empty; give some text, or leave it out")
+    target, draft = fetch_files([target, draft])
     found = check_pair(target, draft, text, predict, threads)
     click.echo(json_text(found) if json else "\n".join(check_lines(found)))
     return 0 if found["can_draft"] else DIFFERENT

@@ -33,10 +33,12 @@ def info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
 
     Only the header and the vocabulary are read.
     """
+    from pipeinfer.job.fetch import fetch_files
     from pipeinfer.job.model_report import describe_file  # loads libllama
     from pipeinfer.observe.json_text import json_text
     from pipeinfer.observe.model_text import info_lines
 
-    found = describe_file(file, ctx_size, numerics)
+    (path,) = fetch_files([file])
+    found = describe_file(path, ctx_size, numerics)
     click.echo(json_text(found) if json else "\n".join(info_lines(found)))
     return 0

@@ -12,6 +12,7 @@ import click
 from pipeinfer.cli.command import Command, Group
 from pipeinfer.cli.model_check import check_command
 from pipeinfer.cli.model_info import info_command
+from pipeinfer.cli.model_list import list_command
 from pipeinfer.cli.values import MAX_LAYERS, THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import MAX_CTX
@@ -30,6 +31,7 @@ def models() -> None:
 
 models.add_command(info_command)
 models.add_command(check_command)
+models.add_command(list_command)
 
 
 @models.command(cls=Command)
@@ -76,12 +78,15 @@ def grow(
     Every added layer costs what a layer costs. With the original model (or its draft) as the draft, the acceptance rate
     is that of the original pair at --noise 0, and falls with the noise. Measured rates are those of greedy text.
     """
+    from pipeinfer.job.fetch import fetch_files
     from pipeinfer.job.memory import check_alone
     from pipeinfer.models.gguf.model_info import read_model_info
     from pipeinfer.models.grow import write_grown
 
     if acceptance is not None and noise:
         raise UserError(f"--noise {noise:g} and --acceptance {acceptance:g} both choose the noise; give one of them")
+    model, *given = fetch_files([model, *([model_draft] if model_draft else [])])
+    model_draft = given[0] if given else None
     info = read_model_info(model)
     draft = model_draft or (model if acceptance is not None else None)
     check_separate({"--output": output}, {"--model": info.paths, "--model-draft": [draft] if draft else []})

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.hub_options import HUB_NAMES, take_models
 from pipeinfer.cli.run import run
 from pipeinfer.cli.setting_options import policy_meant, policy_options, take_policies
 from pipeinfer.cli.simulate import MAX_GBIT, MAX_TOKENS
@@ -19,7 +20,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 
 SHARED = (
     "model", "drafts", "lookup", "predict", "ctx_size", "batch_size", "threads", "n_gpu_layers", "policy",
-    "layer_split", "draft_split", "numerics", "slice_cache", "partitions", "sequences", "json",
+    "layer_split", "draft_split", "numerics", "slice_cache", "partitions", "sequences", "json", *HUB_NAMES,
 )  # fmt: skip
 
 
@@ -65,6 +66,7 @@ def plan_command(
         raise UserError("--hosts and --profile both say where to run; give one of them")
     if ranks and not (hosts or profile):
         raise UserError("-np counts ranks of --hosts or --profile; else start as many with mpirun -np")
+    model, drafts = take_models(model, drafts, others)
     drafts = choose_drafts(drafts, () if model else (DRAFT,))
     (chosen,) = take_policies([policy_meant(policy, bool(drafts) or lookup, others)], others)
     options = RunOptions(

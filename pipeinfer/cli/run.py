@@ -11,6 +11,7 @@ import click
 from pipeinfer.cli.chat_options import chat_options, take_chat, take_stops
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.environment import ignored_variables, read_variables
+from pipeinfer.cli.hub_options import hub_options, take_models
 from pipeinfer.cli.setting_options import policy_meant, policy_options, sampling_options, take_policies, take_sampling
 from pipeinfer.cli.values import (
     MAX_LAYERS,
@@ -42,6 +43,7 @@ from pipeinfer.policies.registry import POLICIES
     help="Draft model, GGUF, with nearly the target's vocabulary. Of several the smallest guesses, larger ones refine. "
     "none: no draft.",
 )
+@hub_options
 @click.option(
     "--lookup",
     is_flag=True,
@@ -200,6 +202,7 @@ def run_options(
     **others: Any,
 ) -> RunOptions:
     """What the command line asks for. Raises UserError for options that do not go together."""
+    model, drafts = take_models(model, drafts, others)
     drafts = choose_drafts(drafts, () if model else (DRAFT,))
     (chosen,) = take_policies([policy_meant(policy, bool(drafts) or lookup, others)], others)
     return RunOptions(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch_prepare import BatchOptions, BatchWork, prepare_batch
 from pipeinfer.job.batch_prompts import Ready
@@ -11,6 +15,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.open_requests import News, Open, OpenRequests
+from pipeinfer.job.options import RunOptions
 from pipeinfer.job.plan_table import show_plan
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.session import N_NOTED, Session
@@ -23,10 +28,12 @@ from pipeinfer.observe.throughput import show_throughput
 
 def run_batch(asked: BatchOptions) -> int:
     """`pipeinfer batch`, on every rank; returns the exit code."""
+
+    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, BatchWork] | None:
+        return prepare_batch(replace(asked, run=options), hosts)
+
     return start_job(
-        lambda crew: run_prepared(
-            crew, asked.run, lambda options, hosts: prepare_batch(asked, hosts), lambda *head: Batch(*head).run()
-        ),
+        lambda crew: run_prepared(crew, asked.run, prepare, lambda *head: Batch(*head).run()),
         asked,
         asked.run.verbose,
     )

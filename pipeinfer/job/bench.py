@@ -12,6 +12,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import forget_peak
 from pipeinfer.job.conversation import Turn
 from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.fetch import fetch_files
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.outcome import make_result
 from pipeinfer.job.prepare import check_outputs
@@ -52,6 +53,7 @@ def _run(crew: Crew, sweep: Sweep, warm_up: int, output: str, resume: bool) -> i
 
 
 def _plan(sweep: Sweep, crew: Crew, resume: bool) -> list[Group]:
+    sweep = _fetched(sweep)
     check_outputs(sweep.base)
     groups = plan_groups(sweep, crew.hosts)
     path = sweep.base.results
@@ -59,6 +61,15 @@ def _plan(sweep: Sweep, crew: Crew, resume: bool) -> list[Group]:
         return groups
     known = {key_of(row) for row in read_results(path)}
     return [left for left in (group.without(known) for group in groups) if left.cases]
+
+
+def _fetched(sweep: Sweep) -> Sweep:
+    """With files in the place of names of models on the hub."""
+    offline = sweep.base.offline
+    pairs = [(fetch_files([model, *drafts], offline)) for model, drafts in sweep.pairs]
+    return replace(
+        sweep, base=replace(sweep.base, model=pairs[0][0]), pairs=tuple((pair[0], tuple(pair[1:])) for pair in pairs)
+    )
 
 
 def _serve(crew: Crew, loads: list[tuple[RunOptions, Deployment]]) -> int:

@@ -40,9 +40,9 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
     if index is None:
         return None
     options, stage = context.options, deployment.plan.stages[index]
-    info = read_model_info(options.model)
+    info = read_model_info(deployment.model.path)
     if info.fingerprint != deployment.model.fingerprint:
-        raise UserError(f"{options.model} differs from rank 0's; copy the same file to every host")
+        raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host")
     params = LlamaParams(
         n_cells=deployment.n_cells,
         # one more, in which exact numerics park rejected cells

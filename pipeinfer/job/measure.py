@@ -11,6 +11,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, check_profiled
+from pipeinfer.job.fetch import fetch_models
 from pipeinfer.job.load import load_drafts, load_stage
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.prepare import inputs_of, prepare
@@ -40,6 +41,7 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
         try:
             if link.size < 2:
                 raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
+            options = fetch_models(options)
             check_separate({"--output": output}, inputs_of(options))
             check_writable(output, "--output")
             found, (request, _) = prepare(options, crew.hosts)

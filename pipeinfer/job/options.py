@@ -71,6 +71,7 @@ class RunOptions:
     ignore_eos: bool = False
     numerics: str = "exact"
     slice_cache: Path | None = None
+    offline: bool = False
     pace: str | None = None
     couple: bool = True
     cancel: bool = True

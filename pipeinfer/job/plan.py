@@ -14,6 +14,7 @@ from pipeinfer.cluster.launch import is_launched
 from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
+from pipeinfer.job.fetch import fetch_models
 from pipeinfer.job.gpus import gpu_names
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
@@ -106,6 +107,7 @@ def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], lin
     """Print the plan. Returns the exit code. Raises UserError, with what is missing, where it does not fit."""
     if question.gbit is not None:
         link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
+    options = fetch_models(options)
     info, tokenizer = open_models(options)
     tokenizer.close()
     found = plan_report(open_planner(options, info, nodes, link, question.n_prompt, question.acceptances))

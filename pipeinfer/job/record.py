@@ -9,6 +9,7 @@ from typing import Any
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.fetch import fetch_files
 from pipeinfer.job.memory import check_alone
 from pipeinfer.job.model_files import draft_translation
 from pipeinfer.models.gguf.model_info import part_paths
@@ -29,6 +30,7 @@ def record_pair(
     model: Path, model_draft: Path, prompt: str, predict: int, threads: int | None, temp: float, seed: int, output: Path
 ) -> float:
     """Write the file; the share of tokens for which the draft's best guess is right. Raises UserError."""
+    model, model_draft = fetch_files([model, model_draft])
     check_separate({"--output": output}, {"--model": part_paths(model), "--model-draft": part_paths(model_draft)})
     check_writable(output, "--output")
     tokenizer = Tokenizer(model)
@@ -74,6 +76,7 @@ def ask_draft(choices: RecordedChoices, model_draft: Path) -> None:
         params = sampling_of(choices.about)
     except (KeyError, TypeError, ValueError):
         raise UserError("these choices do not say how they were sampled; record them anew") from None
+    (model_draft,) = fetch_files([model_draft])
     target = Path(str(choices.about.get("model", "")))
     translation = draft_translation(target, model_draft) if target.is_file() else None
     draft = open_whole(model_draft, choices.n_tokens + N_BATCH, None, False, translation)

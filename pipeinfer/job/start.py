@@ -21,6 +21,7 @@ from pipeinfer.job.bus_error import report_bus_errors
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, DoesNotFit
+from pipeinfer.job.fetch import fetch_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import prepare
 from pipeinfer.job.request import GenerationRequest
@@ -110,10 +111,16 @@ def run_prepared(
     prepare: Callable[[RunOptions, Sequence[Host]], tuple[Deployment, T] | None],
     run_head: Callable[[Context, Deployment, T], int],
 ) -> int:
-    """Rank 0 prepares and is the head, all others do as the deployment says. Returns the exit code; 0 where there is
-    nothing to deploy."""
+    """Rank 0 fetches models, prepares and is the head, all others do as the deployment says. Returns the exit code; 0
+    where there is nothing to deploy."""
     link = crew.link
-    prepared, error = _prepared(lambda: prepare(options, crew.hosts)) if link.rank == 0 else (None, "")
+
+    def fetch_and_prepare() -> tuple[Deployment, T] | None:
+        nonlocal options
+        options = fetch_models(options)
+        return prepare(options, crew.hosts)
+
+    prepared, error = _prepared(fetch_and_prepare) if link.rank == 0 else (None, "")
     deployment, error = link.broadcast((prepared and prepared[0], error) if link.rank == 0 else None)
     if deployment is None:
         if link.rank == 0 and error:

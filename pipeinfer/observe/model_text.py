@@ -59,6 +59,19 @@ def check_lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"acceptance    {found['acceptance_rate']:.3f} of {found['predicted_n']} greedy tokens after {texts}"
 
 
+def list_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of models in the hub's cache."""
+    if not found:
+        yield "no models of the hub are in its cache; -hf USER/MODEL downloads one"
+        return
+    rows = [
+        [each["repo"], each["quant"] or UNKNOWN, size_text(each["n_bytes"]) + ("" if each["is_whole"] else ", in part"),
+         each["path"]]
+        for each in found
+    ]  # fmt: skip
+    yield from markdown_table(["model", "quant", "size", "path"], rows, right_aligned=["size"])
+
+
 def _vocabulary(found: Mapping[str, Any]) -> Iterator[str]:
     if found["error"]:
         yield f"vocabulary    {found['error']}"
