@@ -58,6 +58,15 @@ def run_json(n_ranks: int, arguments: Sequence[str], timeout_s: float = 300) -> 
     return result
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and those that these have."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [each for child in map(int, children) for each in (child, *descendants(child))]
+
+
 def plain_tokens(model: Path, prompt: Sequence[int], n_predict: int) -> list[int]:
     """Plain llama-cpp-python, in a process of its own."""
     ids = ",".join(map(str, prompt))

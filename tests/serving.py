@@ -9,12 +9,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from tests.jobs import start
+from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
+from tests.jobs import COMMAND, descendants, start
 
 LISTENS = "pipeinfer: listening on "
 
@@ -50,6 +52,10 @@ class Served:
 
     def signal(self, number: int) -> None:
         self.job.send_signal(number)
+
+    def pid_of(self, rank: int) -> int:
+        """Of a job of several ranks."""
+        return next(pid for pid in descendants(self.job.pid) if rank_of(pid) == rank)
 
     def wait(self, timeout_s: float = 30) -> int:
         """Its exit code."""
@@ -92,6 +98,15 @@ class Served:
         while not done():
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def rank_of(pid: int) -> int | None:
+    """Of a process that is a rank of a server."""
+    process = Path(f"/proc/{pid}")
+    words, pairs = (process / "cmdline").read_bytes(), (process / "environ").read_bytes().decode().split("\0")
+    environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    is_rank = b"\0serve\0" in words and size_from_environment(environ) > 1
+    return rank_from_environment(environ) if is_rank and words.startswith(COMMAND[0].encode()) else None
 
 
 def lines_of(answer: httpx.Response) -> Iterator[str]:

@@ -22,7 +22,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.signals import HEAD_FIRST_S
 from pipeinfer.job.stop import StopFlag, Stopper
-from tests.jobs import COMMAND, ROOT, environment, launcher
+from tests.jobs import COMMAND, ROOT, descendants, environment, launcher
 
 RUN = ["run", "-p", "def read_lines(path):\n", "-n", "2000", "-c", "3000", "--ignore-eos"]
 BY_MPICH = "--oversubscribe" not in launcher(2)
@@ -57,14 +57,6 @@ def has_mpi(pid: int) -> bool:
         return "libmpi" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
-
-
-def descendants(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [each for child in map(int, children) for each in (child, *descendants(child))]
 
 
 @only_mpich

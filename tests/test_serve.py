@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
@@ -193,6 +194,27 @@ def test_it_ends_when_what_is_open_has_ended() -> None:
         rest = list(lines)
         assert rest[-1] == "[DONE]" and json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
         assert served.wait() == 0, served.errors
+
+
+def test_who_asks_is_told_that_a_rank_died() -> None:
+    """The launcher kills rank 0 with the others; what speaks with clients is out of its reach."""
+    with Served(2, ["--parallel", "4"]) as served, served.stream(**LONG) as answer, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(httpx.post, f"{served.url}/v1/completions", json=LONG)
+        lines = lines_of(answer)
+        next(lines)
+        served.until(lambda: len(slots(served)) == 2)
+        os.kill(served.pid_of(1), signal.SIGKILL)
+        rest = list(lines)
+        assert rest[-1] == "[DONE]" and json.loads(rest[-2])["error"]["code"] == 503
+        told = whole.result(timeout=10)
+        assert told.status_code == 503 and int(told.headers["retry-after"]) > 0
+        assert "the job behind this server has ended" in told.json()["error"]["message"]
+        late = httpx.get(f"{served.url}/health")
+        assert late.status_code == 503 and "retry-after" in late.headers
+        assert served.wait(timeout_s=5) not in (0, 130)
+        assert "rank 1 (host" in served.errors and "died of SIGKILL" in served.errors
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{served.url}/health")
 
 
 def test_a_wrong_setting_is_said_before_anything_loads(served: Served) -> None:
