@@ -19,6 +19,7 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
+from pipeinfer.job.backends import Backend
 from pipeinfer.job.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.options import RunOptions
@@ -156,7 +157,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     """--resume leaves nothing out that was asked otherwise, in whichever option of `run`."""
     changed: dict[str, Any] = {
         "drafts": (TARGET,), "prompt": "one three", "predict": 9, "ctx_size": 64, "batch_size": 7, "threads": (2,),
-        "n_gpu_layers": (1,), "policy": Speculative(), "layer_split": "1,8", 
+        "n_gpu_layers": (1,), "backend": (Backend("torch"),), "policy": Speculative(), "layer_split": "1,8",
         "numerics": "fast", "slice_cache": tmp_path, "pace": "pipeinfer-c",
         "sampling": SamplingParams(seed=1), "couple": False,
         "cancel": False, "partitions": False, "sequences": 3, "lookup": True,

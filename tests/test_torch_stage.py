@@ -162,7 +162,7 @@ def test_greedy_text_of_the_shipped_target(folder: Path, reference: Callable[[Pa
     whole, (stage,) = reference(plain), open_chain(TARGET)
     for text in TEXTS[:2]:
         prompt = tokenizer.encode(text)
-        assert greedy(stage, prompt, 200) == greedy(whole, prompt, 200)  # type: ignore[arg-type]
+        assert greedy(stage, prompt, 200) == greedy(whole, prompt, 200)
     tokenizer.close()
 
 
@@ -306,7 +306,7 @@ def test_models_that_torch_does_not_compute(folder: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"--device cuda:1: torch .* sees no GPU here"):
+    with pytest.raises(UserError, match=r"--backend torch:cuda:1: torch .* sees no GPU here"):
         find_device("cuda:1", 0)
     assert find_device("auto", 3).type == "cpu"
 

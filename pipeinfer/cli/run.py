@@ -16,6 +16,7 @@ from pipeinfer.cli.setting_options import policy_meant, policy_options, sampling
 from pipeinfer.cli.values import (
     MAX_LAYERS,
     THREADS,
+    BackendName,
     File,
     Folder,
     GpuLayers,
@@ -114,6 +115,14 @@ from pipeinfer.policies.registry import POLICIES
     show_default=True,
     help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where there "
     "is one. One value, or one a rank: all,0,0 has the draft on a GPU.",
+)
+@click.option(
+    "--backend",
+    type=Listed(BackendName()),
+    default="llama",
+    show_default=True,
+    help="What computes a rank's layers: llama, or torch (needs PyTorch): on a GPU in bf16 where there is one, else on "
+    "the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16 say which. One value, or one a rank.",
 )
 @click.option("--policy", type=click.Choice(POLICIES), help="[default: auto with a draft, iterative without]")
 @click.option(

@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 
 from pipeinfer.cluster.plan import parse_split
 from pipeinfer.errors import UserError
+from pipeinfer.job.backends import Backend
 from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, INT32_MAX
 
 MAX_THREADS = 512  # libggml's limit
@@ -172,9 +173,23 @@ class GpuLayers(click.ParamType):
         return found
 
 
+class BackendName(click.ParamType):
+    """What computes a rank's layers, as `Backend.parse` reads it."""
+
+    name = "backend"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Backend:
+        if isinstance(value, Backend):
+            return value
+        try:
+            return Backend.parse(str(value))
+        except ValueError as error:
+            self.fail(f"{value!r} {error}", param, ctx)
+
+
 THREADS = Whole(1, MAX_THREADS)
 PROBABILITY = Number(0, 1)
 TYPES: Sequence[type[click.ParamType]] = (
-    Whole, Number, Text, Listed, Split, GpuLayers, click.Choice, type(click.BOOL),
+    Whole, Number, Text, Listed, Split, GpuLayers, BackendName, click.Choice, type(click.BOOL),
 )  # fmt: skip
 """What an option may have for a type: a new one checks as much, or is added here."""

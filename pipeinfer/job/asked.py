@@ -50,13 +50,13 @@ def _drafting(options: RunOptions, draft_split: Sequence[int]) -> list[str]:
 
 def options_text(options: RunOptions) -> str:
     """The job's options that have no column of their own, where they are not as by default: `ctx-size 512`."""
-    names = ("ctx_size", "batch_size", "n_gpu_layers", "sequences", "samplers")
+    names = ("ctx_size", "batch_size", "n_gpu_layers", "backend", "sequences", "samplers")
     changed = [(name, getattr(options, name)) for name in names if getattr(options, name) != getattr(DEFAULT, name)]
     shown = [f"{name.replace('_', '-')} {_listed(value)}" for name, value in changed]
     return ", ".join(shown + (["slice-cache"] if options.slice_cache else []))
 
 
-def _listed(value: int | tuple[int, ...] | None) -> str:
+def _listed(value: int | tuple[object, ...] | None) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

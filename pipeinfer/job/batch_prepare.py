@@ -91,7 +91,8 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deploymen
 
 def _defaults(asked: BatchOptions, info: ModelInfo) -> Defaults:
     options = asked.run
-    salt = f"{info.fingerprint} {options.numerics} {options.chat}"
+    others = "".join(f" {backend}" for backend in options.backend if backend.is_torch)
+    salt = f"{info.fingerprint} {options.numerics} {options.chat}{others}"
     return Defaults(options.sampling, options.predict, options.stops, options.ignore_eos, asked.as_chat, salt)
 
 

@@ -14,10 +14,20 @@ from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_s
 from pipeinfer.cluster.room import Memory, check_room
 from pipeinfer.core.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
+from pipeinfer.job.backends import Backend
 from pipeinfer.job.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.model_files import draft_translation, translation_note
-from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, check_gpu_layers, threads_of_rank
+from pipeinfer.job.options import (
+    N_GUESS_ROWS,
+    RunOptions,
+    backend_of,
+    check_backends,
+    check_gpu_layers,
+    check_one_backend,
+    threads_of_rank,
+)
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.torch.hyperparameters import check_known
 from pipeinfer.models.vocabularies import Translation
 from pipeinfer.virtual.profile import load_profile
 
@@ -60,6 +70,7 @@ class Deployment:
     memory    of each rank, what it will hold
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
     translations  of each draft, between the target's token ids and its own, where they differ
+    backends  of each rank
     pace      what the ranks and links shall be slowed down to
     """
 
@@ -75,6 +86,7 @@ class Deployment:
     memory: tuple[Memory, ...]
     blocks: bool = False
     pace: Profile | None = None
+    backends: tuple[Backend, ...] = ()
     translations: tuple[Translation | None, ...] = ()
 
     @property
@@ -139,11 +151,13 @@ def lay_out(
     split = parse_split(options.layer_split) if options.layer_split else None
     draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
     check_gpu_layers(options, len(hosts))
+    check_backends(options, len(hosts))
     needs, model = memory_needs(options, len(hosts), info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan = make_plan(
         len(hosts), list(map(sizes_of, drafts)), model.sizes, needs.n_cells, split, partial(needs.room, hosts),
         options.draft_split if drafts else (),
     )  # fmt: skip
+    _check_computable(options, plan, info, drafts)
     if options.pace is not None:
         check_profiled(f"--pace {options.pace}", plan)
     return Deployment(
@@ -158,8 +172,17 @@ def lay_out(
         hosts=tuple(hosts),
         memory=needs.of_plan(plan),
         blocks=_in_blocks(options, len(hosts), len(drafts)),
+        backends=tuple(backend_of(options, rank) for rank in range(len(hosts))),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
     )
+
+
+def _check_computable(options: RunOptions, plan: Plan, info: ModelInfo, drafts: Sequence[ModelInfo]) -> None:
+    """Raises UserError where a backend is asked for layers that it cannot compute, or not as exactly as is asked."""
+    check_one_backend(options, [stage.rank for stage in plan.stages])
+    for model, stages in ((info, plan.stages), *zip(drafts, plan.drafts, strict=True)):
+        if any(backend_of(options, stage.rank).is_torch for stage in stages):
+            check_known(model)
 
 
 def memory_needs(

@@ -20,11 +20,13 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.memory import gpu_layers
-from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, gpu_layers_asked
+from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, backend_of, gpu_layers_asked
+from pipeinfer.job.stages import load_layers, local_rank
 from pipeinfer.kept import user_kept
+from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.models.torch.library import torch_version
 from pipeinfer.models.translated import TranslatedStage
 from pipeinfer.policies.limits import MAX_WIDTH
 
@@ -54,9 +56,19 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         exact=options.numerics == "exact",
         n_snapshots=options.n_snapshots(info.layers.rewinds),
     )
-    layers = open_slice(info, stage.first, stage.last, options.slice_cache, lambda line: _notice(context, line))
-    model = LlamaStage(layers, params, on_progress)
+    model = _load(context, deployment, info, stage, params, on_progress)
     return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
+
+
+def _load(
+    context: Context, deployment: Deployment, info: ModelInfo, own: StagePlan, params: LlamaParams,
+    on_progress: Progress,
+) -> LoadedModel:  # fmt: skip
+    rank, cache = context.rank, context.options.slice_cache
+    return load_layers(
+        lambda: open_slice(info, own.first, own.last, cache, lambda line: _notice(context, line)),
+        params, backend_of(context.options, rank), local_rank(deployment.hosts, rank), on_progress,
+    )  # fmt: skip
 
 
 def _notice(context: Context, line: str) -> None:
@@ -70,7 +82,7 @@ def inexact_line(numerics: str, gpu_ranks: Sequence[int]) -> str:
     return (
         f"--numerics exact holds on CPUs only: the layers of {'ranks' if len(gpu_ranks) > 1 else 'rank'} "
         f"{', '.join(map(str, gpu_ranks))} are on GPUs, whose kernels depend on the batch, so that tokens that are all "
-        "but tied may differ between policies and splits; -ngl 0 is exact"
+        "but tied may differ between policies and splits; -ngl 0 and --backend torch:cpu are exact"
     )
 
 
@@ -107,8 +119,7 @@ def _load_draft(
         n_gpu_layers=gpu_layers(options, context.rank),
         exact=False,  # guesses need not be reproducible to the bit: the target decides
     )
-    layers = open_slice(info, own.first, own.last, options.slice_cache, lambda line: _notice(context, line))
-    model: LoadedModel = LlamaStage(layers, params, on_progress)
+    model = _load(context, deployment, info, own, params, on_progress)
     if translation := deployment.translations[number]:
         model = TranslatedStage(model, translation)
     return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model
@@ -129,7 +140,9 @@ def time_loaded(
     else:
         part = f"{deployment.drafts[draft].fingerprint} {deployment.plan.drafts_on(rank)[draft].layers} of a draft"
     where = f"{deployment.hosts[rank].name}, {deployment.hosts[rank].n_cores} cores, {deployment.threads[rank]} threads"
-    name = f"rows: {part}, {where}, -ngl {gpu_layers_asked(options, rank)}, pipeinfer {__version__}"
+    backend = backend_of(options, rank)
+    by = f"{backend} {torch_version()}" if backend.is_torch else f"-ngl {gpu_layers_asked(options, rank)}"
+    name = f"rows: {part}, {where}, {by}, pipeinfer {__version__}"
     return recall_rows(model, CLOCK, user_kept(), name)
 
 

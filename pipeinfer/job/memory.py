@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from typing import NamedTuple
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.plan import Plan, Stages
@@ -12,7 +13,9 @@ from pipeinfer.cluster.room import Memory, check_room, free_room
 from pipeinfer.cluster.samplers import N_BUFFERS
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.core.blocks import LARGEST
-from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, N_GUESS_ROWS, RunOptions, gpu_layers_asked
+from pipeinfer.job.backends import Backend
+from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, N_GUESS_ROWS, RunOptions, backend_of, gpu_layers_asked
+from pipeinfer.job.torch_memory import torch_memory
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import buffer_bytes
@@ -46,7 +49,7 @@ class MemoryNeeds:
         """Of every rank."""
         found = self._with_drafts(plan.n_ranks, plan.drafts)
         for stage in plan.stages:
-            found[stage.rank] += self.of_stage(gpu_layers(self.options, stage.rank), stage.first, stage.last)
+            found[stage.rank] += self.of_stage(computed_by(self.options, stage.rank), stage.first, stage.last)
         return tuple(found)
 
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
@@ -56,10 +59,10 @@ class MemoryNeeds:
         left = {host.name: min(other.room.host for other in hosts if other.name == host.name) for host in hosts}
         for rank, host in enumerate(hosts):
             left[host.name] -= 0 if rank in ranks else besides[rank].needed
-        on_gpu = [gpu_layers(self.options, rank) for rank in ranks]
+        by = [computed_by(self.options, rank) for rank in ranks]
         memory = cache(partial(self.of_draft, number) if number < len(self.drafts) else self.of_stage)
         return StageRoom(
-            needed=lambda stage, first, last: (besides[ranks[stage]] + memory(on_gpu[stage], first, last)).needed,
+            needed=lambda stage, first, last: (besides[ranks[stage]] + memory(by[stage], first, last)).needed,
             hosts=tuple(hosts[rank].name for rank in ranks),
             left=left,
             own=tuple(hosts[rank].room.own for rank in ranks),
@@ -72,25 +75,33 @@ class MemoryNeeds:
         for number, stages in enumerate(placed):
             for stage in stages:
                 found[stage.rank] += self.of_draft(
-                    number, gpu_layers(self.options, stage.rank), stage.first, stage.last
+                    number, computed_by(self.options, stage.rank), stage.first, stage.last
                 )
         return found
 
-    def of_draft(self, number: int, n_on_gpu: int, first: int, last: int) -> Memory:
+    def of_draft(self, number: int, by: Computed, first: int, last: int) -> Memory:
         """Of layers [first, last) of a draft, likewise."""
         draft = self.drafts[number]
         is_cut = last - first < draft.n_layer
         messages = Memory(buffers=N_MESSAGES * 4 * N_GUESS_ROWS * draft.n_embd if is_cut else 0)
+        in_file = self.options.slice_cache is not None
+        if by.backend.is_torch:
+            return messages + torch_memory(
+                draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, by.backend, in_file
+            )
         return messages + slice_memory(
-            draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False,
-            in_file=self.options.slice_cache is not None, n_on_gpu=n_on_gpu,
+            draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False, in_file=in_file,
+            n_on_gpu=by.n_on_gpu,
         )  # fmt: skip
 
-    def of_stage(self, n_on_gpu: int, first: int, last: int) -> Memory:
-        """Of layers [first, last) of the target, so many of them on a GPU."""
+    def of_stage(self, by: Computed, first: int, last: int) -> Memory:
+        """Of layers [first, last) of the target, computed so."""
+        n_rows, in_file = self.n_rows, self.options.slice_cache is not None
+        if by.backend.is_torch:
+            return torch_memory(self.info, first, last, self.n_cells, n_rows, self._n_outputs, by.backend, in_file)
         found = slice_memory(
-            self.info, first, last, self.n_cells, self.n_rows, self._n_outputs, self.options.numerics == "exact",
-            self.options.slice_cache is not None, n_on_gpu,
+            self.info, first, last, self.n_cells, n_rows, self._n_outputs, self.options.numerics == "exact", in_file,
+            by.n_on_gpu,
         )  # fmt: skip
         if last == self.info.n_layer and self.options.may_have_samplers:
             found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * self.info.n_vocab)
@@ -104,6 +115,17 @@ class MemoryNeeds:
     @property
     def _n_outputs(self) -> int:
         return max(N_GUESS_ROWS, self.options.n_seq) + 1
+
+
+class Computed(NamedTuple):
+    """What computes a rank's layers; of libllama how many of them on a GPU, negative: all."""
+
+    backend: Backend
+    n_on_gpu: int
+
+
+def computed_by(options: RunOptions, rank: int) -> Computed:
+    return Computed(backend_of(options, rank), gpu_layers(options, rank))
 
 
 def gpu_layers(options: RunOptions, rank: int) -> int:

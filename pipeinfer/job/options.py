@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.backends import Backend
 from pipeinfer.policies import Iterative
 
 INT32_MAX = 2**31 - 1
@@ -63,6 +65,7 @@ class RunOptions:
     threads: tuple[int, ...] = ()
     samplers: int | None = None
     n_gpu_layers: tuple[int, ...] = (0,)
+    backend: tuple[Backend, ...] = (Backend(),)
     policy: Policy = field(default_factory=Iterative)
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
     layer_split: str | None = None
@@ -152,6 +155,40 @@ def gpu_layers_asked(options: RunOptions, rank: int) -> int:
     """Of a rank, as given: ALL_LAYERS and AUTO_LAYERS are numbers too."""
     given = options.n_gpu_layers
     return given[rank] if len(given) > 1 else given[0]
+
+
+def backend_of(options: RunOptions, rank: int) -> Backend:
+    return options.backend[rank] if len(options.backend) > 1 else options.backend[0]
+
+
+def check_backends(options: RunOptions, n_ranks: int) -> None:
+    """Raises UserError unless there is one backend, or one a rank, and layers for GPUs are libllama's."""
+    shown = ",".join(map(str, options.backend))
+    if len(options.backend) not in (1, n_ranks):
+        raise UserError(f"--backend {shown} has {len(options.backend)} values for {n_ranks} ranks; give one, or one a "
+                        "rank")  # fmt: skip
+    for rank in range(n_ranks):
+        if backend_of(options, rank).is_torch and gpu_layers_asked(options, rank):
+            raise UserError(
+                f"-ngl is for layers that libllama computes, and rank {rank} has --backend {shown}; torch puts all of "
+                "a rank's layers on its GPU: leave -ngl out, or give it as 0 there"
+            )
+
+
+def check_one_backend(options: RunOptions, ranks: Sequence[int]) -> None:
+    """Raises UserError when exact numerics are asked of target layers on these ranks that are computed in two ways."""
+    ways: dict[str, list[int]] = {}
+    for rank in ranks:
+        own = backend_of(options, rank)
+        ways.setdefault(str(Backend(own.name, dtype=own.dtype)), []).append(rank)
+    if options.numerics == "exact" and len(ways) > 1:
+        shown = ", ".join(
+            f"rank{'s' * (len(own) > 1)} {' '.join(map(str, own))} {way}" for way, own in sorted(ways.items())
+        )
+        raise UserError(
+            f"--numerics exact needs one --backend for all layers of the target, else the text depends on where it is "
+            f"cut; here they have: {shown}; give one, or --numerics fast"
+        )
 
 
 def check_gpu_layers(options: RunOptions, n_ranks: int) -> None:

@@ -76,6 +76,8 @@ def _predictions(planner: Planner) -> tuple[list[Compared], dict[str, str]]:
 
 def _notes(planner: Planner) -> Iterator[str]:
     """What the figures leave out."""
+    if any(backend.is_torch for backend in planner.options.backend):
+        yield "predictions take ranks of torch to be as fast as libllama; `measure` times them"
     if any(planner.options.n_gpu_layers):
         yield "what GPUs hold is not counted, and predictions know the speed of CPUs only"
     if any("_exps" in tensor.name for tensor in planner.info.tensors):

@@ -34,6 +34,7 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
                 "n_cores": node.host.n_cores if node.host.n_cores != UNKNOWN_CORES else None,
                 "room_bytes": room_bytes if room_bytes < UNLIMITED else None,
                 "gpu": node.gpu or None,
+                "backend": str(deployment.backends[rank]),
                 "read_bytes_per_s": node.machine.bytes_per_s / share if node.machine else None,
                 "flop_per_s": node.machine.flop_per_s / share if node.machine else None,
                 "speed_source": node.source or None,

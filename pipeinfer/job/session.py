@@ -27,7 +27,6 @@ from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.load import (
     N_GUESS_BYTES,
-    gpu_layers,
     inexact_line,
     load_drafts,
     load_stage,
@@ -39,6 +38,7 @@ from pipeinfer.job.load import (
 )
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.request import GenerationRequest
+from pipeinfer.job.stages import is_on_gpu
 from pipeinfer.models.llama.ggml import amx_works
 from pipeinfer.observe.ledger import HeadLedger
 from pipeinfer.observe.metrics import RequestMetrics
@@ -133,9 +133,8 @@ class Session:
             self.close()
             raise UserError(error)
         self._engine = self._make_engine()
-        on_gpu = {0: gpu_layers(self.context.options, 0) != 0} | {
-            rank: each["on_gpu"] for rank, each in reports.items()
-        }
+        here = is_on_gpu(self.context.options, self.deployment.hosts, 0)
+        on_gpu = {0: here} | {rank: each["on_gpu"] for rank, each in reports.items()}
         line = inexact_line(self.context.options.numerics, [rank for rank in self._ranks if on_gpu[rank]])
         if line:
             complain(line)

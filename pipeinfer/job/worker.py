@@ -12,7 +12,6 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.load import (
-    gpu_layers,
     load_drafts,
     load_stage,
     make_courier,
@@ -20,6 +19,7 @@ from pipeinfer.job.load import (
     make_worker,
     time_loaded,
 )
+from pipeinfer.job.stages import is_on_gpu
 from pipeinfer.observe.ledger import StageLedger
 
 
@@ -38,7 +38,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
         loaded_s = CLOCK() - start_s
         cost_s = time_loaded(context, deployment, model, number) if model else {}
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
-        on_gpu = gpu_layers(context.options, context.rank) != 0
+        on_gpu = is_on_gpu(context.options, deployment.hosts, context.rank)
         context.link.report({"loaded_s": loaded_s, "cost_s": cost_s, "on_gpu": on_gpu})
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})

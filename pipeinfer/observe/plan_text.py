@@ -16,7 +16,10 @@ ALWAYS = ("rank", "host", "role", "layers", "weights", "KV", "memory", "spare", 
 UNFIT = "its plan does not fit"
 """Why no speed is predicted of a policy, where it is that."""
 
-WORDS = ("host", "GPU", "speed from", "role", "layers")
+USUAL = {"backend": "llama"}
+"""A column whose cells all say this is not shown; of the others one of dashes."""
+
+WORDS = ("host", "GPU", "backend", "speed from", "role", "layers")
 
 
 def _size(n_bytes: float | None) -> str:
@@ -35,6 +38,7 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "cores": lambda row: _or_dash(row["n_cores"]),
     "free": lambda row: _size(row["room_bytes"]),
     "GPU": lambda row: _or_dash(row["gpu"]),
+    "backend": lambda row: row["backend"],
     "speed": _speed,
     "speed from": lambda row: _or_dash(row["speed_source"]),
     "role": lambda row: row["role"],
@@ -52,7 +56,7 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
 def plan_cells(rows: Sequence[Row], names: Sequence[str] = tuple(CELLS)) -> tuple[list[str], list[list[str]]]:
     """Columns and cells of `plan_rows`; of columns that not always say something, those that do here."""
     cells = {name: [CELLS[name](row) for row in rows] for name in names}
-    shown = [name for name in names if name in ALWAYS or set(cells[name]) != {"-"}]
+    shown = [name for name in names if name in ALWAYS or set(cells[name]) != {USUAL.get(name, "-")}]
     return shown, [[cells[name][index] for name in shown] for index in range(len(rows))]
 
 

@@ -209,9 +209,9 @@ def find_device(asked: str, local_rank: int) -> torch.device:
     if asked == CPU or (asked == AUTO and not n_gpus):
         return torch.device(CPU)
     if not n_gpus:
-        raise UserError(f"--device {asked}: torch {torch.__version__} sees no GPU here; install a build for it, or use "
-                        "--device cpu")  # fmt: skip
+        raise UserError(f"--backend torch:{asked}: torch {torch.__version__} sees no GPU here; install a build for "
+                        "it, or use --backend torch:cpu")  # fmt: skip
     number = int(asked.partition(":")[2]) if ":" in asked else local_rank % n_gpus
     if number >= n_gpus:
-        raise UserError(f"--device {asked}: torch sees {n_gpus} GPUs here, from {CUDA}:0 on; name one of these")
+        raise UserError(f"--backend torch:{asked}: torch sees {n_gpus} GPUs here, from {CUDA}:0 on; name one of these")
     return torch.device(CUDA, number)

@@ -1,0 +1,52 @@
+"""A slice of layers loaded into what shall compute it. The only file that knows both backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.job.backends import Backend
+from pipeinfer.job.memory import gpu_layers
+from pipeinfer.job.options import RunOptions, backend_of
+from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.models.torch.library import load_torch
+from pipeinfer.models.torch.params import CPU, TorchParams
+
+
+def load_layers(
+    open_layers: Callable[[], SliceFile], params: LlamaParams, backend: Backend, local_rank: int,
+    on_progress: Callable[[float], bool],
+) -> LoadedModel:  # fmt: skip
+    """`params`: what libllama would be loaded with; of torch, which computes the same, as far as it has such options.
+
+    Raises UserError when the backend is not there, or it is no model for it; InterruptedError when on_progress aborted.
+    """
+    if not backend.is_torch:
+        return LlamaStage(open_layers(), params, on_progress)
+    load_torch()
+    from pipeinfer.models.torch.stage import TorchStage  # takes seconds, and room that others have no use for
+
+    own = TorchParams(
+        params.n_cells, params.n_seq_max, params.n_batch, params.n_outputs_max, params.n_threads, backend.device,
+        backend.dtype, local_rank, params.exact,
+    )  # fmt: skip
+    return TorchStage(open_layers(), own, on_progress)
+
+
+def local_rank(hosts: Sequence[Host], rank: int) -> int:
+    """Which of its host's ranks this is, from 0 on."""
+    return sum(host.name == hosts[rank].name for host in hosts[:rank])
+
+
+def is_on_gpu(options: RunOptions, hosts: Sequence[Host], rank: int) -> bool:
+    """Whether a rank has loaded layers onto a GPU: to be asked on that rank."""
+    backend = backend_of(options, rank)
+    if not backend.is_torch:
+        return gpu_layers(options, rank) != 0
+    load_torch()
+    from pipeinfer.models.torch.stage import find_device
+
+    return bool(find_device(backend.device, local_rank(hosts, rank)).type != CPU)

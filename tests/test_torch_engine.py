@@ -1,0 +1,135 @@
+"""The engine over torch's stages: every policy, split, tree and cancellation gives the text that they write token by
+token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.levels import Level
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Request
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.models.torch.params import TorchParams
+from pipeinfer.policies import Iterative
+from pipeinfer.policies.registry import POLICIES, make_policy
+from tests.gguf_factory import Shape, write_model
+from tests.test_engine import random_policy
+from tests.toy import OracleDrafter, Reference, ToyPipeline, ToyWaiter, mix
+
+pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
+
+from pipeinfer.models.torch.stage import TorchStage
+
+N_LAYER, N_CELLS, N_PREDICT = 3, 140, 24
+TINY = Shape(n_layer=N_LAYER, n_embd=64, n_ff=96, n_vocab=320, peaky=5.0)
+
+
+def open_stages(path: Path, cuts: Sequence[int], n_cells: int, exact: bool = True) -> list[TorchStage]:
+    info = read_model_info(path)
+    params = TorchParams(n_cells, 64, 160, 64, 1, "cpu", exact=exact)
+    return [TorchStage(open_slice(info, *edges), params) for edges in pairwise([0, *cuts, info.n_layer])]
+
+
+# --- random trees on a tiny model -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[TorchStage]]:
+    """By their number of stages."""
+    path = write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf", TINY, "F32")
+    return {n: open_stages(path, range(1, n), N_CELLS) for n in range(1, N_LAYER + 1)}
+
+
+class KnownText(Reference):
+    """What follows each prefix of one text; after any other path some token."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        super().__init__(0)
+        self.text = list(text)
+
+    def hash_after(self, path: tuple[int, ...]) -> int:
+        return mix(*path)
+
+    def next_token(self, path: Sequence[int], params: SamplingParams) -> int:
+        on_text = len(path) < len(self.text) and list(path) == self.text[: len(path)]
+        return self.text[len(path)] if on_text else mix(*path) % 24
+
+
+def make_request(seed: int) -> Request:
+    rng = random.Random(seed)
+    prompt = [rng.randrange(3, 300) for _ in range(rng.choice([1, 2, 30, 70]))]
+    params = SamplingParams(seed=seed, temp=rng.choice([0.0, 0.8]), repeat_penalty=rng.choice([1.0, 1.2]))
+    return Request(0, prompt, N_PREDICT, params, 100)
+
+
+def write_text(stages: Sequence[TorchStage], request: Request, policy: Policy, seed: int, known: list[int]) -> None:
+    """Run one request to its end, audited after every step. `known`: the text that guesses are made from."""
+    rng = random.Random(seed)
+    for stage in stages:
+        stage.clear()
+    parked = rng.random() < 0.5
+    pipeline = ToyPipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
+    pool = SequencePool(rng.choice([2, 4, 60]), N_CELLS, parked)
+    target = Level(pipeline, pool, n_chunk=rng.choice([3, 64]), n_rows=32, blocks=True)
+    engine = Engine(target, OracleDrafter(KnownText(known), rng.random(), seed), ToyWaiter(rng), lambda: 0.0)
+    engine.add(request, policy)
+    while engine.busy:
+        engine.step()
+        engine.audit()
+    assert not any(pipeline.queues), "a run was forgotten"
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_any_tree_split_and_cancellation_gives_the_plain_text(chains: dict[int, list[TorchStage]], block: int) -> None:
+    for seed in range(block * 8, block * 8 + 8):
+        plain, other = make_request(seed), make_request(seed)
+        write_text(chains[1], plain, Iterative(), seed, [])
+        rng = random.Random(seed)
+        write_text(chains[1 + seed % N_LAYER], other, random_policy(rng), seed, plain.tokens)
+        assert other.tokens == plain.tokens, f"seed {seed}"
+        assert len(plain.tokens) > N_PREDICT
+
+
+# --- every policy on the shipped pair ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def draft() -> Iterator[LlamaStage]:
+    info = read_model_info(DRAFT)
+    params = LlamaParams(512, 64, n_batch=32, n_outputs_max=32, exact=False)
+    stage = LlamaStage(open_slice(info, 0, info.n_layer), params)
+    yield stage
+    stage.close()
+
+
+def test_every_policy_gives_the_text_of_iterative(draft: LlamaStage) -> None:
+    stages = open_stages(TARGET, (4,), 512)
+    prompts = [[rng.randrange(300, 3000) for _ in range(n)] for rng, n in ((random.Random(n), n) for n in (5, 70))]
+    texts: dict[str, list[list[int]]] = {}
+    for name in POLICIES:
+        for stage in stages:
+            stage.clear()
+        draft.clear()
+        pipeline = ToyPipeline(stages, random.Random(1))
+        drafter = ModelDrafter(draft, SequencePool(60, 512), 32, draft.n_vocab)
+        target = Level(pipeline, SequencePool(60, 512, parked=True), n_chunk=128, n_rows=32, blocks=True)
+        engine = Engine(target, drafter, ToyWaiter(pipeline.rng), lambda: 0.0)
+        requests = [Request(i, prompt, 14, SamplingParams(temp=0.0), 120) for i, prompt in enumerate(prompts)]
+        for request in requests:
+            engine.add(request, make_policy(name, {}))
+        for _ in engine.generate():
+            pass
+        texts[name] = [request.tokens for request in requests]
+    assert all(text == texts["iterative"] for text in texts.values()), texts
