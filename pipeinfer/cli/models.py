@@ -13,6 +13,7 @@ from pipeinfer.cli.command import Command, Group
 from pipeinfer.cli.model_check import check_command
 from pipeinfer.cli.model_info import info_command
 from pipeinfer.cli.model_list import list_command
+from pipeinfer.cli.model_split import split_command
 from pipeinfer.cli.values import MAX_LAYERS, THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import MAX_CTX
@@ -32,6 +33,7 @@ def models() -> None:
 models.add_command(info_command)
 models.add_command(check_command)
 models.add_command(list_command)
+models.add_command(split_command)
 
 
 @models.command(cls=Command)

@@ -26,6 +26,7 @@ from pipeinfer.job.options import (
     check_one_backend,
     threads_of_rank,
 )
+from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.torch.hyperparameters import check_known
 from pipeinfer.models.vocabularies import Translation
@@ -49,12 +50,14 @@ class ModelFile:
     sizes: Sizes
     rewinds: bool = True
     """Whether a sequence can lose its newest tokens: guesses can be taken back."""
+    states: tuple[FileState, ...] = ()
+    """Of its files on rank 0's host."""
 
     @classmethod
     def of(cls, info: ModelInfo) -> ModelFile:
         return cls(
             info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
-            sizes_of(info), info.layers.rewinds,
+            sizes_of(info), info.layers.rewinds, info.states,
         )  # fmt: skip
 
 

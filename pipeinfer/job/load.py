@@ -18,13 +18,13 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
-from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.deployment import Deployment, ModelFile
 from pipeinfer.job.memory import gpu_layers
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, backend_of, gpu_layers_asked
 from pipeinfer.job.stages import load_layers, local_rank
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.torch.library import torch_version
 from pipeinfer.models.translated import TranslatedStage
@@ -56,19 +56,24 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         exact=options.numerics == "exact",
         n_snapshots=options.n_snapshots(info.layers.rewinds),
     )
-    model = _load(context, deployment, info, stage, params, on_progress)
+    model = _load(context, deployment, deployment.model, info, stage, params, on_progress)
     return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
 
 
 def _load(
-    context: Context, deployment: Deployment, info: ModelInfo, own: StagePlan, params: LlamaParams,
+    context: Context, deployment: Deployment, file: ModelFile, info: ModelInfo, own: StagePlan, params: LlamaParams,
     on_progress: Progress,
 ) -> LoadedModel:  # fmt: skip
-    rank, cache = context.rank, context.options.slice_cache
+    rank = context.rank
     return load_layers(
-        lambda: open_slice(info, own.first, own.last, cache, lambda line: _notice(context, line)),
+        lambda: _open(context, file, info, own),
         params, backend_of(context.options, rank), local_rank(deployment.hosts, rank), on_progress,
     )  # fmt: skip
+
+
+def _open(context: Context, file: ModelFile, info: ModelInfo, own: StagePlan) -> SliceFile:
+    cache = context.options.slice_cache
+    return open_slice(info, own.first, own.last, cache, lambda line: _notice(context, line), file.states)
 
 
 def _notice(context: Context, line: str) -> None:
@@ -119,7 +124,7 @@ def _load_draft(
         n_gpu_layers=gpu_layers(options, context.rank),
         exact=False,  # guesses need not be reproducible to the bit: the target decides
     )
-    model = _load(context, deployment, info, own, params, on_progress)
+    model = _load(context, deployment, draft, info, own, params, on_progress)
     if translation := deployment.translations[number]:
         model = TranslatedStage(model, translation)
     return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model

@@ -33,6 +33,7 @@ def plan_report(planner: Planner) -> dict[str, Any]:
         "acceptance": list(planner.acceptances) or [DEFAULT_ACCEPTANCE] * len(planner.drafts_in_use),
         "fits": not planner.shortage,
         "shortage": shortage_text(planner, helping),
+        "layer_split": [stage.last - stage.first for stage in deployment.plan.stages],
         "ranks": plan_rows(deployment, planner.nodes),
         "predictions": [
             {

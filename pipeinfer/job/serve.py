@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from pipeinfer.errors import StopRequested, UserError
@@ -33,7 +34,7 @@ def run_serve(asked: ServeOptions, open_front: Callable[[Any], Front]) -> int:
     raises UserError for what is wrong with them."""
     return start_job(
         lambda crew: run_prepared(
-            crew, asked.run, lambda options, hosts: prepare_serve(asked, hosts, open_front),
+            crew, asked.run, lambda options, hosts: prepare_serve(replace(asked, run=options), hosts, open_front),
             lambda *head: Service(*head).run(),
         ),
         asked,

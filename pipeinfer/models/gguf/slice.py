@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.contents import SourceFile
+from pipeinfer.models.gguf.contents import FileState, SourceFile
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, read_model_info
 from pipeinfer.models.gguf.pages import collapse
@@ -26,7 +26,7 @@ from pipeinfer.models.gguf.writer import (
     write_gguf,
 )
 
-__all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes"]
+__all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes", "slice_path"]
 
 TABLE, HEAD, BIAS = "token_embd.weight", "output.weight", "output.bias"
 F32 = 0
@@ -91,12 +91,14 @@ def open_slice(
     last: int,
     cache_dir: Path | None = None,
     on_notice: Callable[[str], object] = lambda line: None,
+    elsewhere: Sequence[FileState] = (),
 ) -> SliceFile:
     """Layers [first, last) as a file for libllama: the model itself, else a file in cache_dir, else one in memory.
 
     A file in cache_dir is verified before it is used again, and written anew, with a line to `on_notice`, if it is not
-    what it should be; several processes may ask for it at once. Raises UserError when the slice cannot be made, or the
-    model changed since its header was read.
+    what it should be; several processes may ask for it at once. `elsewhere`: the model's files on another host, from
+    which it may have been cut. Raises UserError when the slice cannot be made, or the model changed since its header
+    was read.
     """
     if not 0 <= first < last <= info.n_layer:
         raise ValueError(f"layers [{first}, {last}) of {info.n_layer}")
@@ -107,7 +109,7 @@ def open_slice(
     head = _encode_header(info, first, last, parts)
     n_bytes = len(head) + sum(padded(part.tensor.n_bytes) for part in parts)
     if cache_dir is not None:
-        cached = CachedSlice(cache_dir / f"{info.fingerprint}-{first}-{last}.gguf", head, n_bytes, info.states)
+        cached = CachedSlice(slice_path(info, first, last, cache_dir), head, n_bytes, [info.states, elsewhere])
         sources = (cached.open(lambda fd, place: _cut(fd, head, parts, place, info), on_notice),)
         return SliceFile(info, first, last, cached.path, n_bytes, sources=sources)
     fd = os.memfd_create(f"pipeinfer-{first}-{last}", os.MFD_CLOEXEC)
@@ -119,6 +121,11 @@ def open_slice(
         raise
     collapse(fd)
     return slice_file
+
+
+def slice_path(info: ModelInfo, first: int, last: int, cache_dir: Path) -> Path:
+    """Where a slice lies in a cache."""
+    return cache_dir / f"{info.fingerprint}-{first}-{last}.gguf"
 
 
 def _cut(fd: int, head: bytes, parts: list[Part], place: str, info: ModelInfo) -> None:

@@ -1,6 +1,6 @@
 """Slices kept in a directory of a node's disk: verified before use, written whole or not at all. Knows no tensors.
 
-A cached slice is its GGUF and, behind it, a seal: which files it was cut from (by their state on this host) and a
+A cached slice is its GGUF and, behind it, a seal: which files it was cut from (by their state on their host) and a
 digest of samples of it. A slice whose seal does not hold is written anew.
 """
 
@@ -30,12 +30,13 @@ Write = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class CachedSlice:
-    """What a slice's file must be: it begins with `head`, has `n_bytes` before its seal, and was cut from `sources`."""
+    """What a slice's file must be: it begins with `head`, has `n_bytes` before its seal, and was cut from the files of
+    one of `sources`: the first are those that it is cut from now, the others the same files on other hosts."""
 
     path: Path
     head: bytes
     n_bytes: int
-    sources: Sequence[FileState]
+    sources: Sequence[Sequence[FileState]]
 
     def open(self, write: Write, on_notice: Callable[[str], object]) -> SourceFile:
         """The file, verified, or written by `write`. Leftovers of killed writers are removed. Raises UserError."""
@@ -46,6 +47,11 @@ class CachedSlice:
         if fault is not None:
             self._write(write)
         return SourceFile(self.path, self._samples)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it can be used as it is."""
+        return self._fault() is None
 
     def _fault(self) -> str | None:
         """What is wrong with the file; "" if it is not there or has become old, None if it can be used."""
@@ -62,7 +68,7 @@ class CachedSlice:
             seal = os.pread(fd, SEAL_BYTES, self.n_bytes)
             if os.pread(fd, len(self.head), 0) != self.head or seal[:32] != SEAL or seal[64:] != self._samples(fd):
                 return "is damaged"
-            return None if seal[32:64] == self._sources() else ""
+            return None if seal[32:64] in map(_digest_of, self.sources) else ""
         except (OSError, EOFError) as error:
             return f"cannot be read ({error})"
         finally:
@@ -71,17 +77,18 @@ class CachedSlice:
     def _samples(self, fd: int) -> bytes:
         return sample_digest(fd, slice_samples(self.n_bytes))
 
-    def _sources(self) -> bytes:
-        return hashlib.sha256(repr([(s.n_bytes, s.mtime_ns, s.inode) for s in self.sources]).encode()).digest()
-
     def _write(self, write: Write) -> None:
         with _temporary(self.path) as (fd, temporary):
             write(fd, f"the slice cache {self.path.parent}")
             try:
-                os.pwrite(fd, SEAL + self._sources() + self._samples(fd), self.n_bytes)
+                os.pwrite(fd, SEAL + _digest_of(self.sources[0]) + self._samples(fd), self.n_bytes)
                 os.replace(temporary, self.path)
             except OSError as error:
                 raise _unwritable(self.path.parent, error) from None
+
+
+def _digest_of(sources: Sequence[FileState]) -> bytes:
+    return hashlib.sha256(repr([(s.n_bytes, s.mtime_ns, s.inode) for s in sources]).encode()).digest()
 
 
 def slice_samples(n_bytes: int) -> Iterator[Span]:

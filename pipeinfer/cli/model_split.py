@@ -1,0 +1,36 @@
+"""`pipeinfer models split`: its options. What it writes is `job.split`'s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.values import MAX_LAYERS, File, Folder, Split, Whole
+from pipeinfer.cluster.plan import parse_split
+from pipeinfer.errors import UserError
+
+
+@click.command("split", cls=Command)
+@click.argument("target", type=File())
+@click.option("-o", "--output", type=Folder(), required=True, help="The directory, which --slice-cache then names.")
+@click.option("--layer-split", type=Split(), help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5), as in `run`.")
+@click.option("--plan", type=File(), help="A plan as `pipeinfer plan --json` prints it: its stages.")
+@click.option("--stages", type=Whole(2, MAX_LAYERS), help="So many stages, by size, as `run` cuts without a split.")
+def split_command(target: Path, output: Path, layer_split: str | None, plan: Path | None, stages: int | None) -> None:
+    """Write the slices of TARGET's layers into a directory: ranks of `run --slice-cache` read them and cut nothing.
+
+    The directory may be copied to the ranks' hosts. Slices are verified before they are used: that they are whole, and
+    of the file that rank 0, or the rank itself, has now. What is there already and right is left.
+    """
+    if sum(given is not None for given in (layer_split, plan, stages)) != 1:
+        raise UserError("give one of --layer-split, --plan and --stages: which layers belong together")
+    from pipeinfer.job.fetch import fetch_files
+    from pipeinfer.job.split import split_of_plan, write_slices
+
+    (path,) = fetch_files([target])
+    split = parse_split(layer_split) if layer_split else split_of_plan(plan) if plan else None
+    for each in write_slices(path, split, stages or 0, output):
+        state = "written" if each.is_new else "is there"
+        click.echo(f"{each.path}: layers {each.first}-{each.last - 1}, {each.n_bytes / 1e6:.1f} MB, {state}")

@@ -1,0 +1,102 @@
+"""`models split`: slices of a plan in a directory, which jobs take and do not write again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeinfer.cli.models import models
+from pipeinfer.cli.plan import plan_command
+from pipeinfer.errors import UserError
+from pipeinfer.models.demo import TARGET
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from tests.gguf_factory import Shape, write_model
+from tests.jobs import run_json
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("split") / "model.gguf", Shape(n_layer=5))
+
+
+def split(*words: object) -> Result:
+    return CliRunner().invoke(models, ["split", *map(str, words)], standalone_mode=False)
+
+
+def slices(folder: Path) -> dict[str, int]:
+    """Layers and inode of each file."""
+    return {path.stem.partition("-")[2]: path.stat().st_ino for path in folder.iterdir()}
+
+
+def test_slices_are_written_once_and_taken_as_they_are(model: Path, tmp_path: Path) -> None:
+    result = split(model, "--layer-split", "2,3", "-o", tmp_path / "new")
+    assert result.exception is None and result.stdout.count(" MB, written") == 2
+    before = slices(tmp_path / "new")
+    assert set(before) == {"0-2", "2-5"}
+    info = read_model_info(model)
+    for first, last in ((0, 2), (2, 5)):
+        plain = open_slice(info, first, last)
+        part = open_slice(info, first, last, tmp_path / "new")
+        assert part.path.read_bytes().startswith(plain.path.read_bytes())
+        part.close()
+        plain.close()
+    assert split(model, "--stages", 2, "-o", tmp_path / "new").exception is None
+    again = split(model, "--layer-split", "0.4,0.6", "-o", tmp_path / "new")
+    assert again.stdout.count(" MB, is there") == 2 and before.items() <= slices(tmp_path / "new").items()
+
+
+def test_the_stages_of_a_plan(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1 memory=1G\nb slots=1 memory=1G\nc slots=1 memory=1G\n")
+    words = ["--hosts", str(tmp_path / "hosts"), "-m", str(model), "--layer-split", "1,1,3", "--json"]
+    planned = CliRunner().invoke(plan_command, words, standalone_mode=False)
+    (tmp_path / "plan.json").write_text(planned.stdout)
+    assert split(model, "--plan", tmp_path / "plan.json", "-o", tmp_path / "out").exception is None
+    assert set(slices(tmp_path / "out")) == {"0-1", "1-2", "2-5"}
+
+
+def test_slices_that_were_cut_on_another_host_are_taken_there(model: Path, tmp_path: Path) -> None:
+    there = tmp_path / "model.gguf"
+    there.write_bytes(model.read_bytes())
+    os.utime(there, ns=(1, 1))
+    split(there, "--layer-split", "2,3", "-o", tmp_path / "cache")
+    before, here, states = slices(tmp_path / "cache"), read_model_info(model), read_model_info(there).states
+    assert here.fingerprint == read_model_info(there).fingerprint
+    open_slice(here, 0, 2, tmp_path / "cache", elsewhere=states).close()
+    assert slices(tmp_path / "cache") == before
+    open_slice(here, 0, 2, tmp_path / "cache").close()
+    assert slices(tmp_path / "cache")["0-2"] != before["0-2"], "of no file that anybody has"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give one of --layer-split, --plan and --stages"),
+        (["--layer-split", "2,3", "--stages", "2"], "give one of"),
+        (["--layer-split", "2,2"], "adds up to 4 layers; the model has 5"),
+        (["--layer-split", "5"], "one stage has the whole model"),
+        (["--stages", "6"], "6 stages for 5 layers"),
+        (["--plan", "no.json"], "--plan no.json cannot be read"),
+        (["--plan", "setup.cfg"], "--plan setup.cfg is no plan; write one with: pipeinfer plan"),
+    ],
+)
+def test_what_cannot_be_split(model: Path, tmp_path: Path, words: list[str], message: str) -> None:
+    error = split(model, *words, "-o", tmp_path / "x").exception
+    assert isinstance(error, UserError) and message in str(error), error
+
+
+def test_a_job_reads_them(tmp_path: Path) -> None:
+    split(TARGET, "--layer-split", "4,5", "-o", tmp_path)
+    before = slices(tmp_path)
+    common = ["-p", "def f(x):", "-n", "8", "--temp", "0", "-t", "1"]
+    result = run_json(3, [*common, "--layer-split", "4,5", "--slice-cache", str(tmp_path)])
+    assert result["tokens"] == run_json(1, common)["tokens"] and slices(tmp_path) == before
+
+
+def test_a_plan_tells_its_split(model: Path) -> None:
+    words = ["--profile", "pipeinfer-c", "-np", "3", "-m", str(model), "-md", "none", "--json"]
+    found = json.loads(CliRunner().invoke(plan_command, words, standalone_mode=False).stdout)
+    assert sum(found["layer_split"]) == 5 and len(found["layer_split"]) == 3
