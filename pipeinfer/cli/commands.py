@@ -27,6 +27,7 @@ COMMANDS = {
     "compare": "compare:compare_command",
     "record": "record:record_command",
     "plan": "plan:plan_command",
+    "info": "info:info_command",
     "measure": "measure:measure_command",
     "submit": "submit:submit_command",
     "reproduce": "reproduce:reproduce_command",

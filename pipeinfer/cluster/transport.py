@@ -295,3 +295,9 @@ class Link:
             self._wait(request)
         self._wait(self.comm.Ibarrier())  # whoever waits for the last rank does so here, not within MPI
         self._mpi.MPI_Finalize()
+
+
+def is_gpu_aware() -> bool | None:
+    """Whether this MPI says that it sends from a GPU's memory; None where it cannot be asked. MPI must be started."""
+    ask = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return None if ask is None else bool(ask())

@@ -1,0 +1,19 @@
+"""`pipeinfer info`: its options. What it tells is in `job.info`."""
+
+from __future__ import annotations
+
+import click
+
+from pipeinfer.cli.command import Command
+from pipeinfer.job.info import InfoQuestion, info
+
+
+@click.command("info", cls=Command)
+@click.option("--json", is_flag=True, help="Print one JSON object instead of lines.")
+def info_command(json: bool) -> int:
+    """Tell what this host can do: versions, backends and their devices, memory, cores, MPI, and what is exact where.
+
+    Under mpirun of the host of every rank. MPI is not started otherwise. The first thing to paste into a report of a
+    fault.
+    """
+    return info(InfoQuestion(json))

@@ -1,0 +1,34 @@
+"""Which MPI is installed: asked of its library in a process of its own, so that none starts here and a broken one harms
+nobody. Imports no MPI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+PROBE = """
+import ctypes, json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(json.dumps({"library": " ".join(MPI.Get_library_version().split("\\n")[0].split()),
+                  "standard": ".".join(map(str, MPI.Get_version())), "mpi4py": mpi4py.__version__}))
+"""
+PROBE_TIMEOUT_S = 20.0
+
+
+def describe_mpi() -> dict[str, Any]:
+    """Its library, the standard that it follows and mpi4py's version; `error` where it cannot be loaded."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, stdin=subprocess.DEVNULL,
+            timeout=PROBE_TIMEOUT_S,
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found | {"error": None}
+    except subprocess.TimeoutExpired:
+        why = f"it does not answer within {PROBE_TIMEOUT_S:.0f} s"
+    except ValueError:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return {"library": None, "standard": None, "mpi4py": None, "error": why}

@@ -1,0 +1,54 @@
+"""The devices that this process's libllama can compute on. Loads nothing onto them."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeinfer.models.llama.ggml import ggml, load_library
+
+KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
+"""ggml_backend_dev_type's answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`name`: as ggml numbers it, CUDA0; `description`: as it calls itself, NVIDIA H100. Bytes are 0 where ggml does
+    not tell."""
+
+    name: str
+    description: str
+    kind: str
+    free_bytes: int
+    total_bytes: int
+
+
+def llama_devices() -> list[Device]:
+    """In ggml's order."""
+    return list(_devices())
+
+
+def _devices() -> Iterator[Device]:
+    library, base = load_library(), ggml()
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    registry = ctypes.CDLL(str(Path(str(library.__file__)).parent / "lib" / f"libggml.{suffix}"))
+    registry.ggml_backend_dev_count.restype = ctypes.c_size_t
+    registry.ggml_backend_dev_get.argtypes, registry.ggml_backend_dev_get.restype = [ctypes.c_size_t], ctypes.c_void_p
+    base.ggml_backend_dev_type.argtypes, base.ggml_backend_dev_type.restype = [ctypes.c_void_p], ctypes.c_int
+    size = ctypes.POINTER(ctypes.c_size_t)
+    base.ggml_backend_dev_memory.argtypes, base.ggml_backend_dev_memory.restype = [ctypes.c_void_p, size, size], None
+    for text in (base.ggml_backend_dev_name, base.ggml_backend_dev_description):
+        text.argtypes, text.restype = [ctypes.c_void_p], ctypes.c_char_p
+    for index in range(registry.ggml_backend_dev_count()):
+        device = registry.ggml_backend_dev_get(index)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        kind = base.ggml_backend_dev_type(device)
+        name, description = (
+            ask(device).decode("utf-8", "replace").strip()
+            for ask in (base.ggml_backend_dev_name, base.ggml_backend_dev_description)
+        )
+        yield Device(name, description, KINDS.get(kind, str(kind)), free.value, total.value)
