@@ -123,9 +123,9 @@ _INSTEAD = {
     "--log-disable --log-file --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --log-jsonl "
     "--no-log-jsonl --log-prompts-dir -lv --verbosity --log-verbosity --log-verbose": _LOGS,
     "--host --port --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --timeout --metrics --slots --no-slots "
-    "-a --alias": SERVER,
+    "-a --alias --ui --no-ui": SERVER,
     "--path --api-prefix --threads-http --props --slot-save-path --embedding --embeddings "
-    "--rerank --reranking --server-base --webui --no-webui --ui --no-ui --tools -cram --cache-ram --cache-reuse "
+    "--rerank --reranking --server-base --webui --no-webui --tools -cram --cache-ram --cache-reuse "
     "-ctxcp --ctx-checkpoints --swa-checkpoints -sps --slot-prompt-similarity --models-dir --models-max "
     "--models-preset --models-autoload --no-models-autoload -cms --checkpoint-min-step --cache-idle-slots "
     "--no-cache-idle-slots --spm-infill --tags --embd-normalize --reuse-port --cors-origins --cors-methods "

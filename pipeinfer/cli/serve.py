@@ -85,17 +85,18 @@ SECONDS = Number(0, 1e6, above=True)
 )  # fmt: skip
 @click.option("--metrics/--no-metrics", default=True, show_default=True, help="/metrics, for Prometheus.")
 @click.option("--slots/--no-slots", default=True, show_default=True, help="/slots: what is being written.")
+@click.option("--ui/--no-ui", "page", default=True, show_default=True, help="The page at /.")
 def serve_command(**given: Any) -> int:
     """Answer OpenAI's API: many requests share the ranks of this job.
 
     Rank 0 listens: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /metrics,
-    /slots. Options of sampling are what holds where a request does not say. With a seed and
+    /slots, and a page to try it. Options of sampling are what holds where a request does not say. With a seed and
     exact numerics a text does not depend on what else is asked. Ctrl-C and SIGTERM let open requests end first.
     """
     warn_of_variables(serve_command)
     keys = tuple(key.strip() for key in (given.pop("api_keys") or "").split(",") if key.strip())
     names = ("host", "port", "n_queue", "n_connections", "max_body", "timeout_s", "alias", "api_key_file",
-             "ssl_key_file", "ssl_cert_file", "metrics", "slots")  # fmt: skip
+             "ssl_key_file", "ssl_cert_file", "metrics", "slots", "page")  # fmt: skip
     front = HttpOptions(api_keys=keys, **{name: given.pop(name) for name in names})
     drain_s, sequences, parallel = given.pop("drain_s"), given["sequences"], given["parallel"]
     if sequences and sequences < parallel:

@@ -55,6 +55,7 @@ class HeadPipeline(Generic[A]):
         self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
         self.outbox, self.idle = Outbox(comm, courier), Idle()
         self.ledger = HeadLedger()
+        self.n_out = 0  # runs whose verdicts have not been taken
         self._prunings = OwnPrunings(self.has_verdict)
         self._queue: deque[Run] = deque()
         self._verdicts: deque[A] = deque()
@@ -65,13 +66,17 @@ class HeadPipeline(Generic[A]):
 
     def submit(self, run: Run) -> None:
         self.ledger.submitted_s[run.id] = time.monotonic()
+        self.n_out += 1
         if self.worker:
             self._queue.append(run)
         else:
             self.outbox.send_run(encode(run), self.remote_ranks[0])
 
     def poll(self) -> A | None:
-        return self._verdicts.popleft() if self.has_verdict() else None
+        if not self.has_verdict():
+            return None
+        self.n_out -= 1
+        return self._verdicts.popleft()
 
     def has_verdict(self) -> bool:
         """Whether `poll` would return one."""
@@ -165,4 +170,5 @@ class HeadWaiter:
         try:
             self.idle.within(any_verdict, math.inf if timeout_s is None else timeout_s)
         finally:
-            self.target.ledger.waits.append((start_s, time.monotonic()))
+            ledger, waits_for_runs = self.target.ledger, any(pipeline.n_out for pipeline in pipelines)
+            (ledger.waits if waits_for_runs else ledger.idles).append((start_s, time.monotonic()))

@@ -41,6 +41,7 @@ class HeadLedger:
     submitted_s: dict[int, float] = field(default_factory=dict)
     verdicts: list[tuple[float, int]] = field(default_factory=list)  # when it came, of which run
     waits: list[Window] = field(default_factory=list)
+    idles: list[Window] = field(default_factory=list)  # waits while no run was in flight
     cancelled: list[Window] = field(default_factory=list)
     cancels: list[tuple[float, int]] = field(default_factory=list)  # when it told the stages, of how many runs
     n_cancel_messages: int = 0  # to any stage, of whole runs or of rows
@@ -90,4 +91,5 @@ def head_time(ledger: HeadLedger, window: Window) -> TimeUse:
     wall_s = window[1] - window[0]
     waiting_s = sum(overlap_s(start_s, end_s, window) for start_s, end_s in ledger.waits)
     cancelled_s = sum(overlap_s(start_s, end_s, window) for start_s, end_s in ledger.cancelled)
-    return TimeUse(wall_s, max(0.0, wall_s - waiting_s - cancelled_s), cancelled_s, waiting_s, 0.0)
+    idle_s = sum(overlap_s(start_s, end_s, window) for start_s, end_s in ledger.idles)
+    return TimeUse(wall_s, max(0.0, wall_s - waiting_s - cancelled_s - idle_s), cancelled_s, waiting_s, idle_s)

@@ -17,6 +17,7 @@ def head_spans(ledger: HeadLedger) -> list[Span]:
         *(Span("verdict", at_s, MOMENT_S, {"run": run_id}) for at_s, run_id in ledger.verdicts),
         *(Span("cancel", at_s, 0.0, {"runs": n_runs}) for at_s, n_runs in ledger.cancels),
         *(Span("waiting", start_s, end_s - start_s) for start_s, end_s in ledger.waits),
+        *(Span("idle", start_s, end_s - start_s) for start_s, end_s in ledger.idles),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,6 +25,13 @@ from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.options import HttpOptions
 from pipeinfer.server.prompting import Prompting
 from pipeinfer.server.respond import AnswerResponse, EventsResponse
+
+PAGE = Path(__file__).with_name("page.html")
+PAGE_HEADERS = {
+    "cache-control": "no-cache", "x-frame-options": "DENY",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'",
+}  # fmt: skip
 
 
 class Api:
@@ -52,6 +60,8 @@ class Api:
             get("/metrics", self.show_metrics)
         if self.http.slots:
             get("/slots", self.slots)
+        if self.http.page:
+            get("/", self.page)
         app.add_exception_handler(Refusal, _refused)
         app.add_exception_handler(UserError, _wrong)
         app.add_exception_handler(HTTPException, _no_endpoint)
@@ -90,6 +100,9 @@ class Api:
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def page(self, request: Request) -> Response:
+        return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     async def events(self, request: Request) -> Response:
         """Pictures of the pipeline, for as long as somebody watches."""

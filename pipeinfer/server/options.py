@@ -25,3 +25,4 @@ class HttpOptions:
     timeout_s: float = 600.0
     metrics: bool = True
     slots: bool = True
+    page: bool = True
