@@ -134,6 +134,57 @@ def test_what_cannot_be_served_is_said(client: openai.OpenAI, asked: dict[str, A
     assert said in caught.value.message and caught.value.type == "invalid_request_error"
 
 
+# -- the same text, whoever else asks
+
+
+def conversation(served: Served) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """Two turns; the messages of the second, and its answer."""
+    said = [{"role": "user", "content": "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(9))}]
+    first = chat(served, said).json()["choices"][0]["message"]["content"]
+    said += [{"role": "assistant", "content": first}, {"role": "user", "content": "more"}]
+    return said, chat(served, said).json()
+
+
+def chat(served: Served, messages: list[dict[str, str]]) -> httpx.Response:
+    asked = {"messages": messages, "max_tokens": 70, "seed": 4, "temperature": 0.7}
+    return served.http.post("/v1/chat/completions", json=asked)
+
+
+PROBES = [
+    ASKED,
+    {**ASKED, "prompt": "class Rank:\n" * 30, "seed": 8, "repeat_penalty": 1.2},  # long enough for blocks
+    {**ASKED, "prompt": [5, 9, 77], "seed": 9, "top_k": 5, "max_tokens": 60},
+    {**ASKED, "temperature": 0, "max_tokens": 60},
+]
+
+
+def streamed(served: Served, asked: dict[str, Any]) -> str:
+    with served.stream(**asked) as answer:
+        pieces = [json.loads(line) for line in lines_of(answer) if line != "[DONE]"]
+    return "".join(piece["choices"][0]["text"] for piece in pieces)
+
+
+def test_a_text_does_not_depend_on_who_else_asks(served: Served) -> None:
+    alone = [served.text(**asked) for asked in PROBES]
+    others = [{**ASKED, "seed": 100 + i, "max_tokens": 20 + 5 * i, "prompt": PROMPT[: 3 + i]} for i in range(16)]
+    with ThreadPoolExecutor(24) as pool:
+        noise = [pool.submit(served.text, **asked) for asked in others]
+        whole = [pool.submit(served.text, **asked) for asked in PROBES]
+        pieces = [pool.submit(streamed, served, asked) for asked in PROBES]
+        assert [each.result() for each in whole] == alone
+        assert [each.result() for each in pieces] == alone
+        assert len({each.result() for each in noise}) == 16
+    messages, answer = conversation(served)
+    kept = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 64 < kept < answer["usage"]["prompt_tokens"], "what was said before is not evaluated again"
+    for n_ranks in (1, 3):
+        with Served(n_ranks, ["-sys", "of"]) as other:
+            assert [other.text(**asked) for asked in PROBES] == alone
+            cold = chat(other, messages).json()
+            assert cold["choices"][0]["message"]["content"] == answer["choices"][0]["message"]["content"]
+            assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 # -- clients that leave, or are slow
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice, pairwise
 
+from pipeinfer.core.blocks import Span, spans_of
+from pipeinfer.core.prefixes import common, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
 from pipeinfer.job.options import MAX_CTX, RunOptions
 from pipeinfer.job.request import GenerationRequest, end_tokens
 from pipeinfer.job.request_body import Body
-from pipeinfer.models.chat import encode_rendered
+from pipeinfer.models.chat import Message, encode_rendered
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.tokenizer import Tokenizer
+
+MAX_TURNS = 64
+"""Of a conversation whose ends are looked for, from the first on: the template is rendered once for each."""
 
 
 class BodyPrompts:
@@ -36,20 +42,24 @@ class BodyPrompts:
     def ask(self, bodies: Sequence[Body]) -> list[GenerationRequest | UserError]:
         """Of each what is to be generated, or what is wrong with it; their chats are rendered together, in a process
         that is started for them. Raises UserError where all chats fail: for files of templates."""
-        chats = [body.messages for body in bodies if body.messages]
-        rendered = iter(self.format.render_all(chats) if chats else [])
-        return [self._or_error(body, next(rendered) if body.messages else None) for body in bodies]
+        conversations = [turns_of(body.messages) for body in bodies]
+        flat = [messages for turns in conversations for messages in turns]
+        rendered = iter(self.format.render_all(flat) if flat else [])
+        return [self._or_error(body, list(islice(rendered, len(turns)))) for body, turns in zip(
+            bodies, conversations, strict=True)]  # fmt: skip
 
-    def _or_error(self, body: Body, rendered: str | UserError | None) -> GenerationRequest | UserError:
+    def _or_error(self, body: Body, rendered: Sequence[str | UserError]) -> GenerationRequest | UserError:
         try:
             return self._ask(body, rendered)
         except UserError as error:
             return error
 
-    def _ask(self, body: Body, rendered: str | UserError | None) -> GenerationRequest:
-        if isinstance(rendered, UserError):
-            raise rendered
-        prompt = self._tokens(body, rendered)
+    def _ask(self, body: Body, rendered: Sequence[str | UserError]) -> GenerationRequest:
+        """`rendered`: of a chat its text, after those of its earlier turns."""
+        if rendered and isinstance(rendered[-1], UserError):
+            raise rendered[-1]
+        earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, str)]
+        prompt = encode_rendered(self.tokenizer, str(rendered[-1])) if rendered else self._tokens(body)
         if not prompt:
             raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
         n_predict = body.n_predict if body.n_predict >= 0 else max(1, min(self.share, self.n_ctx - len(prompt)))
@@ -65,14 +75,27 @@ class BodyPrompts:
             stops += self.format.stops[len(self.options.stops) :]
         return GenerationRequest(
             tuple(prompt), n_predict, n_ctx, body.sampling.settled, frozenset() if body.ignore_eos else self._ends,
-            stops, markers=bool(body.messages),
+            stops, markers=bool(body.messages), spans=spans_of_turns([*earlier, prompt]) if earlier else None,
         )  # fmt: skip
 
-    def _tokens(self, body: Body, rendered: str | None) -> Sequence[int]:
-        if rendered is not None:
-            return encode_rendered(self.tokenizer, rendered)
+    def _tokens(self, body: Body) -> Sequence[int]:
         if isinstance(body.prompt, str):
             return self.tokenizer.encode(body.prompt)
         if max(body.prompt) >= self.tokenizer.n_vocab:
             raise UserError(f"there is no token {max(body.prompt)}; the vocabulary has {self.tokenizer.n_vocab}")
         return body.prompt
+
+
+def turns_of(messages: Sequence[Message]) -> list[Sequence[Message]]:
+    """A conversation as it was when each of its answers was asked for, the first ones of many, and as it is now."""
+    answered = [at for at, message in enumerate(messages) if message.role == "assistant" and at]
+    return [messages[:at] for at in answered[:MAX_TURNS]] + ([messages] if messages else [])
+
+
+def spans_of_turns(prompts: Sequence[Sequence[int]]) -> tuple[Span, ...]:
+    """Which rows of the last of a conversation's prompts are evaluated in blocks: those of the prompts before it as
+    then, so that what is kept of them is as it would be now, and what came since by itself."""
+    spans = spans_of(len(prompts[0]))
+    for before, prompt in pairwise(prompts):
+        spans = spans_to_continue(spans, len(before) + 1, common(before, prompt), len(prompt))
+    return spans
