@@ -10,7 +10,6 @@ random weights of a larger width in Q8_0, Q6_K and Q4_K_M. Random weights are ne
 
 from __future__ import annotations
 
-import ctypes
 import os
 import statistics
 import sys
@@ -23,7 +22,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import click
-import gguf
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -34,10 +32,9 @@ from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.grow import grow
-from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from tests.gguf_factory import Shape, write_model
+from tests.gguf_factory import Shape, quantise, write_model
 from tests.jobs import run_json
 
 SIZES = (1, 2, 4, 8, 32)
@@ -87,7 +84,7 @@ def make_models(folder: Path, name: str) -> tuple[Path, Path]:
     target, draft = folder / f"{name}.gguf", DRAFT
     makers: dict[str, Callable[[], object]] = {
         "shipped": lambda: grow(read_model_info(TARGET), target, N_LAYER, 0.0),
-        "trained-Q4_K_M": lambda: requantise(TARGET, target, "Q4_K_M"),
+        "trained-Q4_K_M": lambda: quantise(TARGET, target, "Q4_K_M"),
     }
     if name not in makers:
         draft = folder / "wide-draft.gguf"
@@ -96,16 +93,6 @@ def make_models(folder: Path, name: str) -> tuple[Path, Path]:
     if not target.exists():
         makers.get(name, lambda: write_model(target, WIDE, name))()
     return target, draft
-
-
-def requantise(source: Path, path: Path, type_name: str) -> None:
-    """As tests.gguf_factory.quantise, from a file that is quantised already."""
-    lib = ggml.load_library()
-    options = lib.llama_model_quantize_default_params()
-    options.ftype = gguf.LlamaFileType[f"MOSTLY_{type_name}"].value
-    options.allow_requantize = True
-    code = lib.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
-    assert code == 0, ggml.last_errors()
 
 
 # -- speed

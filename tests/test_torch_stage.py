@@ -232,6 +232,30 @@ def in_sequence(seq: int, batch: Batch) -> Batch:
     return batch
 
 
+# --- runs of a few sizes ----------------------------------------------------------------------------------------------
+
+
+def test_filled_up_runs_compute_the_same(small: Path) -> None:
+    """Trees, branches and chunks in frames of a few sizes: what fills them up changes no row and no cell."""
+    params = torch_params(n_cells=300)
+    plain, filled = open_chain(small, (1,), params), open_chain(small, (1,), replace(params, padded=True))
+    tokens, rng, at = random_tokens(300), np.random.default_rng(4), 0
+    for _ in range(40):
+        n, copied = int(rng.integers(1, 12)), int(rng.integers(0, 2))
+        batch = make_batch(tokens[at : at + n], at)
+        if copied and at:
+            batch = Batch(np.append(batch.tokens, 7), np.append(batch.positions, at).astype(np.int32),
+                          [*batch.seqs, (1,)], None, np.ones(n + 1, bool))  # fmt: skip
+        for stage in (*plain, *filled):
+            stage.apply([KvOp(OpKind.REMOVE, 1), KvOp(OpKind.COPY, 0, 1, 0, at)])
+        expected = run(plain, batch)
+        assert difference(run(filled, batch), expected) < 1e-5
+        at += n
+    frames = filled[0]._replays._frames  # type: ignore[union-attr]
+    assert at > 200 and set(frames) <= {(rows, cells) for rows in (1, 2, 4, 8, 16) for cells in (256, 300)}
+    assert filled[0].evaluate(make_batch([5], at), lambda: True) is None and filled[0].next_position(0) == at
+
+
 # --- the cache, stopping, errors --------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -45,10 +43,10 @@ def attend(
     return found.view(len(keys), n_rows, n_head // len(keys), length).transpose(0, 1).reshape(n_rows, n_head * length)
 
 
-def additive(seen: npt.NDArray[np.bool_], n_group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(n_rows * n_group, n_cells): 0 for what is seen, else minus infinity."""
-    mask = np.where(seen, np.float32(0), np.float32(-np.inf))
-    return torch.from_numpy(np.repeat(mask, n_group, axis=0)).to(device, dtype)
+def additive(seen: torch.Tensor, n_group: int, dtype: torch.dtype) -> torch.Tensor:
+    """(n_rows, n_cells) -> (n_rows * n_group, n_cells): 0 for what is seen, else minus infinity."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return mask.repeat_interleave(n_group, 0)
 
 
 @contextmanager
@@ -62,11 +60,12 @@ def one_thread() -> Iterator[None]:
 
 
 class MaskedCells:
-    """All rows at once, over all cells up to the last in use."""
+    """All rows at once, over the first cells. `seen`: (n_rows, n_cells), which of them each row sees."""
 
-    def __init__(self, seen: npt.NDArray[np.bool_], n_group: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, seen: torch.Tensor, n_group: int, dtype: torch.dtype) -> None:
         self._n_cells = seen.shape[1]
-        self._mask = None if seen.all() else additive(seen, n_group, dtype, device)
+        # to ask a GPU would be to wait for it
+        self._mask = None if seen.device.type == "cpu" and seen.all() else additive(seen, n_group, dtype)
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         return attend(queries, keys[:, : self._n_cells], values[:, : self._n_cells], scale, self._mask)
@@ -106,8 +105,8 @@ class BlockOfPrompt:
     ) -> None:  # fmt: skip
         end = positions[-1] + 1
         self._cells = torch.from_numpy(table.seen(seq, end)).to(device)
-        seen = np.arange(end) <= np.asarray(positions)[:, None]
-        self._mask = additive(seen, n_group, dtype, device)
+        seen = torch.arange(end) <= torch.tensor(positions)[:, None]
+        self._mask = additive(seen.to(device), n_group, dtype)
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         own_keys, own_values = keys.index_select(1, self._cells), values.index_select(1, self._cells)

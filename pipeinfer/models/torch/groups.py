@@ -7,13 +7,16 @@ hand (`rows_together`): what a library does for a shape is nowhere said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import linear, pad, silu
 
 SIZES = (16, 8, 4, 2)
 """Of groups, the first that computes every row alike is taken; else rows are computed one by one."""
+
+THREADS = (1, 2, 3, 4, 8)
+"""Numbers of threads that must compute alike."""
 
 ONE_THREAD = 32768
 """Numbers that elementwise operations hand to one thread at least: beyond, where a thread begins depends on how many
@@ -50,30 +53,28 @@ def gated_apart(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def rows_together(matrices: Sequence[torch.Tensor], n_threads: Iterable[int]) -> int:
+def rows_together(matrices: Sequence[torch.Tensor], n_threads: int) -> int:
     """How many rows may be multiplied at once so that each row has the same bits in every place, beside any others and
-    with any of these numbers of threads; 1 where there is none. The number of threads is the last one afterwards."""
-    threads = list(n_threads)
-    for size in SIZES:
-        if all(_is_alike(matrix, size, threads) for matrix in matrices):
-            return size
-    return 1
+    with any number of threads; 1 where there is no such number. There are `n_threads` afterwards."""
+    try:
+        return next((size for size in SIZES if all(_is_alike(each, size, n_threads) for each in matrices)), 1)
+    finally:
+        torch.set_num_threads(n_threads)
 
 
-def _is_alike(matrix: torch.Tensor, size: int, threads: Sequence[int]) -> bool:
-    """Whether each of `size` rows has one result: as they are, moved round, and alone among zeros."""
+def _is_alike(matrix: torch.Tensor, size: int, n_threads: int) -> bool:
+    """Whether each of `size` rows has one result: as they are, moved round, alone among zeros, and on more threads."""
     generator = torch.Generator().manual_seed(size)
     rows = torch.randn(size, matrix.shape[1], generator=generator).to(matrix.device, matrix.dtype)
-    expected = None
-    for n_threads in threads:
-        torch.set_num_threads(n_threads)
-        found = linear(rows, matrix)
-        expected = found if expected is None else expected
-        places = (linear(rows.roll(shift, 0), matrix).roll(-shift, 0) for shift in range(size))
-        if not torch.equal(found, expected) or not all(torch.equal(other, expected) for other in places):
-            return False
-        alone = torch.zeros_like(rows)
-        alone[size - 1] = rows[0]
-        if not torch.equal(linear(alone, matrix)[size - 1], expected[0]):
+    torch.set_num_threads(n_threads)
+    expected, alone = linear(rows, matrix), torch.zeros_like(rows)
+    alone[size - 1] = rows[0]
+    if not torch.equal(linear(alone, matrix)[size - 1], expected[0]):
+        return False
+    if not all(torch.equal(linear(rows.roll(shift, 0), matrix).roll(-shift, 0), expected) for shift in range(size)):
+        return False
+    for other in THREADS:  # the same on every rank, so that all come to one answer
+        torch.set_num_threads(other)
+        if not torch.equal(linear(rows, matrix), expected):
             return False
     return True

@@ -21,6 +21,7 @@ class TorchParams:
                    where there is one
     dtype          what they are kept as: `f32` or `bf16`; `auto`: bf16 on a GPU, else f32
     local_rank     which of the ranks of its host this is, for `auto` and `cuda`: ranks take the GPUs in turns
+    padded         runs are filled up to a few sizes, as they are on a GPU, whose graphs want that
     exact          the same row gives the same bits in every batch and tree, on the CPU
     """
 
@@ -33,3 +34,4 @@ class TorchParams:
     dtype: str = AUTO
     local_rank: int = 0
     exact: bool = True
+    padded: bool = False

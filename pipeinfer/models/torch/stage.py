@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -21,21 +20,16 @@ from pipeinfer.models.torch.cells import CellTable
 from pipeinfer.models.torch.groups import in_groups, rows_together
 from pipeinfer.models.torch.hyperparameters import read_hyperparameters
 from pipeinfer.models.torch.layer import Layer, Matrix
-from pipeinfer.models.torch.params import AUTO, BF16, BYTES, CPU, CUDA, F32, TorchParams
+from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, TorchParams
+from pipeinfer.models.torch.replays import Inputs, Replays
 from pipeinfer.models.torch.rope import RopeTable
 from pipeinfer.models.torch.weights import Weights
 
 TYPES = {F32: torch.float32, BF16: torch.bfloat16}
 
 
-class Part(NamedTuple):
-    """Rows [first, end) of a batch that are computed together, and what they see. `group`: rows of the groups in which
-    matrices multiply them; 0: all at once."""
-
-    first: int
-    end: int
-    seen: Seen
-    group: int
+def never() -> bool:
+    return False
 
 
 class TorchStage:
@@ -48,34 +42,39 @@ class TorchStage:
         Raises UserError when this is no model for torch or the device is not there, InterruptedError when on_progress
         aborted.
         """
-        info, self.params = slice_file.info, params
-        self.is_first, self.is_last = slice_file.is_first, slice_file.is_last
-        self.n_embd, self.n_vocab, self.n_cells = info.n_embd, info.n_vocab, params.n_cells
-        self.slice_bytes = slice_file.n_bytes
-        self._where = f"layers {slice_file.first}-{slice_file.last - 1} of {info.path}"
-        self._n_layer = slice_file.last - slice_file.first
-        self._numbers = numbers = read_hyperparameters(info)
-        self.device = find_device(params.device, params.local_rank)
-        self.dtype = BF16 if params.dtype == AUTO and self.device.type == CUDA else params.dtype.replace(AUTO, F32)
-        self._exact = params.exact and self.device.type == CPU
-        self.threads = ThreadShare(params.n_threads)
-        self._cells = CellTable(params.n_cells, params.n_seq_max)
-        self._table = token_table(slice_file) if self.is_first else None
-        torch.set_num_threads(params.n_threads)
         try:
             with torch.inference_mode():
-                self._load(slice_file, on_progress)
-                size = (numbers.n_head_kv, params.n_cells, numbers.head_dim)
-                self._keys, self._values = (
-                    [torch.zeros(size, dtype=TYPES[self.dtype], device=self.device) for _ in self._layers]
-                    for _ in range(2)
-                )
+                self._open(slice_file, params, on_progress)
         except torch.OutOfMemoryError:
             raise UserError(f"no room on {self.device} for {self._where} with {params.n_cells} KV cells; "
                             "use a smaller context (-c) or more ranks") from None  # fmt: skip
         finally:
             slice_file.close()
-        self.kv_bytes = 2 * len(self._layers) * BYTES[self.dtype] * int(np.prod(size))
+
+    def _open(self, slice_file: SliceFile, params: TorchParams, on_progress: Callable[[float], bool] | None) -> None:
+        info, self.params = slice_file.info, params
+        self.is_first, self.is_last = slice_file.is_first, slice_file.is_last
+        self.n_embd, self.n_vocab, self.n_cells = info.n_embd, info.n_vocab, params.n_cells
+        self._where = f"layers {slice_file.first}-{slice_file.last - 1} of {info.path}"
+        self._n_layer = slice_file.last - slice_file.first
+        self._numbers = numbers = read_hyperparameters(info)
+        self._n_group = numbers.n_head // numbers.n_head_kv  # query heads of a key head
+        self.device = find_device(params.device, params.local_rank)
+        self.dtype = BF16 if params.dtype == AUTO and self.device.type == CUDA else params.dtype.replace(AUTO, F32)
+        self._exact = params.exact and self.device.type == CPU
+        self.threads = ThreadShare(params.n_threads)
+        torch.set_num_threads(params.n_threads)
+        self._cells = CellTable(params.n_cells, params.n_seq_max)
+        self._load(slice_file, on_progress)
+        # one more cell, for rows that fill up a run
+        size = (numbers.n_head_kv, params.n_cells + 1, numbers.head_dim)
+        self._keys, self._values = (
+            [torch.zeros(size, dtype=TYPES[self.dtype], device=self.device) for _ in self._layers] for _ in range(2)
+        )
+        self._replays: Replays | None = None
+        if (self.device.type == CUDA or params.padded) and not numbers.n_expert_used:
+            self._replays = Replays(self._compute, params.n_cells, self.device.type == CUDA)
+        self._table = token_table(slice_file) if self.is_first else None
 
     def _load(self, slice_file: SliceFile, on_progress: Callable[[float], bool] | None) -> None:
         weights = Weights(slice_file, TYPES[self.dtype], self.device)
@@ -94,10 +93,8 @@ class TorchStage:
                 self._head.bias = weights.vector("output.bias")
         self._group = self._head_group = 0
         if self._exact:
-            counts = sorted({1, 2, self.params.n_threads})
-            counts = [n for n in counts if n <= self.params.n_threads]
-            self._group = rows_together(self._layers[0].matrices, counts)
-            self._head_group = rows_together([self._head.weight], counts) if self.is_last else 0
+            self._group = rows_together(self._layers[0].matrices, self.params.n_threads)
+            self._head_group = rows_together([self._head.weight], self.params.n_threads) if self.is_last else 0
             for layer in self._layers:
                 layer.group = self._group
 
@@ -127,42 +124,65 @@ class TorchStage:
         return found
 
     def _evaluate(self, batch: Batch, rows: torch.Tensor, stop: Callable[[], bool]) -> torch.Tensor | None:
+        cos, sin = self._rope.at(batch.positions).to(self.device)
         cells = torch.from_numpy(self._cells.of_rows(batch)).to(self.device)
-        angles = self._rope.at(batch.positions).to(self.device)
-        rows, found = rows.to(self.device), []
-        for part in self._parts(batch):
-            own = slice(part.first, part.end)
-            after = self._through_layers(part, rows[own], angles[:, own], cells[own], stop)
+        rows = rows.to(self.device)
+        if self._exact:
+            after = self._evaluate_exactly(batch, rows, cos, sin, cells, stop)
+        else:
+            seen = torch.from_numpy(self._cells.mask(batch)).to(self.device)
+            after = self._evaluate_at_once(Inputs(rows, cos, sin, cells, seen), stop)
+        if after is None:
+            return None
+        return (self._logits(after[torch.from_numpy(batch.wanted)]) if self.is_last else after).cpu()
+
+    def _evaluate_at_once(self, inputs: Inputs, stop: Callable[[], bool]) -> torch.Tensor | None:
+        if self._replays is None or not self._replays.takes(inputs):
+            return self._compute_until(inputs, stop)
+        return None if stop() else self._replays.run(inputs)
+
+    def _compute(self, inputs: Inputs) -> torch.Tensor:
+        found = self._compute_until(inputs, never)
+        assert found is not None, "nobody asked to stop"
+        return found
+
+    def _compute_until(self, inputs: Inputs, stop: Callable[[], bool]) -> torch.Tensor | None:
+        rows, cos, sin, cells, seen = inputs
+        part = MaskedCells(seen, self._n_group, TYPES[self.dtype])
+        return self._through_layers(part, 0, rows, cos, sin, cells, stop)
+
+    def _evaluate_exactly(
+        self, batch: Batch, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cells: torch.Tensor,
+        stop: Callable[[], bool],
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Row by row, or block by block of a prompt."""
+        if not batch.span:
+            seen = RowByRow(batch, self._cells, self.device)
+            return self._through_layers(seen, self._group, rows, cos, sin, cells, stop)
+        found = []
+        for first, end in blocks_of(batch):
+            own, positions = slice(first, end), batch.positions[first:end].tolist()
+            block = BlockOfPrompt(
+                positions, batch.seqs[0][0], self._cells, self._n_group, TYPES[self.dtype], self.device
+            )
+            after = self._through_layers(block, 0, rows[own], cos[own], sin[own], cells[own], stop)
             if after is None:
                 return None
             found.append(after)
-        after = torch.cat(found)
-        return (self._logits(after[torch.from_numpy(batch.wanted)]) if self.is_last else after).cpu()
-
-    def _parts(self, batch: Batch) -> Iterator[Part]:
-        n_rows, dtype = len(batch.positions), TYPES[self.dtype]
-        n_group = self._numbers.n_head // self._numbers.n_head_kv
-        if not self._exact:
-            yield Part(0, n_rows, MaskedCells(self._cells.mask(batch), n_group, dtype, self.device), 0)
-        elif batch.span:
-            for first, end in blocks_of(batch):
-                positions = batch.positions[first:end].tolist()
-                seen = BlockOfPrompt(positions, batch.seqs[0][0], self._cells, n_group, dtype, self.device)
-                yield Part(first, end, seen, 0)
-        else:
-            yield Part(0, n_rows, RowByRow(batch, self._cells, self.device), self._group)
+        return torch.cat(found)
 
     def _through_layers(
-        self, part: Part, rows: torch.Tensor, angles: torch.Tensor, cells: torch.Tensor, stop: Callable[[], bool]
-    ) -> torch.Tensor | None:
-        """The residual stream after the slice; None when told to stop."""
-        cos, sin = angles
+        self, seen: Seen, group: int, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cells: torch.Tensor,
+        stop: Callable[[], bool],
+    ) -> torch.Tensor | None:  # fmt: skip
+        """The residual stream after the slice; None when told to stop. `group`: rows of the groups in which matrices
+        multiply them; 0: all at once."""
         for index, (layer, keys, values) in enumerate(zip(self._layers, self._keys, self._values, strict=True)):
-            queries, own_keys, own_values = in_groups(part.group, layer.project, rows, cos, sin)
+            queries, own_keys, own_values = in_groups(group, layer.project, rows, cos, sin)
             keys.index_copy_(1, cells, own_keys.transpose(0, 1).to(keys.dtype))
             values.index_copy_(1, cells, own_values.transpose(0, 1).to(values.dtype))
-            attended = part.seen.attend(queries.to(keys.dtype), keys, values, self._numbers.scale)
-            (rows,) = in_groups(part.group, layer.finish, rows, attended)
+            attended = seen.attend(queries.to(keys.dtype), keys, values, self._numbers.scale)
+            (rows,) = in_groups(group, layer.finish, rows, attended)
             # not after the last layer of a slice whose result is then there
             if (self.is_last or index + 1 < self._n_layer) and stop():
                 return None

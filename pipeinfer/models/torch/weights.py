@@ -12,6 +12,7 @@ from pipeinfer.models.gguf.writer import tensor_data
 from pipeinfer.models.llama.ggml import dequantise
 
 PIECE_BYTES = 4 << 20
+BF16 = 30  # GGML's number
 
 
 def slice_tensors(slice_file: SliceFile) -> dict[str, Tensor]:
@@ -48,9 +49,16 @@ class Weights:
         at = 0
         for piece in tensor_data(tensor, max(1, PIECE_BYTES // row_bytes) * row_bytes):
             n = len(piece) // row_bytes
-            found[at : at + n] = torch.from_numpy(dequantise(tensor.type, piece, n * length)).view(n, length)
+            found[at : at + n] = _numbers(tensor.type, piece, n * length, dtype).view(n, length)
             at += n
         return found.view(tuple(reversed(tensor.shape)))
+
+
+def _numbers(kind: int, data: memoryview, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """(n,) what the data stand for; as they are, where the type is already the one that is kept."""
+    if kind == BF16 and dtype is torch.bfloat16:
+        return torch.frombuffer(data, dtype=dtype, count=n)
+    return torch.from_numpy(dequantise(kind, data, n))
 
 
 def _ordered(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

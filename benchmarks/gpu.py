@@ -1,0 +1,197 @@
+"""What there is to find out on a GPU, in a few runs of some minutes: `python benchmarks/gpu.py [--parts check,speed]`.
+
+check   layers on the device against those on the CPU: torch's in float32 and bf16, single rows, chunks, trees, recorded
+        runs again; libllama's where its build has a GPU; torch's against transformers', where that is installed
+speed   a model of 1B's or 8B's shape with random weights in bf16, on 1, 2 and 4 ranks of one GPU: time per token of one
+        text, throughput of 32, and `auto` with a draft; beside each figure what reading the weights takes at least
+
+`--device cpu --sizes tiny` tries the script itself. Needs no network; a line of JSON a figure goes to `--output`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from gpu_check import check_devices
+from random_model import SIZES, Size, write_random
+
+from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.llama.ggml import load_library
+from pipeinfer.models.torch.library import load_torch
+from tests.jobs import COMMAND, environment, launcher
+
+N_REQUESTS = 32
+PROMPT = "the token of the model"
+
+
+@click.command(help=__doc__)
+@click.option("--parts", default="check,speed", show_default=True)
+@click.option("--device", default="cuda", show_default=True)
+@click.option("--sizes", default="1b,8b", show_default=True, help=f"Of {', '.join(SIZES)}.")
+@click.option("--ranks", default="1,2,4", show_default=True)
+@click.option("--backends", default="torch,llama", show_default=True, help="Of part speed.")
+@click.option("--tokens", default=128, show_default=True, help="Of a text.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Keep models, traces and pictures here.")
+@click.option("--output", type=click.Path(path_type=Path), help="Append figures to this file, a line of JSON each.")
+def main(
+    parts: str, device: str, sizes: str, ranks: str, backends: str, tokens: int, folder: Path | None,
+    output: Path | None,
+) -> None:  # fmt: skip
+    wrong = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = folder or Path(scratch)
+        kept.mkdir(parents=True, exist_ok=True)
+        if "check" in parts.split(","):
+            for found in check_devices(kept, device):
+                wrong += not found["right"]
+                tell(found, output)
+        if "speed" in parts.split(","):
+            bandwidth = device_bandwidth(device)
+            tell({"what": "bandwidth", "device": device, "bytes_per_s": bandwidth}, output)
+            for name in sizes.split(","):
+                model, draft = models_of(kept, name, SIZES[name])
+                for backend in backends.split(","):
+                    for found in speeds(model, draft, backend, device, list(map(int, ranks.split(","))), tokens, kept):
+                        tell(
+                            {"size": name, **found, **limits(read_model_info(model), backend, bandwidth, found)}, output
+                        )
+    sys.exit(1 if wrong else 0)
+
+
+def tell(found: dict[str, Any], output: Path | None) -> None:
+    line = json.dumps(found)
+    print(line, flush=True)
+    if output:
+        with open(output, "a") as file:
+            file.write(line + "\n")
+
+
+def models_of(folder: Path, name: str, size: Size) -> tuple[Path, Path]:
+    """A model and its first layers as a draft; made once."""
+    model, draft = folder / f"{name}.gguf", folder / f"{name}-draft.gguf"
+    if not model.exists():
+        write_random(model, size)
+    if not draft.exists():
+        write_random(draft, size, size.n_strong)
+    return model, draft
+
+
+# -- speed
+
+
+def speeds(
+    model: Path, draft: Path, backend: str, device: str, ranks: Sequence[int], tokens: int, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """One text on each number of ranks, many texts, and one with guesses."""
+    where = place(backend, device)
+    if where is None:
+        yield {"what": "skipped", "backend": backend, "why": "this llama-cpp-python has no GPU support"}
+        return
+    common = ["-m", str(model), "--numerics", "fast", *where]
+    one = ["-p", PROMPT, "-n", str(tokens), "--ignore-eos", "--temp", "0", "--json"]
+    for n_ranks in ranks:
+        found = run(n_ranks, ["run", *common, *one, "-md", "none"])
+        yield figure("one text", backend, n_ranks, found)
+    for n_ranks in ranks:
+        yield {"what": "many texts", "backend": backend, "ranks": n_ranks, **batch(n_ranks, common, tokens, folder)}
+    trace = folder / f"{model.stem}-{backend}.json"
+    guessed = run(2, ["run", *common, *one, "-md", str(draft), "--policy", "auto", "--trace", str(trace)])
+    subprocess.run([*COMMAND, "timeline", str(trace), "-o", str(trace.with_suffix(".png"))], check=True,
+                   env=environment(), stdout=subprocess.DEVNULL)  # fmt: skip
+    acceptance = guessed["speculation"]["acceptance_rate"]
+    yield figure("auto with a draft", backend, 2, guessed) | {"acceptance": acceptance, "timeline": str(trace)}
+
+
+def place(backend: str, device: str) -> list[str] | None:
+    """The options that put a rank's layers on the device; None where the build cannot."""
+    if backend == "torch":
+        return ["--backend", f"torch:{device}"]
+    if device == "cpu":
+        return ["--backend", "llama"]
+    return ["-ngl", "all"] if load_library().llama_supports_gpu_offload() else None
+
+
+def run(n_ranks: int, words: Sequence[str]) -> dict[str, Any]:
+    done = subprocess.run([*launcher(n_ranks), *COMMAND, *words], capture_output=True, text=True, env=environment())
+    if done.returncode:
+        raise click.ClickException(f"{' '.join(words)}: {done.stderr.strip()}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def figure(what: str, backend: str, n_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
+    timings = found["timings"]
+    return {
+        "what": what, "backend": backend, "ranks": n_ranks, "tpot_s": timings["tpot_s"], "ttft_s": timings["ttft_s"],
+        "tokens_per_s": timings["predicted_per_second"],
+    }  # fmt: skip
+
+
+def batch(n_ranks: int, common: Sequence[str], tokens: int, folder: Path) -> dict[str, Any]:
+    """Tokens a second of many texts at a time."""
+    source, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{PROMPT} {i}", "seed": i}) + "\n" for i in range(N_REQUESTS)))
+    answers.unlink(missing_ok=True)
+    words = [
+        "batch",
+        str(source),
+        "-o",
+        str(answers),
+        *common,
+        "-md",
+        "none",
+        "-n",
+        str(tokens),
+        "--ignore-eos",
+        "--json",
+    ]
+    summary = run(n_ranks, [*words, "-np", str(N_REQUESTS)])
+    return {"requests": N_REQUESTS, "tokens_per_s": summary["predicted_per_second"]}
+
+
+# -- what there is at most
+
+
+def limits(info: ModelInfo, backend: str, bandwidth: float, found: dict[str, Any]) -> dict[str, Any]:
+    """Of a text token by token: how long the weights, in bf16, take to be read once, and the share of that speed."""
+    if found["what"] != "one text":
+        return {}
+    table = info.tensor("token_embd.weight")
+    assert table is not None
+    limit_s = 2 * (info.n_params - (0 if info.tied else table.n_elements)) / bandwidth
+    return {"limit_tpot_s": limit_s, "of_limit": limit_s / found["tpot_s"] if found["tpot_s"] else None}
+
+
+def device_bandwidth(device: str) -> float:
+    """Bytes a second that copies on the device read and write together, the best of some."""
+    torch = load_torch()
+    source = torch.ones((1 << 30 if device != "cpu" else 1 << 27), dtype=torch.uint8, device=device)
+    target, found = torch.empty_like(source), []
+    for _ in range(8):
+        wait(torch, device)
+        start_s = time.perf_counter()
+        target.copy_(source)
+        wait(torch, device)
+        found.append(time.perf_counter() - start_s)
+    return float(2 * source.numel() / np.min(found))
+
+
+def wait(torch: Any, device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
