@@ -140,7 +140,7 @@ info = gguf_slice.read_model_info(sys.argv[1])
 def stall(*args):
     print("writing", flush=True)
     time.sleep(100)
-gguf_slice._write = stall
+gguf_slice._cut = stall
 gguf_slice.open_slice(info, 1, 3, Path(sys.argv[2]))
 """
 

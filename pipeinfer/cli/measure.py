@@ -19,8 +19,8 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 
 SHARED = (
-    "model", "drafts", "threads", "n_gpu_layers", "backend", "layer_split", "draft_split", "numerics", "slice_cache",
-    "verbose", *HUB_NAMES,
+    "model", "drafts", "threads", "n_gpu_layers", "backend", "layer_split", "draft_split", "numerics",
+    "slice_cache", "send_layers", "verbose", *HUB_NAMES,
 )  # fmt: skip
 N_TOKENS = 128
 PROMPT = "measure"

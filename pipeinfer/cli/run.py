@@ -147,6 +147,12 @@ from pipeinfer.policies.registry import POLICIES
     "--slice-cache", type=Folder(), help="Keep each rank's slice in this directory of its host, for the next start."
 )
 @click.option(
+    "--send-layers/--no-send-layers",
+    default=DEFAULT.send_layers,
+    show_default=True,
+    help="Ranks whose hosts lack a model's file get their layers from rank 0; else they are refused.",
+)
+@click.option(
     "--pace",
     type=Text(),
     help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models.",

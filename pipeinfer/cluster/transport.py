@@ -45,6 +45,7 @@ class Tag(IntEnum):
     CANCEL = 3
     REPORT = 4  # a rank's progress while loading, its statistics at the end
     CLOCK = 5
+    STREAM = 6
 
 
 class Outbox:
@@ -187,7 +188,8 @@ class Link:
     def _wait(self, request: MPI.Request) -> None:
         self._idle.until(lambda: _is_done(request) or None)
 
-    def _wait_awake(self, request: MPI.Request) -> None:
+    def wait_awake(self, request: MPI.Request) -> None:
+        """Return when a message is here, or out; without sleep where that is soon."""
         asleep_s = time.perf_counter() + AWAKE_S
         while not _is_done(request, N_LOOKS_AWAKE) and time.perf_counter() < asleep_s:
             pass
@@ -259,10 +261,10 @@ class Link:
         return time.perf_counter() - start_s
 
     def _send(self, values: npt.NDArray[Any], rank: int) -> None:
-        self._wait_awake(self.comm.Isend(values, rank, Tag.CLOCK))
+        self.wait_awake(self.comm.Isend(values, rank, Tag.CLOCK))
 
     def _receive(self, values: npt.NDArray[Any], rank: int) -> None:
-        self._wait_awake(self.comm.Irecv(values, rank, Tag.CLOCK))
+        self.wait_awake(self.comm.Irecv(values, rank, Tag.CLOCK))
 
     # -- reports
 

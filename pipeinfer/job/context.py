@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pipeinfer.cluster.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.stop import StopFlag
+from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.observe.ledger import StageLedger
 from pipeinfer.observe.trace import Tracer, pack_spans
 
@@ -29,6 +30,8 @@ class Context:
     flag: StopFlag
     tracer: Tracer
     clock_offset_s: float = 0.0
+    arrived: dict[int, SliceFile] = field(default_factory=dict)
+    """What this rank hosts and came from rank 0, by the number of a draft, or -1, as `arrivals` has it."""
 
     @property
     def rank(self) -> int:

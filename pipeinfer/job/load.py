@@ -16,6 +16,7 @@ from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import UserError
+from pipeinfer.job.arrivals import TARGET, model_file
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, ModelFile
@@ -42,9 +43,7 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
     if index is None:
         return None
     options, stage = context.options, deployment.plan.stages[index]
-    info = read_model_info(deployment.model.path)
-    if info.fingerprint != deployment.model.fingerprint:
-        raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host")
+    info = _read(context, TARGET, deployment.model)
     params = LlamaParams(
         n_cells=deployment.n_cells,
         # one more, in which exact numerics park rejected cells
@@ -56,23 +55,36 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         exact=options.numerics == "exact",
         n_snapshots=options.n_snapshots(info.layers.rewinds),
     )
-    model = _load(context, deployment, deployment.model, info, stage, params, on_progress)
+    model = _load(context, deployment, TARGET, stage, params, on_progress)
     return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
 
 
+def _read(context: Context, number: int, file: ModelFile) -> ModelInfo:
+    """Of a draft of this number, or of the target: what came from rank 0, else this host's file."""
+    if arrived := context.arrived.get(number):
+        return arrived.info
+    info = read_model_info(file.path)
+    if info.fingerprint != file.fingerprint:
+        raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host, or remove it there: "
+                        "then its layers come from rank 0")  # fmt: skip
+    return info
+
+
 def _load(
-    context: Context, deployment: Deployment, file: ModelFile, info: ModelInfo, own: StagePlan, params: LlamaParams,
-    on_progress: Progress,
-) -> LoadedModel:  # fmt: skip
+    context: Context, deployment: Deployment, number: int, own: StagePlan, params: LlamaParams, on_progress: Progress
+) -> LoadedModel:
     rank = context.rank
     return load_layers(
-        lambda: _open(context, file, info, own),
+        lambda: _open(context, deployment, number, own),
         params, backend_of(context.options, rank), local_rank(deployment.hosts, rank), on_progress,
     )  # fmt: skip
 
 
-def _open(context: Context, file: ModelFile, info: ModelInfo, own: StagePlan) -> SliceFile:
-    cache = context.options.slice_cache
+def _open(context: Context, deployment: Deployment, number: int, own: StagePlan) -> SliceFile:
+    if number in context.arrived:
+        return context.arrived.pop(number)
+    cache, file = context.options.slice_cache, model_file(deployment, number)
+    info = _read(context, number, file)
     return open_slice(info, own.first, own.last, cache, lambda line: _notice(context, line), file.states)
 
 
@@ -111,10 +123,7 @@ def load_drafts(context: Context, deployment: Deployment, on_progress: Progress)
 def _load_draft(
     context: Context, deployment: Deployment, number: int, own: StagePlan, on_progress: Progress
 ) -> LoadedModel:
-    draft, options = deployment.drafts[number], context.options
-    info = read_model_info(draft.path)
-    if info.fingerprint != draft.fingerprint:
-        raise UserError(f"{draft.path} differs from rank 0's; copy the same file to every host")
+    options = context.options
     params = LlamaParams(
         n_cells=deployment.n_cells,
         n_seq_max=options.n_seq + 1,
@@ -124,7 +133,7 @@ def _load_draft(
         n_gpu_layers=gpu_layers(options, context.rank),
         exact=False,  # guesses need not be reproducible to the bit: the target decides
     )
-    model = _load(context, deployment, draft, info, own, params, on_progress)
+    model = _load(context, deployment, number, own, params, on_progress)
     if translation := deployment.translations[number]:
         model = TranslatedStage(model, translation)
     return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model

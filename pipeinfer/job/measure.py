@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
+from pipeinfer.job.arrivals import fetch_layers
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, check_profiled
@@ -68,6 +69,7 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
 def _time_own_models(crew: Crew, context: Context, deployment: Deployment) -> dict[str, ModelTimes]:
     """Load, time and free this rank's models; ranks of one host in turns, the others asleep, then 2, 3, … of them at
     once."""
+    fetch_layers(context, deployment)
     stage = load_stage(context, deployment, lambda fraction: True)
     drafts = load_drafts(context, deployment, lambda fraction: True)
     start_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2

@@ -75,6 +75,7 @@ class RunOptions:
     numerics: str = "exact"
     slice_cache: Path | None = None
     offline: bool = False
+    send_layers: bool = True
     pace: str | None = None
     couple: bool = True
     cancel: bool = True

@@ -22,6 +22,7 @@ from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import GuessVerdict, Verdict
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.job.arrivals import fetch_layers
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
@@ -108,6 +109,7 @@ class Session:
         """Load. Raises UserError, all ranks sent home, when one of them could not: the error of the lowest rank."""
         error = ""
         try:
+            fetch_layers(self.context, self.deployment)
             self._stage = load_stage(self.context, self.deployment, lambda fraction: True)
             self._drafts = load_drafts(self.context, self.deployment, lambda fraction: True)
             if (self._drafts or self.context.options.numerics == "fast") and not amx_works():

@@ -9,6 +9,7 @@ from pipeinfer.cluster.stage import StageWorker
 from pipeinfer.cluster.transport import Outbox
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
+from pipeinfer.job.arrivals import fetch_layers
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.load import (
@@ -31,6 +32,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     start_s = ready_s = CLOCK()
     model = None
     try:
+        fetch_layers(context, deployment)
         model, number = load_stage(context, deployment, lambda fraction: True), None
         drafts = load_drafts(context, deployment, lambda fraction: True)
         if drafts:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 
 PATIENCE_S = 1.0
@@ -57,6 +59,35 @@ class PromptProgress:
         if self._bar:
             self._bar.stop()
             self._bar = None
+
+
+class TransferProgress:
+    """Bytes on their way to a rank: a bar on a terminal, which disappears, else a line after 1, 2, 4, … seconds."""
+
+    def __init__(self, console: Console, clock: Callable[[], float], what: str, n_bytes: int) -> None:
+        """It begins now."""
+        self.console, self.clock, self.what, self.n_bytes, self.n_done = console, clock, what, n_bytes, 0
+        self._start_s = clock()
+        self._next_s = PATIENCE_S
+        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("", total=n_bytes)
+        self._bar.start()
+
+    def advance(self, n_bytes: int) -> None:
+        """So many more are out."""
+        self.n_done += n_bytes
+        self._bar.update(self._task, completed=self.n_done)
+        passed_s = self.clock() - self._start_s
+        if not self.console.is_terminal and passed_s >= self._next_s and self.n_done < self.n_bytes:
+            while self._next_s <= passed_s:
+                self._next_s *= 2
+            share = f"{self.n_done / 1e6:.0f} of {self.n_bytes / 1e6:.0f} MB"
+            self.console.print(f"{self.what}: {share} after {passed_s:.0f} s", style="dim")
+
+    def close(self) -> None:
+        """Take the bar away. May be called twice."""
+        self._bar.stop()
 
 
 class BatchProgress:

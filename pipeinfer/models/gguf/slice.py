@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -52,6 +52,8 @@ class SliceFile:
     n_bytes: int
     fd: int = -1
     sources: tuple[SourceFile, ...] = ()
+    table: tuple[Tensor, SourceFile] | None = None
+    """The token table of a first slice, where the model file is not on this host."""
 
     @property
     def is_first(self) -> bool:
@@ -68,6 +70,8 @@ class SliceFile:
             self.fd = -1
         for source in self.sources:
             source.close()
+        if self.table:
+            self.table[1].close()
 
 
 class Part(NamedTuple):
@@ -78,6 +82,29 @@ class Part(NamedTuple):
     tensor: Tensor
     is_hole: bool = False
     data: bytes | None = None
+
+
+class _Form(NamedTuple):
+    """What a slice's file is."""
+
+    head: bytes
+    parts: list[Part]
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.head) + sum(padded(part.tensor.n_bytes) for part in self.parts)
+
+
+class Feed(Protocol):
+    """Data of another host, in order."""
+
+    def take(self, n_bytes: int) -> Iterator[memoryview]:
+        """The next ones, in pieces, each of which is gone when the next one comes. Raises UserError."""
+        ...
+
+    def finish(self) -> None:
+        """All has been taken. Raises UserError where it is not what was sent."""
+        ...
 
 
 def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
@@ -92,30 +119,33 @@ def open_slice(
     cache_dir: Path | None = None,
     on_notice: Callable[[str], object] = lambda line: None,
     elsewhere: Sequence[FileState] = (),
+    feed: Feed | None = None,
 ) -> SliceFile:
     """Layers [first, last) as a file for libllama: the model itself, else a file in cache_dir, else one in memory.
 
     A file in cache_dir is verified before it is used again, and written anew, with a line to `on_notice`, if it is not
     what it should be; several processes may ask for it at once. `elsewhere`: the model's files on another host, from
-    which it may have been cut. Raises UserError when the slice cannot be made, or the model changed since its header
-    was read.
+    which it may have been cut. `feed`: where the data come from that are not on this host, those of `slice_data`.
+    Raises UserError when the slice cannot be made, or the model changed since its header was read.
     """
     if not 0 <= first < last <= info.n_layer:
         raise ValueError(f"layers [{first}, {last}) of {info.n_layer}")
     if (first, last) == (0, info.n_layer):
         sources = tuple(info.source(path) for path in info.paths)
         return SliceFile(info, first, last, info.path, sum(state.n_bytes for state in info.states), sources=sources)
-    parts = _slice_tensors(info, first, last)
-    head = _encode_header(info, first, last, parts)
-    n_bytes = len(head) + sum(padded(part.tensor.n_bytes) for part in parts)
+    form = _form(info, first, last)
+
+    def cut(fd: int, place: str) -> None:
+        _cut(fd, form, place, info, feed)
+
     if cache_dir is not None:
-        cached = CachedSlice(slice_path(info, first, last, cache_dir), head, n_bytes, [info.states, elsewhere])
-        sources = (cached.open(lambda fd, place: _cut(fd, head, parts, place, info), on_notice),)
-        return SliceFile(info, first, last, cached.path, n_bytes, sources=sources)
+        cached = _cached(form, info, first, last, cache_dir, elsewhere)
+        sources = (cached.open(cut, on_notice),)
+        return SliceFile(info, first, last, cached.path, form.n_bytes, sources=sources)
     fd = os.memfd_create(f"pipeinfer-{first}-{last}", os.MFD_CLOEXEC)
-    slice_file = SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), n_bytes, fd)
+    slice_file = SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), form.n_bytes, fd)
     try:
-        _cut(fd, head, parts, f"memory for {n_bytes} bytes of layers {first}-{last - 1}", info)
+        cut(fd, f"memory for {form.n_bytes} bytes of layers {first}-{last - 1}")
     except BaseException:
         slice_file.close()
         raise
@@ -123,29 +153,60 @@ def open_slice(
     return slice_file
 
 
+def is_cached(info: ModelInfo, first: int, last: int, cache_dir: Path, elsewhere: Sequence[FileState]) -> bool:
+    """Whether `open_slice` would write nothing."""
+    return _cached(_form(info, first, last), info, first, last, cache_dir, elsewhere).is_good
+
+
+def slice_data(info: ModelInfo, first: int, last: int) -> tuple[int, Iterator[bytes | memoryview]]:
+    """(bytes, pieces) of all that a slice takes from the model's files; a piece is gone when the next one comes.
+
+    Raises UserError, at the end, when the files have changed.
+    """
+    parts = [part for part in _slice_tensors(info, first, last) if not part.is_hole]
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        for part in parts:
+            yield from part_data(part)
+        info.check_unchanged()
+
+    return sum(part.tensor.n_bytes for part in parts), pieces()
+
+
+def _form(info: ModelInfo, first: int, last: int) -> _Form:
+    parts = _slice_tensors(info, first, last)
+    return _Form(_encode_header(info, first, last, parts), parts)
+
+
+def _cached(
+    form: _Form, info: ModelInfo, first: int, last: int, cache_dir: Path, elsewhere: Sequence[FileState]
+) -> CachedSlice:
+    return CachedSlice(slice_path(info, first, last, cache_dir), form.head, form.n_bytes, [info.states, elsewhere])
+
+
 def slice_path(info: ModelInfo, first: int, last: int, cache_dir: Path) -> Path:
     """Where a slice lies in a cache."""
     return cache_dir / f"{info.fingerprint}-{first}-{last}.gguf"
 
 
-def _cut(fd: int, head: bytes, parts: list[Part], place: str, info: ModelInfo) -> None:
-    """Write a slice, all of it from the files that `info` describes."""
-    _write(fd, head, parts, place)
-    info.check_unchanged()
-
-
-def _write(fd: int, head: bytes, parts: list[Part], place: str) -> None:
+def _cut(fd: int, form: _Form, place: str, info: ModelInfo, feed: Feed | None) -> None:
+    """Write a slice, all of it from the files that `info` describes, or from what is fed."""
     try:
         with open(fd, "wb", closefd=False) as file:
-            write_gguf(file, head, map(_data, parts))
+            data = (part.tensor.n_bytes if part.is_hole else part_data(part, feed) for part in form.parts)
+            write_gguf(file, form.head, data)
     except OSError as error:
         raise UserError(f"no room in {place}: {error.strerror}; use more ranks, or put slices elsewhere") from None
+    if feed:
+        feed.finish()
+    else:
+        info.check_unchanged()
 
 
-def _data(part: Part) -> Iterable[bytes | memoryview] | int:
-    if part.data is not None:
-        return [part.data]
-    return part.tensor.n_bytes if part.is_hole else tensor_data(part.tensor, COPY_BYTES)
+def part_data(part: Part, feed: Feed | None = None) -> Iterable[bytes | memoryview]:
+    if feed:
+        return feed.take(part.tensor.n_bytes)
+    return [part.data] if part.data is not None else tensor_data(part.tensor, COPY_BYTES)
 
 
 def _slice_tensors(info: ModelInfo, first: int, last: int) -> list[Part]:

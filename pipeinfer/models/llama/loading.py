@@ -53,10 +53,13 @@ def load_model(
 def token_table(slice_file: SliceFile) -> ggml.TokenTable:
     """Of a first slice: what its tokens come in as."""
     info = slice_file.info
-    table = info.tensor("token_embd.weight")
-    assert table is not None, info.path
     scale = math.sqrt(info.n_embd) if info.layers.known.scaled else 1.0
-    return ggml.TokenTable(table, info.source(table.path), scale)
+    if slice_file.table:
+        (table, source), slice_file.table = slice_file.table, None  # it is the lookup's to close now
+        return ggml.TokenTable(table, source, scale)
+    found = info.tensor("token_embd.weight")
+    assert found is not None, info.path
+    return ggml.TokenTable(found, info.source(found.path), scale)
 
 
 def cache_form(lib: ModuleType, model: object, info: ModelInfo) -> CacheForm:

@@ -1,0 +1,145 @@
+"""Ranks without the model's file: their layers come from rank 0, once, and compute what those of the file do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeinfer.models.demo import DRAFT, TARGET
+from tests.gguf_factory import Shape, write_model
+from tests.jobs import COMMAND, ROOT, environment, launcher, run_json
+
+ONLY_RANK_0 = """
+case "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" in 0) cd "$0/here";; *) cd "$0/elsewhere";; esac
+exec "$@"
+"""
+"""Names of models are relative to the folder a rank is in: only rank 0's has them."""
+
+GREEDY = ["-p", "def read_lines(path):\n", "-n", "24", "--temp", "0", "-t", "1", "--ignore-eos", "--json"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(TARGET, tmp_path / "here" / "target.gguf")
+    shutil.copy(DRAFT, tmp_path / "here" / "draft.gguf")
+    return tmp_path
+
+
+def job(folder: Path, n_ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*launcher(n_ranks), "sh", "-c", ONLY_RANK_0, str(folder), *COMMAND, "run", *GREEDY, *words],
+        capture_output=True, text=True, env=environment(), timeout=120,
+    )  # fmt: skip
+
+
+def tokens(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["tokens"]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return run_json(1, GREEDY)["tokens"]
+
+
+def sent(done: subprocess.CompletedProcess[str]) -> Sequence[str]:
+    return re.findall(r"rank (\d+) \(\S+\) has no \S+: \S+ [MGk]?B go there", done.stderr)
+
+
+def test_slices_come_once_into_the_cache_of_each_rank(folder: Path, plain: Any) -> None:
+    words = ["-m", "target.gguf", "-md", "draft.gguf", "--slice-cache", str(folder / "cache")]
+    first = job(folder, 3, *words)
+    assert tokens(first) == plain and sent(first) == ["1", "2"], first.stderr
+    files = {path.name: path.stat().st_ino for path in (folder / "cache").iterdir()}
+    assert sorted(name.partition("-")[2] for name in files) == ["0-5.gguf", "5-9.gguf", "tokens.bin"], files
+    again = job(folder, 3, *words)
+    assert tokens(again) == plain and sent(again) == []
+    assert files == {path.name: path.stat().st_ino for path in (folder / "cache").iterdir()}
+
+
+def test_whole_models_and_slices_live_in_memory_without_a_cache(folder: Path, plain: Any) -> None:
+    words = ["-m", "target.gguf", "-md", "draft.gguf", "-md", "./target.gguf"]
+    done = job(folder, 4, *words)
+    assert tokens(done) == plain and sent(done) == ["1", "2", "3"]
+    assert "--slice-cache DIR keeps it there" in done.stderr
+    assert list((folder / "elsewhere").iterdir()) == []
+
+
+def test_a_split_model_that_is_whole_on_a_rank_needs_a_cache(folder: Path) -> None:
+    write_model(folder / "here" / "m.gguf", Shape(n_layer=2), part_tensors=10)
+    words = ["-m", "m-00001-of-00003.gguf", "-md", "m-00001-of-00003.gguf"]
+    done = job(folder, 2, *words)
+    assert done.returncode == 2 and "is of 3 files, which memory cannot hold as such" in done.stderr, done.stderr
+    cached = job(folder, 2, *words, "--slice-cache", str(folder / "cache"))
+    assert cached.returncode == 0 and sent(cached) == ["1"], cached.stderr
+    assert len(list((folder / "cache").rglob("m-*.gguf"))) == 3
+    assert tokens(job(folder, 2, *words, "--slice-cache", str(folder / "cache"))) == tokens(cached)
+
+
+def test_who_does_not_want_it_is_told_which_file_is_missing(folder: Path) -> None:
+    done = job(folder, 3, "-m", "target.gguf", "-md", "draft.gguf", "--no-send-layers")
+    assert done.returncode == 2 and "model file target.gguf does not exist" in done.stderr, done.stderr
+
+
+STREAMS = """
+from pipeinfer.cluster import streams
+from pipeinfer.cluster.transport import Link
+from pipeinfer.errors import UserError
+
+streams.CHUNK_BYTES = 1000
+link = Link()
+
+
+def pieces(n, fails=False):
+    for start in range(0, n, 300):
+        yield bytes(at % 251 for at in range(start, min(n, start + 300)))
+    if fails:
+        raise UserError("the file is gone")
+
+
+for n in (0, 1, 999, 1000, 1001, 5000):
+    if link.rank == 0:
+        counts = []
+        streams.send_stream(link, 1, n, pieces(n), counts.append)
+        assert sum(counts) == n
+    else:
+        got = b"".join(map(bytes, streams.receive_stream(link, 0, n)))
+        assert got == bytes(at % 251 for at in range(n)), n
+    failed = ""
+    try:
+        if link.rank == 0:
+            streams.send_stream(link, 1, n + 700, pieces(n, fails=True), lambda n: None)
+        else:
+            for piece in streams.receive_stream(link, 0, n + 700):
+                pass
+    except UserError as error:
+        failed = str(error)
+    assert failed.startswith(["the file is gone", "what rank 0 sends of the model is not whole"][link.rank]), failed
+    if link.rank == 0:
+        streams.send_stream(link, 1, n, pieces(n), lambda n: None)
+    else:
+        stream = streams.receive_stream(link, 0, n)
+        for piece in stream:
+            break
+        stream.close()  # who gives up leaves nothing behind
+assert link.broadcast("end" if link.rank == 0 else None) == "end"
+link.finalize()
+"""
+
+
+def test_streams_of_any_length_and_who_gives_up() -> None:
+    done = subprocess.run(
+        [*launcher(2), sys.executable, "-c", STREAMS], capture_output=True, text=True, env=environment(), timeout=60,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
