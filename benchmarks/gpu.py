@@ -3,7 +3,7 @@
 check   layers on the device against those on the CPU: torch's in float32 and bf16, single rows, chunks, trees, recorded
         runs again; libllama's where its build has a GPU; torch's against transformers', where that is installed
 speed   a model of 1B's or 8B's shape with random weights in bf16, on 1, 2 and 4 ranks of one GPU: time per token of one
-        text, throughput of 32, and `auto` with a draft; beside each figure what reading the weights takes at least
+        text, throughput of many, and `auto` with a draft; beside each figure what reading the weights takes at least
 
 `--device cpu --sizes tiny` tries the script itself. Needs no network; a line of JSON a figure goes to `--output`.
 """
@@ -32,7 +32,6 @@ from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.torch.library import load_torch
 from tests.jobs import COMMAND, environment, launcher
 
-N_REQUESTS = 32
 PROMPT = "the token of the model"
 
 
@@ -43,10 +42,11 @@ PROMPT = "the token of the model"
 @click.option("--ranks", default="1,2,4", show_default=True)
 @click.option("--backends", default="torch,llama", show_default=True, help="Of part speed.")
 @click.option("--tokens", default=128, show_default=True, help="Of a text.")
+@click.option("--requests", default=32, show_default=True, help="Of many texts.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep models, traces and pictures here.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append figures to this file, a line of JSON each.")
 def main(
-    parts: str, device: str, sizes: str, ranks: str, backends: str, tokens: int, folder: Path | None,
+    parts: str, device: str, sizes: str, ranks: str, backends: str, tokens: int, requests: int, folder: Path | None,
     output: Path | None,
 ) -> None:  # fmt: skip
     wrong = 0
@@ -63,7 +63,9 @@ def main(
             for name in sizes.split(","):
                 model, draft = models_of(kept, name, SIZES[name])
                 for backend in backends.split(","):
-                    for found in speeds(model, draft, backend, device, list(map(int, ranks.split(","))), tokens, kept):
+                    for found in speeds(
+                        model, draft, backend, device, list(map(int, ranks.split(","))), tokens, requests, kept
+                    ):
                         tell(
                             {"size": name, **found, **limits(read_model_info(model), backend, bandwidth, found)}, output
                         )
@@ -92,7 +94,7 @@ def models_of(folder: Path, name: str, size: Size) -> tuple[Path, Path]:
 
 
 def speeds(
-    model: Path, draft: Path, backend: str, device: str, ranks: Sequence[int], tokens: int, folder: Path
+    model: Path, draft: Path, backend: str, device: str, ranks: Sequence[int], tokens: int, requests: int, folder: Path
 ) -> Iterator[dict[str, Any]]:
     """One text on each number of ranks, many texts, and one with guesses."""
     where = place(backend, device)
@@ -105,7 +107,12 @@ def speeds(
         found = run(n_ranks, ["run", *common, *one, "-md", "none"])
         yield figure("one text", backend, n_ranks, found)
     for n_ranks in ranks:
-        yield {"what": "many texts", "backend": backend, "ranks": n_ranks, **batch(n_ranks, common, tokens, folder)}
+        yield {
+            "what": "many texts",
+            "backend": backend,
+            "ranks": n_ranks,
+            **batch(n_ranks, common, tokens, requests, folder),
+        }
     trace = folder / f"{model.stem}-{backend}.json"
     guessed = run(2, ["run", *common, *one, "-md", str(draft), "--policy", "auto", "--trace", str(trace)])
     subprocess.run([*COMMAND, "timeline", str(trace), "-o", str(trace.with_suffix(".png"))], check=True,
@@ -139,10 +146,10 @@ def figure(what: str, backend: str, n_ranks: int, found: dict[str, Any]) -> dict
     }  # fmt: skip
 
 
-def batch(n_ranks: int, common: Sequence[str], tokens: int, folder: Path) -> dict[str, Any]:
+def batch(n_ranks: int, common: Sequence[str], tokens: int, requests: int, folder: Path) -> dict[str, Any]:
     """Tokens a second of many texts at a time."""
     source, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
-    source.write_text("".join(json.dumps({"prompt": f"{PROMPT} {i}", "seed": i}) + "\n" for i in range(N_REQUESTS)))
+    source.write_text("".join(json.dumps({"prompt": f"{PROMPT} {i}", "seed": i}) + "\n" for i in range(requests)))
     answers.unlink(missing_ok=True)
     words = [
         "batch",
@@ -157,8 +164,8 @@ def batch(n_ranks: int, common: Sequence[str], tokens: int, folder: Path) -> dic
         "--ignore-eos",
         "--json",
     ]
-    summary = run(n_ranks, [*words, "-np", str(N_REQUESTS)])
-    return {"requests": N_REQUESTS, "tokens_per_s": summary["predicted_per_second"]}
+    summary = run(n_ranks, [*words, "-np", str(requests)])
+    return {"requests": requests, "tokens_per_s": summary["predicted_per_second"]}
 
 
 # -- what there is at most

@@ -16,7 +16,20 @@ pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipe
 
 def test_the_script_for_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
     output = tmp_path / "figures.jsonl"
-    words = ["--device", "cpu", "--sizes", "tiny", "--ranks", "1", "--backends", "torch", "--tokens", "6"]
+    words = [
+        "--device",
+        "cpu",
+        "--sizes",
+        "tiny",
+        "--ranks",
+        "1",
+        "--backends",
+        "torch",
+        "--tokens",
+        "6",
+        "--requests",
+        "3",
+    ]
     command = [
         sys.executable,
         str(ROOT / "benchmarks/gpu.py"),

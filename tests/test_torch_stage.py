@@ -133,8 +133,9 @@ def test_weights_are_what_their_quantisation_says(folder: Path, type_name: str) 
         assert np.array_equal(weights.matrix(f"blk.0.{name}.weight").numpy(), expected), (name, source.tensor_type)
 
 
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M"])
-@pytest.mark.parametrize("kinds", ["tl", "lt", "tlt", "ltl", "lttl"])
+@pytest.mark.parametrize(
+    ("kinds", "type_name"), [("tl", "Q8_0"), ("lt", "Q4_K_M"), ("tlt", "Q4_K_M"), ("lttl", "Q8_0")]
+)
 def test_torch_and_libllama_in_one_chain(folder: Path, kinds: str, type_name: str) -> None:
     """Any order of the two computes the model, up to what libllama rounds its rows to before it multiplies them."""
     path = folder / f"chain-{type_name}.gguf"
@@ -173,7 +174,7 @@ def test_greedy_text_of_the_shipped_target(folder: Path, reference: Callable[[Pa
 def plain(request: pytest.FixtureRequest, small: Path) -> tuple[str, list[int], FloatArray]:
     """Some hundred random tokens and the logits after each, evaluated one row at a time."""
     (stage,) = open_chain(small, (), torch_params(True, request.param))
-    tokens = random_tokens(420)
+    tokens = random_tokens(240)
     return (
         request.param,
         tokens,
@@ -188,7 +189,7 @@ def test_rows_are_the_same_in_every_batch(
     dtype, tokens, expected = plain
     chain = open_chain(small, (1,), torch_params(True, dtype, n_threads))
     at = 0
-    for n in [*range(1, 20), 32, 64]:
+    for n in (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 64):
         assert np.array_equal(run(chain, make_batch(tokens[at : at + n], at)), expected[at : at + n]), n
         at += n
 
@@ -196,8 +197,8 @@ def test_rows_are_the_same_in_every_batch(
 def test_trees_are_the_same_as_plain_decoding(small: Path, plain: tuple[str, list[int], FloatArray]) -> None:
     dtype, tokens, expected = plain
     driver = TreeDriver(open_chain(small, (1,), torch_params(True, dtype, 2)), tokens, expected, seed=1)
-    driver.prefill(250)
-    while driver.at < 400:
+    driver.prefill(150)
+    while driver.at < 230:
         driver.step()
 
 
