@@ -24,7 +24,7 @@ from tests.jobs import finish, run_json
 from tests.other_vocabulary import reorder
 from tests.test_tokenizer import write_vocabulary
 
-N_DEMO = 4096
+N_DEMO, N_LARGE = 4096, 60_000
 PROMPT = "def read_lines(path):\n"
 GREEDY = ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", "-t", "1"]
 EXTENDED: Sequence[int | bytes] = [
@@ -141,13 +141,13 @@ def test_large_vocabularies_are_compared_quickly(tmp_path: Path) -> None:
     def change(tokens: list[bytes], types: list[int]) -> None:
         tokens[3:259], types[3:259] = tokens[3:259][::-1], types[3:259][::-1]
 
-    one = write_vocabulary(tmp_path / "one.gguf", 150_000)
-    two = write_vocabulary(tmp_path / "two.gguf", 150_000, change)
+    one = write_vocabulary(tmp_path / "one.gguf", N_LARGE)
+    two = write_vocabulary(tmp_path / "two.gguf", N_LARGE, change)
     start_s = time.process_time()
     assert draft_translation(one, one) is None
     alike_s, start_s = time.process_time() - start_s, time.process_time()
     translation = draft_translation(one, two)
-    assert translation and translation.n_shared == 150_000
+    assert translation and translation.n_shared == N_LARGE
     assert alike_s < 1 and time.process_time() - start_s < 5
     start_s = time.process_time()
     assert draft_translation(one, two) is translation and time.process_time() - start_s < 1

@@ -7,6 +7,7 @@ this package what needs no more. Knows no MPI.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -26,6 +27,9 @@ ABORT_GRACE_S = 1.0
 
 LAUNCHER_GRACE_S = 0.3
 """How long the launcher has to end the job when a process died: it does so without the many lines of MPI_Abort."""
+
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""What a connection ends with to a host that says nothing."""
 
 KILLED = " of SIGKILL"
 STOPPED = tuple(f" with exit code {128 + number}" for number in (signal.SIGINT, signal.SIGTERM))
@@ -95,7 +99,10 @@ class Sentinel:
             data = self._receive_from_head(link) if rank == 0 else link.recv(MAX_LINE_BYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            if error.errno in UNREACHABLE:
+                self._end(f"{self._title(rank)} cannot be reached any more, its host or the way to it is down; "
+                          "ending the job", died=True)  # fmt: skip
             data = b""
         if not data:
             self._lost(rank)
