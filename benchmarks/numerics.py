@@ -27,13 +27,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pipeinfer.core.blocks import Span
-from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.job.backends import Backend
+from pipeinfer.job.stages import load_layers
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.grow import grow
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.llama.stage import LlamaStage
 from tests.gguf_factory import Shape, quantise, write_model
 from tests.jobs import run_json
 
@@ -57,10 +58,11 @@ Times = dict[str, float]
 @click.option("--tokens", default=64, show_default=True, help="Of a text.")
 @click.option("--numerics", default="fast", show_default=True, help="Of the texts; exact,fast for both.")
 @click.option("--ranks", default=3, show_default=True, help="Of policy pipeinfer.")
+@click.option("--backend", default="llama", show_default=True, help="Of part speed.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep the models here and use them again.")
 def main(
     parts: str, models: str, threads: int, rounds: int, prompts: int, tokens: int, numerics: str, ranks: int,
-    folder: Path | None,
+    backend: str, folder: Path | None,
 ) -> None:  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         kept = folder or Path(scratch)
@@ -68,7 +70,7 @@ def main(
         for name in models.split(","):
             target, draft = make_models(kept, name)
             if "speed" in parts.split(","):
-                report_speed(name, target, threads, rounds)
+                report_speed(name, target, Backend.parse(backend), threads, rounds)
             if "texts" in parts.split(","):
                 # added layers that add nothing make no other text
                 judged = TARGET if name == "shipped" else target
@@ -98,11 +100,11 @@ def make_models(folder: Path, name: str) -> tuple[Path, Path]:
 # -- speed
 
 
-def report_speed(name: str, target: Path, n_threads: int, rounds: int) -> None:
+def report_speed(name: str, target: Path, backend: Backend, n_threads: int, rounds: int) -> None:
     """Print a table: milliseconds of both numerics, and their ratio."""
-    found = [(in_process(target, True, n_threads), in_process(target, False, n_threads)) for _ in range(rounds)]
+    found = [[in_process(target, backend, exact, n_threads) for exact in (True, False)] for _ in range(rounds)]
     info = read_model_info(target)
-    print(f"\n{name}: {info.n_layer} layers x {info.n_embd}, {info.quantisation}, {n_threads} threads")
+    print(f"\n{name}: {info.n_layer} layers x {info.n_embd}, {info.quantisation}, {backend}, {n_threads} threads")
     print("| batch | exact ms | fast ms | exact / fast |\n|---|---|---|---|")
     for size in found[0][0]:
         exact, fast = (1e3 * statistics.median(pair[index][size] for pair in found) for index in (0, 1))
@@ -111,42 +113,42 @@ def report_speed(name: str, target: Path, n_threads: int, rounds: int) -> None:
         print(f"| {size} | {exact:.2f} | {fast:.2f} | {spread} |", flush=True)
 
 
-def in_process(target: Path, exact: bool, n_threads: int) -> Times:
+def in_process(target: Path, backend: Backend, exact: bool, n_threads: int) -> Times:
     """`time_batches` in a process of its own, so that neither finds what the other left."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(time_batches, target, exact, n_threads).result()
+        return pool.submit(time_batches, target, backend, exact, n_threads).result()
 
 
-def time_batches(target: Path, exact: bool, n_threads: int) -> Times:
+def time_batches(target: Path, backend: Backend, exact: bool, n_threads: int) -> Times:
     """Seconds of a prompt, and of batches of some sizes after a context; medians."""
     info = read_model_info(target)
     n_cells = max(PROMPTS_OF) + N_CHUNK
     params = LlamaParams(
         n_cells, n_seq_max=2, n_batch=N_CHUNK, n_outputs_max=max(SIZES), n_threads=n_threads, exact=exact
     )
-    model = LlamaStage(open_slice(info, 0, info.n_layer, None), params)
-    prompts = {f"prompt of {n}": statistics.median(_timed(model, 0, n, True) for _ in range(3)) for n in PROMPTS_OF}
+    model = load_layers(lambda: open_slice(info, 0, info.n_layer, None), params, backend, 0, lambda done: True)
+    prompts = {f"prompt of {n}": statistics.median(_timed(model, 0, n, exact) for _ in range(3)) for n in PROMPTS_OF}
     _evaluate(model, 0, N_CONTEXT)
     times = {f"{size} row{'s' if size > 1 else ''}": _median_of(model, size) for size in SIZES}
     model.close()
     return times | prompts
 
 
-def _median_of(model: LlamaStage, n_rows: int) -> float:
+def _median_of(model: StageModel, n_rows: int) -> float:
     _timed(model, N_CONTEXT, n_rows)
     return statistics.median(_timed(model, N_CONTEXT, n_rows) for _ in range(12))
 
 
-def _timed(model: LlamaStage, start: int, n_rows: int, is_prompt: bool = False) -> float:
+def _timed(model: StageModel, start: int, n_rows: int, in_blocks: bool = False) -> float:
     """Seconds of these rows, which are taken back."""
     start_s = time.perf_counter()
-    _evaluate(model, start, n_rows, is_prompt and model.params.exact)
+    _evaluate(model, start, n_rows, in_blocks)
     took_s = time.perf_counter() - start_s
     model.apply([KvOp(OpKind.REMOVE, 0, first=start), KvOp(OpKind.COMPACT, 0)])
     return took_s
 
 
-def _evaluate(model: LlamaStage, start: int, n_rows: int, in_blocks: bool = False) -> None:
+def _evaluate(model: StageModel, start: int, n_rows: int, in_blocks: bool = False) -> None:
     """In chunks; a prompt wants logits of its last row only, and in blocks of none."""
     for first in range(start, start + n_rows, N_CHUNK):
         positions = np.arange(first, min(first + N_CHUNK, start + n_rows), dtype=np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pipeinfer.job.options import DEFAULT, RunOptions
 from pipeinfer.job.stages import local_rank
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.torch.library import torch_version
+from pipeinfer.models.torch.library import load_torch, torch_version
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import finish, run_json
 
@@ -112,6 +113,13 @@ def test_the_command_line_says_it_in_one_line() -> None:
     found = json.loads(done.stdout)
     assert [rank["backend"] for rank in found["ranks"]] == ["torch:bf16"]
     assert any("torch" in note for note in found["notes"])
+
+
+def test_a_rank_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not there
+    load_torch.cache_clear()
+    with pytest.raises(UserError, match=r"needs PyTorch.*pip install 'pipeinfer\[torch\]' on every host"):
+        load_torch()
 
 
 @needs_torch

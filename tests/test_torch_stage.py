@@ -22,6 +22,8 @@ from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.models.torch.params import TorchParams
+from tests.architecture_factory import write_random_model
+from tests.architecture_models import MODELS
 from tests.gguf_factory import Shape, quantise, write_model
 from tests.test_llama_stage import TreeDriver, make_batch, never, random_tokens, run
 
@@ -108,6 +110,17 @@ def test_logits_are_those_of_libllama(folder: Path, reference: Callable[[Path], 
     whole, chain = reference(path), open_chain(path, (1, 3))
     for batch in chunks(random_tokens(38)):
         assert difference(run(chain, batch), run([whole], batch)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3moe"])
+def test_every_tensor_and_key_that_libllama_knows_is_computed(
+    folder: Path, reference: Callable[[Path], FloatStage], name: str
+) -> None:
+    """Biases wherever there may be one, metadata that means nothing; only what classifies texts is not there."""
+    known = replace(MODELS[name], without=("cls.output.weight",))
+    path = write_random_model(folder / f"random-{name}.gguf", known, "F32")
+    batch = make_batch(random_tokens(30), 0)
+    assert difference(run(open_chain(path, (2,)), batch), run([reference(path)], batch)) < 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILY)

@@ -11,7 +11,7 @@ from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import feed_forward_length
 from pipeinfer.models.torch.params import AUTO, BF16, BYTES, F32
 
-RUNTIME_BYTES = 320_000_000
+RUNTIME_BYTES = 290_000_000
 """What Python, MPI, libllama and torch's build for CPUs take on a rank before any model is there (measured)."""
 
 N_WIDE = 6

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import linear, pad, silu
 
-SIZES = (16, 8, 4, 2)
+SIZES = (8, 4, 2)
 """Of groups, the first that computes every row alike is taken; else rows are computed one by one."""
 
 THREADS = (1, 2, 3, 4, 8)

@@ -29,7 +29,6 @@ class Hyperparameters:
 
     rope_base, rope_scale   the angle of position p and pair i is p * rope_scale / rope_base ** (2 i / n_rot)
     scale                   of queries times keys
-    expert_scale            of what the experts add
     """
 
     n_embd: int
@@ -43,7 +42,6 @@ class Hyperparameters:
     interleaved: bool
     scale: float
     n_expert_used: int
-    expert_scale: float
 
 
 def read_hyperparameters(info: ModelInfo) -> Hyperparameters:
@@ -69,7 +67,6 @@ def read_hyperparameters(info: ModelInfo) -> Hyperparameters:
         interleaved=INTERLEAVED[info.architecture],
         scale=_number(layers, "attention.scale", 0.0) or 1.0 / math.sqrt(head_dim),
         n_expert_used=int(_number(layers, "expert_used_count", 0)),
-        expert_scale=_number(layers, "expert_weights_scale", 0.0) or 1.0,
     )
 
 

@@ -106,7 +106,7 @@ class Layer:
         assert self._router is not None
         shares = torch.softmax(linear(rows, self._router), dim=1)
         shares, chosen = shares.topk(self._numbers.n_expert_used, dim=1)
-        shares = shares / shares.sum(1, keepdim=True).clamp_min(LEAST_SUM) * self._numbers.expert_scale
+        shares = shares / shares.sum(1, keepdim=True).clamp_min(LEAST_SUM)
         found = torch.zeros_like(rows)
         for expert in chosen.unique().tolist():
             share = (shares * (chosen == expert)).sum(1, keepdim=True)

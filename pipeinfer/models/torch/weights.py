@@ -31,7 +31,8 @@ class Weights:
 
     def matrix(self, *names: str, order: Callable[[str], torch.Tensor | None] = lambda name: None) -> torch.Tensor:
         """Matrices of equal width, one under the other: (sum of their rows, width). `order`: of the rows of each."""
-        return torch.cat([_ordered(self._load(name, self.keep), order(name)) for name in names])
+        found = [_ordered(self._load(name, self.keep), order(name)) for name in names]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def vector(self, name: str) -> torch.Tensor:
         return self._load(name, torch.float32)
