@@ -18,6 +18,7 @@ import httpx
 import openai
 
 from tests.jobs import finish, run_json
+from tests.server_fuzz import KINDS, faults_of, run_case
 from tests.serving import Served, lines_of
 
 PROMPT = "def read_lines(path):\n"
@@ -27,7 +28,7 @@ LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 900, "seed": 1, "ignore_
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with Served(2, ["--parallel", "20", "--queue", "4", "--alias", "pair", "-sys", "of"]) as found:
+    with Served(2, ["--parallel", "20", "--queue", "4", "--alias", "pair", "-sys", "of", "--timeout", "3"]) as found:
         yield found
 
 
@@ -229,6 +230,18 @@ def test_what_has_no_room_waits_and_what_has_no_room_to_wait_is_refused(served: 
             assert refused.json()["error"]["type"] == "rate_limit_error"
             answer.close()
             assert waiting.result(timeout=20)
+
+
+def test_clients_that_err_lie_leave_and_dawdle_disturb_nobody(served: Served) -> None:
+    """The first cases of benchmarks/fuzz_server.py."""
+    text = served.text(**ASKED)
+    with ThreadPoolExecutor(12) as pool:
+        kinds = pool.map(lambda number: run_case(served, number), range(240))
+        texts = [served.text(**ASKED) for _ in range(4)]
+        assert len(set(kinds)) == len(set(KINDS))
+    assert texts == [text] * 4
+    served.until(lambda: not slots(served))
+    assert faults_of(served) == ""
 
 
 # -- the end

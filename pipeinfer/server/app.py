@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.front import Setup
@@ -24,7 +25,7 @@ from pipeinfer.server.head import Choice, Head, State
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.options import HttpOptions
 from pipeinfer.server.prompting import Prompting
-from pipeinfer.server.respond import AnswerResponse, EventsResponse
+from pipeinfer.server.respond import AnswerResponse, EventsResponse, JsonResponse
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = {
@@ -65,6 +66,7 @@ class Api:
         app.add_exception_handler(Refusal, _refused)
         app.add_exception_handler(UserError, _wrong)
         app.add_exception_handler(HTTPException, _no_endpoint)
+        app.add_exception_handler(ClientDisconnect, _left)
         app.add_exception_handler(Exception, _fault)
         return Access(app, self.http.api_keys)
 
@@ -77,7 +79,7 @@ class Api:
     async def health(self, request: Request) -> Response:
         """200 while requests are taken."""
         if self.head.state is State.READY:
-            return JSONResponse({"status": "ok"})
+            return JsonResponse({"status": "ok"})
         self.head.check_ready()
         raise AssertionError("a state without a refusal")
 
@@ -86,17 +88,17 @@ class Api:
                 "max_model_len": self.setup.limit, "system_fingerprint": self.setup.version}  # fmt: skip
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JsonResponse({"object": "list", "data": [self._model()]})
 
     async def one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self.model:
             raise Refusal(404, f"there is no model {name[:200]!r}; there is {self.model!r}")
-        return JSONResponse(self._model())
+        return JsonResponse(self._model())
 
     async def slots(self, request: Request) -> Response:
         """The texts that are being written or wait."""
-        return JSONResponse([_slot(choice) for choice in self.head.choices.values()])
+        return JsonResponse([_slot(choice) for choice in self.head.choices.values()])
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
@@ -148,7 +150,7 @@ class Api:
             return [_piece(tokenizer, token) for token in tokens] if pieces else list(tokens)
 
         tokens = await self.prompting.tokenise(work)
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.setup.limit})
+        return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.setup.limit})
 
     async def detokenize(self, request: Request) -> Response:
         given = await self._body(request)
@@ -159,7 +161,7 @@ class Api:
         data = await self.prompting.tokenise(
             lambda: b"".join(tokenizer.decode_piece(token, special=True) for token in tokens)
         )
-        return JSONResponse({"content": data.decode("utf-8", "replace")})
+        return JsonResponse({"content": data.decode("utf-8", "replace")})
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Raises Refusal when it is too large or does not come, UserError when it is no JSON object."""
@@ -208,19 +210,23 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return JSONResponse(error.body, error.status, error.headers)
+    return JsonResponse(error.body, error.status, error.headers)
 
 
 async def _wrong(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(400, str(error)), 400)
+    return JsonResponse(error_body(400, str(error)), 400)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # in the middle of what it said: nobody reads it
 
 
 async def _no_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}"
     message = f"{what}: {'there is no such endpoint' if error.status_code == 404 else error.detail}"
-    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+    return JsonResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(500, f"a fault of the server: {type(error).__name__}"), 500)
+    return JsonResponse(error_body(500, f"a fault of the server: {type(error).__name__}"), 500)

@@ -14,9 +14,14 @@ from pipeinfer.server.head import Answer, Choice
 DONE = b"data: [DONE]\n\n"
 
 
+def json_bytes(data: Any) -> bytes:
+    """What cannot be said in UTF-8 is replaced."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
 def event(data: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + json_bytes(data) + b"\n\n"
 
 
 class Form:

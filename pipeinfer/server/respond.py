@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.responses import Response
 
 from pipeinfer.server.errors import DRAINING_S, Refusal, error_body, lost
-from pipeinfer.server.forms import DONE, Form, event
+from pipeinfer.server.forms import DONE, Form, event, json_bytes
 from pipeinfer.server.head import Answer, Head, State
 
 Message = MutableMapping[str, Any]
@@ -26,6 +25,15 @@ STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]  # fmt: skip
+
+
+class JsonResponse(Response):
+    """A JSON object; what cannot be said in UTF-8 is replaced."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
 
 
 class WatchedResponse(Response):
@@ -162,7 +170,7 @@ async def send_part(send: Send, data: bytes, more: bool = True) -> None:
 
 
 async def send_json(send: Send, status: int, data: Any, headers: dict[str, str] | None = None) -> None:
-    body = json.dumps(data, ensure_ascii=False).encode("utf-8", "replace")
+    body = json_bytes(data)
     given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     fixed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": fixed + given})
