@@ -66,7 +66,7 @@ class Hosts:
     def limit(self, mbit: float) -> None:
         """What each of them can send, from now on."""
         for name in self.names:
-            rate = ["rate", f"{mbit:g}mbit", "burst", f"{max(16, mbit / 8):.0f}kb", "latency", "200ms"]
+            rate = ["rate", f"{mbit:g}mbit", "burst", f"{max(1600, 125 * mbit):.0f}b", "latency", "200ms"]
             where = ["-n", self.prefix + name, "qdisc", "replace", "dev", "eth0", "root", "tbf"]
             subprocess.run([_tool("tc") or "tc", *where, *rate], check=True, capture_output=True, text=True)
 

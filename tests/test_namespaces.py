@@ -8,11 +8,38 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from click.testing import CliRunner
 
+from pipeinfer.cli.simulate import simulate_command
+from tests.gguf_factory import Shape, write_model
 from tests.jobs import run_json
 from tests.namespaces import Hosts, hosts, missing
 
 ASKED = ["-p", "def read_lines(path):\n", "--temp", "0", "--ignore-eos", "-t", "1"]
+N_EMBD = 1024
+SLOW = f"""
+embd = {N_EMBD}
+[target]
+layer_bytes = [3e6, 3e6, 3e6]
+output_bytes = 100
+[link]
+latency_us = 100
+gbit_per_s = 1000
+[[stages]]
+layers = 1
+rows = [1, 128]
+layer_ms = [20.0, 200.0]
+[[stages]]
+layers = 2
+rows = [1, 128]
+layer_ms = [20.0, 200.0]
+[draft]
+layers = 1
+rows = [1]
+layer_ms = [1.0]
+"""
+"""60 ms a token, and next to nothing for the links: what they take is real."""
+
 NOTICED_S = 12.0
 """By then a job whose link was cut has ended: 6 s of silence, and what ranks and launcher need."""
 
@@ -26,14 +53,28 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield made
 
 
-@pytest.mark.parametrize("mbit", [1000, 125])
-def test_the_links_carry_what_they_can(three: Hosts, mbit: float) -> None:
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A job whose stages sleep rather than compute, so that its speed is that of its links."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "slow.toml").write_text(SLOW)
+    write_model(folder / "m.gguf", Shape(n_layer=3, n_embd=N_EMBD, n_head=16, n_head_kv=4, n_ff=256, n_vocab=512))
+    common = ["-m", str(folder / "m.gguf"), "-md", "none", "-p", "the model", "-n", "24", "--temp", "0", "-t", "1"]
+    return ["run", *common, "--ignore-eos", "--pace", str(folder / "slow.toml"), "--json"]
+
+
+@pytest.mark.parametrize("mbit", [1000, 125, 2])
+def test_the_speed_is_what_simulate_foretells_of_the_links(three: Hosts, asked: list[str], mbit: float) -> None:
     three.limit(mbit)
-    done = three.run(["plan", "-c", "256", "--json"])
+    done = three.run(asked)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [rank["host"] for rank in found["ranks"]] == list(three.names)
-    assert 8e-6 * found["link"]["bytes_per_s"] == pytest.approx(mbit, rel=0.15)
+    profile, n_prompt = asked[asked.index("--pace") + 1], str(len(found["prompt_tokens"]))
+    words = ["--profile", profile, "--gbit", str(mbit / 1000), "--policy", "iterative", "-p", n_prompt, "-n", "24"]
+    told = CliRunner().invoke(simulate_command, [*words, "-o", "json"], standalone_mode=False)
+    (foretold,) = json.loads(told.stdout)
+    assert found["timings"]["predicted_per_second"] == pytest.approx(foretold["predicted_per_second"], rel=0.15)
 
 
 def test_a_cut_link_ends_the_job_with_the_name_of_the_silent_rank(three: Hosts) -> None:

@@ -20,17 +20,17 @@ from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.models.translated import TranslatedStage
 from pipeinfer.models.vocabularies import NONE, Translation, find_translation, vocabulary_differences
 from tests.gguf_factory import NORMAL, UNUSED
-from tests.jobs import finish, run_json
+from tests.jobs import finish
 from tests.other_vocabulary import reorder
 from tests.test_tokenizer import write_vocabulary
 
 N_DEMO, N_LARGE = 4096, 60_000
 PROMPT = "def read_lines(path):\n"
-GREEDY = ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", "-t", "1"]
 EXTENDED: Sequence[int | bytes] = [
-    b"<|pad|>", 2, 1, b"<|im_start|>", 0, *reversed(range(3, 259)), *range(259, N_DEMO - 40), b"<|im_end|>",
+    b"<|pad|>", 2, 1, b"<|im_start|>", 0, *reversed(range(3, 259)), *range(259, 3900), *range(3940, N_DEMO),
+    b"<|im_end|>",
 ]  # fmt: skip
-"""The shipped vocabulary with its special tokens and bytes elsewhere, some more, and the last forty words missing."""
+"""The shipped vocabulary with its special tokens and bytes elsewhere, some more, and forty words missing."""
 
 
 @pytest.fixture(scope="module")
@@ -185,34 +185,16 @@ def test_the_same_draft_under_other_ids_is_as_often_right(extended: Path) -> Non
     assert rates[1] == pytest.approx(rates[0], abs=0.03) and rates[0] > 0.3
 
 
-def test_the_text_is_the_targets_and_the_draft_helps_as_much(extended: Path) -> None:
-    common = [*GREEDY, "-m", str(TARGET), "--policy", "speculative"]  # whose guesses do not depend on the time
-    plain, other = (run_json(2, [*common, "-md", str(draft)]) for draft in (DRAFT, extended))
-    assert other["tokens"] == plain["tokens"]
-    rates = [result["speculation"]["acceptance_rate"] for result in (plain, other)]
-    assert rates[1] == pytest.approx(rates[0], abs=0.05) and rates[0] > 0.2
-
-
-def test_sampling_and_a_larger_draft_over_two_ranks(extended: Path) -> None:
-    common = [
-        "-p",
-        PROMPT,
-        "-n",
-        "64",
-        "--temp",
-        "0.8",
-        "-s",
-        "5",
-        "--repeat-penalty",
-        "1.2",
-        "-t",
-        "1",
-        "-m",
-        str(TARGET),
-    ]
-    alone = run_json(1, [*common, "-md", "none", "-t", "1"])
+def test_the_text_is_the_targets_and_the_drafts_help_as_much(extended: Path) -> None:
     larger = reorder(TARGET, extended.with_name("larger.gguf"), EXTENDED)
-    done = finish(4, ["run", "--json", *common, "-t", "1", "-md", str(DRAFT), "-md", str(larger), "--draft-split", "2"])
-    assert done.returncode == 0, done.stderr
-    assert "larger.gguf has other tokens than the target: they are translated, 4056 of 4096" in done.stderr
-    assert json.loads(done.stdout)["tokens"] == alone["tokens"]
+    sampled = ["--temp", "0.8", "-s", "5", "--repeat-penalty", "1.2", "--policy", "speculative"]
+    common = ["run", "--json", "-m", str(TARGET), "-p", PROMPT, "-n", "64", *sampled, "-t", "1", "--draft-split", "2"]
+    # the larger draft is over two ranks; guesses of this policy do not depend on the time
+    teams = ([DRAFT, TARGET], [extended, larger])
+    plain, other = (finish(4, [*common, "-md", str(small), "-md", str(large)]) for small, large in teams)
+    assert plain.returncode == other.returncode == 0, other.stderr
+    assert "larger.gguf has other tokens than the target: they are translated, 4056 of 4096" in other.stderr
+    found = [json.loads(done.stdout) for done in (plain, other)]
+    assert found[0]["tokens"] == found[1]["tokens"]
+    rates = [result["speculation"]["acceptance_rate"] for result in found]
+    assert rates[1] == pytest.approx(rates[0], abs=0.1) and rates[0] > 0.2
