@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from tests.jobs import descendants
 from tests.serving import Served
 
 PROMPT = "def read_lines(path):\n"
@@ -57,14 +59,24 @@ async def ask(port: int, asked: object) -> tuple[asyncio.StreamReader, asyncio.S
     return reader, writer
 
 
+def cpu_s(served: Served) -> float:
+    """What the process that speaks HTTP has had of a core."""
+    for pid in descendants(served.job.pid):
+        process = Path(f"/proc/{pid}")
+        if b"pipeinfer.server.process" in (process / "cmdline").read_bytes():
+            used = (process / "stat").read_text().rpartition(")")[2].split()[11:13]
+            return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")
+    raise AssertionError("there is no such process")
+
+
 async def measure(served: Served, n_streams: int, n_tokens: int, n_deaf: int) -> None:
     deaf = [await ask(served.port, {**Client(seed, 900).asked, "n": 1}) for seed in range(n_deaf)]
     for reader, _ in deaf:
         reader._transport.pause_reading()  # type: ignore[attr-defined]
     clients = [Client(seed, n_tokens) for seed in range(n_streams)]
-    start_s = time.monotonic()
+    start_s, before_s = time.monotonic(), cpu_s(served)
     await asyncio.gather(*(client.run(served.port) for client in clients))
-    wall_s = time.monotonic() - start_s
+    wall_s, used_s = time.monotonic() - start_s, cpu_s(served) - before_s
     for client in clients:
         client.read()
     late_ms = 1e3 * np.array([late_s for client in clients for late_s in client.late_s])
@@ -74,7 +86,7 @@ async def measure(served: Served, n_streams: int, n_tokens: int, n_deaf: int) ->
     print(f"{n_streams} streams, {n_deaf} that read nothing: {total} tokens in {wall_s:.1f} s, {total / wall_s:.0f} a "
           f"second, first ones after {ttft_s:.2f} s (p50)")  # fmt: skip
     print(f"HTTP adds to a token {p50:.2f} ms (p50), {p90:.2f} ms (p90), {p99:.2f} ms (p99), {late_ms.max():.1f} ms at "
-          f"most")  # fmt: skip
+          f"most; the process that speaks it took {1e6 * used_s / total:.0f} µs of a core for each")  # fmt: skip
     for _, writer in deaf:
         writer.close()
 

@@ -129,8 +129,12 @@ class Engine:
             emission = self.step()
             if emission:
                 yield emission
-                while self._emissions:  # of others with rows in the same run
-                    yield self._emissions.popleft()
+                yield from self.rest()
+
+    def rest(self) -> Iterator[Emission]:
+        """Of other requests with rows in the same run as the one whose emission `step` has returned."""
+        while self._emissions:
+            yield self._emissions.popleft()
 
     # -- the loop
 

@@ -92,7 +92,7 @@ class Batch:
         """Until every request has its result."""
         self._admit()
         while self.requests.engine.busy:
-            if news := self.requests.step():
+            for news in self.requests.step():
                 self._take(news)
             if self.session.n_noted >= N_NOTED:
                 self.summary.note(self.session.take_figures(), CLOCK())

@@ -55,12 +55,11 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """The head: tokens and the text that is certain with them. `at_s`: when, on this host's monotonic clock."""
+    """The head: of some requests how many tokens, and the text that is certain with them: (id, tokens, text). `at_s`:
+    when, on this host's monotonic clock."""
 
-    id: int
-    n_tokens: int
-    text: str
     at_s: float
+    parts: list[tuple[int, int, str]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ Knows no file and no client.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
@@ -85,11 +87,12 @@ class OpenRequests:
         self.engine.add(opened.request, policy, opened.metrics)
         return opened
 
-    def step(self) -> News | None:
-        """Let the engine take its next step, or wait; what has come of a request, if anything has."""
-        emission = self.engine.step()
-        opened = emission and self._open.get(emission.request.id)
-        return self._take(opened, emission.tokens) if emission and opened else None
+    def step(self) -> Iterator[News]:
+        """Let the engine take its next step, or wait; what has come of requests, all of the same run."""
+        if emission := self.engine.step():
+            for each in chain((emission,), self.engine.rest()):
+                if opened := self._open.get(each.request.id):
+                    yield self._take(opened, each.tokens)
 
     def _take(self, opened: Open, tokens: list[int]) -> News:
         printer, n_before, n_characters = opened.printer, opened.n_heard, len(opened.printer.text)

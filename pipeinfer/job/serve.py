@@ -91,7 +91,7 @@ class Service:
     def _serve(self) -> None:
         """Until the service shall end."""
         while not self._has_drained():
-            if news := self.requests.step():
+            if news := list(self.requests.step()):
                 self._tell(news)
             if picture := self.pictures.next():
                 self.front.tell(picture)
@@ -158,11 +158,13 @@ class Service:
             self._open[ask.id], self._ids[opened] = opened, ask.id
             self.front.tell(Begun(ask.id))
 
-    def _tell(self, news: News) -> None:
-        id = self._ids[news.opened]
-        if news.n_tokens or news.text:
-            self.front.tell(Came(id, news.n_tokens, news.text, news.opened.metrics.token_s[-1]))
-        if news.ended:
-            del self._open[id], self._ids[news.opened]
-            timings = without_nan(service_timings(news.opened.metrics))
-            self.front.tell(Ended(id, news.opened.finish, timings, self.pictures.n_runs))
+    def _tell(self, news: list[News]) -> None:
+        """In one message what has come at one time."""
+        parts = [(self._ids[each.opened], each.n_tokens, each.text) for each in news]
+        self.front.tell(Came(news[0].opened.metrics.token_s[-1], parts))
+        for each in news:
+            if each.ended:
+                id = self._ids.pop(each.opened)
+                del self._open[id]
+                timings = without_nan(service_timings(each.opened.metrics))
+                self.front.tell(Ended(id, each.opened.finish, timings, self.pictures.n_runs))

@@ -6,12 +6,15 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 from pipeinfer.server.asked import Asked
 from pipeinfer.server.head import Answer, Choice
 
 DONE = b"data: [DONE]\n\n"
+MARK = "\0text\0"
+"""Stands for a text; no model's name has it."""
 
 
 def json_bytes(data: Any) -> bytes:
@@ -37,6 +40,7 @@ class Form:
             "model": model,
             "system_fingerprint": version,
         }
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # of each choice what is before and behind a text
 
     # -- whole
 
@@ -65,35 +69,49 @@ class Form:
         """Of the first text."""
         return self.answer.choices[0].timings
 
-    # -- in pieces
+    # -- in pieces, each of them an event
 
-    def first(self) -> list[dict[str, Any]]:
+    def first(self) -> bytes:
         """What a chat's stream begins with."""
         if not self.asked.is_chat:
-            return []
-        empty = {"role": "assistant", "content": ""}
-        return [self._piece(index, {"delta": empty}) for index in range(len(self.answer.choices))]
+            return b""
+        said = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._piece(index, said) for index in range(len(self.answer.choices)))
 
-    def pieces(self, told: set[int]) -> Iterator[dict[str, Any]]:
+    def pieces(self, told: set[int]) -> Iterator[bytes]:
         """What has come since the last time. `told`: the choices whose ends were told; further ones are added."""
         for index, choice in enumerate(self.answer.choices):
             if index in told:
                 continue
             if text := choice.take():
-                said: dict[str, Any] = {"delta": {"content": text}} if self.asked.is_chat else {"text": text}
-                timed = {"timings": {"predicted_n": choice.n_tokens, "at_s": choice.came_s}} if self.asked.timed else {}
-                yield self._piece(index, said) | timed
+                yield self._text(index, text, choice)
             if choice.finish:
                 told.add(index)
                 end: dict[str, Any] = {"delta": {}} if self.asked.is_chat else {"text": ""}
-                piece = self._piece(index, end, choice.finish)
-                piece["choices"][0]["seed"] = choice.asked.sampling.seed
-                yield piece | {"timings": choice.timings}
+                seed = {"seed": choice.asked.sampling.seed}
+                yield self._piece(index, end | seed, choice.finish, {"timings": choice.timings})
 
-    def last(self) -> dict[str, Any] | None:
-        return {**self.common, "choices": [], "usage": self.usage()} if self.asked.usage else None
+    def last(self) -> bytes:
+        usage = {**self.common, "choices": [], "usage": self.usage()}
+        return (event(usage) if self.asked.usage else b"") + DONE
 
-    def _piece(self, index: int, said: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    def _text(self, index: int, text: str, choice: Choice) -> bytes:
+        """Nearly all of it is the same every time."""
+        if self.asked.timed:
+            timed = {"timings": {"predicted_n": choice.n_tokens, "at_s": choice.came_s}}
+            return self._piece(index, self._said(text), more=timed)
+        if index not in self._around:
+            before, _, after = self._piece(index, self._said(MARK)).partition(json_bytes(MARK))
+            self._around[index] = before, after
+        before, after = self._around[index]
+        return before + json_bytes(text) + after
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}} if self.asked.is_chat else {"text": text}
+
+    def _piece(
+        self, index: int, said: dict[str, Any], finish: str | None = None, more: Any = MappingProxyType({})
+    ) -> bytes:
         usage = {"usage": None} if self.asked.usage else {}
         choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
-        return {**self.common, "choices": [choice], **usage}
+        return event({**self.common, "choices": [choice], **usage, **more})

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from pipeinfer.job.front import (
     Ask,
@@ -84,10 +84,26 @@ class Answer:
         return any(choice.finish == "" for choice in self.choices)
 
 
-class Head:
-    """`heard(message, choice)` is told what comes, after it was noted. `n_most`: choices that are open or wait."""
+class Heard(Protocol):
+    """Who is told what comes, after it was noted."""
 
-    def __init__(self, n_most: int, heard: Callable[[FromHead, Choice | None], None]) -> None:
+    def begun(self, choice: Choice) -> None: ...
+
+    def came(self, choice: Choice, n_tokens: int, before_s: float) -> None:
+        """`before_s`: when the last tokens before these came; NaN if there were none."""
+        ...
+
+    def ended(self, choice: Choice, n_runs: int) -> None:
+        """Also when it was given up, which its `finish` says."""
+        ...
+
+    def shown(self, picture: Picture) -> None: ...
+
+
+class Head:
+    """`n_most`: choices that are open or wait."""
+
+    def __init__(self, n_most: int, heard: Heard) -> None:
         self.n_most, self.heard = n_most, heard
         self.state = State.LOADING
         self.choices: dict[int, Choice] = {}
@@ -136,7 +152,7 @@ class Head:
                 del self.choices[choice.id]
                 choice.finish = ""
                 self.tell(Drop(choice.id))
-                self.heard(Ended(choice.id, ""), choice)
+                self.heard.ended(choice, 0)
 
     def watch(self) -> asyncio.Queue[Picture]:
         """Pictures from now on, the newest; `unwatch` ends it."""
@@ -157,9 +173,11 @@ class Head:
     # -- what comes
 
     def _take(self, message: FromHead) -> None:
-        choice = self.choices.get(message.id) if isinstance(message, (Begun, Came, Ended)) else None
-        if choice:
-            self._note(message, choice)
+        if isinstance(message, Came):
+            self._came(message)
+        elif isinstance(message, (Begun, Ended)):
+            if choice := self.choices.get(message.id):
+                self._note(message, choice)
         elif isinstance(message, Ready):
             self.state = State.READY
         elif isinstance(message, Draining):
@@ -167,23 +185,33 @@ class Head:
         elif isinstance(message, Closing):
             self.closing_s = message.grace_s
         elif isinstance(message, Picture):
-            for queue in self._pictures:
-                if queue.full():
-                    queue.get_nowait()  # who is slow misses some
-                queue.put_nowait(message)
-        self.heard(message, choice)
+            self._show(message)
 
-    def _note(self, message: FromHead, choice: Choice) -> None:
+    def _came(self, message: Came) -> None:
+        for id, n_tokens, text in message.parts:
+            if choice := self.choices.get(id):
+                before_s, choice.came_s = choice.came_s, message.at_s
+                choice.text += text
+                choice.n_tokens += n_tokens
+                choice.changed.set()
+                self.heard.came(choice, n_tokens, before_s)
+
+    def _note(self, message: Begun | Ended, choice: Choice) -> None:
         if isinstance(message, Begun):
             choice.begun_s = time.monotonic()
-        elif isinstance(message, Came):
-            choice.text += message.text
-            choice.n_tokens += message.n_tokens
-            choice.came_s = message.at_s
-        elif isinstance(message, Ended):
+            self.heard.begun(choice)
+        else:
             choice.finish, choice.timings = message.finish, message.timings
             del self.choices[choice.id]
+            self.heard.ended(choice, message.n_runs)
         choice.changed.set()
+
+    def _show(self, picture: Picture) -> None:
+        for queue in self._pictures:
+            if queue.full():
+                queue.get_nowait()  # who is slow misses some
+            queue.put_nowait(picture)
+        self.heard.shown(picture)
 
 
 def _ask(id: int, asked: GenerationRequest) -> Ask:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pipeinfer.job.front import Begun, Came, Ended, FromHead, Picture
+from pipeinfer.job.front import Picture
 from pipeinfer.server.head import Choice, Head
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
@@ -21,7 +22,6 @@ class Metrics:
     def __init__(self, model: str, n_ctx: int) -> None:
         self.n_ctx, self.registry = n_ctx, CollectorRegistry()
         self._labels = {"model_name": model}
-        self._came_s: dict[int, float] = {}
         self._n_runs = 0
         self._prompt = self._both("prompt_tokens", "Prompt tokens of requests that have ended.")
         self._predicted = self._counter("llamacpp:tokens_predicted", "Tokens generated.")
@@ -68,36 +68,28 @@ class Metrics:
                 Gauge(ours, help, registry=self.registry).set_function(find)
             Gauge(theirs, help, list(self._labels), registry=self.registry).labels(**self._labels).set_function(find)
 
-    def heard(self, message: FromHead, choice: Choice | None) -> None:
-        """Something has come from the head."""
-        if isinstance(message, Picture):
-            for rank in message.ranks:
-                for use in ("busy", "cancelled", "waiting", "idle"):
-                    self._share.labels(rank["rank"], use).set(rank[use])
-        elif choice and isinstance(message, Begun):
-            self._queue.observe(time.monotonic() - choice.asked_s)
-        elif choice and isinstance(message, Came) and message.n_tokens:
-            self._came(message, choice)
-        elif choice and isinstance(message, Ended):
-            self._came_s.pop(choice.id, None)
-            self._success.labels(**self._labels, finished_reason=message.finish or "abort").inc()
-            if message.finish:
-                self._ended(message, choice)
+    # -- what the head says
 
-    def _came(self, message: Came, choice: Choice) -> None:
-        self._predicted.inc(message.n_tokens)
-        self._generation.inc(message.n_tokens)
-        before_s = self._came_s.get(choice.id)
-        if before_s is None:
-            self._ttft.observe(message.at_s - choice.asked_s)
+    def begun(self, choice: Choice) -> None:
+        self._queue.observe(choice.begun_s - choice.asked_s)
+
+    def came(self, choice: Choice, n_tokens: int, before_s: float) -> None:
+        self._predicted.inc(n_tokens)
+        self._generation.inc(n_tokens)
+        if math.isnan(before_s):
+            self._ttft.observe(choice.came_s - choice.asked_s)
         else:
-            self._itl.observe(message.at_s - before_s)
-        for _ in range(message.n_tokens - 1):
+            self._itl.observe(choice.came_s - before_s)
+        for _ in range(n_tokens - 1):
             self._itl.observe(0.0)
-        self._came_s[choice.id] = message.at_s
 
-    def _ended(self, message: Ended, choice: Choice) -> None:
-        timings, n_prompt = message.timings, len(choice.asked.prompt)
+    def ended(self, choice: Choice, n_runs: int) -> None:
+        self._success.labels(**self._labels, finished_reason=choice.finish or "abort").inc()
+        self._decode.inc(max(0, n_runs - self._n_runs))
+        self._n_runs = max(self._n_runs, n_runs)
+        if not choice.finish:
+            return
+        timings, n_prompt = choice.timings, len(choice.asked.prompt)
         for counter in self._prompt:
             counter.inc(n_prompt)
         self._n_prompt.observe(n_prompt)
@@ -109,8 +101,11 @@ class Metrics:
         self._accepted.inc(timings.get("draft_n_accepted", 0))
         self._kept_asked.inc(n_prompt)
         self._kept.inc(timings.get("cache_n", 0))
-        self._decode.inc(max(0, message.n_runs - self._n_runs))
-        self._n_runs = max(self._n_runs, message.n_runs)
+
+    def shown(self, picture: Picture) -> None:
+        for rank in picture.ranks:
+            for use in ("busy", "cancelled", "waiting", "idle"):
+                self._share.labels(rank["rank"], use).set(rank[use])
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -98,20 +98,17 @@ class AnswerResponse(WatchedResponse):
 
     async def _pieces(self, send: Send, alarm: Alarm) -> None:
         told = set[int]()
-        said = b"".join(map(event, self.form.first()))
+        said = self.form.first()
         while True:
-            said += b"".join(map(event, self.form.pieces(told)))
+            said += b"".join(self.form.pieces(told))
             if self.answer.has_ended:
                 break
             if said or alarm.has_rung():
                 await send_part(send, said or PING)
             await self._change()
             said = b""
-        if self.answer.was_given_up:
-            said += event(self._why().body)
-        elif last := self.form.last():
-            said += event(last)
-        await send_part(send, said + DONE, more=False)
+        said += event(self._why().body) + DONE if self.answer.was_given_up else self.form.last()
+        await send_part(send, said, more=False)
 
     def _why(self) -> Refusal:
         if self.head.state is State.LOST and not self.head.closing_s:
