@@ -67,7 +67,7 @@ def main(
                         model, draft, backend, device, list(map(int, ranks.split(","))), tokens, requests, kept
                     ):
                         tell(
-                            {"size": name, **found, **limits(read_model_info(model), backend, bandwidth, found)}, output
+                            {"size": name, **found, **limits(read_model_info(model), device, bandwidth, found)}, output
                         )
     sys.exit(1 if wrong else 0)
 
@@ -171,13 +171,15 @@ def batch(n_ranks: int, common: Sequence[str], tokens: int, requests: int, folde
 # -- what there is at most
 
 
-def limits(info: ModelInfo, backend: str, bandwidth: float, found: dict[str, Any]) -> dict[str, Any]:
-    """Of a text token by token: how long the weights, in bf16, take to be read once, and the share of that speed."""
+def limits(info: ModelInfo, device: str, bandwidth: float, found: dict[str, Any]) -> dict[str, Any]:
+    """Of a text token by token: how long the weights take to be read once, in bf16, but float32 for torch on a CPU, and
+    the share of that speed."""
     if found["what"] != "one text":
         return {}
     table = info.tensor("token_embd.weight")
     assert table is not None
-    limit_s = 2 * (info.n_params - (0 if info.tied else table.n_elements)) / bandwidth
+    n_bytes = 4 if device == "cpu" and found["backend"] == "torch" else 2
+    limit_s = n_bytes * (info.n_params - (0 if info.tied else table.n_elements)) / bandwidth
     return {"limit_tpot_s": limit_s, "of_limit": limit_s / found["tpot_s"] if found["tpot_s"] else None}
 
 

@@ -246,6 +246,30 @@ def in_sequence(seq: int, batch: Batch) -> Batch:
     return batch
 
 
+def test_rows_of_many_requests_are_as_those_of_each_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence over its own cells, where all cells would be many: as under one mask, and as alone."""
+    texts, found = [random_tokens(50, seed) for seed in range(5)], []
+    for sparse in (2.0, 1e9):
+        monkeypatch.setattr("pipeinfer.models.torch.attention.SPARSE", sparse)
+        (stage,) = open_chain(small)
+        for first, end in ((0, 30), (30, 31), (31, 39)):
+            rows = [(seq, at) for seq in range(len(texts)) for at in range(first, end)]
+            rows.sort(key=lambda row: (row[1], -row[0]))  # requests in turns
+            batch = Batch(
+                np.array([texts[seq][at] for seq, at in rows], np.int32),
+                np.array([at for _, at in rows], np.int32),
+                [(seq,) for seq, _ in rows],
+                None,
+                np.full(len(rows), first > 0),
+            )
+            logits = run([stage], batch)
+        found.append(logits)
+    assert difference(found[0], found[1]) < 1e-5
+    alone = open_chain(small)
+    run(alone, make_batch(texts[2][:31], 0))
+    assert difference(found[0][2::5], run(alone, make_batch(texts[2][31:39], 31))) < 1e-5
+
+
 # --- runs of a few sizes ----------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.models.torch.cells import CellTable
 
+SPARSE = 2.0
+
 
 class Seen(Protocol):
     """What a run's rows see."""
@@ -69,6 +71,33 @@ class MaskedCells:
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         return attend(queries, keys[:, : self._n_cells], values[:, : self._n_cells], scale, self._mask)
+
+
+class BySequence:
+    """The rows of each sequence together, over its cells alone: of many requests each row sees few of all cells."""
+
+    def __init__(self, batch: Batch, table: CellTable, n_group: int, dtype: torch.dtype) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # rows, cells, mask
+        firsts = torch.tensor([seqs[0] for seqs in batch.seqs])
+        positions = torch.from_numpy(batch.positions)
+        for seq in firsts.unique().tolist():
+            (rows,) = (firsts == seq).nonzero(as_tuple=True)
+            end = int(positions[rows].max()) + 1
+            mask = additive(torch.arange(end) <= positions[rows, None], n_group, dtype)
+            self._parts.append((rows, torch.from_numpy(table.seen(seq, end)), mask))
+
+    @staticmethod
+    def pays(batch: Batch, n_cells: int) -> bool:
+        """Whether that is far less to do than to attend to all of the first `n_cells` and leave most out."""
+        n_seen = int(batch.positions.sum()) + len(batch.positions)
+        return SPARSE * n_seen < len(batch.positions) * n_cells
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        found = queries.new_empty((len(queries), queries[0].numel()))
+        for rows, cells, mask in self._parts:
+            own_keys, own_values = keys.index_select(1, cells), values.index_select(1, cells)
+            found[rows] = attend(queries[rows], own_keys, own_values, scale, mask)
+        return found
 
 
 class RowByRow:

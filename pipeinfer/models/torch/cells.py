@@ -34,8 +34,10 @@ class CellTable:
         self._n_holders = np.zeros(self.n_cells, np.int32)
 
     @property
-    def n_used(self) -> int:
-        return int(np.count_nonzero(self._n_holders))
+    def end(self) -> int:
+        """The cell behind the last in use."""
+        used = np.flatnonzero(self._n_holders)
+        return int(used[-1]) + 1 if used.size else 0
 
     def next_position(self, seq: int) -> int:
         """The position behind the sequence's last cell; 0 when it is empty."""
@@ -109,8 +111,7 @@ class CellTable:
 
     def mask(self, batch: Batch) -> npt.NDArray[np.bool_]:
         """(n_rows, cells up to the last in use): which of them each row sees. After `place`."""
-        width = int(np.flatnonzero(self._n_holders)[-1]) + 1
-        found = np.zeros((len(batch.positions), width), np.bool_)
+        found = np.zeros((len(batch.positions), self.end), np.bool_)
         for index, (position, seqs) in enumerate(zip(batch.positions.tolist(), batch.seqs, strict=True)):
             found[index, self.seen(seqs[0], position + 1)] = True
         return found

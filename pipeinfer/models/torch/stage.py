@@ -15,7 +15,7 @@ from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.loading import token_table
 from pipeinfer.models.llama.parts import blocks_of
 from pipeinfer.models.llama.threads import ThreadShare
-from pipeinfer.models.torch.attention import BlockOfPrompt, MaskedCells, RowByRow, Seen
+from pipeinfer.models.torch.attention import BlockOfPrompt, BySequence, MaskedCells, RowByRow, Seen
 from pipeinfer.models.torch.cells import CellTable
 from pipeinfer.models.torch.groups import in_groups, rows_together
 from pipeinfer.models.torch.hyperparameters import read_hyperparameters
@@ -129,6 +129,9 @@ class TorchStage:
         rows = rows.to(self.device)
         if self._exact:
             after = self._evaluate_exactly(batch, rows, cos, sin, cells, stop)
+        elif self._replays is None and self.device.type == CPU and BySequence.pays(batch, self._cells.end):
+            apart = BySequence(batch, self._cells, self._n_group, TYPES[self.dtype])
+            after = self._through_layers(apart, 0, rows, cos, sin, cells, stop)
         else:
             seen = torch.from_numpy(self._cells.mask(batch)).to(self.device)
             after = self._evaluate_at_once(Inputs(rows, cos, sin, cells, seen), stop)
