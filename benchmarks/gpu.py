@@ -103,9 +103,10 @@ def speeds(
         return
     common = ["-m", str(model), "--numerics", "fast", *where]
     one = ["-p", PROMPT, "-n", str(tokens), "--ignore-eos", "--temp", "0", "--json"]
+    plain = []
     for n_ranks in ranks:
-        found = run(n_ranks, ["run", *common, *one, "-md", "none"])
-        yield figure("one text", backend, n_ranks, found)
+        plain.append(figure("one text", backend, n_ranks, run(n_ranks, ["run", *common, *one, "-md", "none"])))
+        yield plain[-1]
     for n_ranks in ranks:
         yield {
             "what": "many texts",
@@ -117,8 +118,9 @@ def speeds(
     guessed = run(2, ["run", *common, *one, "-md", str(draft), "--policy", "auto", "--trace", str(trace)])
     subprocess.run([*COMMAND, "timeline", str(trace), "-o", str(trace.with_suffix(".png"))], check=True,
                    env=environment(), stdout=subprocess.DEVNULL)  # fmt: skip
-    acceptance = guessed["speculation"]["acceptance_rate"]
-    yield figure("auto with a draft", backend, 2, guessed) | {"acceptance": acceptance, "timeline": str(trace)}
+    rates = {name: guessed["speculation"][name] for name in ("acceptance_rate", "hit_rate")}
+    found = figure("auto with a draft", backend, 2, guessed)
+    yield found | rates | {"over_one_text": plain[0]["tpot_s"] / found["tpot_s"], "timeline": str(trace)}
 
 
 def place(backend: str, device: str) -> list[str] | None:

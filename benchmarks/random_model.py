@@ -18,7 +18,8 @@ BF16 = gguf.GGMLQuantizationType.BF16
 
 @dataclass(frozen=True)
 class Size:
-    """A llama's dimensions. Layers from `n_strong` on add only `weak` times as much: the first alone are a draft."""
+    """A llama's dimensions. Layers from `n_strong` on add only `weak` times as much: the first alone are a draft,
+    whose best guess is right four times of five."""
 
     n_layer: int
     n_embd: int
@@ -27,7 +28,7 @@ class Size:
     n_ff: int
     n_vocab: int
     n_strong: int = 2
-    weak: float = 0.02
+    weak: float = 0.25
 
 
 SIZES = {

@@ -128,6 +128,8 @@ def test_exact_text_of_torch_is_the_same_on_every_number_of_ranks() -> None:
     cut = run_json(3, [*PROMPT, "-n", "16", "--backend", "llama,torch,torch"])
     assert cut["tokens"] == alone["tokens"] and cut["numerics"] == "exact"
     assert [rank["backend"] for rank in cut["ranks"]] == ["llama", "torch", "torch"]
+    own, *others = (rank["peak_rss_bytes"] for rank in cut["ranks"])
+    assert own + 100e6 < min(others), "a rank of llama.cpp has loaded torch"
 
 
 @needs_torch
