@@ -2,8 +2,9 @@
 
 check   layers on the device against those on the CPU: torch's in float32 and bf16, single rows, chunks, trees, recorded
         runs again; libllama's where its build has a GPU; torch's against transformers', where that is installed
-speed   a model of 1B's or 8B's shape with random weights in bf16, on 1, 2 and 4 ranks of one GPU: time per token of one
-        text, throughput of many, and `auto` with a draft; beside each figure what reading the weights takes at least
+speed   a model of 1B's or 8B's shape with random weights in bf16: one row of torch's without messages, with recorded
+        graphs and without; on 1, 2 and 4 ranks of one GPU time per token of one text, throughput of many, and `auto`
+        with a draft; beside a figure what reading the weights takes at least
 
 `--device cpu --sizes tiny` tries the script itself. Needs no network; a line of JSON a figure goes to `--output`.
 """
@@ -11,6 +12,7 @@ speed   a model of 1B's or 8B's shape with random weights in bf16, on 1, 2 and 4
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,11 +29,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpu_check import check_devices
 from random_model import SIZES, Size, write_random
 
+from pipeinfer.cluster.timed_runs import evaluate
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.torch.library import load_torch
+from pipeinfer.models.torch.params import TorchParams
 from tests.jobs import COMMAND, environment, launcher
 
+N_CELLS, N_CONTEXT, N_ROWS = 512, 64, 32
 PROMPT = "the token of the model"
 
 
@@ -101,6 +107,8 @@ def speeds(
     if where is None:
         yield {"what": "skipped", "backend": backend, "why": "this llama-cpp-python has no GPU support"}
         return
+    if backend == "torch":
+        yield from row_alone(model, device)
     common = ["-m", str(model), "--numerics", "fast", *where]
     one = ["-p", PROMPT, "-n", str(tokens), "--ignore-eos", "--temp", "0", "--json"]
     plain = []
@@ -121,6 +129,29 @@ def speeds(
     rates = {name: guessed["speculation"][name] for name in ("acceptance_rate", "hit_rate")}
     found = figure("auto with a draft", backend, 2, guessed)
     yield found | rates | {"over_one_text": plain[0]["tpot_s"] / found["tpot_s"], "timeline": str(trace)}
+
+
+def row_alone(model: Path, device: str) -> Iterator[dict[str, Any]]:
+    """Seconds of one row after some, in this process: what a rank computes, without messages. As graphs that were
+    recorded, as it is on GPUs, and operation by operation."""
+    load_torch()
+    from pipeinfer.models.torch.stage import TorchStage
+
+    info = read_model_info(model)
+    params = TorchParams(N_CELLS, 2, N_CONTEXT, 1, len(os.sched_getaffinity(0)), device, exact=False, padded=True)
+    stage = TorchStage(open_slice(info, 0, info.n_layer), params)
+    for recorded in (True, False):
+        if not recorded:
+            stage._replays = None
+        stage.clear()
+        evaluate(stage, N_CONTEXT, n_wanted=1)
+        times = []
+        for at in range(N_CONTEXT, N_CONTEXT + N_ROWS):
+            start_s = time.perf_counter()
+            evaluate(stage, 1, at)
+            times.append(time.perf_counter() - start_s)
+        yield {"what": "one row", "backend": "torch", "recorded": recorded, "tpot_s": float(np.median(times))}
+    stage.close()
 
 
 def place(backend: str, device: str) -> list[str] | None:
@@ -176,7 +207,7 @@ def batch(n_ranks: int, common: Sequence[str], tokens: int, requests: int, folde
 def limits(info: ModelInfo, device: str, bandwidth: float, found: dict[str, Any]) -> dict[str, Any]:
     """Of a text token by token: how long the weights take to be read once, in bf16, but float32 for torch on a CPU, and
     the share of that speed."""
-    if found["what"] != "one text":
+    if found["what"] not in ("one row", "one text"):
         return {}
     table = info.tensor("token_embd.weight")
     assert table is not None

@@ -45,7 +45,7 @@ def test_the_script_for_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
     checked = [each for each in found if "right" in each]
     assert len(checked) >= 16 and all(each["right"] for each in checked)
     speeds = {each["what"]: each for each in found if "backend" in each}
-    assert set(speeds) == {"one text", "many texts", "auto with a draft"}
-    assert all(each["tokens_per_s"] > 0 for each in speeds.values())
+    assert set(speeds) == {"one row", "one text", "many texts", "auto with a draft"}
+    assert all(each["tokens_per_s"] > 0 for what, each in speeds.items() if what != "one row")
     assert 0 < speeds["one text"]["of_limit"] < 1
     assert (tmp_path / "tiny-torch.png").stat().st_size > 1000
