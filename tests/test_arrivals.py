@@ -8,12 +8,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeinfer.cluster.cores import Host, this_host
+from pipeinfer.cluster.room import Memory
+from pipeinfer.job.deployment import lay_out
+from pipeinfer.job.options import RunOptions
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.policies import PipeInfer
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import COMMAND, ROOT, environment, launcher, run_json
 
@@ -73,6 +80,23 @@ def test_whole_models_and_slices_live_in_memory_without_a_cache(folder: Path, pl
     assert tokens(done) == plain and sent(done) == ["1", "2", "3"]
     assert "--slice-cache DIR keeps it there" in done.stderr
     assert list((folder / "elsewhere").iterdir()) == []
+
+
+def test_what_is_sent_into_memory_is_planned() -> None:
+    info, small = read_model_info(TARGET), read_model_info(DRAFT)
+    here = this_host("a")
+    without = replace(here, lacks=frozenset({str(TARGET), str(DRAFT)}))
+    options = RunOptions(model=TARGET, drafts=(DRAFT, TARGET), policy=PipeInfer())
+
+    def memory(options: RunOptions, hosts: Sequence[Host]) -> Sequence[Memory]:
+        return lay_out(options, hosts, info, [small, info], 256, 1).memory  # a draft, a whole one, two stages
+
+    plain, sent = (memory(options, hosts) for hosts in ([here] * 4, [here, *[without] * 3]))
+    assert sent[0] == plain[0] and sent[3] == plain[3]
+    assert sent[2].weights == plain[2].weights + info.input_bytes, "the tokens of the first stage"
+    assert sent[1].loading == info.n_bytes > plain[1].loading == 0, "drafts are laid out anew"
+    cached = replace(options, slice_cache=Path("cache"))
+    assert memory(cached, [here, *[without] * 3]) == memory(cached, [here] * 4)
 
 
 def test_a_split_model_that_is_whole_on_a_rank_needs_a_cache(folder: Path) -> None:

@@ -26,6 +26,8 @@ class Host:
     """What this rank may still take of the host's memory."""
     clock: str = ""
     """Ranks of one name here read one clock; empty: nobody knows."""
+    lacks: frozenset[str] = frozenset()
+    """Paths of models that are not there: what it computes of them has to be sent."""
 
 
 def this_host(name: str) -> Host:

@@ -155,7 +155,7 @@ def lay_out(
     draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
     check_gpu_layers(options, len(hosts))
     check_backends(options, len(hosts))
-    needs, model = memory_needs(options, len(hosts), info, drafts, n_ctx, n_prompt), ModelFile.of(info)
+    needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan = make_plan(
         len(hosts), list(map(sizes_of, drafts)), model.sizes, needs.n_cells, split, partial(needs.room, hosts),
         options.draft_split if drafts else (),
@@ -189,13 +189,14 @@ def _check_computable(options: RunOptions, plan: Plan, info: ModelInfo, drafts: 
 
 
 def memory_needs(
-    options: RunOptions, n_ranks: int, info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
 ) -> MemoryNeeds:
     """What target and drafts take for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when
     there are too few ranks."""
     n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
-    n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, n_ranks, len(drafts)) else 0
-    return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks)
+    n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, len(hosts), len(drafts)) else 0
+    lacks = tuple(host.lacks for host in hosts)
+    return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks, lacks)
 
 
 def _n_batch(options: RunOptions, n_ctx: int) -> int:

@@ -44,12 +44,14 @@ class MemoryNeeds:
     n_cells: int
     n_rows: int
     n_in_blocks: int
+    lacks: Sequence[frozenset[str]] = ()
+    """Of each rank, the models whose files are not on its host, as far as that is known."""
 
     def of_plan(self, plan: Plan) -> tuple[Memory, ...]:
         """Of every rank."""
         found = self._with_drafts(plan.n_ranks, plan.drafts)
         for stage in plan.stages:
-            found[stage.rank] += self.of_stage(computed_by(self.options, stage.rank), stage.first, stage.last)
+            found[stage.rank] += self.of_stage(self._computed_by(stage.rank), stage.first, stage.last)
         return tuple(found)
 
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
@@ -59,7 +61,7 @@ class MemoryNeeds:
         left = {host.name: min(other.room.host for other in hosts if other.name == host.name) for host in hosts}
         for rank, host in enumerate(hosts):
             left[host.name] -= 0 if rank in ranks else besides[rank].needed
-        by = [computed_by(self.options, rank) for rank in ranks]
+        by = [self._computed_by(rank) for rank in ranks]
         memory = cache(partial(self.of_draft, number) if number < len(self.drafts) else self.of_stage)
         return StageRoom(
             needed=lambda stage, first, last: (besides[ranks[stage]] + memory(by[stage], first, last)).needed,
@@ -74,10 +76,12 @@ class MemoryNeeds:
         found[0] += Memory(buffers=TOKEN_BYTES * self.info.n_vocab * (1 + len(self.drafts)))
         for number, stages in enumerate(placed):
             for stage in stages:
-                found[stage.rank] += self.of_draft(
-                    number, computed_by(self.options, stage.rank), stage.first, stage.last
-                )
+                found[stage.rank] += self.of_draft(number, self._computed_by(stage.rank), stage.first, stage.last)
         return found
+
+    def _computed_by(self, rank: int) -> Computed:
+        lacks = self.lacks[rank] if self.lacks else frozenset[str]()
+        return Computed(backend_of(self.options, rank), gpu_layers(self.options, rank), lacks)
 
     def of_draft(self, number: int, by: Computed, first: int, last: int) -> Memory:
         """Of layers [first, last) of a draft, likewise."""
@@ -85,23 +89,27 @@ class MemoryNeeds:
         is_cut = last - first < draft.n_layer
         messages = Memory(buffers=N_MESSAGES * 4 * N_GUESS_ROWS * draft.n_embd if is_cut else 0)
         in_file = self.options.slice_cache is not None
+        messages += self._table(draft, by, first, last)
         if by.backend.is_torch:
             return messages + torch_memory(
                 draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, by.backend, in_file
             )
         return messages + slice_memory(
             draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False, in_file=in_file,
-            n_on_gpu=by.n_on_gpu,
+            n_on_gpu=by.n_on_gpu, is_sent=self._is_sent(draft, by),
         )  # fmt: skip
 
     def of_stage(self, by: Computed, first: int, last: int) -> Memory:
         """Of layers [first, last) of the target, computed so."""
         n_rows, in_file = self.n_rows, self.options.slice_cache is not None
+        table = self._table(self.info, by, first, last)
         if by.backend.is_torch:
-            return torch_memory(self.info, first, last, self.n_cells, n_rows, self._n_outputs, by.backend, in_file)
-        found = slice_memory(
+            return table + torch_memory(
+                self.info, first, last, self.n_cells, n_rows, self._n_outputs, by.backend, in_file
+            )
+        found = table + slice_memory(
             self.info, first, last, self.n_cells, n_rows, self._n_outputs, self.options.numerics == "exact", in_file,
-            by.n_on_gpu,
+            by.n_on_gpu, self._is_sent(self.info, by),
         )  # fmt: skip
         if last == self.info.n_layer and self.options.may_have_samplers:
             found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * self.info.n_vocab)
@@ -112,20 +120,27 @@ class MemoryNeeds:
             found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
         return found
 
+    def _is_sent(self, info: ModelInfo, by: Computed) -> bool:
+        """Whether it comes from rank 0, and there is no cache to keep it in."""
+        return str(info.path) in by.lacks and self.options.slice_cache is None
+
+    def _table(self, info: ModelInfo, by: Computed, first: int, last: int) -> Memory:
+        """Of a first stage's tokens, which are looked up in the model's file where there is one."""
+        is_needed = first == 0 and last < info.n_layer and self._is_sent(info, by)
+        return Memory(weights=info.input_bytes if is_needed else 0)
+
     @property
     def _n_outputs(self) -> int:
         return max(N_GUESS_ROWS, self.options.n_seq) + 1
 
 
 class Computed(NamedTuple):
-    """What computes a rank's layers; of libllama how many of them on a GPU, negative: all."""
+    """What computes a rank's layers; of libllama how many of them on a GPU, negative: all. `lacks`: models that its
+    host has no file of."""
 
     backend: Backend
     n_on_gpu: int
-
-
-def computed_by(options: RunOptions, rank: int) -> Computed:
-    return Computed(backend_of(options, rank), gpu_layers(options, rank))
+    lacks: frozenset[str] = frozenset()
 
 
 def gpu_layers(options: RunOptions, rank: int) -> int:
@@ -154,11 +169,12 @@ def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows:
 
 def slice_memory(
     info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, exact: bool, in_file: bool,
-    n_on_gpu: int = 0,
+    n_on_gpu: int = 0, is_sent: bool = False,
 ) -> Memory:  # fmt: skip
-    """Of layers [first, last) with one context. `in_file`: on a disk, else the slice lives in memory."""
+    """Of layers [first, last) with one context. `in_file`: on a disk, else the slice lives in memory, as does a whole
+    model that `is_sent`."""
     is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
-    in_file = in_file or is_whole
+    in_file = in_file or (is_whole and not is_sent)
     weights = info.n_bytes if is_whole else _slice_bytes(info, first, last)
     mapped = weights if exact and in_file else 0
     # read weights are laid out anew, and a table that is also the output head is there in both forms

@@ -14,7 +14,7 @@ from pipeinfer.cluster.launch import is_launched
 from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
-from pipeinfer.job.fetch import fetch_models
+from pipeinfer.job.fetch import fetch_files, fetch_models, find_models
 from pipeinfer.job.gpus import gpu_names
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
@@ -76,14 +76,21 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     link.all_gather(None)  # all at once: ranks of a host share it
     facts = link.all_gather(own_facts([host.name for host in crew.hosts].count(name)))
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
+    hosts, error = find_models(link, crew.hosts, lambda: _paths(options))
     if link.rank == 0:
         try:
-            tell(options, question, with_speeds(facts, crew.hosts), cost)
-        except UserError as error:
-            complain(str(error))
+            if error:
+                raise UserError(error)
+            tell(options, question, with_speeds(facts, hosts), cost)
+        except UserError as caught:
+            complain(str(caught))
             code = 2
     found: int = link.broadcast(code)
     return found
+
+
+def _paths(options: RunOptions) -> list[Path]:
+    return fetch_files([options.model, *options.drafts], options.offline)
 
 
 def own_facts(n_here: int) -> tuple[Speed, list[str]]:

@@ -103,7 +103,8 @@ class Planner:
     def split_by_speed(self) -> str:
         """The --layer-split with which the slowest stage is as fast as memory allows. Raises UserError."""
         deployment = self.deployment
-        needs = memory_needs(self.options, len(self.nodes), self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
+        hosts = [node.host for node in self.nodes]
+        needs = memory_needs(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
         room = needs.room(deployment.hosts, deployment.plan.drafts, [stage.rank for stage in deployment.plan.stages])
         return ",".join(map(str, split_by_speed(deployment, self.info, self.nodes, room)))
 

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from pipeinfer.cluster.cores import Host, other_clocks, this_host
@@ -21,7 +22,7 @@ from pipeinfer.job.bus_error import report_bus_errors
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, DoesNotFit
-from pipeinfer.job.fetch import fetch_models
+from pipeinfer.job.fetch import fetch_models, find_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import prepare
 from pipeinfer.job.request import GenerationRequest
@@ -115,12 +116,15 @@ def run_prepared(
     where there is nothing to deploy."""
     link = crew.link
 
-    def fetch_and_prepare() -> tuple[Deployment, T] | None:
+    def paths() -> list[Path]:
         nonlocal options
         options = fetch_models(options)
-        return prepare(options, crew.hosts)
+        return [options.model, *options.drafts]
 
-    prepared, error = _prepared(fetch_and_prepare) if link.rank == 0 else (None, "")
+    hosts, error = find_models(link, crew.hosts, paths)
+    prepared = None
+    if link.rank == 0 and not error:
+        prepared, error = _prepared(lambda: prepare(options, hosts))
     deployment, error = link.broadcast((prepared and prepared[0], error) if link.rank == 0 else None)
     if deployment is None:
         if link.rank == 0 and error:
