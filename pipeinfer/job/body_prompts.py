@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import islice, pairwise
 
@@ -10,6 +10,7 @@ from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.prefixes import common, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
+from pipeinfer.job.complain import complain
 from pipeinfer.job.options import MAX_CTX, RunOptions
 from pipeinfer.job.request import GenerationRequest, end_tokens
 from pipeinfer.job.request_body import Body
@@ -23,19 +24,27 @@ MAX_TURNS = 64
 
 class BodyPrompts:
     """`options.chat` must be there: how chats among the requests are asked. `n_ctx`: tokens of one request at most, 0:
-    as options and model say. `share`: tokens that a request gets which does not say how many, if there is room."""
+    as options and model say. `share`: tokens that a request gets which does not say how many, if there is room.
+    `say`: as in `open_format`."""
 
     def __init__(
-        self, options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, n_ctx: int = 0, share: int = 0
+        self,
+        options: RunOptions,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        n_ctx: int = 0,
+        share: int = 0,
+        say: Callable[[str], object] = complain,
     ) -> None:
         self.options, self.info, self.tokenizer, self.share = options, info, tokenizer, share
+        self._say = say
         self.n_ctx = n_ctx or min(options.ctx_size or MAX_CTX, info.n_ctx_train)
         self._ends = end_tokens(options, tokenizer)
 
     @cached_property
     def format(self) -> ChatFormat:
         """Read when the first chat comes. Raises UserError."""
-        format = open_format(self.options, self.info, self.tokenizer)
+        format = open_format(self.options, self.info, self.tokenizer, self._say)
         assert format, "requests without options for their chats"
         return format
 

@@ -4,7 +4,7 @@ Loads nothing and runs nothing."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,9 @@ class ChatFormat:
         return encode_rendered(self.tokenizer, self.render([Message("user", text)]))
 
 
-def open_format(options: RunOptions, info: ModelInfo, tokenizer: Tokenizer) -> ChatFormat | None:
+def open_format(
+    options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, say: Callable[[str], object] = complain
+) -> ChatFormat | None:
     """None where no chat was asked for. Says so where the model has no template. Raises UserError for files that cannot
     be read, and for variables that are no JSON object."""
     chat = options.chat
@@ -65,7 +67,7 @@ def open_format(options: RunOptions, info: ModelInfo, tokenizer: Tokenizer) -> C
         name = f"--chat-template-file {chat.template_file}"
         source = read_text("--chat-template-file", chat.template_file)
     elif source is None:
-        complain(PLAIN.format(path=info.path))
+        say(PLAIN.format(path=info.path))
         source, stops = PLAIN_TEMPLATE, (*stops, PLAIN_STOP)
     return ChatFormat(ChatTemplate(source, name, variables), tokenizer, system, stops)
 

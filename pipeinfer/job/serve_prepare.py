@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeinfer.cluster.cores import Host
+from pipeinfer.job.chat_format import open_format
 from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.front import Front, Setup
 from pipeinfer.job.model_files import open_models
@@ -45,6 +46,7 @@ def prepare_serve(
     options = asked.run
     check_outputs(options)
     info, tokenizer = open_models(options)
+    open_format(options, info, tokenizer)  # the front reads it again: what is wrong with it is said here
     front = open_front(asked.front)
     try:
         deployment, n_ctx = deploy_shares(options, hosts, info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -59,6 +60,13 @@ class ChatTemplate:
     variables: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = Limits()
     now_s: float = field(default_factory=time.time)
+    ahead: list[subprocess.Popen[bytes]] = field(default_factory=list, compare=False, repr=False)
+
+    def start_ahead(self) -> None:
+        """Start the process of the next rendering now: that takes longer than most templates do."""
+        if not self.ahead:
+            with contextlib.suppress(OSError):  # who renders will say so
+                self.ahead.append(self._start())
 
     def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
         """The text up to where the assistant's next answer begins. Raises UserError when the template fails, takes more
@@ -96,15 +104,12 @@ class ChatTemplate:
     def _ask(self, asked: Mapping[str, Any]) -> list[dict[str, Any]] | dict[str, Any]:
         """The answers of the process that renders, or why there are none; it is killed when its time is over."""
         limits = self.limits
-        # what this process can import, that one can, and no more
-        paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
-        words = [*map(str, (limits.cpu_s, limits.n_bytes, limits.n_characters)), *paths]
         try:
-            done = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", START, *words], input=json.dumps(asked).encode(),
-                capture_output=True, timeout=limits.wall_s, start_new_session=True,
-            )  # fmt: skip
-            found = json.loads(done.stdout)
+            with self.ahead.pop() if self.ahead else self._start() as process:
+                try:
+                    found = json.loads(process.communicate(json.dumps(asked).encode(), limits.wall_s)[0])
+                finally:
+                    process.kill()
         except subprocess.TimeoutExpired:
             return {"error": f"is not rendered after {limits.wall_s:g} s"}
         except OSError as error:
@@ -112,6 +117,16 @@ class ChatTemplate:
         except ValueError:  # it was killed, or could not even say that there is no memory left
             return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
         return found if isinstance(found, list) and len(found) == len(asked["contexts"]) else {}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        limits = self.limits
+        # what this process can import, that one can, and no more
+        paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+        words = [*map(str, (limits.cpu_s, limits.n_bytes, limits.n_characters)), *paths]
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", START, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -18,6 +18,8 @@ from typing import Any
 
 def main(cpu_s: int, n_bytes: int, n_characters: int) -> None:
     """`n_characters`: of a rendered text at most."""
+    import jinja2.sandbox  # noqa: F401 (while nobody waits: it may have been started ahead)
+
     asked = json.load(sys.stdin)
     limit(cpu_s, n_bytes)
 

@@ -61,7 +61,7 @@ async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket) -
     head = Head(setup.run.parallel + http.n_queue, metrics)
     metrics.show(head)
     info, tokenizer = read_model_info(setup.run.model), Tokenizer(setup.run.model)
-    prompting = Prompting(BodyPrompts(setup.run, info, tokenizer, setup.limit, setup.share))
+    prompting = Prompting(BodyPrompts(setup.run, info, tokenizer, setup.limit, setup.share, lambda line: None))
     server = Server(uvicorn.Config(
         Api(http, setup, head, prompting, metrics).app(), http=limited_protocol(http.n_connections, http.timeout_s),
         ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, backlog=BACKLOG,

@@ -34,6 +34,10 @@ class Prompting:
         self._rendering = ThreadPoolExecutor(1, "render")
         self._chats: list[tuple[Body, asyncio.Future[Found]]] = []
         self._renderer: asyncio.Task[None] | None = None
+        self._rendering.submit(self._start_ahead)
+
+    def _start_ahead(self) -> None:
+        self.prompts.format.template.start_ahead()
 
     async def ask(self, asked: Asked) -> list[GenerationRequest]:
         """One for each of its texts. Raises UserError for the first prompt that cannot be served."""
@@ -73,6 +77,7 @@ class Prompting:
             for (_, future), each in zip(group, found, strict=True):
                 if not future.done():
                     future.set_result(each)
+        self._rendering.submit(self._start_ahead)
 
 
 def _or_raise(found: Found) -> GenerationRequest:
