@@ -46,9 +46,9 @@ def prepare_serve(
     options = asked.run
     check_outputs(options)
     info, tokenizer = open_models(options)
-    open_format(options, info, tokenizer)  # the front reads it again: what is wrong with it is said here
     front = open_front(asked.front)
     try:
+        open_format(options, info, tokenizer)  # the front reads it again: what is wrong with it is said here
         deployment, n_ctx = deploy_shares(options, hosts, info)
     except BaseException:
         front.close()
