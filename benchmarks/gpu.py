@@ -150,7 +150,7 @@ def row_alone(model: Path, device: str) -> Iterator[dict[str, Any]]:
             start_s = time.perf_counter()
             evaluate(stage, 1, at)
             times.append(time.perf_counter() - start_s)
-        yield {"what": "one row", "backend": "torch", "recorded": recorded, "tpot_s": float(np.median(times))}
+        yield {"what": "one row", "backend": "torch", "filled_up": recorded, "tpot_s": float(np.median(times))}
     stage.close()
 
 

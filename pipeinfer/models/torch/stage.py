@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -63,7 +64,6 @@ class TorchStage:
         self.dtype = BF16 if params.dtype == AUTO and self.device.type == CUDA else params.dtype.replace(AUTO, F32)
         self._exact = params.exact and self.device.type == CPU
         self.threads = ThreadShare(params.n_threads)
-        torch.set_num_threads(params.n_threads)
         self._cells = CellTable(params.n_cells, params.n_seq_max)
         self._load(slice_file, on_progress)
         # one more cell, for rows that fill up a run
@@ -77,24 +77,27 @@ class TorchStage:
         self._table = token_table(slice_file) if self.is_first else None
 
     def _load(self, slice_file: SliceFile, on_progress: Callable[[float], bool] | None) -> None:
-        weights = Weights(slice_file, TYPES[self.dtype], self.device)
+        n_threads, no_order = self.params.n_threads, lambda name: None
+        torch.set_num_threads(1)  # the threads that read are enough
         self._layers: list[Layer] = []
-        for index in range(self._n_layer):
-            self._layers.append(Layer(weights, index, self._numbers, self._exact))
-            if on_progress is not None and not on_progress((index + 1) / self._n_layer):
-                raise InterruptedError(f"loading {self._where} was aborted")
-        factors = weights.vector("rope_freqs.weight").cpu().numpy() if weights.has("rope_freqs.weight") else None
-        self._rope = RopeTable(self._numbers, factors)
-        if self.is_last:
-            # a last slice has its head under the name of the token table, unless both are there
-            name = "output" if weights.has("output.weight") else "token_embd"
-            self._norm, self._head = weights.vector("output_norm.weight"), Matrix(weights, [name], lambda name: None)
-            if weights.has("output.bias"):
-                self._head.bias = weights.vector("output.bias")
+        with closing(Weights(slice_file, TYPES[self.dtype], self.device, n_threads)) as weights:
+            for index in range(self._n_layer):
+                self._layers.append(Layer(weights, index, self._numbers, self._exact))
+                if on_progress is not None and not on_progress((index + 1) / self._n_layer):
+                    raise InterruptedError(f"loading {self._where} was aborted")
+            factors = weights.vector("rope_freqs.weight").cpu().numpy() if weights.has("rope_freqs.weight") else None
+            self._rope = RopeTable(self._numbers, factors)
+            if self.is_last:
+                # a last slice has its head under the name of the token table, unless both are there
+                name = "output" if weights.has("output.weight") else "token_embd"
+                self._norm, self._head = weights.vector("output_norm.weight"), Matrix(weights, [name], no_order)
+                if weights.has("output.bias"):
+                    self._head.bias = weights.vector("output.bias")
+        torch.set_num_threads(n_threads)
         self._group = self._head_group = 0
         if self._exact:
-            self._group = rows_together(self._layers[0].matrices, self.params.n_threads)
-            self._head_group = rows_together([self._head.weight], self.params.n_threads) if self.is_last else 0
+            self._group = rows_together(self._layers[0].matrices, n_threads)
+            self._head_group = rows_together([self._head.weight], n_threads) if self.is_last else 0
             for layer in self._layers:
                 layer.group = self._group
 

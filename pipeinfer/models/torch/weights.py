@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -25,9 +27,10 @@ def slice_tensors(slice_file: SliceFile) -> dict[str, Tensor]:
 class Weights:
     """Reads a slice's tensors when they are asked for. `keep`: the type of matrices; all else stays in float32."""
 
-    def __init__(self, slice_file: SliceFile, keep: torch.dtype, device: torch.device) -> None:
+    def __init__(self, slice_file: SliceFile, keep: torch.dtype, device: torch.device, n_threads: int = 1) -> None:
         self.tensors: Mapping[str, Tensor] = slice_tensors(slice_file)
         self.keep, self.device = keep, device
+        self._pool = ThreadPoolExecutor(n_threads)
 
     def matrix(self, *names: str, order: Callable[[str], torch.Tensor | None] = lambda name: None) -> torch.Tensor:
         """Matrices of equal width, one under the other: (sum of their rows, width). `order`: of the rows of each."""
@@ -36,6 +39,9 @@ class Weights:
 
     def vector(self, name: str) -> torch.Tensor:
         return self._load(name, torch.float32)
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -47,11 +53,18 @@ class Weights:
         n_rows = tensor.n_elements // length
         row_bytes = tensor.n_bytes // n_rows
         found = torch.empty((n_rows, length), dtype=dtype, device=self.device)
-        at = 0
-        for piece in tensor_data(tensor, max(1, PIECE_BYTES // row_bytes) * row_bytes):
-            n = len(piece) // row_bytes
-            found[at : at + n] = _numbers(tensor.type, piece, n * length, dtype).view(n, length)
-            at += n
+        step = max(1, PIECE_BYTES // row_bytes)
+
+        def load_rows(first: int) -> None:
+            """A piece, in whichever thread."""
+            n = min(step, n_rows - first)
+            piece = replace(tensor, offset=tensor.offset + first * row_bytes, n_bytes=n * row_bytes)
+            with torch.inference_mode():
+                for data in tensor_data(piece, piece.n_bytes):
+                    found[first : first + n] = _numbers(tensor.type, data, n * length, dtype).view(n, length)
+
+        for _ in self._pool.map(load_rows, range(0, n_rows, step)):
+            pass
         return found.view(tuple(reversed(tensor.shape)))
 
 
