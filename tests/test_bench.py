@@ -160,10 +160,12 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "n_gpu_layers": (1,), "backend": (Backend("torch"),), "policy": Speculative(), "layer_split": "1,8",
         "numerics": "fast", "slice_cache": tmp_path, "pace": "pipeinfer-c",
         "sampling": SamplingParams(seed=1), "couple": False,
-        "cancel": False, "partitions": False, "sequences": 3, "lookup": True,
+        "cancel": False, "partitions": False, "sequences": 3, "lookup": True, "samplers": 1,
     }  # fmt: skip
-    # a prompt is asked, whichever way it came; bench has no chat, stops and parallel; the rest says where to write
+    # a prompt is asked, whichever way it came; bench has no chat, stops and parallel; the rest says where to write, or
+    # where models come from
     not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose", "chat", "stops", "parallel"}
+    not_asked |= {"offline", "send_layers"}
     assert not set(changed) & not_asked
     assert {field.name for field in fields(RunOptions)} == set(changed) | {"draft_split"} | not_asked
     keys = {"": key_with()} | {name: key_with(**{name: value}) for name, value in changed.items()}
