@@ -17,9 +17,10 @@ from pipeinfer.job.backends import Backend
 from pipeinfer.job.deployment import lay_out
 from pipeinfer.job.options import DEFAULT, RunOptions
 from pipeinfer.job.stages import local_rank
-from pipeinfer.models.demo import TARGET
+from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.torch.library import load_torch, torch_version
+from pipeinfer.policies import PipeInfer
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import finish, run_json
 
@@ -72,6 +73,17 @@ def test_torch_takes_the_memory_of_its_types() -> None:
         assert full[rank].runtime > plain[rank].runtime
     assert full[0].weights > 3 * plain[0].weights
     assert sum(memory.weights for memory in plan("torch:cuda").memory) == 0
+
+
+def test_a_whole_model_that_was_sent_stays_in_memory() -> None:
+    here, model = HOSTS[0], read_model_info(TARGET)
+    options = RunOptions(model=TARGET, drafts=(DRAFT, TARGET), policy=PipeInfer(), backend=backends("torch"))
+    hosts = [here, replace(here, lacks=frozenset({str(TARGET)})), here]
+    for at in (options, replace(options, backend=backends("torch:cuda"))):
+        sent, plain = (
+            lay_out(at, each, model, [read_model_info(DRAFT), model], 512, 1) for each in (hosts, [here] * 3)
+        )
+        assert sent.memory[1].weights == plain.memory[1].weights + model.n_bytes
 
 
 @pytest.mark.parametrize(

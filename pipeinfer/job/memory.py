@@ -92,8 +92,9 @@ class MemoryNeeds:
         messages += self._table(draft, by, first, last)
         if by.backend.is_torch:
             return messages + torch_memory(
-                draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, by.backend, in_file
-            )
+                draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, by.backend, in_file,
+                self._is_sent(draft, by),
+            )  # fmt: skip
         return messages + slice_memory(
             draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False, in_file=in_file,
             n_on_gpu=by.n_on_gpu, is_sent=self._is_sent(draft, by),
@@ -101,18 +102,14 @@ class MemoryNeeds:
 
     def of_stage(self, by: Computed, first: int, last: int) -> Memory:
         """Of layers [first, last) of the target, computed so."""
-        n_rows, in_file = self.n_rows, self.options.slice_cache is not None
-        table = self._table(self.info, by, first, last)
-        if by.backend.is_torch:
-            return table + torch_memory(
-                self.info, first, last, self.n_cells, n_rows, self._n_outputs, by.backend, in_file
-            )
-        found = table + slice_memory(
-            self.info, first, last, self.n_cells, n_rows, self._n_outputs, self.options.numerics == "exact", in_file,
-            by.n_on_gpu, self._is_sent(self.info, by),
-        )  # fmt: skip
+        found, sizes = self._table(self.info, by, first, last), (self.n_cells, self.n_rows, self._n_outputs)
+        in_file, is_sent = self.options.slice_cache is not None, self._is_sent(self.info, by)
         if last == self.info.n_layer and self.options.may_have_samplers:
             found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * self.info.n_vocab)
+        if by.backend.is_torch:
+            return found + torch_memory(self.info, first, last, *sizes, by.backend, in_file, is_sent)
+        is_exact = self.options.numerics == "exact"
+        found += slice_memory(self.info, first, last, *sizes, is_exact, in_file, by.n_on_gpu, is_sent)
         if not self.info.layers.rewinds:
             n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))

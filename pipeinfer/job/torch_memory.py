@@ -19,15 +19,17 @@ N_WIDE = 6
 
 
 def torch_memory(
-    info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, backend: Backend, in_file: bool
-) -> Memory:
-    """Of layers [first, last) with one context. What a GPU holds is not counted; `auto` may be on one, and is taken to
-    be on none."""
+    info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, backend: Backend, in_file: bool,
+    is_sent: bool = False,
+) -> Memory:  # fmt: skip
+    """Of layers [first, last) with one context. `in_file`: on a disk, else a slice is in memory while it is loaded; a
+    whole model that `is_sent` stays there, for its tokens. What a GPU holds is not counted; `auto` may be on one, and
+    is taken to be on none."""
     n_bytes = BYTES[F32 if backend.dtype == AUTO and not backend.wants_gpu else backend.dtype.replace(AUTO, BF16)]
     is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
-    numbers, loading = n_weights(info, first, last), 0 if in_file or is_whole else slice_bytes(info, first, last)
+    loading, kept = 0 if in_file or is_whole else slice_bytes(info, first, last), info.n_bytes * (is_whole and is_sent)
     if backend.wants_gpu:
-        return Memory(runtime=RUNTIME_BYTES, loading=loading)
+        return Memory(weights=kept, runtime=RUNTIME_BYTES, loading=loading)
     rows = 4 * n_rows * (N_WIDE * feed_forward_length(info) + N_WIDE * info.n_embd)
     logits = 2 * 4 * n_outputs * info.n_vocab if is_last else 0
     heads = info.layers.of_layers("attention.head_count", 1)[0]
@@ -35,7 +37,7 @@ def torch_memory(
     # keys and values of one layer are gathered in the order of positions
     gathered = n_cells * n_bytes // 2 * max(info.kv_bytes_per_cell[first:last])
     return Memory(
-        weights=numbers * n_bytes,
+        weights=kept + n_weights(info, first, last) * n_bytes,
         kv=n_cells * n_bytes // 2 * sum(info.kv_bytes_per_cell[first:last]),
         buffers=rows + logits + mask + gathered,
         loading=loading,
