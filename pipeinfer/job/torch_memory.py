@@ -32,8 +32,7 @@ def torch_memory(
         return Memory(weights=kept, runtime=RUNTIME_BYTES, loading=loading)
     rows = 4 * n_rows * (N_WIDE * feed_forward_length(info) + N_WIDE * info.n_embd)
     logits = 2 * 4 * n_outputs * info.n_vocab if is_last else 0
-    heads = info.layers.of_layers("attention.head_count", 1)[0]
-    mask = 4 * n_rows * n_cells * (heads if isinstance(heads, int) else 1)  # of each query head what its rows see
+    mask = 4 * n_rows * n_cells * _group(info)  # of each query head of a key head, what its rows see
     # keys and values of one layer are gathered in the order of positions
     gathered = n_cells * n_bytes // 2 * max(info.kv_bytes_per_cell[first:last])
     return Memory(
@@ -55,3 +54,10 @@ def n_weights(info: ModelInfo, first: int, last: int) -> int:
     )
     head = info.tensor("token_embd.weight" if info.tied else "output.weight")
     return own + (head.n_elements if head is not None and last == info.n_layer else 0)
+
+
+def _group(info: ModelInfo) -> int:
+    """Query heads of a key head."""
+    heads = info.layers.of_layers("attention.head_count", 1)[0]
+    heads_kv = info.layers.of_layers("attention.head_count_kv", heads if isinstance(heads, int) else 1)[0]
+    return max(1, heads // max(1, heads_kv)) if isinstance(heads, int) and isinstance(heads_kv, int) else 1
