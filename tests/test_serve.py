@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 import httpx
 import openai
 
-from tests.jobs import finish, run_json
+from tests.jobs import descendants, finish, run_json
 from tests.server_fuzz import KINDS, faults_of, run_case
 from tests.serving import Served, lines_of
 
@@ -258,6 +259,33 @@ def test_it_ends_when_what_is_open_has_ended() -> None:
         rest = list(lines)
         assert rest[-1] == "[DONE]" and json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
         assert served.wait() == 0, served.errors
+
+
+@pytest.mark.parametrize(("drain_s", "n_signals", "code"), [("0.3", 1, 0), ("60", 2, 143)])
+def test_what_is_open_is_given_up_when_its_time_is_over(drain_s: str, n_signals: int, code: int) -> None:
+    """Or at a second signal."""
+    with Served(1, ["--drain", drain_s]) as served, served.stream(**LONG, n=4) as answer:
+        lines = lines_of(answer)
+        next(lines)
+        for _ in range(n_signals):
+            served.signal(signal.SIGTERM)
+            time.sleep(0.7)  # within half a second it would be the same one
+        rest = list(lines)
+        assert rest[-1] == "[DONE]" and "stopped before this was complete" in json.loads(rest[-2])["error"]["message"]
+        assert served.wait(timeout_s=5) == code, served.errors
+        assert "ended where it stood" not in served.errors
+
+
+def test_without_its_front_the_job_ends() -> None:
+    with Served(1, []) as served:
+        front = next(pid for pid in descendants(served.job.pid) if b"server.process" in command_of(pid))
+        os.kill(front, signal.SIGKILL)
+        assert served.wait(timeout_s=10) == 1
+        assert "the process that speaks HTTP was killed by signal 9; ending the job" in served.errors
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_who_asks_is_told_that_a_rank_died() -> None:
