@@ -103,6 +103,16 @@ def test_models_and_health(client: openai.OpenAI, served: Served) -> None:
     assert served.http.get("/health").json() == {"status": "ok"}
 
 
+def test_a_name_that_leads_here_is_not_this_host_s(served: Served) -> None:
+    """A page of another site, whose name was made to lead to 127.0.0.1 after it was loaded."""
+    for name, status in ((f"127.0.0.1:{served.port}", 200), (f"localhost:{served.port}", 200), ("there.example", 403)):
+        headers = {"origin": f"http://{name}", "host": name}
+        answer = served.http.post("/v1/completions", json={**ASKED, "max_tokens": 1}, headers=headers)
+        assert answer.status_code == status, answer.text
+    headers = {"origin": "http://[", "host": "["}
+    assert served.http.post("/v1/completions", json=ASKED, headers=headers).status_code == 403
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [

@@ -68,7 +68,7 @@ class Api:
         app.add_exception_handler(HTTPException, _no_endpoint)
         app.add_exception_handler(ClientDisconnect, _left)
         app.add_exception_handler(Exception, _fault)
-        return Access(app, self.http.api_keys)
+        return Access(app, self.http.api_keys, self.http.host)
 
     @staticmethod
     def _adder(app: FastAPI, method: str) -> Callable[[str, Callable[..., Any]], None]:

@@ -12,6 +12,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_S = 30.0
 """How long the first lines of a request may take at most: until then nobody knows what a client wants."""
 
+WRITE = "pipeinfer.write"
+"""The extension of a request's scope that writes a part of a body which is sent in chunks."""
+
 N_OTHER_FILES = 64
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\nconnection: close\r\ncontent-type: application/json\r\n\r\n"
@@ -27,8 +30,20 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
     class LimitedProtocol(H11Protocol):
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
+            app, self.app = self.app, self._with_writing
+            self._served = app
             self._asking: asyncio.TimerHandle | None = None
             self._reading: asyncio.TimerHandle | None = None
+
+        async def _with_writing(self, scope: Any, receive: Any, send: Any) -> None:
+            await self._served({**scope, "extensions": {WRITE: self._write_chunk}}, receive, send)
+
+        async def _write_chunk(self, data: bytes) -> None:
+            """A part of a body that is sent in chunks, without the many steps of `send`: a token is one."""
+            if self.flow.write_paused:
+                await self.flow.drain()
+            if not self.transport.is_closing():
+                self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)

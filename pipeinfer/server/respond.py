@@ -12,6 +12,7 @@ from starlette.responses import Response
 from pipeinfer.server.errors import DRAINING_S, Refusal, error_body, lost
 from pipeinfer.server.forms import DONE, Form, event, json_bytes
 from pipeinfer.server.head import Answer, Head, State
+from pipeinfer.server.limits import WRITE
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -40,6 +41,8 @@ class WatchedResponse(Response):
     """`respond` is cancelled when the client leaves, or to stop it."""
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
+        self.write = (scope.get("extensions") or {}).get(WRITE) if chunked else None
         responding = asyncio.ensure_future(self.respond(send))
         leaving = asyncio.ensure_future(_has_left(receive))
         try:
@@ -104,7 +107,7 @@ class AnswerResponse(WatchedResponse):
             if self.answer.has_ended:
                 break
             if said or alarm.has_rung():
-                await send_part(send, said or PING)
+                await (self.write(said or PING) if self.write else send_part(send, said or PING))
             await self._change()
             said = b""
         said += event(self._why().body) + DONE if self.answer.was_given_up else self.form.last()
