@@ -28,17 +28,17 @@ gbit_per_s = 1000
 [[stages]]
 layers = 1
 rows = [1, 128]
-layer_ms = [20.0, 200.0]
+layer_ms = [40.0, 400.0]
 [[stages]]
 layers = 2
 rows = [1, 128]
-layer_ms = [20.0, 200.0]
+layer_ms = [40.0, 400.0]
 [draft]
 layers = 1
 rows = [1]
 layer_ms = [1.0]
 """
-"""60 ms a token, and next to nothing for the links: what they take is real."""
+"""120 ms a token, and next to nothing for the links: what they take is real."""
 
 NOTICED_S = 12.0
 """By then a job whose link was cut has ended: 6 s of silence, and what ranks and launcher need."""
@@ -59,7 +59,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "slow.toml").write_text(SLOW)
     write_model(folder / "m.gguf", Shape(n_layer=3, n_embd=N_EMBD, n_head=16, n_head_kv=4, n_ff=256, n_vocab=512))
-    common = ["-m", str(folder / "m.gguf"), "-md", "none", "-p", "the model", "-n", "24", "--temp", "0", "-t", "1"]
+    common = ["-m", str(folder / "m.gguf"), "-md", "none", "-p", "the model", "-n", "16", "--temp", "0", "-t", "1"]
     return ["run", *common, "--ignore-eos", "--pace", str(folder / "slow.toml"), "--json"]
 
 
@@ -71,7 +71,7 @@ def test_the_speed_is_what_simulate_foretells_of_the_links(three: Hosts, asked: 
     found = json.loads(done.stdout)
     assert [rank["host"] for rank in found["ranks"]] == list(three.names)
     profile, n_prompt = asked[asked.index("--pace") + 1], str(len(found["prompt_tokens"]))
-    words = ["--profile", profile, "--gbit", str(mbit / 1000), "--policy", "iterative", "-p", n_prompt, "-n", "24"]
+    words = ["--profile", profile, "--gbit", str(mbit / 1000), "--policy", "iterative", "-p", n_prompt, "-n", "16"]
     told = CliRunner().invoke(simulate_command, [*words, "-o", "json"], standalone_mode=False)
     (foretold,) = json.loads(told.stdout)
     assert found["timings"]["predicted_per_second"] == pytest.approx(foretold["predicted_per_second"], rel=0.15)
