@@ -217,7 +217,7 @@ class TorchStage:
 
     def close(self) -> None:
         """Free weights and cache. May be called twice."""
-        self._layers, self._keys, self._values = [], [], []
+        self._layers, self._keys, self._values, self._replays = [], [], [], None
         if self._table is not None:
             self._table.close()
 
