@@ -74,6 +74,17 @@ def test_slices_come_once_into_the_cache_of_each_rank(folder: Path, plain: Any) 
     assert files == {path.name: path.stat().st_ino for path in (folder / "cache").iterdir()}
 
 
+def test_hosts_without_the_model_take_slices_that_were_copied_there(folder: Path, plain: Any) -> None:
+    done = subprocess.run(
+        [*COMMAND, "models", "split", "target.gguf", "--layer-split", "5,4", "-o", str(folder / "cache")],
+        capture_output=True, text=True, env=environment(), cwd=folder / "here",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    words = ["-m", "target.gguf", "-md", "draft.gguf", "--layer-split", "5,4", "--slice-cache", str(folder / "cache")]
+    taken = job(folder, 3, *words)
+    assert tokens(taken) == plain and sent(taken) == []
+
+
 def test_whole_models_and_slices_live_in_memory_without_a_cache(folder: Path, plain: Any) -> None:
     words = ["-m", "target.gguf", "-md", "draft.gguf", "-md", "./target.gguf"]
     done = job(folder, 4, *words)
@@ -115,6 +126,9 @@ def test_who_does_not_want_it_is_told_which_file_is_missing(folder: Path) -> Non
 
 
 STREAMS = """
+from hashlib import sha256
+from types import SimpleNamespace
+
 from pipeinfer.cluster import streams
 from pipeinfer.cluster.transport import Link
 from pipeinfer.errors import UserError
@@ -155,6 +169,16 @@ for n in (0, 1, 999, 1000, 1001, 5000):
         for piece in stream:
             break
         stream.close()  # who gives up leaves nothing behind
+if link.rank:
+    streams.hashlib = SimpleNamespace(sha256=lambda: sha256(b"as if a bit had changed"))
+try:
+    if link.rank == 0:
+        streams.send_stream(link, 1, 1700, pieces(1700), lambda n: None)
+    else:
+        b"".join(map(bytes, streams.receive_stream(link, 0, 1700)))
+        raise SystemExit("nobody noticed")
+except UserError as error:
+    assert link.rank == 1 and "not whole" in str(error)
 assert link.broadcast("end" if link.rank == 0 else None) == "end"
 link.finalize()
 """

@@ -28,8 +28,8 @@ def split(*words: object) -> Result:
 
 
 def slices(folder: Path) -> dict[str, int]:
-    """Layers and inode of each file."""
-    return {path.stem.partition("-")[2]: path.stat().st_ino for path in folder.iterdir()}
+    """Layers and inode of each file of layers."""
+    return {path.stem.partition("-")[2]: path.stat().st_ino for path in folder.glob("*.gguf")}
 
 
 def test_slices_are_written_once_and_taken_as_they_are(model: Path, tmp_path: Path) -> None:

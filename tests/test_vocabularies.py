@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from pipeinfer.cli.plan import plan_command
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.model_files import draft_translation, translation_note
@@ -183,6 +185,12 @@ def test_the_same_draft_under_other_ids_is_as_often_right(extended: Path) -> Non
     assert translation_note(extended, translation).endswith("4056 of 4096 can be guessed")
     rates = acceptance(TARGET, DRAFT, prompts, 96), acceptance(TARGET, extended, prompts, 96, translation=translation)
     assert rates[1] == pytest.approx(rates[0], abs=0.03) and rates[0] > 0.3
+
+
+def test_a_plan_says_what_is_translated(extended: Path) -> None:
+    words = ["-m", str(TARGET), "-md", str(extended), "--profile", "pipeinfer-c", "-np", "3"]
+    told = CliRunner().invoke(plan_command, words, standalone_mode=False)
+    assert f"note: {extended} has other tokens than the target: they are translated, 4056 of 4096" in told.stdout
 
 
 def test_the_text_is_the_targets_and_the_drafts_help_as_much(extended: Path) -> None:

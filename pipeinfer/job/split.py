@@ -11,6 +11,7 @@ from pipeinfer.cluster.plan import make_plan
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import sizes_of
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.gguf.remote import write_table
 from pipeinfer.models.gguf.slice import open_slice, slice_path
 
 
@@ -37,13 +38,15 @@ def split_of_plan(path: Path) -> list[float]:
 
 
 def write_slices(target: Path, split: list[float] | None, n_stages: int, output: Path) -> Iterator[Written]:
-    """One after another; `n_stages` where no split says how many: by size. Raises UserError."""
+    """One after another; `n_stages` where no split says how many: by size. Beside them the token table, for hosts of a
+    first stage that have no file of the model. Raises UserError."""
     info = read_model_info(target)
     plan = make_plan(len(split) if split else n_stages, [], sizes_of(info), 0, split)
     if len(plan.stages) == 1:
         raise UserError("one stage has the whole model, which is read from its own file; split it for 2 stages or more")
     for stage in plan.stages:
         yield _write(info, stage.first, stage.last, output)
+    write_table(info, output)
 
 
 def _write(info: ModelInfo, first: int, last: int, output: Path) -> Written:

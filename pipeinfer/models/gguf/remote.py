@@ -41,6 +41,28 @@ def _whole(info: ModelInfo) -> Iterator[bytes]:
     info.check_unchanged()
 
 
+def cached_table(info: ModelInfo, cache: Path) -> CachedSlice:
+    """The token table's place in a cache."""
+    return CachedSlice(cache / f"{info.fingerprint}-tokens.bin", b"", _table(info).n_bytes, [info.states])
+
+
+def write_table(info: ModelInfo, cache: Path) -> Path:
+    """Of a model that is here, for hosts without its file. Raises UserError when it cannot be written."""
+    n_bytes, pieces = contents(info, "table", 0, 1)
+
+    def write(fd: int, place: str) -> None:
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                file.writelines(pieces)
+        except OSError as error:
+            raise UserError(f"no room in {place} for {n_bytes} bytes: {error.strerror}; give another") from None
+        info.check_unchanged()
+
+    place = cached_table(info, cache)
+    place.open(write, lambda line: None).close()
+    return place.path
+
+
 def _table(info: ModelInfo) -> Tensor:
     table = info.tensor(TABLE)
     assert table is not None, info.path
@@ -75,7 +97,7 @@ class RemoteModel:
         found: list[What] = []
         if not self.cache or not is_cached(self.info, self.first, self.last, self.cache, self.skeleton.states):
             found.append("layers")
-        if self.first == 0 and not (self.cache and self._cached_table(self.cache).is_good):
+        if self.first == 0 and not (self.cache and cached_table(self.info, self.cache).is_good):
             found.append("table")
         return found
 
@@ -111,10 +133,6 @@ class RemoteModel:
             self.info, self.first, self.last, self.cache, self.on_notice, self.skeleton.states, feed
         )
 
-    def _cached_table(self, cache: Path) -> CachedSlice:
-        path = cache / f"{self.skeleton.fingerprint}-tokens.bin"
-        return CachedSlice(path, b"", _table(self.info).n_bytes, [self.skeleton.states])
-
     def _open_table(self, feed: Feed | None) -> None:
         def write(fd: int, place: str) -> None:
             if feed is None:
@@ -122,7 +140,7 @@ class RemoteModel:
             _write_fed(fd, feed, _table(self.info).n_bytes, place)
 
         if self.cache:
-            self._table_file = self._cached_table(self.cache).open(write, self.on_notice)
+            self._table_file = cached_table(self.info, self.cache).open(write, self.on_notice)
             return
         fd = os.memfd_create("pipeinfer-tokens", os.MFD_CLOEXEC)
         try:
