@@ -273,17 +273,20 @@ def test_it_ends_when_what_is_open_has_ended() -> None:
 
 @pytest.mark.parametrize(("drain_s", "n_signals", "code"), [("0.3", 1, 0), ("60", 2, 143)])
 def test_what_is_open_is_given_up_when_its_time_is_over(drain_s: str, n_signals: int, code: int) -> None:
-    """Or at a second signal."""
-    with Served(1, ["--drain", drain_s]) as served, served.stream(**LONG, n=4) as answer:
+    """Or at a second signal. Who does not read what there is for it is not waited for either."""
+    deaf = socket.socket()
+    with deaf, Served(1, ["--drain", drain_s]) as served, served.stream(**LONG, n=4) as answer:
         lines = lines_of(answer)
         next(lines)
+        deaf.connect(("127.0.0.1", served.port))
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n" * 600)
         for _ in range(n_signals):
             served.signal(signal.SIGTERM)
             time.sleep(0.7)  # within half a second it would be the same one
         rest = list(lines)
         assert rest[-1] == "[DONE]" and "stopped before this was complete" in json.loads(rest[-2])["error"]["message"]
         assert served.wait(timeout_s=5) == code, served.errors
-        assert "ended where it stood" not in served.errors
+        assert "ended where it stood" not in served.errors and "Traceback" not in served.errors
 
 
 def test_without_its_front_the_job_ends() -> None:

@@ -25,7 +25,7 @@ from pipeinfer.observe.json_text import without_nan
 from pipeinfer.observe.metrics import service_timings
 from pipeinfer.observe.report import stderr_console
 
-GRACE_S = 0.5
+GRACE_S = 0.3
 """How long clients have to take what there is for them when the service ends."""
 
 
@@ -110,7 +110,7 @@ class Service:
             self.front.tell(Ended(id, ""))
         self.session.take_figures()  # or what was asked for would come when nobody takes it
         self.session.close()
-        self.front.close(max(GRACE_S, self.drain.left_s))
+        self.front.close(GRACE_S if self.context.flag.reason else max(GRACE_S, self.drain.left_s))
         if lost:
             complain(lost)
         return 1 if lost else self.drain.exit_code

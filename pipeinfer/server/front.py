@@ -88,7 +88,10 @@ class HttpFront:
     def lost(self) -> str:
         if self._end is None or not self._end.closed or self._process is None:
             return ""
-        code = self._process.wait()
+        try:
+            code = self._process.wait(timeout=MARGIN_S)
+        except subprocess.TimeoutExpired:
+            return "the process that speaks HTTP has closed its ears; ending the job"
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the process that speaks HTTP {how}; ending the job"
 

@@ -73,6 +73,8 @@ async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket) -
     await head.run(reader)
     if not head.closing_s:
         await asyncio.sleep(LAST_WORDS_S)
-    server.config.timeout_graceful_shutdown = max(1, round(head.closing_s))
     server.should_exit = True
+    await asyncio.wait({serving}, timeout=head.closing_s or LAST_WORDS_S)
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()  # who has not read by now does not read
     await serving
