@@ -65,6 +65,15 @@ def test_open_mpi_is_started_as_it_wants(tmp_path: Path, monkeypatch: pytest.Mon
     assert "mpirun --bind-to none -np 2 " in call("--dry-run", "-n", 2, "--launcher", "mpirun", "run", "-p", "x")
 
 
+def test_a_server_and_a_batch_can_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert " serve -m target.gguf --host 0.0.0.0" in call("--dry-run", "-n", 3, "serve", "-m", "target.gguf", "--host",
+                                                          "0.0.0.0")  # fmt: skip
+    assert " batch in.jsonl -o out.jsonl" in call("--dry-run", "-n", 3, "batch", "in.jsonl", "-o", "out.jsonl")
+    with pytest.raises(click.BadParameter, match="'many' is not a whole number"):
+        call("--dry-run", "-n", 3, "serve", "--port", "many")
+
+
 def test_the_mpi_that_is_installed_is_recognised() -> None:
     assert is_open_mpi() == ("--oversubscribe" in launcher(2))
 

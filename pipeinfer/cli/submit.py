@@ -13,7 +13,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options import STDIN
 from pipeinfer.job.submit import FOLDER, in_folder, is_open_mpi, next_folder, own_program, submit
 
-COMMANDS = ("run", "bench", "measure", "plan")
+COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")
 """What runs on several ranks."""
 
 COUNT = Whole(1, 1_000_000)
