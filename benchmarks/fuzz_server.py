@@ -19,21 +19,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.jobs import descendants
 from tests.server_fuzz import faults_of, run_case
-from tests.serving import Served
+from tests.serving import Served, growth, sizes
 
 PROBE = {"prompt": "def read_lines(path):\n", "max_tokens": 12, "seed": 5}
-
-
-def sizes(served: Served) -> dict[int, tuple[int, int]]:
-    """Of each process of the job: resident KiB and open files."""
-    found = {}
-    for pid in descendants(served.job.pid):
-        status = Path(f"/proc/{pid}/status").read_text()
-        resident = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")), 0)
-        found[pid] = resident, len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return found
 
 
 def probe(served: Served, text: str, stop: threading.Event, times_s: list[float]) -> None:
@@ -76,10 +65,7 @@ def main(cases: int, first: int, clients: int) -> None:
         print(f"{cases} cases in {wall_s:.0f} s, 0 faults: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}")
         p50, p99 = np.percentile(times_s, (50, 99))
         print(f"{len(times_s)} probes, all the same text; {p50:.2f} s (p50), {p99:.2f} s (p99)")
-        for pid, (resident, n_files) in after.items():
-            if pid in before:
-                grown = f"{before[pid][0] >> 10} -> {resident >> 10} MiB, {before[pid][1]} -> {n_files} files"
-                print(f"process {pid}: {grown}")
+        print(growth(before, after))
         assert faults_of(served) == "", faults_of(served)[:5000]
 
 

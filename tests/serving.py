@@ -112,3 +112,22 @@ def rank_of(pid: int) -> int | None:
 def lines_of(answer: httpx.Response) -> Iterator[str]:
     """What the events of a stream say."""
     return (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
+
+
+def sizes(served: Served) -> dict[int, tuple[int, int]]:
+    """Of each process of the job: resident KiB and open files."""
+    found = {}
+    for pid in descendants(served.job.pid):
+        status = Path(f"/proc/{pid}/status").read_text()
+        resident = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")), 0)
+        found[pid] = resident, len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return found
+
+
+def growth(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> str:
+    """What became of the sizes of the processes that are in both, a line each."""
+    return "\n".join(
+        f"process {pid}: {before[pid][0] >> 10} -> {resident >> 10} MiB, {before[pid][1]} -> {n_files} files"
+        for pid, (resident, n_files) in after.items()
+        if pid in before
+    )
