@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ from pipeinfer.cli.command import Command
 from pipeinfer.cli.setting_options import policy_options, take_policies
 from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole
 from pipeinfer.errors import UserError
+from pipeinfer.observe.loads import show_loads
 from pipeinfer.observe.results import check_results
 from pipeinfer.observe.summary import print_summary
 from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.policies.registry import POLICIES, USUAL
 from pipeinfer.virtual.choices import RecordedChoices, ranks_for
+from pipeinfer.virtual.load import Load
 from pipeinfer.virtual.outcome import write_trace
 from pipeinfer.virtual.profile import ProfileFile, load_profile, shipped_profiles
-from pipeinfer.virtual.study import Question, ask
+from pipeinfer.virtual.study import Question, ask, ask_loads
 
 MAX_GBIT = 10**6
+MAX_REQUESTS, MAX_RATE, MAX_SAMPLERS = 100_000, 1e6, 1024
 MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
 POLICY_LIST = Listed(click.Choice(POLICIES))
 
@@ -69,6 +73,26 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     multiple=True,
     help="Ask this draft for branches that --choices lacks, and add them to the file; likewise.",
 )
+@click.option(
+    "--requests", type=Whole(1, MAX_REQUESTS), help="So many requests, of -p and -n tokens each: throughput, latencies."
+)
+@click.option(
+    "--rate", type=Number(0, MAX_RATE, above=True), help="Requests that come in a second, at random. [default: all at "
+    "once]",
+)  # fmt: skip
+@click.option("--parallel", type=Whole(1, MAX_REQUESTS), help="Requests at a time at most. [default: all]")
+@click.option(
+    "--sampler-threads",
+    "samplers",
+    type=Whole(0, MAX_SAMPLERS),
+    default=0,
+    show_default=True,
+    help="Threads beside the last stage that choose tokens, of a profile that says what that takes.",
+)
+@click.option(
+    "--no-prepare-ahead", is_flag=True, help="Ablation: a run's input is prepared when the one before it is evaluated."
+)
+@click.option("--no-post-ahead", is_flag=True, help="Ablation: stages meet to hand a run over.")
 @policy_options
 @click.option("--no-cancel", is_flag=True, help="Ablation: stages are not told of runs that cannot count any more.")
 @click.option("--no-partitions", is_flag=True, help="Ablation: one sequence, so no branches.")
@@ -84,7 +108,8 @@ def simulate_command(
     policies: tuple[str, ...], predict: int, prompt_tokens: int, seed: int, repetitions: int,
     acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...],
     drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
-    results: Path | None, trace: Path | None, **others: Any,
+    results: Path | None, trace: Path | None, requests: int | None, rate: float | None, parallel: int | None,
+    samplers: int, no_prepare_ahead: bool, no_post_ahead: bool, **others: Any,
 ) -> int:  # fmt: skip
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
 
@@ -113,7 +138,22 @@ def simulate_command(
         known=open_choices(files, drafts),
         cancel=not no_cancel,
         partitions=not no_partitions,
+        samplers=samplers,
+        ahead=not no_prepare_ahead,
+        posted=not no_post_ahead,
     )
+    if requests is None and (rate is not None or parallel is not None):
+        raise UserError("--rate and --parallel are of many requests; give --requests too")
+    if requests is not None:
+        if results or trace or files or no_cancel or no_partitions:
+            raise UserError("--results, --trace, --choices, --no-cancel and --no-partitions are of single requests; "
+                            "leave them out, or --requests")  # fmt: skip
+        loads = [
+            Load(requests, prompt_tokens, predict, parallel or requests, math.inf if rate is None else rate, each)
+            for each in range(seed, seed + repetitions)
+        ]
+        show_loads(ask_loads(question, loads), output, as_json)
+        return 0
     rows, last = ask(question, range(seed, seed + repetitions), results, as_json)
     if trace:
         write_trace(trace, last)

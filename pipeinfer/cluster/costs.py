@@ -89,6 +89,29 @@ class HeadCost:
 
 
 @dataclass(frozen=True, slots=True)
+class HostWork:
+    """What processors do beside every stage's evaluation (SiPipe, section 3.1), and what of it holds no stage up.
+
+    `prepare_s` a run and `prepare_row_s` a row go before it; `ahead`: for the next run while one is evaluated (section
+    5.2). `sample_s` a row comes after the last stage's, or in so many `samplers` beside it (section 5.1). `meet_s`:
+    two stages agree on what a message holds, for which the one must have time when the other is done; `posted`: that is
+    known before (section 5.3).
+    """
+
+    prepare_s: float = 0.0
+    prepare_row_s: float = 0.0
+    sample_s: float = 0.0
+    meet_s: float = 0.0
+    ahead: bool = True
+    samplers: int = 0
+    posted: bool = True
+
+    def before_s(self, n_rows: int) -> float:
+        """What a run's input takes."""
+        return self.prepare_s + self.prepare_row_s * n_rows
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A cluster with its models laid out. `stages` in pipeline order; `head_is_first`: the head hosts the first.
 
@@ -108,6 +131,7 @@ class Profile:
     """All ranks share a host: how many times as long work takes when 1, 2, … of them compute. Empty: undisturbed."""
     acceptance: tuple[float, ...] = ()
     """How often each draft's best guess is the target's token, as published for the pair."""
+    host: HostWork = HostWork()
     blocks: bool = False
     """Prompts are cut into blocks; see `pipeinfer.core.blocks`."""
 

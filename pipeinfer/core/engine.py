@@ -257,7 +257,11 @@ class Engine:
         self._room = self._measure_room()
         wants = [part for job in self._senders if (part := self._wanted(job, alone))]
         chosen = [part.cut(n_context, n_nodes) for part, n_context, n_nodes in choose(wants, self._room, alone)]
-        return bool(chosen) and self._submit(chosen)
+        return bool(chosen) and (alone or self._has_place(chosen)) and self._submit(chosen)
+
+    def _has_place(self, parts: Sequence[Part]) -> bool:
+        n_roots, n_inflight = sum(part.has_root for part in parts), self.target.n_useful_flights
+        return not self.run_cost or self._room.has_place(n_roots, any(part.certain for part in parts), n_inflight)
 
     def _wanted(self, job: Opened, alone: bool) -> Part | None:
         """What the request would send now; it is not asked again until something changes if that is nothing."""

@@ -269,6 +269,11 @@ class Level:
     def n_flights(self) -> int:
         return len(self._flights)
 
+    @property
+    def n_useful_flights(self) -> int:
+        """Those that were not given up."""
+        return len(self._flights) - self._n_dead
+
     # -- settling
 
     def settle(self, request: Request, path: Sequence[Node]) -> list[Flight]:

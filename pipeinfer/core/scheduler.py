@@ -41,17 +41,28 @@ class Room:
     n_cheap: int
     n_rows: int
     n_context: int
+    n_open: int = 1
+    n_stages: int = 1
 
     @staticmethod
     @lru_cache(maxsize=64)
     def for_load(n_open: int, n_stages: int, n_cheap: int, n_rows: int, n_context: int) -> Room:
         """With R requests open and p stages about p runs of R / p roots keep every stage busy."""
-        return Room(max(1, min(n_rows, -(-n_open // n_stages))), n_cheap, n_rows, n_context)
+        return Room(max(1, min(n_rows, -(-n_open // n_stages))), n_cheap, n_rows, n_context, n_open, n_stages)
 
     @property
     def n_guesses(self) -> int:
         """Guesses that a run has room for beside its roots."""
         return max(0, self.n_cheap - self.n_roots)
+
+    def has_place(self, n_roots: int, certain: bool, n_inflight: int) -> bool:
+        """Whether a run of so many roots shall go now; `certain`: it has some, or prompts. With one in flight for each
+        stage only one more goes, and that must have as many roots as it may: small runs would stay small, as their
+        answers come together again. Guesses by themselves take no place that a root will want."""
+        n_more = n_inflight - self.n_stages
+        if not certain:
+            return n_more < 0 and self.n_open < self.n_stages
+        return n_more < 0 or (n_more == 0 and n_roots >= self.n_roots)
 
 
 def choose(wants: Sequence[W], room: Room, alone: bool) -> list[tuple[W, int, int]]:

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -53,9 +53,15 @@ def _combination(rows: Sequence[Record]) -> dict[str, Any]:
 
 def print_summary(rows: Sequence[Record], output: str) -> None:
     """`output`: md, csv, json or jsonl."""
-    summaries = summarise(rows)
+    print_records(summarise(rows), output, markdown)
+
+
+def print_records(
+    summaries: Sequence[dict[str, Any]], output: str, as_table: Callable[[Sequence[dict[str, Any]]], list[str]]
+) -> None:
+    """Dicts with the same keys: as a table, or as they are."""
     if output == "md":
-        for line in markdown(summaries):
+        for line in as_table(summaries):
             print(line)
     elif output == "csv" and summaries:
         writer = csv.DictWriter(sys.stdout, list(summaries[0]), lineterminator="\n")
@@ -75,7 +81,7 @@ def _plain(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return ",".join(f"{item:g}" for item in value)
     return without_nan(value)
 

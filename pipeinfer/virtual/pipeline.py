@@ -41,6 +41,7 @@ class _Flight:
 
     run_id: int
     n_rows: int
+    n_wanted: int
     context: int
     bare_bytes: int
     full_bytes: int
@@ -51,6 +52,7 @@ class _Flight:
     cancelled: bool = False  # a stage has noticed
     cancel_s: float = NEVER  # when the stages have the head's word
     answered_s: float = NEVER  # when its verdict is at the head
+    arrived_s: float = 0.0  # at the stage where it is
     n_dropped: int = 0
 
     def leave_out(self, now_s: float) -> None:
@@ -88,6 +90,11 @@ class SimStage:
     n_rows_before: int = 0
     layers_s: float = 0.0  # when the layers of the current run begin
     slower: float = 1.0  # the current run is, because other ranks compute beside it
+    held: _Flight | None = None  # the next stage has yet to take it, before which this one begins no other
+    sends: bool = False  # and is about to
+    samplers_free_s: float = 0.0
+    begun_s: float = 0.0  # when the evaluation of the current run began
+    evaluated_s: float = 0.0  # what evaluations of runs that count took, all together
     version: int = 0  # of the end of the current run: a cancellation brings it forward
     ledger: StageLedger = field(default_factory=StageLedger)
     n_skipped: int = 0
@@ -150,7 +157,10 @@ class SimPipeline:
         tokens = tuple(
             self.choices[row.request].target(row.position + 1) if row.n_wanted else NO_TOKEN for row in run.rows
         )
-        flight = _Flight(run.id, len(run.rows), run.context, bare_bytes, full_bytes, tokens, run.begins_blocks)
+        n_wanted = sum(row.n_wanted > 0 for row in run.rows)
+        flight = _Flight(
+            run.id, len(run.rows), n_wanted, run.context, bare_bytes, full_bytes, tokens, run.begins_blocks
+        )
         self._flying[run.id] = flight
         self._schedule(self.first_hop.arrival(self.clock.now, bare_bytes), 0, flight, None)
 
@@ -229,8 +239,11 @@ class SimPipeline:
                 continue
             stage = self.stages[index]
             if version is None:
+                flight.arrived_s = when_s
                 stage.queue.append(flight)
-                if stage.current is None:
+                if index and not self.profile.host.posted:
+                    self._hand_over(index - 1, when_s)
+                if stage.current is None and stage.held is None:
                     self._start(index, stage, when_s + self.late_s(when_s - stage.idle_since_s))
             elif stage.current is flight and version == stage.version:
                 self._finish(index, stage, flight, when_s)
@@ -245,12 +258,14 @@ class SimPipeline:
             end_s = now_s + stage.cost.run_s
         else:
             flight.leave_out(now_s)
+            now_s = self._prepared_s(flight, now_s)
             stage.slower = self.crowding()
             reshapes, stage.n_rows_before = flight.n_rows != stage.n_rows_before, flight.n_rows
             rested = now_s > stage.idle_since_s
             stage.layers_s = now_s + stage.slower * stage.cost.before_layers_s(reshapes, rested, flight.begins)
             took_s = stage.cost.seconds(flight.n_rows, flight.context, reshapes, rested, flight.begins)
-            end_s = now_s + stage.slower * took_s
+            stage.begun_s = now_s
+            end_s = now_s + stage.slower * took_s + self._sampling_s(index, flight)
         self._schedule(end_s, index, flight, stage.version)
         if flight.cancel_s < end_s:
             self._cut_short(index, stage, flight)
@@ -270,11 +285,61 @@ class SimPipeline:
     def _finish(self, index: int, stage: SimStage, flight: _Flight, now_s: float) -> None:
         stage.ledger.note(flight.run_id, stage.idle_since_s, stage.start_s, now_s, flight.cancelled)
         flight.slowest_s = max(flight.slowest_s, now_s - stage.start_s)
+        if not flight.cancelled:
+            stage.evaluated_s += now_s - stage.begun_s - self._sampling_s(index, flight)
         if index + 1 == self.n_stages:
             n_bytes = verdict_bytes(0 if flight.cancelled else flight.n_rows)
         else:
             n_bytes = flight.bare_bytes if flight.cancelled else flight.full_bytes
-        self._schedule(stage.out.arrival(now_s, n_bytes), index + 1, flight, None)
         stage.current, stage.idle_since_s = None, now_s
+        if index + 1 < self.n_stages and not self.profile.host.posted:
+            stage.held = flight
+            self._meet(index, now_s)
+            return
+        sent_s = self._sampled_s(stage, flight, now_s) if index + 1 == self.n_stages else now_s
+        self._schedule(stage.out.arrival(sent_s, n_bytes), index + 1, flight, None)
+        self._go_on(index, stage, now_s)
+
+    def _go_on(self, index: int, stage: SimStage, now_s: float) -> None:
+        """The stage is free."""
         if stage.queue:
             self._start(index, stage, now_s)
+        elif index and not self.profile.host.posted:
+            self._meet(index - 1, now_s)
+
+    # -- what the stages' hosts do besides
+
+    def _prepared_s(self, flight: _Flight, now_s: float) -> float:
+        """When a stage that is free can begin to evaluate."""
+        host = self.profile.host
+        before_s = host.before_s(flight.n_rows)
+        return max(now_s, flight.arrived_s + before_s) if host.ahead else now_s + before_s
+
+    def _sampling_s(self, index: int, flight: _Flight) -> float:
+        """How long the last stage chooses tokens itself."""
+        host = self.profile.host
+        return host.sample_s * flight.n_wanted if index + 1 == self.n_stages and not host.samplers else 0.0
+
+    def _sampled_s(self, stage: SimStage, flight: _Flight, now_s: float) -> float:
+        """When the tokens are chosen; samplers share a run's rows."""
+        host = self.profile.host
+        if not host.samplers or flight.cancelled:
+            return now_s
+        share = -(-flight.n_wanted // host.samplers)
+        stage.samplers_free_s = max(stage.samplers_free_s, now_s) + host.sample_s * share
+        return stage.samplers_free_s
+
+    def _meet(self, index: int, now_s: float) -> None:
+        """A run that was not expected goes to the next stage when both have time; both wait for it."""
+        stage, following = self.stages[index], self.stages[index + 1]
+        if stage.held is None or stage.sends or following.current or following.held or following.queue:
+            return
+        stage.sends, flight = True, stage.held
+        n_bytes = flight.bare_bytes if flight.cancelled else flight.full_bytes
+        self._schedule(stage.out.arrival(now_s + self.profile.host.meet_s, n_bytes), index + 1, flight, None)
+
+    def _hand_over(self, index: int, now_s: float) -> None:
+        """The next stage has taken the run."""
+        stage = self.stages[index]
+        stage.held, stage.sends = None, False
+        self._go_on(index, stage, now_s)

@@ -2,6 +2,8 @@
 
     [link]              latency_us, gbit_per_s
     [head]              run_us, verdict_us, draft_us: the engine's own work (optional)
+    [host_work]         of each stage's processors: prepare_us a run, prepare_row_us a row, sample_us a row of the last
+                        stage's, meet_us a message whose shape is not known before (optional)
 
 By hardware, as published:
 
@@ -32,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeinfer.cluster.costs import NOTHING, HeadCost, LinkCost, ModelCost, Profile, Work, roofline
+from pipeinfer.cluster.costs import NOTHING, HeadCost, HostWork, LinkCost, ModelCost, Profile, Work, roofline
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.toml_table import Table
@@ -133,6 +135,7 @@ class ProfileFile:
             head_is_first=not has_draft,
             sleeps=True,
             acceptance=acceptance,
+            host=self._host_work(),
         )
 
     def _measured(self, n_nodes: int, pair: str, has_draft: bool) -> Profile:
@@ -153,6 +156,7 @@ class ProfileFile:
             head_is_first=not has_draft,
             slowdown=self.top.table("host").numbers("slowdown") if "host" in self.top.values else (),
             acceptance=self.top.numbers("acceptance", len(drafts)) if "acceptance" in self.top.values else (),
+            host=self._host_work(),
             blocks=self.top.flag("blocks"),
         )
 
@@ -195,6 +199,12 @@ class ProfileFile:
     def link(self) -> LinkCost:
         link = self.top.table("link")
         return LinkCost(1e-6 * link.number("latency_us"), 1e9 / 8 * link.positive("gbit_per_s"))
+
+    def _host_work(self) -> HostWork:
+        table = self.top.table("host_work", {})
+        keys = ("prepare", "prepare_row", "sample", "meet")
+        prepare_s, row_s, sample_s, meet_s = (1e-6 * table.number(f"{key}_us", 0.0) for key in keys)
+        return HostWork(prepare_s, row_s, sample_s, meet_s)
 
     def _head(self) -> HeadCost:
         head = self.top.table("head", {})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.policies import Iterative, PipeInfer
 from pipeinfer.virtual.cells import ANY_SIZE, N_PROMPT, N_TOKENS, SEEDS, Figures, Setting, baseline, run
+from pipeinfer.virtual.reproduced_load import filler, sipipe
 from pipeinfer.virtual.reproduced_methods import flowspec, others, pipedec, pipespec
 
 POOR = 0.05
@@ -155,5 +156,7 @@ def page() -> Iterator[str]:
         pipedec,
         flowspec,
         pipespec,
+        sipipe,
+        filler,
     ):
         yield from section()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from pipeinfer.observe.experiment import settings_text, variant_text
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.results import Record, append_result, as_read, result_row
 from pipeinfer.virtual.choices import Choices, RecordedChoices, ranks_for, synthetic_team
+from pipeinfer.virtual.load import Load, simulate_load
 from pipeinfer.virtual.outcome import make_result, simulated_columns
 from pipeinfer.virtual.simulation import Simulated, simulate
 
@@ -44,6 +45,9 @@ class Question:
     known: Sequence[RecordedChoices]
     cancel: bool
     partitions: bool
+    samplers: int = 0
+    ahead: bool = True
+    posted: bool = True
 
     def answer(self, policy: Policy, seed: int, repetition: int) -> tuple[Simulated, dict[str, Any], Record]:
         """One generation, its result object and row. Raises UserError when it cannot be simulated."""
@@ -61,8 +65,18 @@ class Question:
         result = make_result(simulated, asked)
         return simulated, result, result_row(result, asked)
 
+    def carry(self, policy: Policy, load: Load) -> dict[str, Any]:
+        """What becomes of many requests. Raises UserError when it cannot be simulated."""
+        profile = self._lay_out(policy.drafts)
+        if len(profile.drafts) > 1:
+            raise UserError(f"{profile.name} has {len(profile.drafts)} drafts; --requests takes pairs with one")
+        asked = {"policy": policy.name, "settings": settings_text(policy), "profile": profile.name, **asdict(load)}
+        return asked | simulate_load(profile, policy, load, self._ranks(profile)[0])
+
     def _lay_out(self, has_draft: bool) -> Profile:
         profile = self.file.lay_out(self.nodes, self.pair, has_draft)
+        host = replace(profile.host, samplers=self.samplers, ahead=self.ahead, posted=self.posted)
+        profile = replace(profile, host=host)
         if self.gbit is None:
             return profile
         return replace(profile, link=replace(profile.link, bytes_per_s=self.gbit * 1e9 / 8))
@@ -101,3 +115,8 @@ def ask(
             if as_json:
                 print(json_text(result))
     return rows, simulated
+
+
+def ask_loads(question: Question, loads: Sequence[Load]) -> Iterator[dict[str, Any]]:
+    """Simulate every load under every policy."""
+    return (question.carry(policy, load) for load in loads for policy in question.policies)

@@ -1,0 +1,110 @@
+"""Many requests in virtual time: the real engine and scheduler, arrivals, what becomes of them. Knows no file."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.levels import Level
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Request
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.observe.throughput import Throughput
+from pipeinfer.virtual.choices import SyntheticChoices
+from pipeinfer.virtual.drafts import SimDrafter
+from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
+from pipeinfer.virtual.simulation import N_CELLS_SPARE, N_CHUNK, N_GUESS_ROWS, row_costs
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests with prompts and texts of so many tokens, `parallel` of them open at a time at most. They come at
+    random, `rate` a second in the mean (a Poisson process), or all at once."""
+
+    n_requests: int
+    prompt_tokens: int
+    predict: int
+    parallel: int
+    rate: float = math.inf
+    seed: int = 0
+
+    def arrivals_s(self) -> list[float]:
+        if math.isinf(self.rate):
+            return [0.0] * self.n_requests
+        gaps_s = np.random.default_rng(self.seed).exponential(1 / self.rate, self.n_requests)
+        return [float(when_s) for when_s in np.cumsum(gaps_s)]
+
+
+class LoadWaiter(SimWaiter):
+    """Waits no longer than until the next request comes."""
+
+    next_s = math.inf
+
+    def wait(self, pipelines: Sequence[SimPipeline], timeout_s: float | None = None) -> None:
+        left_s = max(0.0, self.next_s - self.clock.now)
+        super().wait(pipelines, left_s if timeout_s is None else min(timeout_s, left_s))
+
+
+def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequence[float]) -> dict[str, Any]:
+    """Throughput, latencies and how busy the stages were. `by_rank`: how often the draft's first, second, … guess is
+    right; every request has a text of its own.
+
+    `busy`: each stage's share of the time between the first and the last token in which it was not idle; `evaluating`:
+    without what its host does before and after.
+    """
+    clock, n_ctx = VirtualClock(), load.prompt_tokens + load.predict
+    choices = [
+        SyntheticChoices(by_rank, load.seed * load.n_requests + number, load.prompt_tokens)
+        for number in range(load.n_requests)
+    ]
+    pipeline = SimPipeline(profile, choices, clock)
+    n_seq = policy.n_seq + load.parallel - 1
+    pool = SequencePool(n_seq, load.parallel * n_ctx + N_CELLS_SPARE, parked=True)
+    arrivals_s, waiter = deque(load.arrivals_s()), LoadWaiter(clock)
+    engine = Engine(
+        Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.parallel)),
+        SimDrafter(profile, choices, (pipeline,)) if profile.drafts else None,
+        waiter, clock, run_cost=RunCost(row_costs(profile)),
+    )  # fmt: skip
+    metrics = [RequestMetrics() for _ in choices]
+    number = n_open = 0
+    while engine.busy or arrivals_s:
+        if not engine.busy:
+            clock.now = max(clock.now, arrivals_s[0])
+        while arrivals_s and arrivals_s[0] <= clock.now and n_open < load.parallel:
+            request = Request(number, choices[number].prompt, load.predict, SamplingParams(temp=0.0), n_ctx)
+            engine.add(request, policy.begin(), metrics[number])
+            metrics[number].submitted_s = arrivals_s.popleft()
+            number, n_open = number + 1, n_open + 1
+        waiter.next_s = arrivals_s[0] if arrivals_s and n_open < load.parallel else math.inf
+        emission = engine.step()
+        n_open -= emission is not None and emission.request.finish is not None
+    return _figures(load, pipeline, metrics)
+
+
+def _figures(load: Load, pipeline: SimPipeline, metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
+    throughput = Throughput()
+    for each in metrics:
+        throughput.add(each)
+    first_s, last_s = min(each.token_s[0] for each in metrics), max(each.token_s[-1] for each in metrics)
+    start_s = min(each.submitted_s for each in metrics)
+    return throughput.figures(last_s - start_s, load.n_requests) | {
+        "busy": [_share(stage.ledger.moved(0.0), first_s, last_s) for stage in pipeline.stages],
+        "evaluating": [stage.evaluated_s / (last_s - start_s) for stage in pipeline.stages],
+    }
+
+
+def _share(runs: Sequence[tuple[int, float, float, float, bool]], first_s: float, last_s: float) -> float:
+    """Of the time between two moments, how much of it was spent on runs."""
+    busy_s = sum(max(0.0, min(end_s, last_s) - max(start_s, first_s)) for _, _, start_s, end_s, _ in runs)
+    return busy_s / (last_s - first_s) if last_s > first_s else math.nan

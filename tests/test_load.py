@@ -1,0 +1,89 @@
+"""Many requests in virtual time: what comes of them can be worked out by hand where the costs are simple."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipeinfer.cluster.costs import HeadCost, HostWork, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.scheduler import Room
+from pipeinfer.policies.registry import make_policy
+from pipeinfer.virtual.choices import ranks_for
+from pipeinfer.virtual.load import Load, simulate_load
+from pipeinfer.virtual.profile import load_profile
+from tests.jobs import finish
+
+STAGE = ModelCost("stage", 10, Work((1.0, 64.0), (0.001, 0.001)))  # 10 ms a run, whatever its rows
+EVEN = Profile("even", 8, (STAGE,) * 4, (), LinkCost(1e-9, 1e15), HeadCost())
+
+
+def carry(profile: Profile, load: Load, policy: str = "iterative") -> dict[str, Any]:
+    return simulate_load(profile, make_policy(policy), load, ranks_for(0.7))
+
+
+def test_as_many_runs_as_stages_each_of_as_many_roots() -> None:
+    """64 requests, 4 stages: 16 tokens every 10 ms, and each request one every 40."""
+    found = carry(EVEN, Load(64, 2, 200, 64))
+    assert found["predicted_per_second"] == pytest.approx(1600, rel=0.05)
+    assert found["tpot_p50_s"] == pytest.approx(0.040, rel=0.02)
+    assert min(found["busy"]) > 0.95
+
+
+def test_host_work_costs_what_it_is_worth_and_can_be_hidden() -> None:
+    """5 ms of input, and 0.25 ms for each of 16 rows: the last stage takes 10 + 5 + 4 ms, the others 15."""
+    load, work = Load(64, 2, 200, 64), HostWork(prepare_s=0.005, sample_s=0.00025, ahead=False)
+
+    def period_s(host: HostWork) -> float:
+        return 16 / carry(replace(EVEN, host=host), load)["predicted_per_second"]
+
+    assert period_s(work) == pytest.approx(0.019, rel=0.06)
+    assert period_s(replace(work, samplers=16)) == pytest.approx(0.015, rel=0.06)
+    # 10 ms a stage; but with a run a stage each waits for its input and its tokens in turn: (40 + 4 * 5 + 0.25) / 4
+    assert period_s(replace(work, samplers=16, ahead=True)) == pytest.approx(0.01506, rel=0.06)
+    met = replace(work, prepare_s=0.0, sample_s=0.0, meet_s=0.002, posted=False)
+    assert 0.012 <= period_s(met) < 0.026  # a hand-over takes both stages' time
+
+
+def test_requests_that_come_one_by_one_are_answered_one_by_one() -> None:
+    found = carry(EVEN, Load(40, 2, 20, 40, rate=0.5))
+    assert found["tpot_p50_s"] == pytest.approx(0.040, rel=0.02)
+    assert found["requests_per_second"] == pytest.approx(0.5, rel=0.4)
+    crowded = carry(EVEN, Load(40, 2, 20, 2, rate=100.0))
+    assert crowded["ttft_p50_s"] > 20 * found["ttft_p50_s"], "two at a time: most wait for others"
+
+
+@pytest.mark.parametrize(("cluster", "acceptance", "n"), [("pipedec-14", 0.8, 64), ("sipipe", 0.6, 64)])
+def test_speculation_fills_what_is_empty_and_no_more(cluster: str, acceptance: float, n: int) -> None:
+    profile = load_profile(cluster).lay_out()
+
+    def speed(policy: str, n_at_once: int) -> float:
+        load = Load(2 * n_at_once, 32, 48, n_at_once)
+        return float(simulate_load(profile, make_policy(policy), load, ranks_for(acceptance))["predicted_per_second"])
+
+    assert speed("auto", 1) > 2 * speed("iterative", 1)
+    assert speed("auto", n) > 0.98 * speed("iterative", n)
+
+
+def test_a_small_run_waits_for_the_roots_to_come() -> None:
+    room = Room.for_load(64, 4, 8, 32, 128)
+    assert room.n_roots == 16
+    assert room.has_place(2, True, 3) and not room.has_place(2, True, 4)
+    assert room.has_place(16, True, 4) and not room.has_place(16, True, 5)
+    assert not room.has_place(0, False, 3), "guesses alone would take a root's place"
+    assert Room.for_load(3, 4, 8, 32, 128).has_place(0, False, 3)
+
+
+def test_the_command() -> None:
+    words = ["simulate", "--profile", "sipipe", "--requests", "12", "-p", "8", "-n", "16", "--policy", "iterative,auto"]
+    done = finish(1, words)
+    assert done.returncode == 0 and done.stdout.count("\n") == 4 and "busiest stage" in done.stdout, done.stderr
+    done = finish(1, [*words, "--rate", "5", "--parallel", "3", "--sampler-threads", "2", "--json"])
+    loads = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [load["policy"] for load in loads] == ["iterative", "auto"]
+    assert all(load["predicted_n"] == 12 * 16 and load["rate"] == 5.0 for load in loads)
+    for refused in (["--rate", "5"], ["--parallel", "2"], ["--requests", "4", "--trace", "/tmp/never.json"]):
+        done = finish(1, ["simulate", "--profile", "sipipe", *refused])
+        assert done.returncode == 2 and "--requests" in done.stderr
