@@ -118,7 +118,8 @@ def extremes(name: str, which: str, *policies: str) -> list[str]:
         if param.name in foreign:
             continue
         if not isinstance(param.type, (Whole, Number)) or param.name in (
-            "predict", "prompt_tokens", "repetitions", "ctx_size", "nodes", "gbit", "acceptances",
+            "predict", "prompt_tokens", "repetitions", "ctx_size", "nodes", "gbit", "acceptances", "requests", "rate",
+            "parallel",
         ):  # fmt: skip
             continue
         limit = param.type.min if which == "min" else param.type.max

@@ -25,7 +25,7 @@ from pipeinfer.virtual.profile import ProfileFile, load_profile, shipped_profile
 from pipeinfer.virtual.study import Question, ask, ask_loads
 
 MAX_GBIT = 10**6
-MAX_REQUESTS, MAX_RATE, MAX_SAMPLERS = 100_000, 1e6, 1024
+MAX_REQUESTS, MIN_RATE, MAX_RATE, MAX_SAMPLERS = 100_000, 1e-6, 1e6, 1024
 MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
 POLICY_LIST = Listed(click.Choice(POLICIES))
 
@@ -77,7 +77,7 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     "--requests", type=Whole(1, MAX_REQUESTS), help="So many requests, of -p and -n tokens each: throughput, latencies."
 )
 @click.option(
-    "--rate", type=Number(0, MAX_RATE, above=True), help="Requests that come in a second, at random. [default: all at "
+    "--rate", type=Number(MIN_RATE, MAX_RATE), help="Requests that come in a second, at random. [default: all at "
     "once]",
 )  # fmt: skip
 @click.option("--parallel", type=Whole(1, MAX_REQUESTS), help="Requests at a time at most. [default: all]")

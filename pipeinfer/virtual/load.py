@@ -42,7 +42,7 @@ class Load:
         if math.isinf(self.rate):
             return [0.0] * self.n_requests
         gaps_s = np.random.default_rng(self.seed).exponential(1 / self.rate, self.n_requests)
-        return [float(when_s) for when_s in np.cumsum(gaps_s)]
+        return [float(when_s) for when_s in np.cumsum(gaps_s) - gaps_s[0]]
 
 
 class LoadWaiter(SimWaiter):
