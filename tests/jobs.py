@@ -67,6 +67,10 @@ def descendants(pid: int) -> list[int]:
     return [each for child in map(int, children) for each in (child, *descendants(child))]
 
 
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def plain_tokens(model: Path, prompt: Sequence[int], n_predict: int) -> list[int]:
     """Plain llama-cpp-python, in a process of its own."""
     ids = ",".join(map(str, prompt))

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 import httpx
 import openai
 
-from tests.jobs import descendants, finish, run_json
+from tests.jobs import command_of, descendants, finish, run_json
 from tests.server_fuzz import KINDS, faults_of, run_case
 from tests.serving import Served, lines_of
 
@@ -295,10 +294,6 @@ def test_without_its_front_the_job_ends() -> None:
         os.kill(front, signal.SIGKILL)
         assert served.wait(timeout_s=10) == 1
         assert "the process that speaks HTTP was killed by signal 9; ending the job" in served.errors
-
-
-def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_who_asks_is_told_that_a_rank_died() -> None:
