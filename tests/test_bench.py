@@ -292,14 +292,27 @@ def test_a_cut_keeps_the_newest_tokens_and_the_beginning_of_text() -> None:
 @pytest.mark.parametrize("n_ranks", [1, 3])
 def test_ctrl_c_keeps_what_was_measured(pair: list[str], tmp_path: Path, n_ranks: int) -> None:
     results = tmp_path / "results.csv"
-    job = start(n_ranks, ["bench", *pair, "-p", "16", "-n", "64", "-r", "5000", "--results", str(results)])
+    code, out, errors = interrupted(n_ranks, [*pair, "--results", str(results)])
+    assert code != 0 and "Traceback" not in errors
+    assert f"interrupted; what was measured is in {results}, --resume goes on from it" in errors
+    assert len(read_results(results)) >= 2 and "| iterative |" in out
+
+
+def test_what_is_in_no_file_is_not_said_to_be_kept(pair: list[str]) -> None:
+    code, out, errors = interrupted(1, pair)
+    assert code == 130 and "| iterative |" in out and "--resume" not in errors
+    assert "interrupted; the table has what was measured, and without --results FILE nothing else keeps it" in errors
+
+
+def interrupted(n_ranks: int, words: list[str]) -> tuple[int, str, str]:
+    """A sweep that got Ctrl-C after its second generation: exit code, output, errors."""
+    job = start(n_ranks, ["bench", *words, "-p", "16", "-n", "64", "-r", "5000"])
     assert job.stderr
     while "[2]" not in job.stderr.readline():
         assert job.poll() is None
     job.send_signal(signal.SIGINT)
     out, errors = job.communicate(timeout=20)
-    assert job.returncode != 0 and "interrupted" in errors and "Traceback" not in errors
-    assert len(read_results(results)) >= 2 and "| iterative |" in out
+    return job.returncode, out, errors
 
 
 def test_splits_go_to_the_policies_they_fit(pair: list[str], tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def test_the_command() -> None:
     words = ["simulate", "--profile", "sipipe", "--requests", "12", "-p", "8", "-n", "16", "--policy", "iterative,auto"]
     done = finish(1, words)
     assert done.returncode == 0 and done.stdout.count("\n") == 4 and "busiest stage" in done.stdout, done.stderr
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["policy", ":----------", "iterative", "auto"], "a line says whose it is"
     done = finish(1, [*words, "--rate", "5", "--parallel", "3", "--sampler-threads", "2", "--json"])
     loads = [json.loads(line) for line in done.stdout.splitlines()]
     assert [load["policy"] for load in loads] == ["iterative", "auto"]

@@ -293,7 +293,7 @@ CHOICES = '{"format":"pipeinfer choices 1","about":{},"prompt":[1],"tokens":[2],
 def test_a_wrong_choices_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "c.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=r"c\.json"):
+    with pytest.raises(UserError, match=r"c\.json.*record it anew with `pipeinfer record`"):
         RecordedChoices.load(path)
 
 

@@ -80,7 +80,7 @@ def test_slices_that_were_cut_on_another_host_are_taken_there(model: Path, tmp_p
         (["--layer-split", "5"], "one stage has the whole model"),
         (["--stages", "6"], "6 stages for 5 layers"),
         (["--plan", "no.json"], "--plan no.json cannot be read"),
-        (["--plan", "setup.cfg"], "--plan setup.cfg is no plan; write one with: pipeinfer plan"),
+        (["--plan", "setup.cfg"], "--plan setup.cfg is no plan; write one with: pipeinfer plan … --json > plan.json"),
     ],
 )
 def test_what_cannot_be_split(model: Path, tmp_path: Path, words: list[str], message: str) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from pipeinfer.observe.timeline import paint
+from pipeinfer.errors import UserError
+from pipeinfer.observe.timeline import paint, window
 from pipeinfer.observe.trace import Message, Span, write_chrome_trace
 from tests.jobs import finish, run_json
 
@@ -64,6 +65,18 @@ def test_the_picture(traced: tuple[dict[str, Any], Path], tmp_path: Path) -> Non
         done = finish(1, ["timeline", str(path), "-o", str(picture)])
         assert done.returncode == 0, done.stderr
         assert picture.read_bytes().startswith(start)
+
+
+def test_what_is_drawn_begins_where_it_is_asked_and_is_never_empty() -> None:
+    def event(name: str, at_ms: float, long_ms: float = 0.0) -> Event:
+        return {"name": name, "tid": 0, "ts": 1e3 * at_ms, "dur": 1e3 * long_ms, "args": {}}
+
+    events = [event("settle", at_ms) for at_ms in range(10, 50)] + [event("evaluate", 48.0, 4.0)]
+    assert window(events, None, None) == (10.0, 22.0) and window(events, 20.5, None) == (20.5, 32.0)
+    assert window(events, 45.0, None) == (45.0, 49.0) and window(events, 51.0, None) == (51.0, 52.0)
+    assert window(events, 51.0, 30.0) == (51.0, 81.0) and window(events, 0.0, None) == (0.0, 21.0)
+    with pytest.raises(UserError, match=r"--from 52: the trace ends at 52.0 ms; begin before"):
+        window(events, 52.0, None)
 
 
 def test_marks_at_the_edges_are_whole_and_questions_are_no_runs() -> None:

@@ -114,8 +114,17 @@ class Bench:
                 code = self._measure_group(group)
         print_summary(self.rows, output)
         if flag.reason:
-            complain(f"{flag.reason}; what was measured up to here is kept, --resume goes on from it")
+            complain(f"{flag.reason}; {self._kept()}")
         return code or flag.exit_code
+
+    def _kept(self) -> str:
+        """What an interruption leaves, and where."""
+        if not self.rows:
+            return "nothing had been measured"
+        results = self.groups[0].options.results
+        if results is None:
+            return "the table has what was measured, and without --results FILE nothing else keeps it"
+        return f"what was measured is in {results}, --resume goes on from it"
 
     def _measure_group(self, group: Group) -> int:
         forget_peak()

@@ -34,7 +34,7 @@ def split_of_plan(path: Path) -> list[float]:
     except OSError as error:
         raise UserError(f"--plan {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"--plan {path} is no plan; write one with: pipeinfer plan … --json > {path}") from None
+        raise UserError(f"--plan {path} is no plan; write one with: pipeinfer plan … --json > plan.json") from None
 
 
 def write_slices(target: Path, split: list[float] | None, n_stages: int, output: Path) -> Iterator[Written]:

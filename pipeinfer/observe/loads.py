@@ -11,7 +11,8 @@ from pipeinfer.observe.report import milliseconds, number
 from pipeinfer.observe.summary import print_records
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "policy": lambda load: load["settings"] or load["policy"],
+    "policy": lambda load: str(load["policy"]),
+    "settings": lambda load: load["settings"] or "-",
     "requests": lambda load: str(load["n_requests"]),
     "at a time": lambda load: str(load["parallel"]),
     "tokens/s": lambda load: number(load["predicted_per_second"]),
@@ -36,4 +37,4 @@ def table(loads: Sequence[dict[str, Any]]) -> list[str]:
     """Its lines. `busiest stage`: how much of the time it was not idle; `stages evaluate`: the mean of all stages'
     time, without what their hosts do besides."""
     rows = ([text(load) for text in COLUMNS.values()] for load in loads)
-    return markdown_table(list(COLUMNS), rows, list(COLUMNS)[1:])
+    return markdown_table(list(COLUMNS), rows, list(COLUMNS)[2:])

@@ -30,10 +30,20 @@ def draw_timeline(trace: Path, output: Path, from_ms: float | None, for_ms: floa
     check_separate({"--output": output}, {"TRACE": [trace]})
     check_writable(output, "--output")
     labels, events = read_trace(trace)
-    settles = [event["ts"] / 1e3 for event in events if event["name"] == "settle"] or [0.0]
-    start = settles[0] if from_ms is None else from_ms
-    end = start + for_ms if for_ms else settles[min(len(settles) - 1, N_SETTLED)]
-    write_file(output, "--output", draw(labels, events, start, max(end, start + 1e-3), picture_format(output)))
+    start, end = window(events, from_ms, for_ms)
+    write_file(output, "--output", draw(labels, events, start, end, picture_format(output)))
+
+
+def window(events: list[Event], from_ms: float | None, for_ms: float | None) -> tuple[float, float]:
+    """When the picture begins and ends (ms). Raises UserError where nothing would be in it."""
+    settles = sorted(event["ts"] / 1e3 for event in events if event["name"] == "settle")
+    last = max(((event["ts"] + event["dur"]) / 1e3 for event in events), default=0.0)
+    if from_ms is not None and from_ms >= last:
+        raise UserError(f"--from {from_ms:g}: the trace ends at {last:.1f} ms; begin before that")
+    start = from_ms if from_ms is not None else settles[0] if settles else 0.0
+    later = [at for at in settles if at > start][:N_SETTLED]
+    end = start + for_ms if for_ms else later[-1] if later else last
+    return start, max(end, start + 1e-3)
 
 
 def picture_format(output: Path) -> str:

@@ -232,9 +232,7 @@ class RecordedChoices:
         except OSError as error:
             raise UserError(f"choices {path}: {error.strerror}") from None
         except (ValueError, RecursionError):
-            raise UserError(
-                f"choices {path}: not JSON; record it anew with `pipeinfer simulate -m … --choices`"
-            ) from None
+            raise UserError(f"choices {path}: not JSON; record it anew with `pipeinfer record`") from None
         try:
             if content["format"] != FORMAT:
                 raise ValueError
@@ -249,5 +247,5 @@ class RecordedChoices:
             return RecordedChoices(prompt, tokens, known, content["about"])
         except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(
-                f"choices {path}: not a file of {FORMAT!r}; record it anew with `pipeinfer simulate -m … --choices`"
+                f"choices {path}: not a file of {FORMAT!r}; record it anew with `pipeinfer record`"
             ) from None
