@@ -12,6 +12,17 @@
 #   ABLATE     what to leave out in the study [cancel,partitions,continuous,asynchronous]
 #   RESULTS    the table. [results.csv]      FIGURES  folder for the pictures [figures]
 set -euo pipefail
+case ${1-} in # a word that is not understood must not start hours of measurements
+"") ;;
+-h | --help)
+    sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0"
+    exit
+    ;;
+*)
+    echo "experiments.sh: $1: settings are variables, as in TOKENS=64 ./experiments.sh; --help lists them" >&2
+    exit 2
+    ;;
+esac
 here=$(dirname "$0")
 # sbatch runs a copy of this file, from a folder of its own
 [ -d "$here/pipeinfer" ] || here=${SLURM_SUBMIT_DIR:-$here}

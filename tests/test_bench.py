@@ -428,6 +428,17 @@ def test_csv_and_json_say_the_same(pair: list[str]) -> None:
     assert one["acceptance_rate"] is None and other["acceptance_rate"] == ""
 
 
+def test_experiments_begin_only_where_they_are_understood(tmp_path: Path) -> None:
+    def asked(word: str) -> subprocess.CompletedProcess[str]:
+        script = [str(ROOT / "experiments.sh"), word]
+        return subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=20)
+
+    helped, wrong = asked("--help"), asked("-n")
+    assert helped.returncode == 0 and not helped.stderr and helped.stdout.startswith("The experiments of")
+    assert "\n  TOKENS     tokens to generate" in helped.stdout and "set -" not in helped.stdout
+    assert wrong.returncode == 2 and not wrong.stdout and "-n: settings are variables" in wrong.stderr
+
+
 def test_experiments_measure_ablations_in_turns_with_what_they_are_held_against(tmp_path: Path) -> None:
     settings = {
         "PAIRS": f"{TARGET}:{DRAFT}", "RANKS": "2", "TOKENS": "4", "REPEATS": "2", "CUT": "8", "QUESTIONS": "",

@@ -19,6 +19,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.tokenizer import Tokenizer
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model
+from tests.jobs import finish
 
 TEXT = "the model of the layer"
 
@@ -90,6 +91,22 @@ def test_check_measures_the_acceptance_on_a_text(tmp_path: Path) -> None:
     assert found["vocabularies_match"] and found["predicted_n"] == 20
     assert found["acceptance_rate"] == expected and 0 < expected < 1
     assert told("check", TARGET, TARGET, "-p", TEXT, "-n", "20", "-t", "1")["acceptance_rate"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "way_out"), [("a", 1023, "use -n 1022 at most"), ("def f(x):\n" * 300, 1, "give a shorter text")]
+)
+def test_check_measures_nothing_where_the_target_was_not_trained(text: str, n: int, way_out: str) -> None:
+    error = call("check", TARGET, DRAFT, "-p", text, "-n", n, "-t", "1").exception
+    assert isinstance(error, UserError) and "more than the 1024 that" in str(error) and way_out in str(error), error
+
+
+def test_recording_beyond_what_the_target_was_trained_for_is_said(tmp_path: Path) -> None:
+    words = ["record", "-p", "def f", "-t", "1", "-o", str(tmp_path / "choices")]
+    done = finish(1, [*words, "-n", "1024"])
+    assert done.returncode == 0 and "was trained for 1024 tokens" in done.stderr, done.stderr
+    done = finish(1, [*words, "-n", "4"])
+    assert done.returncode == 0 and not done.stderr
 
 
 def test_check_of_vocabularies_alone_loads_no_weights() -> None:

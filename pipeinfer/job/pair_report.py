@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.memory import check_alone
+from pipeinfer.job.request import check_trained
 from pipeinfer.models.agreement import TEXTS, acceptance
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.tokenizer import Tokenizer
@@ -22,7 +23,8 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
     `n_predict` tokens that the target writes greedily after `text`, or after texts of our own; null if it can be no
     draft or `n_predict` is 0.
 
-    Raises UserError for a file that is no model or has no vocabulary, and for a text without tokens.
+    Raises UserError for a file that is no model or has no vocabulary, for a text without tokens and for one
+    that gets longer than what the target was trained for.
     """
     vocabularies = Tokenizer(target), Tokenizer(draft)
     translation, why = None, ""
@@ -43,7 +45,9 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
         if not prompts:
             raise UserError("the text has no tokens; give some text with -p or -f")
         infos = [read_model_info(path) for path in (target, draft)]
-        n_cells = max(map(len, prompts)) + n_predict
+        n_prompt = max(map(len, prompts))
+        check_trained(infos[0], n_prompt, n_predict)
+        n_cells = n_prompt + n_predict
         for info in infos:  # one after the other
             check_alone([(info, True)], n_cells, N_ROWS)
         rate = acceptance(target, draft, prompts, n_predict, n_threads, translation)

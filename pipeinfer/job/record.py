@@ -9,6 +9,7 @@ from typing import Any
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.complain import complain
 from pipeinfer.job.fetch import fetch_files
 from pipeinfer.job.memory import check_alone
 from pipeinfer.job.model_files import draft_translation
@@ -39,8 +40,13 @@ def record_pair(
     if not tokens:
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
     about = {"model": str(model), "model_draft": str(model_draft), "temp": temp, "seed": seed}
+    info = read_model_info(model)
     n_cells = len(tokens) + predict + N_BATCH
-    check_alone([(read_model_info(model), True), (read_model_info(model_draft), False)], n_cells, N_BATCH)
+    check_alone([(info, True), (read_model_info(model_draft), False)], n_cells, N_BATCH)
+    if len(tokens) + predict > info.n_ctx_train:
+        complain(
+            f"{model} was trained for {info.n_ctx_train} tokens; what it writes after them says little of the draft"
+        )
     target, params = open_whole(model, n_cells, threads, exact=True), sampling_of(about)
     draft = draft_guesses(open_whole(model_draft, n_cells, threads, False, translation), params, couple=True)
     choices = record(target, draft, tokens, predict, params, about)

@@ -86,6 +86,17 @@ def read_text(option: str, path: Path) -> str:
         raise UserError(f"{option} {path} is not UTF-8 text (byte {error.start})") from None
 
 
+def check_trained(info: ModelInfo, n_prompt: int, n_predict: int) -> None:
+    """What is measured on a text says nothing where the model was not trained for its length. Raises UserError."""
+    left = info.n_ctx_train - n_prompt
+    if n_predict > left:
+        way_out = f"use -n {left} at most" if left > 0 else "give a shorter text"
+        raise UserError(
+            f"-n {n_predict} after a text of {n_prompt} tokens is more than the {info.n_ctx_train} that "
+            f"{info.path} was trained for; {way_out}"
+        )
+
+
 def fit_context(options: RunOptions, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
     """(context size, tokens to generate), both final. Raises UserError when they do not fit."""
     limit = options.ctx_size or min(info.n_ctx_train, MAX_CTX)
