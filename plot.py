@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from pipeinfer.errors import UserError
 from pipeinfer.observe.results import read_results
@@ -29,9 +30,14 @@ def main() -> None:
     try:
         write_figures(options.results, options.output or options.results.parent)
     except UserError as error:
-        sys.exit(f"plot.py: {error}")
+        _refuse(str(error))
     except OSError as error:
-        sys.exit(f"plot.py: {error.filename}: {error.strerror}")
+        _refuse(f"{error.filename}: {error.strerror}")
+
+
+def _refuse(why: str) -> NoReturn:
+    print(f"plot.py: {why}", file=sys.stderr)
+    sys.exit(2)
 
 
 def write_figures(results: Path, folder: Path) -> None:

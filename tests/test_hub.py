@@ -66,9 +66,12 @@ def test_what_a_name_does_not_mean() -> None:
         choose_files(parse_name("u/m"), {"mmproj-F16.gguf": 1})
     with pytest.raises(UserError, match=r"of 2 parts of m-00001-of-00002.gguf u/m has 1"):
         choose_files(parse_name("u/m"), {"m-00001-of-00002.gguf": 1})
-    for bad in ("m", "u/m/x", "u/m:", "/m", "u /m", ""):
+    unheard = ("a/..", "../m", "-u/m", "u/m-", ".u/m", "u/m--x", "u..x/m", "u/m.git", "u/" + 97 * "m")
+    for bad in ("m", "u/m/x", "u/m:", "/m", "u /m", "", *unheard):
         with pytest.raises(UserError, match=r"is no model on the hub; write USER/MODEL"):
             parse_name(bad)
+    for good in ("u/m", "u-1/m.gguf", "_u/m_", "u/m-1.5-GGUF", "u/m.git.x"):
+        assert parse_name(good).repo == good
     assert name_of(Path("u/m.gguf")) is None and str(parse_name("u/m:Q8_0").path) == "hf:u/m:Q8_0"
 
 
@@ -102,6 +105,11 @@ def test_a_file_is_downloaded_once_and_needs_no_network_then(hub: HubServer, mon
     assert len(hub.downloads) == n_downloads
     with pytest.raises(UserError, match=r"--offline.; in its cache u/m has no Q2_K; there are Q8_0"):
         get("u/m:Q2_K", offline=True)
+    with pytest.raises(UserError, match=r"u/x is not in .*--offline.; download it once where the hub can be asked"):
+        get("u/x", offline=True)
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"not asked .HF_HUB_OFFLINE.; download it"):
+        patched.setattr(constants, "HF_HUB_OFFLINE", True)
+        get("u/x")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     same, (notice,) = get("u/m")
     assert same == path and "127.0.0.1:1 cannot be reached" in notice and "cache has is used" in notice

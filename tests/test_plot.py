@@ -291,5 +291,5 @@ def test_a_bad_table_is_one_line(tmp_path: Path) -> None:
     append_result(path, make_row())
     path.write_bytes(path.read_bytes() + b"1,2,3")
     for done, words in ((plot(path), "line 3"), (plot(tmp_path / "none.csv"), "none.csv")):
-        assert done.returncode != 0 and words in done.stderr
+        assert done.returncode == 2 and words in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -88,6 +88,12 @@ def test_what_cannot_be_split(model: Path, tmp_path: Path, words: list[str], mes
     assert isinstance(error, UserError) and message in str(error), error
 
 
+def test_a_place_that_is_no_directory(model: Path) -> None:
+    error = split(model, "--stages", "2", "-o", model).exception
+    assert isinstance(error, UserError) and str(error).endswith("File exists; name another one"), error
+    assert str(error).startswith(f"--output {model} cannot be a directory")
+
+
 def test_a_job_reads_them(tmp_path: Path) -> None:
     split(TARGET, "--layer-split", "4,5", "-o", tmp_path)
     before = slices(tmp_path)

@@ -44,6 +44,10 @@ def write_slices(target: Path, split: list[float] | None, n_stages: int, output:
     plan = make_plan(len(split) if split else n_stages, [], sizes_of(info), 0, split)
     if len(plan.stages) == 1:
         raise UserError("one stage has the whole model, which is read from its own file; split it for 2 stages or more")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be a directory: {error.strerror}; name another one") from None
     for stage in plan.stages:
         yield _write(info, stage.first, stage.last, output)
     write_table(info, output)

@@ -46,7 +46,7 @@ def fetch(name: HubName, offline: bool, on_notice: Notice) -> Path:
     """
     hub = _library()
     if offline or hub.constants.HF_HUB_OFFLINE:
-        return _cached(hub, name, "it is not asked (--offline)")
+        return _cached(hub, name, f"it is not asked ({'--offline' if offline else 'HF_HUB_OFFLINE'})")
     try:
         cache = hub.constants.HF_HUB_CACHE
         ask = partial(hub.HfApi().model_info, name.repo, files_metadata=True, timeout=TIMEOUT_S)
@@ -115,7 +115,10 @@ def _cached(hub: ModuleType, name: HubName, why: str) -> Path:
     revision = _revision(hub, name.repo)
     files = {} if revision is None else _files(revision)
     if not any(map(is_model, files)):
-        raise UserError(f"{name.repo} is not in the hub's cache {hub.constants.HF_HUB_CACHE}, and {why}")
+        raise UserError(
+            f"{name.repo} is not in the hub's cache {hub.constants.HF_HUB_CACHE}, and {why}; "
+            "download it once where the hub can be asked, or give a GGUF file"
+        )
     try:
         (first, *_) = choose_files(name, {file: path.stat().st_size for file, path in files.items()})
     except UserError as error:

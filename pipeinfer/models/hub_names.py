@@ -18,7 +18,9 @@ USUAL = ("Q4_K_M", "Q8_0")
 BESIDE = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 """What the names of GGUF files have that are no models by themselves."""
 
-REPO = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+REPO = re.compile(r"(?!.*(--|\.\.|\.git$))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
+"""What the hub lets a repository be called."""
+
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 TAG = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 
