@@ -110,6 +110,12 @@ def test_what_is_sent_into_memory_is_planned() -> None:
     assert memory(cached, [here, *[without] * 3]) == memory(cached, [here] * 4)
 
 
+def test_a_cache_that_cannot_be_made_is_told(folder: Path) -> None:
+    (folder / "file").touch()
+    done = job(folder, 3, "-m", "target.gguf", "-md", "draft.gguf", "--slice-cache", str(folder / "file" / "cache"))
+    assert done.returncode == 2 and re.search(r"rank [12] .*/file/cache", done.stderr), done.stderr
+
+
 def test_a_split_model_that_is_whole_on_a_rank_needs_a_cache(folder: Path) -> None:
     write_model(folder / "here" / "m.gguf", Shape(n_layer=2), part_tensors=10)
     words = ["-m", "m-00001-of-00003.gguf", "-md", "m-00001-of-00003.gguf"]

@@ -60,6 +60,11 @@ class StreamFeed:
         for chunk in self._chunks:
             raise AssertionError(f"{len(chunk)} bytes more than a slice has")
 
+    def drop(self) -> None:
+        """Take in what nobody wants any more: who sends it waits for that."""
+        for _ in self._chunks:
+            pass
+
 
 def fetch_layers(context: Context, deployment: Deployment) -> None:
     """On every rank: what this one hosts and has no file of goes into `context.arrived`. Collective.
@@ -165,11 +170,13 @@ class _Fetching:
         return [Want(number, what, first, last, contents(model.info, what, first, last)[0]) for what in model.wants()]
 
     def _receive(self, model: RemoteModel, want: Want) -> None:
+        feed = StreamFeed(receive_stream(self.link, 0, want.n_bytes))
         try:
-            model.take(want.what, StreamFeed(receive_stream(self.link, 0, want.n_bytes)))
-        except UserError:
+            model.take(want.what, feed)
+        except UserError as error:
             self.failed.add(want.number)
-            raise
+            self.error = self.error or str(error)
+        feed.drop()  # another job may have put into the cache what was wanted
 
     def _announce(self, rank: int, wants: Sequence[Want]) -> None:
         from pipeinfer.observe.progress import TransferProgress  # draw: only rank 0 pays for importing them
