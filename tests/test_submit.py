@@ -105,6 +105,12 @@ def test_bad_input(words: list[object], said: str) -> None:
     assert said in message and "\n" not in message
 
 
+def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--time soon"):
+        call("-o", tmp_path, "-n", 2, "-t", "soon", "run", "-p", "x")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_group_is_read_as_it_is_written() -> None:
     assert parse_group("nodes=3,cpus-per-task=36,mem=3G") == Group(nodes=3, cpus_per_task=36, mem="3G")
 

@@ -31,8 +31,8 @@ def submit(job: SlurmJob, wait: bool) -> int:
     """
     job = in_folder(job, _new_folder(job.folder, job.name))
     script = job.folder / "job.sh"
-    write_file(script, "the job's script", script_text(job).encode())
     try:
+        write_file(script, "the job's script", script_text(job).encode())
         number = submit_script(script)
     except UserError:
         shutil.rmtree(job.folder, ignore_errors=True)
