@@ -17,7 +17,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 import httpx
+from click.testing import CliRunner
 
+from pipeinfer.cli.serve import serve_command
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.request_body import Defaults
@@ -231,6 +233,12 @@ def test_settings_that_cannot_be_are_said(tmp_path: Path, certificate: tuple[Pat
         with pytest.raises(UserError, match=said):
             HttpFront(given)
     assert "secret" not in repr(HttpOptions(api_keys=("secret",)))
+
+
+def test_a_key_of_nothing_opens_no_server() -> None:
+    for words, variables in ((["--api-key", " ,"], {}), ([], {"LLAMA_API_KEY": ","})):
+        done = CliRunner(env=variables).invoke(serve_command, words, standalone_mode=False)
+        assert isinstance(done.exception, UserError) and "has no key" in str(done.exception), words
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def serve_command(**given: Any) -> int:
     exact numerics a text does not depend on what else is asked. Ctrl-C and SIGTERM let open requests end first.
     """
     warn_of_variables(serve_command)
-    keys = tuple(key.strip() for key in (given.pop("api_keys") or "").split(",") if key.strip())
+    keys = _keys_in(given.pop("api_keys"))
     names = ("host", "port", "n_queue", "n_connections", "max_body", "timeout_s", "alias", "api_key_file",
              "ssl_key_file", "ssl_cert_file", "metrics", "slots", "page")  # fmt: skip
     front = HttpOptions(api_keys=keys, **{name: given.pop(name) for name in names})
@@ -108,6 +108,15 @@ def serve_command(**given: Any) -> int:
     from pipeinfer.server.front import HttpFront
 
     return run_serve(ServeOptions(run=options, front=front, drain_s=drain_s), HttpFront)
+
+
+def _keys_in(text: str | None) -> tuple[str, ...]:
+    """Raises UserError where keys are asked for and none is given: nobody shall take the server for a closed one."""
+    keys = tuple(key.strip() for key in (text or "").split(",") if key.strip())
+    if text and not keys:
+        raise UserError(f"--api-key (or {KEY_VARIABLE}) has no key, only commas or spaces; write one, "
+                        "or leave it out and everybody may ask")  # fmt: skip
+    return keys
 
 
 read_variables(serve_command)
