@@ -277,8 +277,9 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
         ('{"prompt": "a", "top_p": 1.5}', "top_p is 1.5; give a number from 0 to 1"),
         ('{"prompt": "a", "top_k": 1.5}', "give a whole number from -1"),
         ('{"prompt": "a", "seed": true}', "seed is true"),
-        ('{"prompt": "a", "seed": 4294967296}', "seed is 4294967296"),
+        ('{"prompt": "a", "seed": 4294967296}', "seed is 4294967296; give a whole number from -1 to 4294967295"),
         ('{"prompt": "a", "max_tokens": 0}', "give a whole number from 1 on"),
+        ('{"prompt": "a", "n_predict": -2}', "give a whole number from 1 on"),
         ('{"prompt": "a", "max_tokens": 1, "n_predict": 1}', "say the same"),
         ('{"prompt": "a", "stop": ["x", ""]}', "none of them empty"),
         ('{"prompt": "a", "n": 2}', "only 1 can be served"),
@@ -309,6 +310,7 @@ def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
     assert body.sampling == replace(SamplingParams(), temp=0.0)
     stops = [read(f'{{"prompt": "a", "stop": {given}}}').body.stops for given in ('"x"', "[]")]
     assert stops == [("x",), ()]
+    assert read('{"prompt": "a", "n_predict": -1}').body.n_predict == 12
     asked = read('{"messages": [{"role": "developer", "content": [{"type": "text", "text": "b"}]}]}')
     assert asked.body.messages == (Message("system", "b"),)
     assert read('{"prompt": "a"}', replace(DEFAULTS, as_chat=True)).body.messages == (Message("user", "a"),)

@@ -130,8 +130,10 @@ def _length(given: Mapping[str, Any], default: int) -> int:
     if not names:
         return default
     value = given[names[0]]
+    if is_whole(value) and value == -1:  # as llama.cpp's clients write it
+        return default
     if not is_whole(value) or not 1 <= value <= INT32_MAX:
-        refuse(f"{names[0]} is {shown(value)}; give a whole number from 1 on: so much room is set aside")
+        refuse(f"{names[0]} is {shown(value)}; give a whole number from 1 on: so much room is set aside; or leave it out")
     return int(value)
 
 
@@ -148,7 +150,7 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
             most = min(setting.most, INT32_MAX) if isinstance(default, int) and name != "seed" else setting.most
             if not fits or not setting.least <= value <= most:
                 kind = "whole number" if isinstance(default, int) else "number"
-                refuse(f"{written} is {shown(value)}; give a {kind} from {setting.least:g} to {most:g}")
+                refuse(f"{written} is {shown(value)}; give a {kind} from {setting.least:.10g} to {most:.10g}")
             found[name] = type(default)(value)
     return found
 
