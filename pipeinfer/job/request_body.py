@@ -133,7 +133,7 @@ def _length(given: Mapping[str, Any], default: int) -> int:
     if is_whole(value) and value == -1:  # as llama.cpp's clients write it
         return default
     if not is_whole(value) or not 1 <= value <= INT32_MAX:
-        refuse(f"{names[0]} is {shown(value)}; give a whole number from 1 on: so much room is set aside; or leave it out")
+        refuse(f"{names[0]} is {shown(value)}; give a whole number from 1 on, for which room is set aside, or nothing")
     return int(value)
 
 
