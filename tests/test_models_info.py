@@ -109,6 +109,14 @@ def test_recording_beyond_what_the_target_was_trained_for_is_said(tmp_path: Path
     assert done.returncode == 0 and not done.stderr
 
 
+def test_check_says_that_a_file_is_cut_off(tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(TARGET.read_bytes()[:-1000])
+    for pair in ((cut, DRAFT), (TARGET, cut)):
+        error = call("check", *pair).exception
+        assert isinstance(error, UserError) and "cut.gguf is cut off: 1000 of" in str(error), error
+
+
 def test_check_of_vocabularies_alone_loads_no_weights() -> None:
     result = call("check", TARGET, DRAFT, "-n", "0")
     assert result.return_value == 0 and "vocabularies  match" in result.stdout and "acceptance" not in result.stdout

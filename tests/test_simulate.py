@@ -321,7 +321,7 @@ def test_the_command_prints_a_table_and_writes_results_and_trace(tmp_path: Path)
         "--profile", "pipeinfer-c", "--nodes", "8", "-n", "64", "--results", str(results), "--trace", str(trace)
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2 + len(USUAL)
+    assert len(done.stdout.splitlines()) == 2 + len(USUAL) and "0 B" not in done.stdout, "a profile has no size"
     assert len(results.read_text().splitlines()) == 1 + len(USUAL)
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"draft", "evaluate", "cancelled", "settle"} <= names

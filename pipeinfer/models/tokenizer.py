@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.header import read_header
 from pipeinfer.models.gguf.vocabulary import VocabularyCheck
 from pipeinfer.models.llama import ggml
 
@@ -31,6 +32,7 @@ class Tokenizer:
         options.vocab_only = True
         self._model = lib.llama_model_load_from_file(str(path).encode(), options)
         if not self._model:
+            read_header(self.path)  # knows better what is wrong with a file that is cut off
             raise UserError(f"the vocabulary of {path} cannot be loaded: {ggml.last_errors()}")
         self._vocab = lib.llama_model_get_vocab(self._model)
         if self.kind() == NO_VOCABULARY:

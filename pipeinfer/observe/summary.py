@@ -114,7 +114,7 @@ NAMED = ("prompt", "predicted_n")  # what the last of the names shows
 def _names(summary: dict[str, Any]) -> list[str]:
     return [
         f"{without_suffixes(summary['model'])} {summary['quantisation']}",
-        size_text(summary["model_bytes"]),
+        size_text(summary["model_bytes"]) if summary["model_bytes"] else "-",  # a profile has no file
         without_suffixes(summary["model_draft"]) or "-",
         str(summary["ranks"]),
         ",".join(map(str, summary["layers"])),
