@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import pytest
 
@@ -27,7 +28,7 @@ from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.simulation import row_costs, simulate
 from tests.test_engine import QuickStage, plain_toy, random_policy, toy_engine, toy_pipeline
 from tests.test_levels import draft_levels
-from tests.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline
+from tests.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline, ToyWaiter
 
 
 def random_drafter(rng: random.Random, reference: Reference, n_seq: int, n_cells: int) -> Drafter | None:
@@ -49,6 +50,12 @@ def random_requests(rng: random.Random, n_ctx: int) -> list[Request]:
     return requests
 
 
+class PacedWaiter(ToyWaiter):
+    def wait(self, pipelines: Sequence[ToyPipeline], timeout_s: float | None = None) -> None:
+        if timeout_s is None or any(any(pipeline.queues) for pipeline in pipelines):
+            super().wait(pipelines)
+
+
 def run_case(seed: int) -> int:
     """Random arrivals, policies, stops, splits and cells; returns how many trees were settled."""
     rng, reference = random.Random(seed), Reference(N_LAYERS)
@@ -60,6 +67,11 @@ def run_case(seed: int) -> int:
     pool = SequencePool(n_seq, n_cells, parked)
     options = {"n_chunk": rng.choice([3, 64]), "n_rows": rng.choice([3, 32]), "cancel": rng.random() < 0.9}
     engine = toy_engine(pipeline, pool, drafter, drafts, **options)
+    if seed % 2:  # runs are held back, as where it is known what rows cost
+        cost, ticks = RunCost({1: 0.02, 4: 0.03, 16: 0.2}), count()
+        engine = Engine(
+            engine.target, drafter, PacedWaiter(pipeline.rng), lambda: 1e-3 * next(ticks), drafts=drafts, run_cost=cost
+        )
     to_come, stopped, n_trees = random_requests(rng, n_ctx), set[int](), 0
     requests = list(to_come)
     while engine.busy or to_come:
