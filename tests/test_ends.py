@@ -20,6 +20,7 @@ from pipeinfer.cluster.watch.segments import MARK, UCX_AGE_S, UCX_NAMES, mark_ow
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.options import ChatOptions
 from pipeinfer.job.signals import HEAD_FIRST_S
 from pipeinfer.job.stop import StopFlag, Stopper
 from tests.jobs import COMMAND, ROOT, descendants, environment, launcher
@@ -161,6 +162,11 @@ def test_another_version_is_refused_by_name() -> None:
     check_alike([ours, ours])
     with pytest.raises(UserError, match=r"rank 1 \(host b\) runs pipeinfer 0\.0\.9 and rank 0 "):
         check_alike([ours, ("0.0.9", "b", ours[2], ours[3])])
+
+
+def test_another_command_is_refused_as_such() -> None:
+    with pytest.raises(UserError, match="was started with another command than rank 0"):
+        check_alike([own_words(SamplingParams()), own_words(ChatOptions())])
 
 
 # -- leftovers

@@ -17,12 +17,15 @@ Words = tuple[str, str, str, dict[str, str]]
 
 SHOWN = 60
 
+COMMAND = "the command"
+"""Under this name stands the type of the settings, of which each command has its own."""
+
 
 def own_words(settings: object) -> Words:
     """What this rank says; `settings`: a dataclass of what it was asked for."""
     assert is_dataclass(settings)
     place = own_place()
-    return version_text(), place.host, place.where, dict(_named(settings))
+    return version_text(), place.host, place.where, {COMMAND: type(settings).__name__, **dict(_named(settings))}
 
 
 def _named(settings: Any) -> Iterator[tuple[str, str]]:
@@ -57,6 +60,11 @@ def check_alike(all_words: Sequence[Words]) -> None:
             raise UserError(
                 f"rank {rank} (host {host}) runs pipeinfer {version} and rank 0 (host {our_host}) {our_version}; "
                 "install the same on every host"
+            )
+        if theirs.get(COMMAND) != ours.get(COMMAND):
+            raise UserError(
+                f"rank {rank} (host {host}) was started with another command than rank 0 (host {our_host}); "
+                "give every rank the same command line"
             )
         for name in sorted(ours.keys() | theirs.keys()):
             if theirs.get(name) != ours.get(name):
