@@ -17,10 +17,10 @@ SAMPLERS = 8
 WAYS = {  # what of the stages' host work holds nobody up
     "none: plain pipeline parallelism": (0, False, False),
     "samplers": (SAMPLERS, False, False),
-    "samplers, input ahead": (SAMPLERS, True, False),
+    "samplers, early input": (SAMPLERS, True, False),
     "all three": (SAMPLERS, True, True),
     "all but samplers": (0, True, True),
-    "all but input ahead": (SAMPLERS, False, True),
+    "all but early input": (SAMPLERS, False, True),
 }
 SETUPS = {  # profile -> what it is, requests at a time, the paper's gains in throughput and TPOT
     "sipipe": ("Qwen 2.5 72B, 8 GPUs", 512, "1.6 … 1.7", "-31% at most"),
@@ -34,7 +34,7 @@ def sipipe() -> Iterator[str]:
         "All requests at once, 256 tokens of prompt and 64 of text each. What the stages' processors do besides is\n"
         "what the paper's section 3.1 finds of vLLM: 12 to 19% of an iteration for the input, 22 to 40% more for\n"
         "sampling on the last stage, 1 to 2 ms for a transmission, for which both stages must have time. In its\n"
-        "ablation (figure 16) samplers bring 16 to 38%, input ahead 10 to 24%, expected messages 3 to 6%. Here most\n"
+        "ablation (figure 16) samplers bring 16 to 38%, early input 10 to 24%, expected messages 3 to 6%. Here most\n"
         "comes from the last: stages that meet to hand a run over wait for each other, which hides what the others\n"
         "save. The rows that lack one of the three show what that one brings.\n"
     )
