@@ -391,8 +391,8 @@ def test_stopping_leaves_the_cache_as_before(
     assert np.array_equal(run(stages, make_batch(follow, 23)), run(undisturbed, make_batch(follow, 23)))
 
 
-def test_what_stop_raises_comes_out(model: Path, loaded: Callable[..., list[LlamaStage]]) -> None:
-    (stage,) = loaded(model)
+def check_what_stop_raises_comes_out(stage: StageModel) -> None:
+    """Of a stage that is the whole model, its cache empty."""
 
     def stop() -> bool:
         raise KeyboardInterrupt
@@ -401,6 +401,11 @@ def test_what_stop_raises_comes_out(model: Path, loaded: Callable[..., list[Llam
         stage.evaluate(make_batch([5, 6], 0), stop)
     assert stage.next_position(0) == 0
     run([stage], make_batch([5, 6], 0))
+
+
+def test_what_stop_raises_comes_out(model: Path, loaded: Callable[..., list[LlamaStage]]) -> None:
+    (stage,) = loaded(model)
+    check_what_stop_raises_comes_out(stage)
 
 
 # --- limits and errors ----------------------------------------------------------------------------------------------

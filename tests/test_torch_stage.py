@@ -25,7 +25,14 @@ from pipeinfer.models.torch.params import TorchParams
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
 from tests.gguf_factory import Shape, quantise, write_model
-from tests.test_llama_stage import TreeDriver, make_batch, never, random_tokens, run
+from tests.test_llama_stage import (
+    TreeDriver,
+    check_what_stop_raises_comes_out,
+    make_batch,
+    never,
+    random_tokens,
+    run,
+)
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
@@ -325,14 +332,7 @@ def test_stopping_leaves_the_cache_as_before(small: Path, exact: bool) -> None:
 
 def test_what_stop_raises_comes_out(small: Path) -> None:
     (stage,) = open_chain(small)
-
-    def stop() -> bool:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        stage.evaluate(make_batch([5, 6], 0), stop)
-    assert stage.next_position(0) == 0
-    run([stage], make_batch([5, 6], 0))
+    check_what_stop_raises_comes_out(stage)
 
 
 def test_cells_are_free_as_soon_as_no_sequence_has_them(small: Path) -> None:

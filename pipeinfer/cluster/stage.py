@@ -133,9 +133,12 @@ class StageWorker:
             answers[questions[index].row] = self._answer(row_logits, questions[index])
 
         samplers = self.samplers if self.samplers and self.samplers.wanted else None
-        left = [index for index, question in enumerate(questions) if samplers and question.params.temp > 0.0]
-        for index in sorted(set(range(len(questions))).difference(left)):
-            answer(index, logits[index])
+        left = []
+        for index, question in enumerate(questions):
+            if samplers and question.params.temp > 0.0:
+                left.append(index)
+            else:
+                answer(index, logits[index])
         self.stats.n_runs += 1
         busy_s = self.clock() - start_s
         transaction.took(busy_s)

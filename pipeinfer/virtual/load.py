@@ -18,6 +18,7 @@ from pipeinfer.core.requests import Request
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
+from pipeinfer.observe.ledger import TimeUse, stage_time
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.throughput import Throughput
 from pipeinfer.virtual.choices import SyntheticChoices
@@ -99,12 +100,11 @@ def _figures(load: Load, pipeline: SimPipeline, metrics: Sequence[RequestMetrics
     first_s, last_s = min(each.token_s[0] for each in metrics), max(each.token_s[-1] for each in metrics)
     start_s = min(each.submitted_s for each in metrics)
     return throughput.figures(last_s - start_s, load.n_requests) | {
-        "busy": [_share(stage.ledger.moved(0.0), first_s, last_s) for stage in pipeline.stages],
+        "busy": [_share(stage_time(stage.ledger.moved(0.0), {}, (first_s, last_s))) for stage in pipeline.stages],
         "evaluating": [stage.evaluated_s / (last_s - start_s) for stage in pipeline.stages],
     }
 
 
-def _share(runs: Sequence[tuple[int, float, float, float, bool]], first_s: float, last_s: float) -> float:
-    """Of the time between two moments, how much of it was spent on runs."""
-    busy_s = sum(max(0.0, min(end_s, last_s) - max(start_s, first_s)) for _, _, start_s, end_s, _ in runs)
-    return busy_s / (last_s - first_s) if last_s > first_s else math.nan
+def _share(use: TimeUse) -> float:
+    """How much of the time was spent on runs, cancelled ones too."""
+    return (use.busy_s + use.cancelled_s) / use.wall_s if use.wall_s > 0 else math.nan

@@ -287,18 +287,22 @@ class SimPipeline:
         flight.slowest_s = max(flight.slowest_s, now_s - stage.start_s)
         if not flight.cancelled:
             stage.evaluated_s += now_s - stage.begun_s - self._sampling_s(index, flight)
-        if index + 1 == self.n_stages:
-            n_bytes = verdict_bytes(0 if flight.cancelled else flight.n_rows)
-        else:
-            n_bytes = flight.bare_bytes if flight.cancelled else flight.full_bytes
         stage.current, stage.idle_since_s = None, now_s
         if index + 1 < self.n_stages and not self.profile.host.posted:
             stage.held = flight
             self._meet(index, now_s)
             return
         sent_s = self._sampled_s(stage, flight, now_s) if index + 1 == self.n_stages else now_s
-        self._schedule(stage.out.arrival(sent_s, n_bytes), index + 1, flight, None)
+        self._pass_on(index, stage, flight, sent_s)
         self._go_on(index, stage, now_s)
+
+    def _pass_on(self, index: int, stage: SimStage, flight: _Flight, now_s: float) -> None:
+        """The run leaves for the next stage, or its verdict for the head."""
+        if index + 1 == self.n_stages:
+            n_bytes = verdict_bytes(0 if flight.cancelled else flight.n_rows)
+        else:
+            n_bytes = flight.bare_bytes if flight.cancelled else flight.full_bytes
+        self._schedule(stage.out.arrival(now_s, n_bytes), index + 1, flight, None)
 
     def _go_on(self, index: int, stage: SimStage, now_s: float) -> None:
         """The stage is free."""
@@ -334,9 +338,8 @@ class SimPipeline:
         stage, following = self.stages[index], self.stages[index + 1]
         if stage.held is None or stage.sends or following.current or following.held or following.queue:
             return
-        stage.sends, flight = True, stage.held
-        n_bytes = flight.bare_bytes if flight.cancelled else flight.full_bytes
-        self._schedule(stage.out.arrival(now_s + self.profile.host.meet_s, n_bytes), index + 1, flight, None)
+        stage.sends = True
+        self._pass_on(index, stage, stage.held, now_s + self.profile.host.meet_s)
 
     def _hand_over(self, index: int, now_s: float) -> None:
         """The next stage has taken the run."""
