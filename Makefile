@@ -40,6 +40,7 @@ install: .venv/stamp
 
 .venv/stamp: $(METADATA) | $(BIN)/python compiler
 	$(BIN)/python -m pip install --quiet --editable ".[$(MPI)]"
+	$(BIN)/python -m compileall -q pipeinfer # else no rank finds bytecode where Python is told not to write any
 	@touch $@
 
 .venv/stamp-dev: .venv/stamp

@@ -15,12 +15,12 @@ from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
 from pipeinfer.core.levels import Flight, Level
-from pipeinfer.core.lookup import LookupDrafter
 from pipeinfer.core.prefixes import KeptPrefixes, common, spans_to_continue
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
 from tests.test_engine import QuickStage, random_policy, toy_engine

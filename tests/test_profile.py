@@ -243,7 +243,15 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     found = (extra.hop_s, extra.run_s, extra.verdict_s, extra.draft_s)
     assert found == pytest.approx((0.05e-3, 0.02e-3, 0.3e-3, 0.1e-3))
     text = profile_toml(
-        ["Measured."], 64, SIZES, stages, [draft], extra, gbit_per_s=8.0, slowdown=[1.0, 1.25, 2.0], blocks=True
+        ["Measured."],
+        64,
+        SIZES,
+        stages,
+        [draft],
+        extra,
+        gbit_per_s=8.0,
+        slowdown={1: [1.0, 1.25, 2.0], 32: [1.0, 1.5, 3.0]},
+        blocks=True,
     )
     profile = load_profile(write(tmp_path, text)).lay_out()
     assert profile.stages[0].seconds(1, 0) == pytest.approx(1.1e-3, rel=1e-3)
@@ -251,7 +259,10 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     assert profile.stages[1].seconds(1, 100, reshapes=True) == pytest.approx(2.7e-3, rel=1e-3)
     assert profile.stages[1].seconds(4, 100) == pytest.approx(4.9e-3, rel=1e-3), "attention costs rows in batches less"
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
-    assert profile.blocks and profile.slowdown == (1.0, 1.25, 2.0) and profile.link.bytes_per_s == pytest.approx(1e9)
+    assert profile.blocks and profile.link.bytes_per_s == pytest.approx(1e9)
+    assert [profile.crowding(3, n_rows) for n_rows in (1, 32, 128)] == [2.0, 3.0, 3.0]
+    assert profile.crowding(2, 1) < profile.crowding(2, 16) < profile.crowding(2, 32) == profile.crowding(2, 64) == 1.5
+    assert profile.crowding(1, 64) == 1.0 and profile.crowding(9, 1) == 2.0
 
 
 def measured_text(sizes: Sizes, counts: Sequence[int], rng: random.Random) -> str:
@@ -430,7 +441,8 @@ def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
     done = finish(2, ["measure", "-o", str(path), "-t", "1"])
     assert done.returncode == 0, done.stderr
-    assert load_profile(str(path)).lay_out().n_stages == 1
+    found = load_profile(str(path)).lay_out()
+    assert found.n_stages == 1 and len(found.slowdown) == len(found.slowdown_of_many) == 2
     assert finish(1, ["simulate", "--profile", str(path), "-n", "32"]).returncode == 0
     alone = load_profile(str(path)).lay_out(has_draft=False)
     run = run_json(2, ["-p", "x", "-n", "1", "-t", "1", "--policy", "iterative"])

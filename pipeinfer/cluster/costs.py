@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from pipeinfer.core.interpolation import interpolate
 
+MANY_ROWS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -128,12 +130,24 @@ class Profile:
     sleeps: bool = False
     """Waiting ranks sleep between looks, as `Idle` does; measured costs have that in them already."""
     slowdown: tuple[float, ...] = ()
-    """All ranks share a host: how many times as long work takes when 1, 2, … of them compute. Empty: undisturbed."""
+    """All ranks share a host: how many times as long a row takes when 1, 2, … of them compute. Empty: undisturbed."""
+    slowdown_of_many: tuple[float, ...] = ()
+    """The same of MANY_ROWS rows and more, which keep a core's arithmetic busy, not its memory. Empty: as one row."""
     acceptance: tuple[float, ...] = ()
     """How often each draft's best guess is the target's token, as published for the pair."""
     host: HostWork = HostWork()
     blocks: bool = False
     """Prompts are cut into blocks; see `pipeinfer.core.blocks`."""
+
+    def crowding(self, n_busy: int, n_rows: int) -> float:
+        """By how much a run takes longer when `n_busy` ranks compute, itself among them."""
+        if not self.slowdown:
+            return 1.0
+        one, many = (
+            times[min(max(n_busy, 1), len(times)) - 1]
+            for times in (self.slowdown, self.slowdown_of_many or self.slowdown)
+        )
+        return interpolate((1.0, MANY_ROWS), (one, many), min(n_rows, MANY_ROWS))
 
     @property
     def n_stages(self) -> int:

@@ -217,7 +217,7 @@ class Engine:
     def _close(self, job: Opened) -> None:
         request = job.request
         job.observer.finished(self.clock())
-        request.n_left = self._n_to_leave(request)
+        request.n_left = self._kept.n_to_leave(request, self.target.n_settled(request))
         for level in self.levels:
             self._count_given_up(level, level.close(request))
         del self._jobs[request.id]
@@ -226,12 +226,6 @@ class Engine:
         if request.n_left:
             self._kept.keep(request)
         self._admit()
-
-    def _n_to_leave(self, request: Request) -> int:
-        """Tokens whose cells stay when the request has finished: certain ones, up to a span that is not whole."""
-        n_settled = self.target.n_settled(request) if request.keep else 0
-        broken = [span for span in request.spans or () if self.target.blocks and span.start < n_settled < span.end]
-        return (broken[0].start if self.target.pool.rewinds else 0) if broken else n_settled
 
     def _count_given_up(self, level: Level, flights: Sequence[Flight]) -> None:
         if level is not self.target or not flights:  # nobody waits for a larger draft to be free

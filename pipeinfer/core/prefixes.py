@@ -24,6 +24,15 @@ class KeptPrefixes:
         """What they hold, other than `but`."""
         return sum(request.n_left for id, request in self._kept.items() if not but or id != but.request_id)
 
+    def n_to_leave(self, request: Request, n_settled: int) -> int:
+        """Of the `n_settled` tokens that have cells when a request ends, how many keep them: up to a span that is not
+        whole."""
+        if not request.keep:
+            return 0
+        broken = (span for span in request.spans or () if self.blocks and span.start < n_settled < span.end)
+        span = next(broken, None)
+        return n_settled if span is None else span.start if self.rewinds else 0
+
     def keep(self, request: Request) -> None:
         """It has finished, and its first `n_left` tokens stay."""
         self._kept[request.id] = request

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from pipeinfer.cluster.costs import MANY_ROWS
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.arrivals import fetch_layers
@@ -25,7 +26,7 @@ from pipeinfer.outputs import check_separate, check_writable, write_file
 from pipeinfer.policies import Iterative, Speculative
 from pipeinfer.virtual.measured import ModelTimes, Overheads, disturbed_line, profile_toml
 
-ALONE_S, BESIDE_S = 0.5, 1.0  # how long ranks of one host compute alone, beside each other
+ALONE_S, BESIDE_S = 0.3, 0.8  # how long ranks of one host compute runs of a size alone, beside each other
 SLOT_S, TIMING_S = 3.0, 2.0
 """Ranks of one host take turns, for so long each, and time their models a part of it: nobody shall time a model while
 another one computes beside it."""
@@ -79,16 +80,19 @@ def _time_own_models(crew: Crew, context: Context, deployment: Deployment) -> di
     _sleep_until(start_s + turn * SLOT_S)
     found = _time_alone(context, deployment, stage, drafts)
     models = [model for model in (stage, *drafts.values()) if model]
-    together_s = start_s + n_most * SLOT_S
     beside_s = next(iter(found.values())).beside_s
-    beside_s[1] = time_over_and_over(models[0], CLOCK, CLOCK() + ALONE_S)
+    for n_rows in (1, MANY_ROWS):
+        beside_s[n_rows] = {1: time_over_and_over(models[0], n_rows, CLOCK, CLOCK() + ALONE_S)}
+    until_s = start_s + n_most * SLOT_S
     for n_busy in range(2, n_most + 1):
-        _sleep_until(together_s + (n_busy - 2) * BESIDE_S)
-        if turn < n_busy <= n_here:
-            beside_s[n_busy] = time_over_and_over(models[0], CLOCK, together_s + (n_busy - 1) * BESIDE_S)
+        for n_rows, of_rows_s in beside_s.items():
+            _sleep_until(until_s)
+            until_s += BESIDE_S
+            if turn < n_busy <= n_here:
+                of_rows_s[n_busy] = time_over_and_over(models[0], n_rows, CLOCK, until_s)
     for model in models:
         model.close()
-    _sleep_until(together_s + (n_most - 1) * BESIDE_S)
+    _sleep_until(until_s)
     return found
 
 
@@ -151,7 +155,8 @@ def _write(
         f"Target {options.model.name}, draft {' and '.join(draft.path.name for draft in deployment.drafts)}.",
     ]
     one_host = len({host.name for host in crew.hosts}) == 1
-    slowdown = slowdowns([next(iter(found.values())).beside_s for found in times]) if one_host else []
+    beside_s = [next(iter(found.values())).beside_s for found in times] if one_host else []
+    slowdown = {size: slowdowns([by_size[size] for by_size in beside_s]) for size in beside_s[0]} if beside_s else {}
     drafts = [times[draft.rank]["draft"] for (draft,) in deployment.plan.drafts]
     text = profile_toml(
         title, deployment.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,

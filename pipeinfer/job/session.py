@@ -15,7 +15,6 @@ from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.levels import Level
-from pipeinfer.core.lookup import LookupDrafter
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.run_cost import RunCost
@@ -41,6 +40,7 @@ from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.stages import is_on_gpu
 from pipeinfer.models.llama.ggml import amx_works
+from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.ledger import HeadLedger
 from pipeinfer.observe.metrics import RequestMetrics
 

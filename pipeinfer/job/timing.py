@@ -74,18 +74,18 @@ def _time_after_rest(model: StageModel, clock: Callable[[], float]) -> float:
     return took_s
 
 
-def time_over_and_over(model: StageModel, clock: Callable[[], float], until_s: float) -> float:
-    """Seconds of one row, on average, evaluated again and again until `until_s`; other ranks may do the same."""
+def time_over_and_over(model: StageModel, n_rows: int, clock: Callable[[], float], until_s: float) -> float:
+    """Seconds of a run, on average, evaluated again and again until `until_s`; other ranks may do the same."""
     start_s, n = clock(), 0
     while (now_s := clock()) < until_s or not n:
-        _evaluate(model, 0, 1)
+        _evaluate(model, 0, n_rows)
         forget(model)
         n += 1
     return (max(now_s, clock()) - start_s) / n
 
 
-def slowdowns(beside_s: Sequence[dict[int, float]]) -> list[float]:
-    """By how much work takes longer when 1, 2, … ranks of one host compute: the mean over those that did.
+def slowdowns(beside_s: Sequence[Mapping[int, float]]) -> list[float]:
+    """By how much a run takes longer when 1, 2, … ranks of one host compute: the mean over those that did.
 
     `beside_s`: of each rank, how many computed -> seconds.
     """

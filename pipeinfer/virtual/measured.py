@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from types import MappingProxyType
 
+from pipeinfer.cluster.costs import MANY_ROWS
 from pipeinfer.cluster.plan import Sizes
 from pipeinfer.core.interpolation import interpolate
 
@@ -25,7 +27,7 @@ def is_chunk(n_rows: int) -> bool:
 class ModelTimes:
     """What one rank timed: rows of a run -> seconds at an empty cache, after another run of that size; what a run of
     another size adds, what one after a rest adds, and what the first run of a prompt in blocks adds; rows -> seconds of
-    a run after `context` tokens; how many ranks of its host computed at once, 1 being itself -> seconds of one row."""
+    a run after `context` tokens; rows -> how many ranks of its host computed at once, 1 being itself -> seconds."""
 
     layers: int
     by_rows: dict[int, float]
@@ -34,7 +36,7 @@ class ModelTimes:
     reshape_s: float = 0.0
     rest_s: float = 0.0
     prompt_s: float = 0.0
-    beside_s: dict[int, float] = field(default_factory=dict)
+    beside_s: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def context_s(self, n_rows: int) -> float:
         """Seconds a layer, row and token before a run of so many rows: by what is known of guesses, or of chunks."""
@@ -91,18 +93,19 @@ def profile_toml(
     drafts: Sequence[ModelTimes],
     extra: Overheads,
     gbit_per_s: float,
-    slowdown: Sequence[float] = (),
+    slowdown: Mapping[int, Sequence[float]] = MappingProxyType({}),
     blocks: bool = False,
 ) -> str:
     """A profile by measurement. `title`: lines of a comment. `sizes`: the target's. `drafts`: the smallest first.
-    `slowdown`: if all ranks are on one host, by how much those that compute at once slow each other down. `blocks`:
-    prompts are cut into such."""
+    `slowdown`: if all ranks are on one host, rows of a run (1, MANY_ROWS) -> by how much those that compute at once
+    slow each other down. `blocks`: prompts are cut into such."""
     lines = [*(f"# {line}" for line in title), f"embd = {n_embd}", *(["blocks = true"] if blocks else []), ""]
     lines += _table("[target]", {"layer_bytes": list(sizes.layer_bytes), "output_bytes": sizes.output_bytes})
     lines += _table("[link]", {"latency_us": 1e6 * extra.hop_s, "gbit_per_s": gbit_per_s})
     lines += _table("[head]", {"run_us": 1e6 * extra.run_s, "verdict_us": 1e6 * extra.verdict_s, "draft_us": 0.0})
     if slowdown:
-        lines += _table("[host]", {"slowdown": list(slowdown)})
+        found = {"slowdown": list(slowdown[1]), "slowdown_of_many": list(slowdown[MANY_ROWS])}
+        lines += _table("[host]", found)
     for times, run_s in zip(stages, extra.stage_s, strict=True):
         lines += _slice("[[stages]]", times, run_s)
     for number, times in enumerate(drafts):

@@ -204,15 +204,15 @@ class SimPipeline:
             self._run_until(end_s)
         return self._verdicts[0] if self._verdicts and self._verdicts[0].answered_s <= end_s else None
 
-    def crowding(self) -> float:
-        """By how much a rank that begins now is slowed down by those that compute beside it on a shared host."""
+    def crowding(self, n_rows: int) -> float:
+        """By how much a run that begins now is slowed down by ranks that compute beside it on a shared host."""
         if not self.profile.slowdown:
             return 1.0
         n_busy = sum(
             pipeline.drafting + sum(stage.current is not None for stage in pipeline.stages)
             for pipeline in self.neighbours
         )
-        return self.profile.slowdown[min(max(n_busy, 1), len(self.profile.slowdown)) - 1]
+        return self.profile.crowding(n_busy, n_rows)
 
     def late_s(self, waited_s: float) -> float:
         """How late a rank that sleeps between looks notices what it waits for: half a sleep on average."""
@@ -259,7 +259,7 @@ class SimPipeline:
         else:
             flight.leave_out(now_s)
             now_s = self._prepared_s(flight, now_s)
-            stage.slower = self.crowding()
+            stage.slower = self.crowding(flight.n_rows)
             reshapes, stage.n_rows_before = flight.n_rows != stage.n_rows_before, flight.n_rows
             rested = now_s > stage.idle_since_s
             stage.layers_s = now_s + stage.slower * stage.cost.before_layers_s(reshapes, rested, flight.begins)

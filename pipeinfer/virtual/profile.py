@@ -17,8 +17,8 @@ By measurement:
     embd; blocks: whether prompts are cut into blocks, as with exact numerics (optional)
     [target]            layer_bytes: of each layer; output_bytes: of the vocabulary at its end; by them the target is
                         split where it has the draft's rank too (optional)
-    [host]              slowdown: of a host that all ranks share: how many times as long work takes when 1, 2, … of
-                        them compute (optional)
+    [host]              slowdown: of a host that all ranks share: how many times as long a row takes when 1, 2, … of
+                        them compute; slowdown_of_many: the same of 32 rows and more (optional)
     [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, run_us, reshape_us,
                         rest_us; prompt_us: once a prompt in blocks, with its first run; context_ns: a row
                         and token before the run (one, or one for each number of rows)
@@ -146,6 +146,7 @@ class ProfileFile:
         if pair:
             raise UserError(f"{self.name} was measured with one pair of models; leave --pair {pair} out")
         drafts = tuple(map(_measured_slice, [self.top.table("draft"), *self._refiners]))
+        host = self.top.table("host") if "host" in self.top.values else None
         return Profile(
             name=self.name,
             n_embd=self.top.count("embd", most=MAX_EMBD),
@@ -154,7 +155,8 @@ class ProfileFile:
             link=self.link(),
             head=self._head(),
             head_is_first=not has_draft,
-            slowdown=self.top.table("host").numbers("slowdown") if "host" in self.top.values else (),
+            slowdown=host.numbers("slowdown") if host else (),
+            slowdown_of_many=host.numbers("slowdown_of_many") if host and "slowdown_of_many" in host.values else (),
             acceptance=self.top.numbers("acceptance", len(drafts)) if "acceptance" in self.top.values else (),
             host=self._host_work(),
             blocks=self.top.flag("blocks"),
