@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The experiments of PipeInfer's evaluation: iterative, speculative, pipeinfer and its ablations, for every model pair,
-# number of ranks and prompt; then the figures. Every round measures all of them once, so that what changes on the
-# machine meanwhile changes all alike. Run it again after an interruption: it goes on.
+# The experiments of PipeInfer's evaluation: iterative, speculative, pipeinfer and its ablations, or other policies and
+# theirs, for every model pair, number of ranks and prompt; then the figures. Every round measures all of them once, so
+# that what changes on the machine meanwhile changes all alike. Run it again after an interruption: it goes on.
 #
 #   PAIRS      model pairs, TARGET:DRAFT, separated by spaces. [the shipped pair, and a target grown from it]
 #   RANKS      numbers of MPI ranks. [3 4; under Slurm the tasks of the allocation, or its nodes]
@@ -9,7 +9,8 @@
 #   QUESTIONS  folder with .jsonl question sets [../shared/prompts, if there], N_QUESTIONS of each [1]
 #   CUT        tokens of a prompt at most. [128]
 #   LAYERS     of the grown target. [48]
-#   ABLATE     what to leave out in the study [cancel,partitions,continuous,asynchronous]
+#   POLICIES   what to measure. [iterative,speculative,pipeinfer]
+#   ABLATE     what to leave out of those that have it [cancel,partitions,continuous,asynchronous]
 #   RESULTS    the table. [results.csv]      FIGURES  folder for the pictures [figures]
 set -euo pipefail
 case ${1-} in # a word that is not understood must not start hours of measurements
@@ -68,6 +69,7 @@ for file in "$questions"/*.jsonl; do
     [ ! -e "$file" ] || sets+=(-p "$file")
 done
 
+policies=${POLICIES:-iterative,speculative,pipeinfer}
 ablate=${ABLATE-cancel,partitions,continuous,asynchronous}
 
 for pair in $PAIRS; do
@@ -77,12 +79,12 @@ for pair in $PAIRS; do
         echo "== ${pair%%:*}, $ranks ranks" >&2
         for round in $(seq "${REPEATS:-3}"); do
             # up to this round: --resume leaves out the ones before
-            launch "$ranks" "${common[@]}" "${prompts[@]}" -r "$round" --policy iterative,speculative,pipeinfer \
+            launch "$ranks" "${common[@]}" "${prompts[@]}" -r "$round" --policy "$policies" \
                 ${ablate:+--ablate "$ablate"}
         done
         if [ "${#sets[@]}" -gt 0 ]; then
             launch "$ranks" "${common[@]}" "${sets[@]}" --questions "${N_QUESTIONS:-1}" -r 1 \
-                --policy iterative,speculative,pipeinfer
+                --policy "$policies"
         fi
     done
 done

@@ -24,14 +24,14 @@ from pipeinfer.job.conversation import Conversation, Prompt, Turn, conversation_
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prompts import TEXTS
-from pipeinfer.job.sweep import ABLATIONS, Case, Sweep, plan_groups
+from pipeinfer.job.sweep import Case, Sweep, plan_groups
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.results import as_read, key_of, read_results
 from pipeinfer.observe.summary import markdown, summarise
 from pipeinfer.policies import PipeInfer, Speculative
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.policies.registry import POLICIES, ablations_of
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import ROOT, environment, finish, run_json, start
 from tests.rows import make_row
@@ -90,7 +90,7 @@ def test_every_ablation_switches(tmp_path: Path) -> None:
     results = tmp_path / "results.csv"
     # one run brings such a prompt: chunks of a longer one are in flight together
     arguments = ["bench", "-t", "1", "-p", str(TEXTS[1]), "--cut", "16", "-n", "64", "-r", "1"]
-    ablations = ["--policy", "pipeinfer", "--ablate", ",".join(ABLATIONS)]
+    ablations = ["--policy", "pipeinfer", "--ablate", ",".join(ablations_of(PipeInfer))]
     done = finish(3, [*arguments, *ablations, "--results", str(results)])
     assert done.returncode == 0, done.stderr
     rows = {row["variant"]: row for row in read_results(results)}
@@ -121,8 +121,21 @@ def test_what_makes_a_measurement_worthless_is_said_once(pair: list[str], tmp_pa
 
 
 def test_ablations_of_a_policy_that_is_not_measured_are_refused() -> None:
-    done = finish(3, ["bench", "-p", "8", "-n", "8", "--policy", "pipedec", "--ablate", "cancel,continuous"])
-    assert done.returncode == 2 and "--ablate cancel,continuous is about pipeinfer" in done.stderr, done.stderr
+    done = finish(3, ["bench", "-p", "8", "-n", "8", "--policy", "pipedec", "--ablate", "cancel,asynchronous"])
+    assert done.returncode == 2, done.stderr
+    assert "--ablate asynchronous is about pipeinfer or pipespec, which --policy does not name" in done.stderr
+
+
+def test_each_policy_is_measured_without_what_it_has(tmp_path: Path) -> None:
+    results = tmp_path / "results.csv"
+    policies = ["--policy", "iterative,speculative,flowspec,pipespec", "--ablate", "expansion,asynchronous,cancel"]
+    done = finish(3, ["bench", "-t", "1", "-p", "9", "-n", "24", "-r", "1", *policies, "--results", str(results)])
+    assert done.returncode == 0, done.stderr
+    measured = [(row["policy"], row["variant"]) for row in read_results(results)]
+    assert sorted(measured) == [
+        ("flowspec", ""), ("flowspec", "no-cancel"), ("flowspec", "no-expansion"), ("iterative", ""),
+        ("pipespec", ""), ("pipespec", "no-async"), ("pipespec", "no-cancel"), ("speculative", ""),
+    ]  # fmt: skip
 
 
 GREEDY = SamplingParams(seed=0, temp=0.0)

@@ -18,9 +18,9 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.conversation import Prompt, read_prompts
 from pipeinfer.job.options import RunOptions, choose_drafts, choose_policy
 from pipeinfer.job.prompts import TEXTS
-from pipeinfer.job.sweep import ABLATIONS, Sweep
+from pipeinfer.job.sweep import Sweep
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.policies.registry import POLICIES, USUAL
+from pipeinfer.policies.registry import ABLATIONS, POLICIES, USUAL
 
 NOT_SHARED = (
     "model", "drafts", "prompt", "escape", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel",
@@ -63,7 +63,7 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
 )
 @click.option(
     "--ablate", type=Listed(click.Choice(ABLATIONS)), default=(),
-    help=f"Measure pipeinfer also without these: {','.join(ABLATIONS)}.",
+    help=f"Measure each policy also without each of these that it has: {','.join(ABLATIONS)}.",
 )  # fmt: skip
 @click.option("-r", "--repetitions", type=Whole(1), default=5, show_default=True, help="Of everything.")
 @click.option("--warm-up", type=Whole(0), default=1, show_default=True, help="Generations not counted.")

@@ -89,11 +89,13 @@ class Policy(ABC):
     what it learns of the models it may share with the instances that begin from it.
 
     `name`: as in --policy. `drafts`: whether it has any use for a draft. `n_seq`: KV sequences that its trees can use.
+    `uses`: what of the levels it uses and an ablation study can take away: to `cancel` runs, sequences as `partitions`.
     """
 
     name: ClassVar[str]
     drafts: ClassVar[bool] = True
     n_seq: ClassVar[int] = 31
+    uses: ClassVar[tuple[str, ...]] = ()
 
     def begin(self) -> Policy:
         """The policy of a new request, with these settings."""

@@ -19,8 +19,8 @@ from pipeinfer.job.options import RunOptions
 from pipeinfer.job.request import GenerationRequest, fit_context, make_request
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.results import Record, as_read, key_of
+from pipeinfer.policies.registry import POLICIES, ablations_of
 
-ABLATIONS = ("cancel", "partitions", "continuous", "asynchronous")
 Key = tuple[object, ...]
 
 
@@ -85,12 +85,13 @@ class Group:
 
 
 def check_ablations(sweep: Sweep) -> None:
-    """Raises UserError when parts are to be switched off of a policy that is not measured."""
-    if sweep.ablations and all(policy.name != "pipeinfer" for policy in sweep.policies):
-        raise UserError(
-            f"--ablate {','.join(sweep.ablations)} is about pipeinfer, which --policy does not name; "
-            "name it too, or leave --ablate out"
-        )
+    """Raises UserError when what is to be switched off is part of no policy that is measured."""
+    for name in sweep.ablations:
+        if not any(name in ablations_of(type(policy)) for policy in sweep.policies):
+            having = " or ".join(policy for policy, kind in POLICIES.items() if name in ablations_of(kind))
+            raise UserError(
+                f"--ablate {name} is about {having}, which --policy does not name; name it too, or leave {name} out"
+            )
 
 
 def plan_groups(sweep: Sweep, hosts: Sequence[Host]) -> list[Group]:
@@ -142,9 +143,7 @@ def _group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts:
     request = make_request(longest, info, tokenizer, conversations[0].turns[0].tokens, n_prompt)
     deployment = deploy(options, hosts, info, request.n_ctx, n_prompt)
     measured = [
-        variant
-        for policy in policies
-        for variant in _variants(replace(options, policy=policy), sweep.ablations if policy.name == "pipeinfer" else ())
+        variant for policy in policies for variant in _variants(replace(options, policy=policy), sweep.ablations)
     ]
     cases = tuple(
         Case(
@@ -175,9 +174,10 @@ def _longest_prompt(options: RunOptions, info: ModelInfo, conversations: Sequenc
 
 
 def _variants(options: RunOptions, ablations: Sequence[str]) -> Iterator[RunOptions]:
+    """The whole policy, then without each of these that is part of it."""
     yield options
-    for name in ablations:
-        if name in ("cancel", "partitions"):
+    for name in (name for name in ablations if name in ablations_of(type(options.policy))):
+        if name in options.policy.uses:
             yield replace(options, **{name: False})  # type: ignore[arg-type]
         else:
             yield replace(options, policy=replace(options.policy, **{name: False}))

@@ -47,6 +47,7 @@ class Auto(Policy):
 
     name: ClassVar[str] = "auto"
     n_seq: ClassVar[int] = 127
+    uses: ClassVar[tuple[str, ...]] = ("cancel", "partitions")
 
     confidence: Confidence = field(default_factory=Confidence, compare=False, repr=False)
     sharpness: Sharpness = field(default_factory=Sharpness, compare=False, repr=False)

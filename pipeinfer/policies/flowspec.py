@@ -37,6 +37,7 @@ class FlowSpec(Policy):
 
     name: ClassVar[str] = "flowspec"
     n_seq: ClassVar[int] = 127
+    uses: ClassVar[tuple[str, ...]] = ("cancel", "partitions")
 
     depth: int = setting(5, "--depth", help="Layers of a round's first tree.", least=1, most=MAX_DEPTH, shown=True)
     tree_size: int = setting(80, "--tree-size", help="Nodes of that tree.", least=1, most=MAX_TREE, shown=True)

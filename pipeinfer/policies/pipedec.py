@@ -27,6 +27,7 @@ class PipeDec(Policy):
 
     name: ClassVar[str] = "pipedec"
     n_seq: ClassVar[int] = 127
+    uses: ClassVar[tuple[str, ...]] = ("cancel", "partitions")
 
     children: int = setting(16, "--children", help="Guesses after each token.", least=1, most=MAX_WIDTH, shown=True)
     layer_width: int = setting(32, "--layer-width", help="Guesses a run.", least=1, most=MAX_RUN, shown=True)

@@ -39,6 +39,7 @@ class PipeInfer(Policy):
     """
 
     name: ClassVar[str] = "pipeinfer"
+    uses: ClassVar[tuple[str, ...]] = ("cancel", "partitions")
 
     microbatch: int = setting(
         0, "--microbatch", help="Guesses a run at most; 0: as many as cost hardly more than one row.", most=MAX_RUN,

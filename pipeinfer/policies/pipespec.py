@@ -28,6 +28,7 @@ class PipeSpec(Policy):
     """
 
     name: ClassVar[str] = "pipespec"
+    uses: ClassVar[tuple[str, ...]] = ("cancel",)
 
     lookahead: int = setting(
         0, "--lookahead", most=MAX_RUN,

@@ -23,6 +23,14 @@ USUAL = ("iterative", "speculative", "pipeinfer")
 """What is measured where no policy is named: PipeInfer's figures."""
 
 
+def ablations_of(kind: type[Policy]) -> tuple[str, ...]:
+    """What can be switched off of a policy: what it uses, and those of its settings that are on by default."""
+    return (*kind.uses, *(name for name, default, _ in settings_of(kind) if default is True))
+
+
+ABLATIONS = tuple(dict.fromkeys(name for kind in POLICIES.values() for name in ablations_of(kind)))
+
+
 def make_policy(name: str, given: Mapping[str, Any] = {}) -> Policy:
     """A policy with those of the given settings that are its own."""
     kind = POLICIES[name]
