@@ -50,7 +50,7 @@ def request(index: int) -> dict[str, Any]:
     text = " ".join(words[index * step % 5] for step in range(1, 4 + (100 if index % 16 == 5 else index % 9)))
     asked: dict[str, Any] = {"max_tokens": 4 + index % 7, "seed": index, "temperature": 0.9 * (index % 4 > 0)}
     if index % 5 == 1:
-        asked |= {"repeat_penalty": 1.3, "top_k": 10, "presence_penalty": 0.2}
+        asked |= {"repeat_penalty": 1.3, "top_k": 10, "presence_penalty": 0.2, "logit_bias": {"7": -3, str(index): 2.5}}
     if index % 8 == 2:
         chat = {**asked, "messages": [{"role": "system", "content": "of"}, {"role": "user", "content": text}]}
         return {"custom_id": f"c{index}", "method": "POST", "url": "/v1/chat/completions", "body": chat}
@@ -139,6 +139,7 @@ def test_texts_are_those_of_run(pair: list[str], alone: Path) -> None:
         words = ["-n", str(body["max_tokens"]), "-s", str(index), "--temp", str(body["temperature"]), "-t", "1"]
         if "repeat_penalty" in body:
             words += ["--repeat-penalty", "1.3", "--top-k", "10", "--presence-penalty", "0.2"]
+            words += ["--logit-bias", "7-3", "-l", f"{index}+2.5"]
         if "messages" in body:
             words += ["--chat", "-sys", "of", "-p", body["messages"][1]["content"]]
         else:
@@ -287,6 +288,9 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
         ('{"prompt": "a", "custom_id": 5}', "custom_id is 5"),
         ('{"prompt": "a", "ignore_eos": 1}', "give true or false"),
         ('{"messages": []}', "give a list of objects"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', 'logit_bias has ["x", 1]; give token ids'),
+        ('{"prompt": "a", "logit_bias": [[1, NaN]]}', "logit_bias has [1, NaN]"),
+        ('{"prompt": "a", "logit_bias": 1}', "give an object of token ids"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', 'the role "tool" is not known'),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "is no text"),
         ('{"messages": [{"role": "user"}]}', "the content null is no text"),
@@ -318,6 +322,8 @@ def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
     assert same[0].id("") == same[1].id("") != same[0].id("another model")
     assert replace(same[0], index=4).id("") != same[0].id("") == replace(same[0], index=3).id("")
     named = replace(same[0], custom_id="x")
+    biased = read('{"prompt": "a", "logit_bias": [[7, false], ["8", 0.5], [8, 1]]}')
+    assert biased.body.sampling.logit_bias == "7-inf 8+1.5" and biased.id("") != read('{"prompt": "a"}').id("")
     longer = replace(named, body=replace(named.body, n_predict=13))
     assert replace(named, index=4).id("") == named.id("") != longer.id("")
 

@@ -86,10 +86,12 @@ def test_no_switch_changes_the_text(flags: list[str], plain: list[int]) -> None:
 def test_penalised_and_sampled_text_is_the_same_everywhere() -> None:
     common = ["-p", PROMPT, "-n", "64", "--seed", "3", "--temp", "1", "--ignore-eos"]
     common += ["--repeat-penalty", "1.2", "--frequency-penalty", "0.1", "--presence-penalty", "0.1"]
+    common += ["--logit-bias", "260+1.5", "-l", "13-0.5", "-l", "259-inf"]
     first = run_json(1, [*common, "--policy", "iterative"])["tokens"]
     assert run_json(3, common)["tokens"] == first
     assert run_json(4, [*common, "--policy", "speculative", "--no-couple-draft"])["tokens"] == first
     assert run_json(1, [*common, "--policy", "iterative", "--repeat-penalty", "1.0"])["tokens"] != first
+    assert 259 not in first and 260 in first
 
 
 def test_a_draft_that_is_never_right_is_said_and_given_a_rest(tmp_path: Path) -> None:

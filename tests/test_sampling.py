@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from pipeinfer.core.logit_bias import MAX_TOKENS, bias_text, read_one
 from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
 from pipeinfer.core.sampling import SamplingParams, candidates, choose, largest, perturbed
 
@@ -165,3 +169,41 @@ def test_penalties_change_seen_tokens_only() -> None:
     logits = np.array([4.0, 3.9, -1.0, 1.0], np.float32)
     assert choose(logits, params, 3, [0, 0, 2]) == 1
     assert logits.tolist() == [0.75, np.float32(3.9), -2.75, 1.0]
+
+
+def test_biases_come_before_penalties_and_temperature() -> None:
+    params = SamplingParams(temp=0, repeat_penalty=2.0, logit_bias=bias_text([(0, -2.0), (2, 3.5), (1, -math.inf)]))
+    logits = np.array([4.0, 3.9, -1.0, 1.0], np.float32)
+    assert choose(logits, params, 3, [0, 0]) == 2
+    assert logits.tolist() == [1.0, -math.inf, 2.5, 1.0]
+    assert choose(np.zeros(3, np.float32), replace(params, logit_bias="1-inf 99+5"), 1) == 0  # 99: a smaller vocabulary
+    for temp in (0.0, 0.8):
+        never = replace(params, temp=temp, logit_bias="0-inf 1-inf 2-inf", repeat_penalty=1.0)
+        assert choose(np.zeros(3, np.float32), never, 1) in range(3), "nothing is left: some token, no fault"
+
+
+def test_a_bias_moves_shares_as_its_size_says() -> None:
+    params, n = SamplingParams(seed=4, temp=1.0, top_k=0, top_p=1.0, min_p=0.0), 4000
+    biased = replace(params, logit_bias=bias_text([(1, 0.5), (1, 0.5), (3, -math.inf)]))  # of one token they add up
+    tokens = [choose(np.zeros(4, np.float32), biased, position) for position in range(n)]
+    counts = np.bincount(tokens, minlength=4)
+    assert counts[3] == 0 and abs(counts[1] / n - math.e / (2 + math.e)) < 0.03
+
+
+@pytest.mark.parametrize(
+    "text", ["1", "+1", "1+", "a+1", "1+inf", "1+nan", "1*2", "99999999999+1", "1+1e99", "", "1 +1"]
+)
+def test_what_is_no_bias_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"TOKEN_ID\(\+/-\)BIAS"):
+        read_one(text)
+
+
+def test_biases_are_the_same_text_however_they_are_written() -> None:
+    assert (
+        bias_text(map(read_one, ["22-inf", "7+.5", "7+1e0"]))
+        == bias_text([(7, 1.5), (22, -math.inf)])
+        == "7+1.5 22-inf"
+    )
+    with pytest.raises(ValueError, match="2048 are possible"):
+        bias_text((token, 1.0) for token in range(MAX_TOKENS + 1))
+    assert len(bias_text((2**31 - 1 - token, -1.2345678e-9) for token in range(MAX_TOKENS))) < 1 << 16

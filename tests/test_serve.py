@@ -122,6 +122,7 @@ def test_a_name_that_leads_here_is_not_this_host_s(served: Served) -> None:
         ({"temperature": -1}, "temperature is -1"),
         ({"stream_options": {"include_usage": True}}, "stream_options are for streams"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"4096": 1}}, "a logit bias is for token 4096"),
         ({"best": 1}, "best is no field"),
         ({"prompt": ["a", 1]}, "give one text"),
         ({"prompt": [10**8]}, "there is no token"),

@@ -10,6 +10,7 @@ import click
 
 from pipeinfer.cli.chat_options import CHAT_NAMES
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.constraint_options import CONSTRAINT_NAMES
 from pipeinfer.cli.hub_options import take_token
 from pipeinfer.cli.run import run
 from pipeinfer.cli.setting_options import take_policies, take_sampling
@@ -25,7 +26,7 @@ from pipeinfer.policies.registry import ABLATIONS, POLICIES, USUAL
 NOT_SHARED = (
     "model", "drafts", "prompt", "escape", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel",
     "partitions", "continuous", "asynchronous", "results", "trace", "json", "verbose", "chat", "conversation",
-    *CHAT_NAMES, "hf_repo", "hf_file", "hf_drafts",
+    *CHAT_NAMES, *CONSTRAINT_NAMES, "hf_repo", "hf_file", "hf_drafts",
 )  # fmt: skip
 DEFAULTS = {"temp": 0.0, "seed": 0}
 """Other than those of `run`: a benchmark can be repeated."""

@@ -89,8 +89,8 @@ _INSTEAD = {
     "that sample are --sampler-threads",
     "--top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical "
     "--typical-p --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker "
-    "--adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent -l "
-    "--logit-bias -bs --backend-sampling --spec-draft-backend-sampling --no-spec-draft-backend-sampling "
+    "--adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent "
+    "-bs --backend-sampling --spec-draft-backend-sampling --no-spec-draft-backend-sampling "
     "--tfs": _SAMPLER,
     "--grammar --grammar-file -j --json-schema -jf --json-schema-file": _GRAMMAR,
     "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 
 from pipeinfer.cli.chat_options import chat_options, take_chat, take_stops
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.constraint_options import constraint_options, take_biases
 from pipeinfer.cli.environment import ignored_variables, read_variables
 from pipeinfer.cli.hub_options import hub_options, take_models
 from pipeinfer.cli.setting_options import policy_meant, policy_options, sampling_options, take_policies, take_sampling
@@ -165,6 +167,7 @@ from pipeinfer.policies.registry import POLICIES
     help="Sampling: guesses share the target's random numbers, so that more are right.",
 )
 @sampling_options
+@constraint_options
 @policy_options
 @click.option("--no-cancel", "cancel", flag_value=False, type=bool, default=True, help="Ablation: dead runs go on.")
 @click.option(
@@ -225,7 +228,7 @@ def run_options(
         drafts=drafts,
         lookup=lookup,
         policy=chosen,
-        sampling=take_sampling(others),
+        sampling=replace(take_sampling(others), logit_bias=take_biases(others)),
         threads=threads or (),
         prompt=unescape(prompt) if prompt and escape else prompt,
         chat=take_chat(others, chat, escape),

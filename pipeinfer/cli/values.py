@@ -16,6 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeinfer.cluster.plan import parse_split
+from pipeinfer.core.logit_bias import read_one
 from pipeinfer.errors import UserError
 from pipeinfer.job.backends import Backend
 from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, INT32_MAX
@@ -144,6 +145,20 @@ class Listed(click.ParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [] if "," in incomplete else self.item.shell_complete(ctx, param, incomplete)
+
+
+class LogitBias(Text):
+    """A token and what is added to its logit, as `read_one` reads it; the text itself."""
+
+    name = "token_id(+/-)bias"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(super().convert(value, param, ctx))
+        try:
+            read_one(text)
+        except ValueError as error:
+            self.fail(f"{text!r} {error}", param, ctx)
+        return text
 
 
 class Split(Text):

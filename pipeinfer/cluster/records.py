@@ -1,12 +1,12 @@
 """Records of fixed size in a flat buffer: little-endian, field after field, without gaps. Knows no message.
 
 A record is declared once, as a NamedTuple or dataclass whose annotations are its layout: `I32` takes 4 bytes; `int`,
-`bool`, an IntEnum and `float` take 8.
+`bool`, an IntEnum and `float` take 8. Fields can be left out: they come back as by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from itertools import starmap
 from operator import attrgetter
@@ -22,12 +22,13 @@ T = TypeVar("T")
 
 
 class Record(Generic[T]):
-    """How values of one type lie in a buffer. Raises TypeError for a field that has no fixed size."""
+    """How values of one type lie in a buffer; `without` these of its fields. Raises TypeError for a
+    field that has no fixed size."""
 
-    def __init__(self, kind: Callable[..., T]) -> None:
-        hints = get_type_hints(kind, include_extras=True)
+    def __init__(self, kind: Callable[..., T], without: Collection[str] = ()) -> None:
+        hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in without}
         codes = [_code(name, hint) for name, hint in hints.items()]
-        self.kind = kind
+        self._make = (lambda *values: kind(**dict(zip(hints, values, strict=True)))) if without else kind
         self.dtype = np.dtype([(name, f"<{code}") for name, code in zip(hints, codes, strict=True)])
         self.n_bytes = self.dtype.itemsize
         self._struct = Struct("<" + "".join(codes))
@@ -44,17 +45,17 @@ class Record(Generic[T]):
         values = list(self._struct.unpack_from(buffer.data, at))
         for column, convert in self._conversions:
             values[column] = convert(values[column])
-        return self.kind(*values)
+        return self._make(*values)
 
     def read_all(self, buffer: Buffer, at: int, n: int) -> Iterator[T]:
         """`n` records, one behind the other."""
         found = self._struct.iter_unpack(buffer[at : at + n * self.n_bytes].data)
         if not n or not self._conversions:
-            return starmap(self.kind, found)
+            return starmap(self._make, found)
         columns: list[Iterable[Any]] = list(zip(*found, strict=True))
         for column, convert in self._conversions:
             columns[column] = map(convert, columns[column])
-        return map(self.kind, *columns)
+        return map(self._make, *columns)
 
     def view(self, buffer: Buffer, at: int, n: int) -> npt.NDArray[Any]:
         """The same as a structured array: nothing is copied, and what is written to it is in the buffer."""

@@ -25,6 +25,8 @@ from pipeinfer.cluster.wire import (
 from pipeinfer.observe.ledger import StageLedger
 
 N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 256  # room in a transaction, far above what 256 sequences need
+N_TEXT_MAX = 1 << 20
+"""Bytes of what requests that are open at a time say of sampling in texts, see `wire.text_bytes`."""
 
 
 class HeardPrunings:
@@ -83,7 +85,8 @@ def serve(
     and how the time was spent since the last time. The ledger's first wait begins at `since_s`, or now. `n_samplers`:
     threads that answer for the last stage while it evaluates its next run.
     """
-    n_bytes = bytes_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX) + 4 * n_rows_max * n_embd
+    bare = bytes_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
+    n_bytes = bare + 4 * n_rows_max * n_embd
     inbox = Inbox(comm, previous, Tag.PIPELINE, n_bytes, courier=courier)
     outbox, idle, ledger = Outbox(comm, courier), Idle(), StageLedger()
     samplers = Samplers(n_samplers, inbox.holds) if n_samplers and following is None else None

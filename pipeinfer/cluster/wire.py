@@ -2,8 +2,9 @@
 
 | message   | from, to                | records, one kind behind the other                                         |
 |-----------|-------------------------|----------------------------------------------------------------------------|
-| a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request an int32 and its   |
-|           |                         | SamplingParams; then the activations, float32 (n_rows, n_embd)             |
+| a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request an int32, its      |
+|           |                         | SamplingParams and the bytes of its texts; these texts; then the           |
+|           |                         | activations, float32 (n_rows, n_embd)                                      |
 | the end   | head, stage after stage | Header                                                                     |
 | a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
 | prunings  | head, every stage       | PruningsHeader, then of each run PrunedRun and its rows, int32             |
@@ -15,7 +16,7 @@ received in the header, in which rows are dropped and in the activations only, s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from itertools import islice
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class Header(NamedTuple):
     n_rows: I32
     n_extra: I32
     n_opens: I32
+    n_text: I32  # bytes of the texts of new requests
     span_start: I32  # see Run
     span_end: I32  # 0: there is none
     slowest_us: I32  # of the stages that evaluated it, the one that it took longest
@@ -92,16 +94,24 @@ class PrunedRun(NamedTuple):
 
 
 HEADER, OP, ROW, EXTRA = Record(Header), Record(KvOp), Record(SentRow), Record(ExtraSeq)
-SAMPLING, VERDICT, GUESS = Record(SamplingParams), Record(VerdictHeader), Record(Guess)
+TEXTS = tuple(field.name for field in fields(SamplingParams) if field.type == "str")
+"""What requests say that has no fixed size."""
+
+SAMPLING, VERDICT, GUESS = Record(SamplingParams, TEXTS), Record(VerdictHeader), Record(Guess)
 PRUNINGS, PRUNED = Record(PruningsHeader), Record(PrunedRun)
 INT = np.dtype("<i4")
-N_OPEN_BYTES = INT.itemsize + SAMPLING.n_bytes
+N_OPEN_BYTES = INT.itemsize + SAMPLING.n_bytes + INT.itemsize * len(TEXTS)
 
 
-def bytes_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int) -> int:
+def bytes_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int, n_text: int = 0) -> int:
     """Of a run's message."""
     records = OP.n_bytes * n_ops + ROW.n_bytes * n_rows + EXTRA.n_bytes * n_extra
-    return HEADER.n_bytes + records + N_OPEN_BYTES * n_opens
+    return HEADER.n_bytes + records + N_OPEN_BYTES * n_opens + n_text
+
+
+def text_bytes(params: SamplingParams) -> int:
+    """What a request's texts take in a message, at most."""
+    return sum(len(getattr(params, name).encode()) for name in TEXTS) + INT.itemsize
 
 
 def verdict_bytes(n_rows: int, n_guesses: int = 0) -> int:
@@ -114,8 +124,8 @@ class Transaction:
     `rows`: SentRows as a structured array, which may be written to.
     """
 
-    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "buffer", "kind", "n_embd", "n_rows",
-                 "rows", "run_id", "span")  # fmt: skip
+    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "_texts_at", "buffer", "kind",
+                 "n_embd", "n_rows", "rows", "run_id", "span")  # fmt: skip
 
     def __init__(self, buffer: Buffer, n_embd: int) -> None:
         self.buffer, self.n_embd = buffer, n_embd
@@ -127,7 +137,8 @@ class Transaction:
         self._rows_at = HEADER.n_bytes + OP.n_bytes * header.n_ops
         self._extra_at = self._rows_at + ROW.n_bytes * header.n_rows
         self._opens_at = self._extra_at + EXTRA.n_bytes * header.n_extra
-        self._end = self._opens_at + N_OPEN_BYTES * header.n_opens
+        self._texts_at = self._opens_at + N_OPEN_BYTES * header.n_opens
+        self._end = self._texts_at + header.n_text
         self.rows: npt.NDArray[Any] = ROW.view(buffer, self._rows_at, header.n_rows)
 
     @property
@@ -149,8 +160,15 @@ class Transaction:
 
     @property
     def opens(self) -> dict[int, SamplingParams]:
-        starts = range(self._opens_at, self._end, N_OPEN_BYTES)
-        return {_ints(self.buffer, at, 1)[0]: SAMPLING.read(self.buffer, at + INT.itemsize) for at in starts}
+        found, text_at = dict[int, SamplingParams](), self._texts_at
+        for at in range(self._opens_at, self._texts_at, N_OPEN_BYTES):
+            lengths_at = at + INT.itemsize + SAMPLING.n_bytes
+            params, texts = SAMPLING.read(self.buffer, at + INT.itemsize), dict[str, Any]()
+            for name, length in zip(TEXTS, _ints(self.buffer, lengths_at, len(TEXTS)), strict=True):
+                texts[name] = self.buffer[text_at : text_at + length].tobytes().decode()
+                text_at += length
+            found[_ints(self.buffer, at, 1)[0]] = replace(params, **texts) if any(texts.values()) else params
+        return found
 
     @property
     def n_bytes_full(self) -> int:
@@ -193,13 +211,17 @@ class Transaction:
 def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     """The transaction of a run as the head sends it: without activations."""
     extra = [ExtraSeq(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
-    counts = len(run.ops), len(run.rows), len(extra), len(run.opens)
+    texts = {id: [getattr(params, name).encode() for name in TEXTS] for id, params in run.opens.items()}
+    text = b"".join(text for each in texts.values() for text in each)
+    text += bytes(-len(text) % INT.itemsize)  # activations are aligned
+    counts = len(run.ops), len(run.rows), len(extra), len(run.opens), len(text)
     return _message(
         HEADER.pack(Header(MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0)),
         *map(OP.pack, run.ops),
         *(ROW.pack(SentRow(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0)) for row in run.rows),
         *map(EXTRA.pack, extra),
-        *(_packed([request]) + SAMPLING.pack(params) for request, params in run.opens.items()),
+        *(_packed([id]) + SAMPLING.pack(params) + _packed(map(len, texts[id])) for id, params in run.opens.items()),
+        text,
     )
 
 
@@ -285,7 +307,7 @@ def _message(*parts: bytes) -> Buffer:
 
 
 def _packed(numbers: Iterable[int]) -> bytes:
-    return np.array(numbers, INT).tobytes()
+    return np.array(list(numbers), INT).tobytes()
 
 
 def _ints(buffer: Buffer, at: int, n: int) -> list[int]:

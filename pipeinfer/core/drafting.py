@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.sampling import SamplingParams, largest, penalise, perturbed
+from pipeinfer.core.sampling import SamplingParams, adjust, largest, perturbed
 from pipeinfer.core.sequences import Placement, SequencePool
 from pipeinfer.core.tree import Node
 
@@ -41,9 +41,9 @@ def guess_next(
 ) -> list[Guess]:
     """A draft's guesses for the token at `position`, from its logits (n_vocab,) and the newest tokens before it.
 
-    The logits are penalised in place.
+    The logits are changed in place.
     """
-    penalise(logits, params, history)
+    adjust(logits, params, history)
     if params.temp > 0 and couple:
         return coupled(logits, width, params, position)
     return likeliest(logits, width)

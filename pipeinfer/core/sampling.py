@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.core.logit_bias import add_biases
 from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
 from pipeinfer.core.settings import setting
 
@@ -43,7 +44,7 @@ BELOW_BEST = 8.0
 class SamplingParams:
     """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
 
-    The penalties look at the last `repeat_last_n` tokens, the prompt's included.
+    The penalties look at the last `repeat_last_n` tokens, the prompt's included. `logit_bias`: see there.
     """
 
     seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
@@ -55,6 +56,7 @@ class SamplingParams:
     repeat_penalty: float = setting(1.0, "--repeat-penalty", help="1: off.", least=0.01, most=100)
     frequency_penalty: float = setting(0.0, "--frequency-penalty", help="0: off.", least=-1000, most=1000)
     presence_penalty: float = setting(0.0, "--presence-penalty", help="0: off.", least=-1000, most=1000)
+    logit_bias: str = ""
 
     def __post_init__(self) -> None:
         if self.temp < MIN_TEMP:
@@ -75,13 +77,20 @@ class SamplingParams:
 def choose(logits: Logits, params: SamplingParams, position: int, history: Sequence[int] = ()) -> int:
     """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates.
 
-    `history` is what `penalise` wants; the logits are penalised in place.
+    `history` is what `adjust` wants; the logits are changed in place.
     """
-    penalise(logits, params, history)
-    if params.temp <= 0.0:
+    adjust(logits, params, history)
+    if params.temp <= 0.0 or (params.logit_bias and np.isneginf(logits.max())):
         return int(np.argmax(logits))
     ids, scores = perturbed(logits, params, position)
     return int(ids[np.argmax(scores)])
+
+
+def adjust(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
+    """Change logits (n_vocab,) as is asked of single tokens: llama.cpp's order, biases and then penalties."""
+    if params.logit_bias:
+        add_biases(logits, params.logit_bias)
+    penalise(logits, params, history)
 
 
 def penalise(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:

@@ -41,6 +41,7 @@ class BatchRequest:
         """The same for the same question at the same place, or with the same custom_id."""
         asked = asdict(self)
         asked |= asked.pop("body")
+        asked["sampling"] = {name: value for name, value in asked["sampling"].items() if value != ""}
         if self.custom_id is not None:
             del asked["index"]
         text = json.dumps([asked, salt], sort_keys=True)

@@ -11,6 +11,7 @@ from pipeinfer.core.prefixes import common, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
 from pipeinfer.job.complain import complain
+from pipeinfer.job.constraints import check_constraints
 from pipeinfer.job.options import MAX_CTX, RunOptions
 from pipeinfer.job.request import GenerationRequest, end_tokens
 from pipeinfer.job.request_body import Body
@@ -69,6 +70,7 @@ class BodyPrompts:
             raise rendered[-1]
         earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, str)]
         prompt = encode_rendered(self.tokenizer, str(rendered[-1])) if rendered else self._tokens(body)
+        check_constraints(body.sampling, self.tokenizer)
         if not prompt:
             raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
         n_predict = body.n_predict if body.n_predict >= 0 else max(1, min(self.share, self.n_ctx - len(prompt)))

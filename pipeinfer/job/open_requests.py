@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from pipeinfer.cluster.serve import N_TEXT_MAX
+from pipeinfer.cluster.wire import text_bytes
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.job.context import Context
@@ -71,6 +73,11 @@ class OpenRequests:
         """Tokens that the open requests may come to."""
         return sum(each.request.n_tokens_most for each in self._open.values())
 
+    @property
+    def n_text(self) -> int:
+        """Bytes of what they say of sampling in texts."""
+        return sum(text_bytes(each.asked.sampling) for each in self._open.values())
+
     def has_room(self, asked: GenerationRequest) -> bool:
         """Whether one more may begin now."""
         n_reading = sum(each.reads_blocks for each in self._open.values())
@@ -78,6 +85,7 @@ class OpenRequests:
             len(self._open) < self.options.parallel
             and (not self._open or self.n_reserved + asked.n_ctx <= self.n_ctx)
             and n_reading < self.options.n_prompts
+            and self.n_text + text_bytes(asked.sampling) <= N_TEXT_MAX
         )
 
     def begin(self, asked: GenerationRequest, policy: Policy) -> Open:

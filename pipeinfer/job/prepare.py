@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
+from pipeinfer.job.constraints import check_constraints
 from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import STDIN, RunOptions
@@ -58,6 +59,7 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
     assert format, "a chat without its options"
     asked = options.prompt is not None or options.file is not None
     first = read_prompt(options) if asked else None
+    check_constraints(options.sampling, tokenizer)
     n_ctx = options.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
     n_predict = options.predict if options.predict >= 0 else n_ctx
     request = GenerationRequest(

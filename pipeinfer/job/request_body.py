@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from pipeinfer.core.logit_bias import bias_text, is_bias
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
@@ -27,7 +28,7 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False, 0), "top_logprobs": (0,),
-    "logit_bias": ({},), "tools": ([],), "tool_choice": ("none", "auto"), "suffix": ("",),
+    "tools": ([],), "tool_choice": ("none", "auto"), "suffix": ("",),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True, False),
 }  # fmt: skip
 """Fields that are accepted with these values alone, with which they change nothing."""
@@ -74,7 +75,7 @@ def read_json(text: bytes) -> dict[str, Any]:
 def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Body:
     """`as_chat`: a plain prompt is what a user says. Raises UserError, which says what is wrong."""
     sampling = {name for name, _, _ in settings_of(SamplingParams)}
-    known = {*sampling, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, "stop", "ignore_eos"}
+    known = {*sampling, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, "stop", "ignore_eos", "logit_bias"}
     if unknown := set(given) - known:
         refuse(f"{min(unknown)} is no field that is known here; leave it out")
     for name in ONLY.keys() & given.keys():
@@ -152,7 +153,36 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
                 kind = "whole number" if isinstance(default, int) else "number"
                 refuse(f"{written} is {shown(value)}; give a {kind} from {setting.least:.10g} to {most:.10g}")
             found[name] = type(default)(value)
+    if "logit_bias" in given:
+        found["logit_bias"] = _biases(given["logit_bias"])
     return found
+
+
+def _biases(value: Any) -> str:
+    """OpenAI's object, or llama.cpp's list of pairs, whose biases may be false for never."""
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list):
+        refuse(f"logit_bias is {shown(value)}; give an object of token ids and numbers")
+    try:
+        return bias_text(map(_bias, pairs))
+    except ValueError as error:
+        refuse(f"logit_bias {error}")
+
+
+def _bias(pair: Any) -> tuple[int, float]:
+    if isinstance(pair, (list, tuple)) and len(pair) == 2:
+        token, bias = pair
+        bias = -math.inf if bias is False else bias
+        if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10:
+            token = int(token)
+        if (
+            is_whole(token)
+            and 0 <= token <= INT32_MAX
+            and (is_whole(bias) or isinstance(bias, float))
+            and is_bias(bias)
+        ):
+            return token, float(bias)
+    refuse(f"logit_bias has {shown(pair)}; give token ids, and of each a number, or false for never")
 
 
 def _stops(value: Any, default: tuple[str, ...]) -> tuple[str, ...]:

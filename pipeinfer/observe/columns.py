@@ -56,6 +56,7 @@ COLUMNS = (
     _asked("repeat_penalty", "number", "`--repeat-penalty`"),
     _asked("frequency_penalty", "number", "`--frequency-penalty`"),
     _asked("presence_penalty", "number", "`--presence-penalty`"),
+    _asked("logit_bias", "text", "`--logit-bias`, by token"),
     _asked("numerics", "text", "`exact` or `fast`; `virtual` in `simulate`"),
     _asked("pace", "text", "profile that the ranks were slowed down to"),
     _asked("pace_hash", "text", "of what that profile says"),
