@@ -71,10 +71,10 @@ def command_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def plain_tokens(model: Path, prompt: Sequence[int], n_predict: int) -> list[int]:
+def plain_tokens(model: Path, prompt: Sequence[int], n_predict: int, grammar: str = "") -> list[int]:
     """Plain llama-cpp-python, in a process of its own."""
     ids = ",".join(map(str, prompt))
-    command = [sys.executable, "-m", "tests.plain_llama", str(model), str(n_predict), ids]
+    command = [sys.executable, "-m", "tests.plain_llama", str(model), str(n_predict), ids, grammar]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     tokens: list[int] = json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,7 @@
 """Plain llama-cpp-python, whole model, one process, greedy: what every run must reproduce.
 
-Run as `python -m tests.plain_llama MODEL N ID,ID,…`; prints the generated token ids as JSON.
+Run as `python -m tests.plain_llama MODEL N ID,ID,… [GRAMMAR]`; prints the generated token ids as JSON, of a
+grammar up to the end of the text.
 
 A row alone: no repacked weights, flash attention, K in F16 and V in BF16. A prompt of more than 64 tokens: all but the
 last of them in batches of 64, the last batch of up to 127, with K and V in F16; then V rounded to BF16.
@@ -24,13 +25,15 @@ F16, BF16 = 1, 30
 FEW = 4  # rows that no kernel computes otherwise than one
 
 
-def greedy(path: str, prompt: list[int], n_predict: int, n_threads: int = 2) -> list[int]:
+def greedy(path: str, prompt: list[int], n_predict: int, n_threads: int = 2, grammar: str = "") -> list[int]:
     llama_cpp.llama_log_set(SILENT, None)
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
     context = make_context(model, len(prompt) + n_predict + 8, FEW, BF16, n_threads)
-    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
+    sampler = llama_cpp.llama_sampler_init_grammar(vocab, grammar.encode(), b"root") if grammar else None
     out: list[int] = []
     feed = list(prompt)
     if len(prompt) > 64:
@@ -39,11 +42,24 @@ def greedy(path: str, prompt: list[int], n_predict: int, n_threads: int = 2) -> 
     while len(out) < n_predict:
         decode(context, feed, [*range(0, len(feed), FEW), len(feed)])
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,))
-        out.append(int(np.argmax(logits)))
+        out.append(best(sampler, logits) if sampler else int(np.argmax(logits)))
         feed = out[-1:]
+        if sampler and llama_cpp.llama_vocab_is_eog(vocab, out[-1]):
+            break
     llama_cpp.llama_free(context)
     llama_cpp.llama_model_free(model)
     return out
+
+
+def best(sampler: Any, logits: Any) -> int:
+    """The likeliest token that a grammar lets pass, which it takes in."""
+    data = [llama_cpp.llama_token_data(id=token, logit=logit, p=0) for token, logit in enumerate(logits.tolist())]
+    array = (llama_cpp.llama_token_data * len(data))(*data)
+    candidates = llama_cpp.llama_token_data_array(data=array, size=len(data), selected=-1, sorted=False)
+    llama_cpp.llama_sampler_apply(sampler, ctypes.byref(candidates))
+    token = max(range(len(data)), key=lambda at: array[at].logit)
+    llama_cpp.llama_sampler_accept(sampler, token)
+    return token
 
 
 def make_context(model: Any, n_ctx: int, n_batch: int, type_v: int, n_threads: int) -> Any:
@@ -96,4 +112,13 @@ def is_row_size(state: memoryview, n: int, n_bytes: int) -> bool:
 
 
 if __name__ == "__main__":
-    print(json.dumps(greedy(sys.argv[1], [int(token) for token in sys.argv[3].split(",")], int(sys.argv[2]))))
+    print(
+        json.dumps(
+            greedy(
+                sys.argv[1],
+                [int(token) for token in sys.argv[3].split(",")],
+                int(sys.argv[2]),
+                grammar="".join(sys.argv[4:]),
+            )
+        )
+    )

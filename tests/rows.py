@@ -51,7 +51,7 @@ def make_asked(policy: str = "pipeinfer", ranks: int = 3, **more: Any) -> Record
         "ranks": ranks, "layers": [4] * (ranks - 1), "threads": [2] * ranks, "prompt": "tale", "prompt_hash": "12ab",
         "prompt_n": 128, "predicted_n": 64, "seed": 7, "temp": 0.0, "top_k": 40, "top_p": 0.95, "min_p": 0.05,
         "repeat_last_n": 64, "repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-        "logit_bias": "",
+        "logit_bias": "", "grammar": "",
         "numerics": "exact", "pace": "", "pace_hash": "", "repetition": 1,
     } | more  # fmt: skip
 

@@ -42,9 +42,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job(folder: Path, n_ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+def job(folder: Path, n_ranks: int, *words: str, greedy: Sequence[str] = GREEDY) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*launcher(n_ranks), "sh", "-c", ONLY_RANK_0, str(folder), *COMMAND, "run", *GREEDY, *words],
+        [*launcher(n_ranks), "sh", "-c", ONLY_RANK_0, str(folder), *COMMAND, "run", *greedy, *words],
         capture_output=True, text=True, env=environment(), timeout=120,
     )  # fmt: skip
 
@@ -91,6 +91,13 @@ def test_whole_models_and_slices_live_in_memory_without_a_cache(folder: Path, pl
     assert tokens(done) == plain and sent(done) == ["1", "2", "3"]
     assert "--slice-cache DIR keeps it there" in done.stderr
     assert list((folder / "elsewhere").iterdir()) == []
+
+
+def test_the_vocabulary_comes_too_for_who_follows_a_grammar(folder: Path) -> None:
+    greedy = [word for word in GREEDY if word != "--ignore-eos"]
+    words = ["--grammar", 'root ::= [a-z]+ " = " [0-9]+ "\\n"']
+    done = job(folder, 3, "-m", "target.gguf", "-md", "draft.gguf", *words, greedy=greedy)
+    assert tokens(done) == run_json(1, [*greedy, *words])["tokens"] and sent(done) == ["1", "2"]
 
 
 def test_what_is_sent_into_memory_is_planned() -> None:

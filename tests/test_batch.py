@@ -26,6 +26,7 @@ from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.request_body import Defaults
 from pipeinfer.models.chat import ChatTemplate, Message
+from pipeinfer.models.json_schema import schema_grammar
 from pipeinfer.models.tokenizer import Tokenizer
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.jobs import environment, finish, launcher, run_json, start
@@ -44,6 +45,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["-m", str(target), "-md", str(draft)]
 
 
+GRAMMAR = "root ::= [a-z ]+"
+
+
 def request(index: int) -> dict[str, Any]:
     """Short and long prompts, greedy and sampled, plain and in both of OpenAI's forms."""
     words = ["the", "a", "of", "model", "rank"]
@@ -51,6 +55,8 @@ def request(index: int) -> dict[str, Any]:
     asked: dict[str, Any] = {"max_tokens": 4 + index % 7, "seed": index, "temperature": 0.9 * (index % 4 > 0)}
     if index % 5 == 1:
         asked |= {"repeat_penalty": 1.3, "top_k": 10, "presence_penalty": 0.2, "logit_bias": {"7": -3, str(index): 2.5}}
+    if index % 7 == 6:
+        asked["grammar"] = GRAMMAR
     if index % 8 == 2:
         chat = {**asked, "messages": [{"role": "system", "content": "of"}, {"role": "user", "content": text}]}
         return {"custom_id": f"c{index}", "method": "POST", "url": "/v1/chat/completions", "body": chat}
@@ -140,6 +146,8 @@ def test_texts_are_those_of_run(pair: list[str], alone: Path) -> None:
         if "repeat_penalty" in body:
             words += ["--repeat-penalty", "1.3", "--top-k", "10", "--presence-penalty", "0.2"]
             words += ["--logit-bias", "7-3", "-l", f"{index}+2.5"]
+        if "grammar" in body:
+            words += ["--grammar", GRAMMAR]
         if "messages" in body:
             words += ["--chat", "-sys", "of", "-p", body["messages"][1]["content"]]
         else:
@@ -290,6 +298,9 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
         ('{"messages": []}', "give a list of objects"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', 'logit_bias has ["x", 1]; give token ids'),
         ('{"prompt": "a", "logit_bias": [[1, NaN]]}', "logit_bias has [1, NaN]"),
+        ('{"prompt": "a", "grammar": 1}', "grammar is 1; give a text in GBNF"),
+        ('{"prompt": "a", "json_schema": {"type": 1}}', "cannot be made a grammar"),
+        ('{"prompt": "a", "response_format": "json"}', 'response_format is "json"'),
         ('{"prompt": "a", "logit_bias": 1}', "give an object of token ids"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', 'the role "tool" is not known'),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "is no text"),
@@ -324,6 +335,11 @@ def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
     named = replace(same[0], custom_id="x")
     biased = read('{"prompt": "a", "logit_bias": [[7, false], ["8", 0.5], [8, 1]]}')
     assert biased.body.sampling.logit_bias == "7-inf 8+1.5" and biased.id("") != read('{"prompt": "a"}').id("")
+    forms = ['"grammar": "root ::= x"', '"json_schema": {}', '"response_format": {"type": "json_object"}',
+             '"response_format": {"type": "text"}']  # fmt: skip
+    asked_for = replace(DEFAULTS, sampling=SamplingParams(grammar="by default"))
+    found = [read(f'{{"prompt": "a", {form}}}', asked_for).body.sampling.grammar for form in [*forms, '"n": 1']]
+    assert found == ["root ::= x", schema_grammar({}), schema_grammar({}), "", "by default"]
     longer = replace(named, body=replace(named.body, n_predict=13))
     assert replace(named, index=4).id("") == named.id("") != longer.id("")
 

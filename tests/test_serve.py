@@ -121,7 +121,11 @@ def test_a_name_that_leads_here_is_not_this_host_s(served: Served) -> None:
         ({"n": 200}, "from 1 to 128"),
         ({"temperature": -1}, "temperature is -1"),
         ({"stream_options": {"include_usage": True}}, "stream_options are for streams"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, 'its type is "text", "json_object"'),
+        ({"response_format": {"type": "json_schema"}}, "a JSON schema is an object"),
+        ({"grammar": "root ::= b"}, "Undefined rule identifier 'b'"),
+        ({"grammar": 'root ::= "a"', "ignore_eos": True}, "leave one of them out"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar and json_schema both say"),
         ({"logit_bias": {"4096": 1}}, "a logit bias is for token 4096"),
         ({"best": 1}, "best is no field"),
         ({"prompt": ["a", 1]}, "give one text"),
@@ -144,6 +148,31 @@ def test_what_cannot_be_served_is_said(client: openai.OpenAI, asked: dict[str, A
             extra_body=asked,
         )
     assert said in caught.value.message and caught.value.type == "invalid_request_error"
+
+
+def test_json_is_what_was_asked_for(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "required": ["n"], "properties": {"n": {"enum": [1, 2]}, "s": {"maxLength": 3}}}
+    schema["properties"]["s"]["type"] = "string"  # type: ignore[index]
+    said = [{"role": "user", "content": "a"}]
+    forms = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}]
+    forms += [{"type": "json_object", "schema": schema}]
+    texts = []
+    for form in forms:
+        found = client.chat.completions.create(
+            model="pair",
+            messages=said,
+            seed=4,
+            max_tokens=60,
+            response_format=form,  # type: ignore[call-overload]
+        )
+        assert found.choices[0].finish_reason == "stop"
+        texts.append(found.choices[0].message.content)
+    assert texts[0] == texts[1] and json.loads(texts[0])["n"] in (1, 2)
+    body = {"json_schema": schema, "seed": 4, "cache_prompt": True}
+    plain = client.completions.create(model="pair", prompt="def a", max_tokens=60, extra_body=body)
+    assert json.loads(plain.choices[0].text)["n"] in (1, 2)
+    text = {"grammar": 'root ::= "yes" | "no"'}
+    assert client.completions.create(model="pair", prompt="a", extra_body=text).choices[0].text in ("yes", "no")
 
 
 # -- the same text, whoever else asks

@@ -38,7 +38,7 @@ rows = st.builds(Row, ids, ids, ids, st.lists(ids, min_size=1, max_size=5).map(t
 params = st.builds(
     SamplingParams,
     st.integers(0, 2**32 - 1), st.floats(0, 5), st.integers(-1, 10**6), st.floats(0, 1), st.floats(0, 1),
-    st.integers(0, 4096), st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2), st.text(max_size=9),
+    st.integers(0, 4096), st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2), *2 * [st.text(max_size=9)],
 )  # fmt: skip
 runs = st.builds(
     Run,

@@ -27,7 +27,6 @@ _CHAT = "`pipeinfer chat`, or -cnv, talks with the model; `run --chat` asks it o
 _REASONING = "reasoning is printed as the model writes it; --chat-template-kwargs sets what its template looks at"
 _DOWNLOAD = "give a model of the hub with -hf USER/MODEL[:QUANT], a file with -m FILE (drafts with -hfd and -md)"
 _SAMPLER = "there is no such sampler; --temp, --top-k, --top-p, --min-p and the penalties are there"
-_GRAMMAR = "there are no grammars; the text is not constrained"
 SERVER = "`pipeinfer serve` has this option: it is the server, other commands have no use for it"
 NOT_SERVED = "`pipeinfer serve` is the server, and has nothing of this kind"
 _MEDIA = "there are no images, sounds or videos; models read text"
@@ -92,7 +91,6 @@ _INSTEAD = {
     "--adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent "
     "-bs --backend-sampling --spec-draft-backend-sampling --no-spec-draft-backend-sampling "
     "--tfs": _SAMPLER,
-    "--grammar --grammar-file -j --json-schema -jf --json-schema-file": _GRAMMAR,
     "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor "
     "--yarn-attn-factor --yarn-beta-slow --yarn-beta-fast -gan --grp-attn-n -gaw --grp-attn-w --override-kv "
     "--pooling --attention": _CONTEXT,

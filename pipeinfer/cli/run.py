@@ -11,7 +11,7 @@ import click
 
 from pipeinfer.cli.chat_options import chat_options, take_chat, take_stops
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.constraint_options import constraint_options, take_biases
+from pipeinfer.cli.constraint_options import constraint_options, take_biases, take_grammar
 from pipeinfer.cli.environment import ignored_variables, read_variables
 from pipeinfer.cli.hub_options import hub_options, take_models
 from pipeinfer.cli.setting_options import policy_meant, policy_options, sampling_options, take_policies, take_sampling
@@ -233,6 +233,7 @@ def run_options(
         prompt=unescape(prompt) if prompt and escape else prompt,
         chat=take_chat(others, chat, escape),
         stops=take_stops(others, escape),
+        grammar=take_grammar(others),
         **others,
     )
 

@@ -12,9 +12,9 @@ import numpy as np
 from pipeinfer.cluster.history import TokenHistory
 from pipeinfer.cluster.records import Buffer
 from pipeinfer.cluster.samplers import Samplers
-from pipeinfer.cluster.wire import Transaction
+from pipeinfer.cluster.wire import SentRow, Transaction
 from pipeinfer.core.drafting import guess_next
-from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
+from pipeinfer.core.interfaces import Allowed, Batch, Constraint, FloatArray, StageModel
 from pipeinfer.core.runs import NO_TOKEN, Guess, GuessVerdict, OpKind, Verdict
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.observe.trace import NO_TRACE, Tracer
@@ -82,10 +82,12 @@ class Question(NamedTuple):
     position: int
     history: Sequence[int]
     n_wanted: int
+    allowed: Allowed | None
 
 
 class StageWorker:
-    """One stage, first or not, last or not. `n_layers` is the model's, for the statistics."""
+    """One stage, first or not, last or not. `n_layers` is the model's, for the statistics. `constrain`: makes a
+    Constraint of a request's grammar; without it, as for drafts, grammars are passed over."""
 
     UNIT = "run"
     """What a timeline calls a transaction."""
@@ -98,12 +100,16 @@ class StageWorker:
         is_first: bool,
         tracer: Tracer = NO_TRACE,
         n_layers: int = 0,
+        constrain: Callable[[str], Constraint] | None = None,
     ) -> None:
+        self.constrain = constrain
         self.model, self.pruned, self.clock, self.is_first, self.tracer = model, pruned, clock, is_first, tracer
         self.samplers: Samplers | None = None
         self.n_layers, self._n_asked = n_layers, 0
         self.stats = StageStats()
         self._sampling: dict[int, SamplingParams] = {}
+        self._constraints: dict[int, Constraint] = {}
+        self._begins: dict[int, int] = {}  # of each constrained request the position of its output
         self._history: TokenHistory | None = None  # kept only once a request looks back
 
     def process(self, transaction: Transaction) -> Verdict | GuessVerdict | None:
@@ -135,7 +141,7 @@ class StageWorker:
         samplers = self.samplers if self.samplers and self.samplers.wanted else None
         left = []
         for index, question in enumerate(questions):
-            if samplers and question.params.temp > 0.0:
+            if samplers and (question.params.temp > 0.0 or question.allowed):
                 left.append(index)
             else:
                 answer(index, logits[index])
@@ -158,11 +164,15 @@ class StageWorker:
         ops = transaction.ops
         for op in ops:
             if op.kind is OpKind.CLOSE:
-                self._sampling.pop(op.src, None)
+                for known in (self._sampling, self._constraints, self._begins):
+                    known.pop(op.src, None)
         self._sampling.update(transaction.opens)
         self.model.apply([op for op in ops if op.kind is not OpKind.CLOSE])
-        if self.model.is_last and any(params.looks_back for params in transaction.opens.values()):
+        if self.model.is_last and any(params.needs_history for params in transaction.opens.values()):
             self._history = self._history or TokenHistory()
+        if self.model.is_last and self.constrain:
+            grammars = {id: params.grammar for id, params in transaction.opens.items() if params.grammar}
+            self._constraints.update({id: self.constrain(text) for id, text in grammars.items()})
         if self._history:
             self._history.apply(ops)
 
@@ -235,14 +245,22 @@ class StageWorker:
             if row.n_wanted:
                 params, position = self._sampling[row.request], row.position + 1
                 history = self._history.last(row.seq, position, params.looks_back) if self._history else ()
-                questions.append(Question(index, params, position, history, row.n_wanted))
+                allowed = self._allowed(row) if row.request in self._constraints else None
+                questions.append(Question(index, params, position, history, row.n_wanted, allowed))
         return questions
+
+    def _allowed(self, row: SentRow) -> Allowed:
+        """What may follow a row. The first that is asked about is the last of its request's prompt."""
+        assert self._history
+        position = row.position + 1
+        begin = self._begins.setdefault(row.request, position)
+        return self._constraints[row.request].after(self._history.last(row.seq, position, position - begin))
 
     _no_answer: Any = NO_TOKEN
 
     def _answer(self, logits: FloatArray, asked: Question) -> Any:
         """What the verdict says of one row: the target's token at the position asked about."""
-        return choose(logits, asked.params, asked.position, asked.history)
+        return choose(logits, asked.params, asked.position, asked.history, asked.allowed)
 
     @staticmethod
     def _verdict(run_id: int, answers: list[Any], cancelled: bool, slowest_s: float) -> Verdict | GuessVerdict:

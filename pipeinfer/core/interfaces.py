@@ -80,6 +80,23 @@ class LoadedModel(StageModel, Protocol):
         ...
 
 
+class Allowed(Protocol):
+    """Which tokens may follow one text."""
+
+    def has(self, token: int) -> bool: ...
+
+    def restrict(self, logits: FloatArray, n_wanted: int) -> None:
+        """Make logits (n_vocab,) -inf but for the `n_wanted` likeliest tokens that may follow, 0: for all of them, and
+        maybe further ones of these. One is left at least: where nothing may follow, the end of the text."""
+        ...
+
+
+class Constraint(Protocol):
+    """What the output of one request may be. Several threads may ask."""
+
+    def after(self, output: Sequence[int]) -> Allowed: ...
+
+
 Answer = TypeVar("Answer", bound="Verdict | GuessVerdict", covariant=True)
 
 

@@ -57,7 +57,7 @@ class KeptPrefixes:
 
     def _n_usable(self, kept: Request, request: Request) -> int:
         """How many of a request's tokens need not be evaluated: its root, the last of its prompt, always is."""
-        if request.sampling.looks_back and not kept.sampling.looks_back:
+        if request.sampling.needs_history and not kept.sampling.needs_history:
             return 0  # what sampling looks back on was not noted
         n = min(common(kept.tokens, request.prompt), kept.n_left, len(request.prompt) - 1)
         n = _n_alike(kept.spans or (), request.spans or (), n) if self.blocks else n

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.core.interfaces import Allowed
 from pipeinfer.core.logit_bias import add_biases
 from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
 from pipeinfer.core.settings import setting
@@ -44,7 +45,8 @@ BELOW_BEST = 8.0
 class SamplingParams:
     """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
 
-    The penalties look at the last `repeat_last_n` tokens, the prompt's included. `logit_bias`: see there.
+    The penalties look at the last `repeat_last_n` tokens, the prompt's included. `logit_bias`: see there. `grammar`:
+    what the output must be, in llama.cpp's form (GBNF); empty: anything.
     """
 
     seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
@@ -57,6 +59,7 @@ class SamplingParams:
     frequency_penalty: float = setting(0.0, "--frequency-penalty", help="0: off.", least=-1000, most=1000)
     presence_penalty: float = setting(0.0, "--presence-penalty", help="0: off.", least=-1000, most=1000)
     logit_bias: str = ""
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         if self.temp < MIN_TEMP:
@@ -68,18 +71,39 @@ class SamplingParams:
         return self if self.seed >= 0 else replace(self, seed=secrets.randbits(32))
 
     @property
+    def n_candidates(self) -> int:
+        """So many of the likeliest tokens decide a choice; 0: all of them."""
+        return 1 if self.temp <= 0.0 else max(0, self.top_k)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a choice depends on more than the logits."""
+        return bool(self.looks_back or self.grammar)
+
+    @property
     def looks_back(self) -> int:
-        """How many of the newest tokens a choice depends on."""
+        """How many of the newest tokens are penalised."""
         off = self.repeat_penalty == 1.0 and self.frequency_penalty == 0.0 and self.presence_penalty == 0.0
         return 0 if off else self.repeat_last_n
 
 
-def choose(logits: Logits, params: SamplingParams, position: int, history: Sequence[int] = ()) -> int:
+def choose(
+    logits: Logits, params: SamplingParams, position: int, history: Sequence[int] = (), allowed: Allowed | None = None
+) -> int:
     """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates.
 
+    As in llama.cpp, tokens that are not allowed are left out only where otherwise one of them would be chosen.
     `history` is what `adjust` wants; the logits are changed in place.
     """
     adjust(logits, params, history)
+    token = _pick(logits, params, position)
+    if allowed and not allowed.has(token):
+        allowed.restrict(logits, params.n_candidates)
+        token = _pick(logits, params, position)
+    return token
+
+
+def _pick(logits: Logits, params: SamplingParams, position: int) -> int:
     if params.temp <= 0.0 or (params.logit_bias and np.isneginf(logits.max())):
         return int(np.argmax(logits))
     ids, scores = perturbed(logits, params, position)

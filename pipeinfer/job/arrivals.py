@@ -24,6 +24,7 @@ from pipeinfer.job.deployment import Deployment, ModelFile
 from pipeinfer.models.gguf.model_info import part_paths, read_model_info
 from pipeinfer.models.gguf.remote import RemoteModel, What, contents
 from pipeinfer.models.gguf.skeleton import Skeleton, take_skeleton
+from pipeinfer.models.vocabulary_file import VocabularyFile
 
 if TYPE_CHECKING:
     from pipeinfer.observe.progress import TransferProgress
@@ -163,7 +164,10 @@ class _Fetching:
         def notice(line: str) -> None:
             complain(f"rank {self.link.rank} ({socket.gethostname()}): {line}")
 
-        return RemoteModel(self.skeletons[number], place, own.first, own.last, self.cache, notice)
+        model = RemoteModel(self.skeletons[number], place, own.first, own.last, self.cache, notice)
+        if number == TARGET and own.last == model.info.n_layer:
+            self.context.vocabulary = VocabularyFile(model.info.paths[0])
+        return model
 
     def _wants(self, number: int, model: RemoteModel) -> list[Want]:
         first, last = model.first, model.last

@@ -35,6 +35,7 @@ def asked_of(
         "prompt_n": len(request.prompt),
         "predicted_n": request.n_predict,
         **{name: getattr(request.sampling, name) for name in SAMPLING},
+        "grammar": digest(request.sampling.grammar) if request.sampling.grammar else "",
         "numerics": options.numerics,
         "pace": options.pace or "",
         "pace_hash": digest(deployment.pace) if deployment.pace else "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeinfer.cluster.cores import Host
@@ -13,6 +13,7 @@ from pipeinfer.job.batch_output import WHAT, BatchOutput
 from pipeinfer.job.batch_prompts import Ready, ready
 from pipeinfer.job.body_prompts import BodyPrompts
 from pipeinfer.job.complain import complain
+from pipeinfer.job.constraints import constrained
 from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
@@ -75,7 +76,8 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deploymen
     check_outputs(options)
     check_separate({WHAT: asked.output}, inputs_of(options) | {"the batch": [asked.source]})
     info, tokenizer = open_models(options)
-    file = BatchFile(asked.source, _defaults(asked, info))
+    options = constrained(options, tokenizer)
+    file = BatchFile(asked.source, _defaults(replace(asked, run=options), info))
     work = BatchWork(file, BatchOutput(asked.output), BodyPrompts(options, info, tokenizer), bytearray())
     try:
         _check_lines(work)

@@ -15,6 +15,7 @@ from pipeinfer.cluster.transport import Link, Outbox
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.stop import StopFlag
 from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.vocabulary_file import VocabularyFile
 from pipeinfer.observe.ledger import StageLedger
 from pipeinfer.observe.trace import Tracer, pack_spans
 
@@ -33,9 +34,17 @@ class Context:
     arrived: dict[int, SliceFile] = field(default_factory=dict)
     """What this rank hosts and came from rank 0, by the number of a draft, or -1, as `arrivals` has it."""
 
+    vocabulary: VocabularyFile | None = None
+    """The target's, where its last layers are."""
+
     @property
     def rank(self) -> int:
         return self.link.rank
+
+    def close_vocabulary(self) -> None:
+        if self.vocabulary:
+            self.vocabulary.close()
+        self.vocabulary = None
 
     def take_figures(self, worker: StageWorker | None, outbox: Outbox, ledger: StageLedger | None) -> dict[str, Any]:
         """What this rank did since the last time, as plain data for rank 0, times on rank 0's clock."""

@@ -26,9 +26,11 @@ from pipeinfer.job.stages import load_layers, local_rank
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
+from pipeinfer.models.grammar import Grammars
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.torch.library import torch_version
 from pipeinfer.models.translated import TranslatedStage
+from pipeinfer.models.vocabulary_file import VocabularyFile
 from pipeinfer.policies.limits import MAX_WIDTH
 
 N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a larger draft's answer at most
@@ -44,6 +46,8 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         return None
     options, stage = context.options, deployment.plan.stages[index]
     info = _read(context, TARGET, deployment.model)
+    if stage.last == info.n_layer and not context.vocabulary:
+        context.vocabulary = VocabularyFile(info.paths[0])
     params = LlamaParams(
         n_cells=deployment.n_cells,
         # one more, in which exact numerics park rejected cells
@@ -109,7 +113,8 @@ def make_worker(context: Context, deployment: Deployment, model: LoadedModel) ->
     assert index is not None, f"rank {context.rank} has a model and no stage"
     stage = deployment.plan.stages[index]
     n_layers = deployment.pace.stages[index].layers if deployment.pace else stage.last - stage.first
-    return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers)
+    constrain = Grammars(context.vocabulary.open) if context.vocabulary else None
+    return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers, constrain)
 
 
 def load_drafts(context: Context, deployment: Deployment, on_progress: Progress) -> dict[int, LoadedModel]:

@@ -49,6 +49,16 @@ class ChatOptions:
     variables: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarOptions:
+    """What the text must be, as one of: a grammar, a JSON schema as text, and the files of either."""
+
+    grammar: str | None = None
+    grammar_file: Path | None = None
+    schema: str | None = None
+    schema_file: Path | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """The options of `pipeinfer run` under their long names; see its help for their meanings."""
@@ -59,6 +69,7 @@ class RunOptions:
     file: Path | None = None
     chat: ChatOptions | None = None
     stops: tuple[str, ...] = ()
+    grammar: GrammarOptions = GrammarOptions()
     predict: int = -1
     ctx_size: int = 0
     batch_size: int = 128

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
-from pipeinfer.job.constraints import check_constraints
+from pipeinfer.job.constraints import constrained
 from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import STDIN, RunOptions
@@ -36,6 +36,7 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ask
     """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
     check_outputs(options)
     info, tokenizer = open_models(options)
+    options = constrained(options, tokenizer)
     text, format = read_prompt(options), open_format(options, info, tokenizer)
     prompt = format.first_prompt(text) if format else tokenizer.encode(text)
     if not prompt:
@@ -55,11 +56,11 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
     """The same for a chat. `options.chat` must be there; the prompt is what the user says first, if it is given."""
     check_outputs(options)
     info, tokenizer = open_models(options)
+    options = constrained(options, tokenizer)
     format = open_format(options, info, tokenizer)
     assert format, "a chat without its options"
     asked = options.prompt is not None or options.file is not None
     first = read_prompt(options) if asked else None
-    check_constraints(options.sampling, tokenizer)
     n_ctx = options.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
     n_predict = options.predict if options.predict >= 0 else n_ctx
     request = GenerationRequest(
@@ -87,6 +88,8 @@ def inputs_of(options: RunOptions) -> dict[str, list[Path]]:
         "--model": part_paths(options.model),
         "--model-draft": [part for draft in options.drafts for part in part_paths(draft)],
         "--file": [options.file] if options.file not in (None, STDIN) else [],
+        "--grammar-file": [options.grammar.grammar_file] if options.grammar.grammar_file else [],
+        "--json-schema-file": [options.grammar.schema_file] if options.grammar.schema_file else [],
         "--system-prompt-file": [options.chat.system_file] if options.chat and options.chat.system_file else [],
         "--chat-template-file": [options.chat.template_file] if options.chat and options.chat.template_file else [],
         "--pace": [Path(options.pace.partition(":")[0])] if options.pace else [],

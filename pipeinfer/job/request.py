@@ -13,7 +13,6 @@ from pipeinfer.core.blocks import Span
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.constraints import check_constraints
 from pipeinfer.job.limited import read_limited
 from pipeinfer.job.options import MAX_CTX, STDIN, RunOptions
 from pipeinfer.models.gguf.model_info import ModelInfo
@@ -54,7 +53,6 @@ def make_request(
     options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int = 0
 ) -> GenerationRequest:
     """`n_most`: tokens of the longest prompt that the same context shall hold. Raises UserError when it does not."""
-    check_constraints(options.sampling, tokenizer)
     n_ctx, n_predict = fit_context(options, info, max(n_most, len(prompt)))
     return GenerationRequest(
         tuple(prompt), n_predict, n_ctx, options.sampling.settled, end_tokens(options, tokenizer), options.stops,

@@ -15,6 +15,7 @@ from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import INT32_MAX
 from pipeinfer.models.chat import Message
+from pipeinfer.models.json_schema import schema_grammar
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 """As what may be asked."""
@@ -29,9 +30,12 @@ WITHOUT_EFFECT = (
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False, 0), "top_logprobs": (0,),
     "tools": ([],), "tool_choice": ("none", "auto"), "suffix": ("",),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "parallel_tool_calls": (True, False),
 }  # fmt: skip
 """Fields that are accepted with these values alone, with which they change nothing."""
+
+FORMS = ("grammar", "json_schema", "response_format")
+"""What the text must be: one of them."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -75,7 +79,18 @@ def read_json(text: bytes) -> dict[str, Any]:
 def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Body:
     """`as_chat`: a plain prompt is what a user says. Raises UserError, which says what is wrong."""
     sampling = {name for name, _, _ in settings_of(SamplingParams)}
-    known = {*sampling, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, "stop", "ignore_eos", "logit_bias"}
+    known = {
+        *sampling,
+        *ALIASES,
+        *LENGTHS,
+        *PROMPTS,
+        *WITHOUT_EFFECT,
+        *ONLY,
+        *FORMS,
+        "stop",
+        "ignore_eos",
+        "logit_bias",
+    }
     if unknown := set(given) - known:
         refuse(f"{min(unknown)} is no field that is known here; leave it out")
     for name in ONLY.keys() & given.keys():
@@ -155,7 +170,29 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = type(default)(value)
     if "logit_bias" in given:
         found["logit_bias"] = _biases(given["logit_bias"])
+    forms = [name for name in FORMS if name in given]
+    if len(forms) > 1:
+        refuse(f"{' and '.join(forms)} both say what the text must be; give one of them")
+    if forms:
+        found["grammar"] = _grammar(forms[0], given[forms[0]])
     return found
+
+
+def _grammar(name: str, value: Any) -> str:
+    if name == "grammar":
+        return value if isinstance(value, str) else refuse(f"grammar is {shown(value)}; give a text in GBNF")
+    if name == "json_schema":
+        return schema_grammar(value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return schema_grammar(value.get("schema") or {})
+    if kind == "json_schema":
+        inner = value.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else value.get("schema")
+        return schema_grammar(schema)
+    refuse(f'response_format is {shown(value)}; its type is "text", "json_object", or "json_schema" with a schema')
 
 
 def _biases(value: Any) -> str:

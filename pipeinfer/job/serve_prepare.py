@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.job.chat_format import open_format
-from pipeinfer.job.constraints import check_constraints
+from pipeinfer.job.constraints import constrained
 from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.front import Front, Setup
 from pipeinfer.job.model_files import open_models
@@ -47,7 +47,7 @@ def prepare_serve(
     options = asked.run
     check_outputs(options)
     info, tokenizer = open_models(options)
-    check_constraints(options.sampling, tokenizer)
+    options = constrained(options, tokenizer)
     front = open_front(asked.front)
     try:
         open_format(options, info, tokenizer)  # the front reads it again: what is wrong with it is said here

@@ -270,6 +270,7 @@ class Session:
         for model in (self._stage, *self._drafts.values()):
             if model:
                 model.close()
+        self.context.close_vocabulary()
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         """One report of every remote rank."""

@@ -59,6 +59,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     serve(context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier, samplers)
     if model:
         model.close()
+    context.close_vocabulary()
     return 0 if model else 2
 
 

@@ -57,6 +57,7 @@ COLUMNS = (
     _asked("frequency_penalty", "number", "`--frequency-penalty`"),
     _asked("presence_penalty", "number", "`--presence-penalty`"),
     _asked("logit_bias", "text", "`--logit-bias`, by token"),
+    _asked("grammar", "text", "16 digits that two different grammars do not share; empty: none"),
     _asked("numerics", "text", "`exact` or `fast`; `virtual` in `simulate`"),
     _asked("pace", "text", "profile that the ranks were slowed down to"),
     _asked("pace_hash", "text", "of what that profile says"),

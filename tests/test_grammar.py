@@ -1,0 +1,245 @@
+"""Grammars: which tokens may follow, whatever was asked before; texts that are the same however they are computed."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeinfer.cluster.samplers import Samplers
+from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.wire import encode
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp, OpKind, Row, Run
+from pipeinfer.core.sampling import SamplingParams, choose
+from pipeinfer.errors import UserError
+from pipeinfer.job.constraints import check_constraints
+from pipeinfer.models import grammar_check
+from pipeinfer.models.demo import TARGET
+from pipeinfer.models.grammar import MAX_BYTES, MAX_DEPTH, MAX_STATES, Grammar, Grammars
+from pipeinfer.models.grammar_check import check_grammar
+from pipeinfer.models.json_schema import read_schema, schema_grammar
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.vocabulary_file import VocabularyFile
+from tests.gguf_factory import write_model
+from tests.jobs import finish, plain_tokens, run_json
+from tests.test_samplers import OneBuffer
+
+ASSIGNMENT = 'root ::= [a-z]{1,8} " = " [0-9]{1,6} "\\n"'
+SCHEMA = """{"type": "object", "required": ["name", "n"], "properties": {"name": {"type": "string", "maxLength": 12},
+"n": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}}}"""
+PROMPT = ["-p", "def read_lines(path):\\n    ", "-n", "64"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Tokenizer]:
+    found = Tokenizer(TARGET)
+    yield found
+    found.close()
+
+
+def noise(seed: int, n_vocab: int = 4096) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 2, n_vocab).astype(np.float32)
+
+
+def written(grammar: Grammar, params: SamplingParams, n: int = 40, seed: int = 0) -> list[int]:
+    output = list[int]()
+    while len(output) < n and output[-1:] != [2]:
+        output.append(choose(noise(seed + len(output)), params, len(output), (), grammar.after(output)))
+    return output
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temp=0.0), SamplingParams(seed=3), SamplingParams(seed=3, top_k=0)])
+def test_what_is_written_is_what_the_grammar_says_and_then_it_ends(
+    tokenizer: Tokenizer, params: SamplingParams
+) -> None:
+    texts = set()
+    for seed in range(5):
+        output = written(Grammar(tokenizer, ASSIGNMENT), params, 200, 1000 * seed)
+        text = b"".join(map(tokenizer.decode_piece, output)).decode()
+        name, number = text.split(" = ")
+        assert output[-1] == 2 and name.isalpha() and name.islower() and number[-1] == "\n" and number[:-1].isdigit()
+        texts.add(text)
+    assert len(texts) == 5
+
+
+def allowed_by(grammar: Grammar, output: Sequence[int]) -> list[int]:
+    logits = np.zeros(4096, np.float32)
+    grammar.after(output).restrict(logits, 0)
+    return np.flatnonzero(np.isfinite(logits)).tolist()
+
+
+def test_what_may_follow_depends_on_the_output_alone(tokenizer: Tokenizer) -> None:
+    """A tree of right and wrong branches, asked about in any order, also when there are more than are kept."""
+    text = schema_grammar(read_schema(SCHEMA))
+    output, rng = written(Grammar(tokenizer, text), SamplingParams(seed=8), 30), random.Random(4)
+    paths = [output[:end] for end in range(len(output) + 1)]
+    paths += [
+        [*output[: rng.randrange(len(output))], *rng.choices(range(4096), k=rng.randrange(4))] for _ in range(120)
+    ]
+    paths += [[2], [2, 2], [*output, 2], [4095, 0, 1]]
+    assert len(paths) > MAX_STATES
+    expected = [allowed_by(Grammar(tokenizer, text), path) for path in paths]
+    order, shared = rng.sample(range(len(paths)), len(paths)), Grammar(tokenizer, text)
+    assert {at: allowed_by(shared, paths[at]) for at in order} == dict(enumerate(expected))
+    assert expected[-1] == expected[-3] == [2] and len({len(each) for each in expected}) > 5
+    for path, ids in zip(paths[:60], expected, strict=False):
+        tried = [*ids[:3], *rng.sample(range(4096), 3)]
+        assert [shared.after(path).has(token) for token in tried if token != 2] == [
+            token in ids for token in tried if token != 2
+        ]
+
+
+@pytest.mark.parametrize("n_wanted", [1, 40, 2000])
+def test_the_likeliest_that_may_follow_are_all_there(tokenizer: Tokenizer, n_wanted: int) -> None:
+    grammar = Grammar(tokenizer, "root ::= [a-zA-Z ]+")
+    logits, few = noise(1), noise(1)
+    grammar.after([]).restrict(logits, 0)
+    grammar.after([]).restrict(few, n_wanted)
+    kept = np.flatnonzero(np.isfinite(few))
+    assert set(np.argsort(-logits, kind="stable")[: min(n_wanted, np.isfinite(logits).sum())]) <= {*kept.tolist()}
+    assert np.array_equal(few[kept], logits[kept]) and np.isfinite(logits).sum() > 256
+
+
+def test_where_nothing_may_follow_the_text_ends(tokenizer: Tokenizer) -> None:
+    grammar = Grammar(tokenizer, 'root ::= "a"')
+    for logit_bias in ("", "2-inf"):
+        params = SamplingParams(seed=1, logit_bias=logit_bias)
+        assert choose(noise(1), params, 5, (), grammar.after(tokenizer.encode("b", False))) == 2
+
+
+def tree_runs(params: SamplingParams, words: Sequence[int]) -> list[Run]:
+    """A prompt; then runs of two branches each, the second of which has tokens that the grammar does not let pass."""
+    runs = [Run(1, [Row(1, 300 + at, at, (0,), int(at == 4)) for at in range(5)], opens={1: params})]
+    for number in range(6):
+        first = 5 + 2 * number
+        ops = [KvOp(OpKind.COPY, 0, 1, 0, first)]
+        rows = [Row(1, words[first], first, (0,)), Row(1, words[first + 1], first + 1, (0,))]
+        rows += [Row(1, 3, first, (1,)), Row(1, 2, first + 1, (1,))]
+        runs.append(Run(number + 2, rows, ops))
+    return [*runs, Run(9, [Row(1, 7, 17, (0,))], [KvOp(OpKind.CLOSE, 1)], {})]
+
+
+class Tree(OneBuffer):
+    def next_position(self, seq: int) -> int:
+        return self.ends.get(seq, 0)
+
+    def apply(self, ops: Sequence[KvOp]) -> None:
+        self.ends: dict[int, int] = getattr(self, "ends", {})
+        self.ends |= {op.dst: op.last for op in ops if op.kind is OpKind.COPY}
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        for position, (seq, *_) in zip(batch.positions.tolist(), batch.seqs, strict=True):
+            self.ends[seq] = position + 1
+        logits = super().evaluate(batch, stop)
+        return None if logits is None else logits[:, :4096]
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.9])
+def test_threads_choose_the_same_in_a_tree_with_wrong_branches(tokenizer: Tokenizer, temp: float) -> None:
+    params = SamplingParams(seed=2, temp=temp, grammar="root ::= [a-z ]+", repeat_penalty=1.1)
+    verdicts, words = [], allowed_by(Grammar(tokenizer, params.grammar), [])
+    for n_threads in (0, 1, 3):
+        worker = StageWorker(Tree(), LocalPrunings(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
+        worker.samplers = Samplers(n_threads, lambda: True) if n_threads else None
+        found: list[Any] = [worker.process(room_for(encode(run), 4)) for run in tree_runs(params, words)[:-1]]
+        if worker.samplers:
+            worker.samplers.close()
+            found = list(iter(worker.samplers.ready, None))
+            assert worker.stats.n_left == len(found)
+        verdicts.append([verdict.tokens for verdict in found])
+        assert len(worker._constraints) == 1
+        worker._keep_books(room_for(encode(tree_runs(params, words)[-1]), 4))
+        assert not worker._constraints and not worker._begins, "what is kept of a request goes when it ends"
+    assert verdicts[0] == verdicts[1] == verdicts[2] and len({*verdicts[0]}) > 4
+    free = SamplingParams(seed=2, temp=temp, repeat_penalty=1.1)
+    worker = StageWorker(Tree(), LocalPrunings(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
+    found = [worker.process(room_for(encode(run), 4)) for run in tree_runs(free, words)[:-1]]
+    assert [verdict.tokens for verdict in found] != verdicts[0]
+
+
+def test_a_vocabulary_stays_though_its_file_goes(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_model(tmp_path / "m.gguf", part_tensors=10)
+    part = next(tmp_path.glob("m-00001-*"), path)
+    whole = Tokenizer(part)
+    held = VocabularyFile(part)
+    part.unlink()
+    found = held.open()
+    held.close()
+    assert found.pieces == whole.pieces and found.encode("the model a b") == whole.encode("the model a b")
+    shipped = VocabularyFile(Path(TARGET)).open()
+    assert shipped.pieces == tokenizer.pieces and shipped.is_end(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("root ::= b", "Undefined rule identifier 'b'"),
+        ('x ::= "a"', "does not contain a 'root' symbol"),
+        ('root ::= root "a"', "left recursion"),
+        ("root ::= " + "(" * (MAX_DEPTH + 1), f"{MAX_DEPTH} are possible"),
+    ],
+)
+def test_what_is_no_grammar_is_said_and_ends_nothing(text: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_grammar(Path(TARGET), text)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_grammar_that_takes_all_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "CPU_S", 1)
+    with pytest.raises(UserError, match="too much time or memory"):
+        check_grammar(Path(TARGET), 'root ::= r2\nr1 ::= ("\\n")*\nr2 ::= (((r1){2,5}){1,5} ((r2)+)+)*')
+
+
+def test_limits_of_a_grammar(tokenizer: Tokenizer) -> None:
+    for text, said in (("#" * (MAX_BYTES + 1), "256 KiB are possible"), ("root ::= \0", "the character 0")):
+        with pytest.raises(UserError, match=said):
+            Grammar(tokenizer, text)
+    assert Grammar(tokenizer, 'root ::= "(((" [(] # (((').after([]).has(tokenizer.encode("(", False)[0])
+    with pytest.raises(UserError, match="leave one of them out"):
+        check_constraints(SamplingParams(grammar='root ::= "a"'), True, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [("5", "is an object"), ("{", "no JSON"), ('{"type": "x"}', "Unrecognized"),
+     ('{"$ref": "#/no"}', "Error resolving"), ('{"$ref": "https://example.org/x"}', "not allowed"),
+     ("[" * 100_000, "no JSON")],
+)  # fmt: skip
+def test_what_is_no_schema_is_said(schema: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        schema_grammar(read_schema(schema))
+
+
+# -- jobs
+
+
+def test_greedy_text_is_plain_llama_cpps_at_every_rank_count() -> None:
+    words = [*PROMPT, "--temp", "0", "--json-schema", SCHEMA]
+    one = run_json(1, [*words, "--policy", "iterative"])
+    grammar = schema_grammar(read_schema(SCHEMA))
+    assert one["tokens"] == plain_tokens(Path(TARGET), one["prompt_tokens"], 64, grammar)
+    assert one["finish"] == "end" and set(json.loads(one["text"])) == {"name", "n"} and len(one["grammar"]) == 16
+    for n_ranks, policy in ((2, "iterative"), (3, "pipeinfer")):
+        assert run_json(n_ranks, [*words, "--policy", policy])["tokens"] == one["tokens"], (n_ranks, policy)
+
+
+def test_sampled_text_is_the_same_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "grammar.gbnf").write_text(ASSIGNMENT)
+    words = [*PROMPT, "--temp", "1.2", "-s", "6", "--repeat-penalty", "1.1"]
+    one = run_json(1, [*words, "--grammar-file", str(tmp_path / "grammar.gbnf"), "--policy", "iterative"])
+    three = run_json(3, [*words, "--grammar", ASSIGNMENT, "--policy", "pipeinfer", "--sampler-threads", "2"])
+    assert one["tokens"] == three["tokens"] and one["finish"] == "end" and " = " in one["text"]
+
+
+def test_a_wrong_grammar_is_refused_before_anything_loads() -> None:
+    done = finish(1, ["run", *PROMPT, "--grammar", "root ::= b"])
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert "this is no grammar in llama.cpp's form (GBNF)" in done.stderr
