@@ -156,7 +156,7 @@ def plan_of(hosts: str = "abc", **changed: Any) -> tuple[Deployment, Case]:
         repetitions=1,
         cut=0,
     )
-    (group,) = plan_groups(sweep, [Host(name, frozenset({0, 1}), 2) for name in hosts])
+    (group,) = plan_groups(sweep, [[Host(name, frozenset({0, 1}), 2) for name in hosts]])
     (case,) = group.cases
     return group.deployment, replace(case, options=replace(case.options, cancel=options.cancel))
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 from pytest import MonkeyPatch
 
 from pipeinfer.cluster import spread as spread_module
-from pipeinfer.cluster.plan import Sizes, balance, make_plan, parse_split, split_layers, stage_ranks
+from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.plan import RoomFor, Sizes, balance, make_plan, parse_split, split_layers, stage_ranks
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
+
+N = TypeVar("N", int, float)
 
 
 def sizes(layers: list[int], output: int = 0) -> Sizes:
@@ -49,7 +53,7 @@ def splits(n_layers: int, n_stages: int) -> list[tuple[int, ...]]:
     return [c for c in itertools.product(range(1, n_layers + 1), repeat=n_stages) if sum(c) == n_layers]
 
 
-def stage_sums(values: list[list[int]], counts: Sequence[int]) -> list[int]:
+def stage_sums(values: Sequence[Sequence[N]], counts: Sequence[int]) -> list[N]:
     """Of what each stage has of `values[stage][layer]`."""
     ends = list(itertools.accumulate(counts, initial=0))
     return [sum(row[first:last]) for row, first, last in zip(values, ends, ends[1:], strict=False)]
@@ -248,6 +252,48 @@ def test_faults_are_respected_and_the_rest_is_best() -> None:
             assert max(stage_sums([layers] * n_stages, found)) == min(
                 max(stage_sums([layers] * n_stages, counts)) for counts in options
             )
+
+
+def summed(layers: Sequence[int]) -> Callable[[int, int, int], float]:
+    return lambda stage, first, last: sum(layers[first:last])
+
+
+def always(room: StageRoom) -> RoomFor:
+    return lambda placed, ranks: room
+
+
+def test_timed_ranks_are_split_as_well_as_any_split_there_is() -> None:
+    """Of 200 unequal clusters: layers of different sizes, the output matrix, hosts whose memory some ranks share."""
+    rng, n_bound = random.Random(11), 0
+    for _ in range(200):
+        n_stages = rng.randint(2, 4)
+        layers = [rng.randint(50, 90) for _ in range(rng.randint(n_stages, 14))]
+        model = Sizes(tuple(layers), (0,) * len(layers), 5, rng.randint(0, 300))
+        known = [None, 0.0, rng.uniform(1e-3, 0.2)]
+        speeds = [LayerSpeed(rng.uniform(1, 8) * 1e-4, rng.choice(known)) for _ in range(n_stages)]
+        hosts = tuple(rng.choice("abc") for _ in range(n_stages))
+        room = StageRoom(
+            summed(layers), hosts,
+            {host: rng.uniform(0.4, 1.2) * sum(layers) for host in hosts}, (sum(layers),) * n_stages,
+        )  # fmt: skip
+        costs = [speed.seconds(layers, model.output_bytes) for speed in speeds]
+        plan = make_plan(n_stages + 1, [sizes([1])], model, 1, None, always(room), (), [None, *speeds])
+        found = [stage.last - stage.first for stage in plan.stages]
+        fitting = [counts for counts in splits(len(layers), n_stages) if room.fits(counts)]
+        best = min(max(stage_sums(costs, counts)) for counts in fitting or splits(len(layers), n_stages))
+        assert max(stage_sums(costs, found)) <= 1.0001 * best, (found, costs)
+        n_bound += found != balance(model, n_stages, None, speeds)
+    assert n_bound > 10, "memory was no matter"
+
+
+def test_ranks_that_are_alike_or_not_all_timed_go_by_size() -> None:
+    model, by_size = sizes([10] * 12, output=20), [7, 5]
+    for speeds in ([LayerSpeed(1.0), None], [LayerSpeed(1.0)] * 2, [None, None], []):
+        assert [stage.last - stage.first for stage in make_plan(2, [], model, 1, speeds=speeds).stages] == by_size
+    (slow, fast) = make_plan(2, [], model, 1, speeds=[LayerSpeed(3.0), LayerSpeed(1.0, output_s=0.0)]).stages
+    assert (slow.last - slow.first, fast.last - fast.first) == (3, 9)
+    chosen = make_plan(2, [], model, 1, [6, 6], speeds=[LayerSpeed(3.0), LayerSpeed(1.0)])
+    assert chosen.stages[0].last == 6, "a split that was asked for is taken as it is"
 
 
 def test_a_split_that_the_model_does_not_allow_is_refused() -> None:

@@ -183,15 +183,23 @@ def test_a_given_split_that_does_not_fit_is_to_be_left_out(tmp_path: Path, wide:
     assert plan("--hosts", hosts, "-m", wide)[0]["fits"]
 
 
-def test_a_split_by_speed_is_advised_where_it_is_faster(tmp_path: Path, wide: Path) -> None:
-    hosts = write(tmp_path, f"a {FAST}", f"b {SLOW}")
-    found = plan("--hosts", hosts, "-m", wide)[0]
-    way = next(way for way in found["ways"] if way["what"].startswith("--layer-split"))
-    split = way["what"].split()[1]
-    fast, slow = map(int, split.split(","))
-    assert fast > 2 * slow
-    again = plan("--hosts", hosts, "-m", wide, "--layer-split", split)[0]
-    assert speed_of(again) == way["tokens_per_s"] > 1.03 * speed_of(found)
+def test_hosts_that_are_described_are_split_by_their_speed(tmp_path: Path, wide: Path) -> None:
+    found = plan("--hosts", write(tmp_path, f"a {FAST}", f"b {SLOW}"), "-m", wide)[0]
+    fast, slow = found["layer_split"]
+    assert fast > 2 * slow and [row["layer_source"] for row in found["ranks"]] == ["hosts file"] * 2
+    assert found["ranks"][1]["layer_s"] > 2 * found["ranks"][0]["layer_s"]
+    even = plan("--hosts", tmp_path / "hosts", "-m", wide, "--layer-split", "4,4")[0]
+    assert even["layer_split"] == [4, 4] and speed_of(found) > 1.03 * speed_of(even)
+    assert even["ways"][0]["what"] == "leave --layer-split out"
+    alike = plan("--hosts", write(tmp_path, f"a {FAST}", f"b {FAST}"), "-m", wide)[0]
+    assert alike["layer_split"] == plan("--hosts", write(tmp_path, "a", "b"), "-m", wide)[0]["layer_split"] == [4, 4]
+
+
+def test_that_run_would_time_them_is_said_of_hosts_of_which_nobody_knows_how_fast(tmp_path: Path, wide: Path) -> None:
+    (note,) = plan("--hosts", write(tmp_path, "a cores=4", "b cores=8"), "-m", wide)[0]["notes"]
+    assert "layers go by size" in note
+    for lines in (["a cores=4", "b cores=4"], [f"a cores=4 {FAST}", f"b cores=8 {SLOW}"]):
+        assert not plan("--hosts", write(tmp_path, *lines), "-m", wide)[0]["notes"]
 
 
 def test_predictions_of_every_policy_with_a_draft_and_of_one_without(tmp_path: Path, wide: Path) -> None:

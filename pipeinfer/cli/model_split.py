@@ -17,7 +17,9 @@ from pipeinfer.errors import UserError
 @click.option("-o", "--output", type=Folder(), required=True, help="The directory, which --slice-cache then names.")
 @click.option("--layer-split", type=Split(), help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5), as in `run`.")
 @click.option("--plan", type=File(), help="A plan as `pipeinfer plan --json` prints it: its stages.")
-@click.option("--stages", type=Whole(2, MAX_LAYERS), help="So many stages, by size, as `run` cuts without a split.")
+@click.option(
+    "--stages", type=Whole(2, MAX_LAYERS), help="So many stages, by size, as `run` cuts for ranks that are alike."
+)
 def split_command(target: Path, output: Path, layer_split: str | None, plan: Path | None, stages: int | None) -> None:
     """Write the slices of TARGET's layers into a directory: ranks of `run --slice-cache` read them and cut nothing.
 

@@ -128,7 +128,10 @@ from pipeinfer.policies.registry import POLICIES
 )
 @click.option("--policy", type=click.Choice(POLICIES), help="[default: auto with a draft, iterative without]")
 @click.option(
-    "--layer-split", type=Split(), help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size]"
+    "--layer-split",
+    type=Split(),
+    help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size, or as ranks that are not alike are "
+    "timed]",
 )
 @click.option(
     "--draft-split",

@@ -9,9 +9,12 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeinfer.cluster.layer_speed import LayerSpeed
 from pipeinfer.cluster.room import Room, free_room
 
 CGROUPS = Path("/sys/fs/cgroup")
+PROCESSOR = ("model name", "CPU implementer", "CPU part", "cpu")
+"""What /proc/cpuinfo calls a processor, on x86, ARM and POWER."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,17 @@ class Host:
     """Ranks of one name here read one clock; empty: nobody knows."""
     lacks: frozenset[str] = frozenset()
     """Paths of models that are not there: what it computes of them has to be sent."""
+    processor: str = ""
+    """What the host says it is; empty: it does not say."""
+    speed: LayerSpeed | None = None
+    """Of this rank, at the target's layers; None: nobody has timed it."""
 
 
 def this_host(name: str) -> Host:
     cores = frozenset(os.sched_getaffinity(0))
-    return Host(name, cores, max(1, int(min(len(cores), _quota()))), free_room(), clock_name())
+    return Host(
+        name, cores, max(1, int(min(len(cores), _quota()))), free_room(), clock_name(), processor=processor_name()
+    )
 
 
 def clock_name() -> str:
@@ -41,6 +50,17 @@ def clock_name() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")
     except OSError:
         return ""
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Of the first processor: all others would take a while where there are many."""
+    try:
+        with open(cpuinfo, "rb") as file:
+            first = file.read(4096).decode(errors="replace").partition("\n\n")[0]
+    except OSError:
+        return ""
+    fields = (line.partition(":") for line in first.splitlines())
+    return " ".join(value.strip() for name, _, value in fields if name.strip() in PROCESSOR)
 
 
 def other_clocks(hosts: Sequence[Host]) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+from pipeinfer.cluster.layer_speed import LayerSpeed, told_apart
 from pipeinfer.cluster.spread import NO_FAULTS, Faults, StageRoom, spread_layers
 from pipeinfer.errors import UserError
 
@@ -160,11 +161,12 @@ last one."""
 
 def make_plan(
     n_ranks: int, drafts: Sequence[Sizes], target: Sizes, n_cells: int, split: Sequence[float] | None = None,
-    room: RoomFor | None = None, draft_split: Sequence[int] = (),
+    room: RoomFor | None = None, draft_split: Sequence[int] = (), speeds: Sequence[LayerSpeed | None] = (),
 ) -> Plan:  # fmt: skip
-    """Spread each model's layers over its ranks: the target's by `split` or so that the slowest stage reads as few
-    bytes as `room` allows, larger drafts' likewise over as many ranks as `draft_split` says, the smaller first.
+    """Spread each model's layers over its ranks: the target's by `split` or so that the slowest stage is as fast as
+    `room` allows, larger drafts' by size over as many ranks as `draft_split` says, the smaller first.
 
+    `speeds`: of each rank, at the target's layers; where they are not known, or alike, the target goes by size too.
     Where no split fits into the memory it is left out of account: who checks the plan's finds out what is missing.
     Raises UserError when there are more stages than layers or a split does not fit.
     """
@@ -185,7 +187,8 @@ def make_plan(
         most = n_layers + n_ranks - len(own)
         raise UserError(f"{len(own)} stages for {n_layers} layers; start at most {most} ranks for this model")
     left = room(placed, own) if room else None
-    counts = balance(target, len(own), left) if not split else split_layers(split, n_layers, len(own), target.faults)
+    timed = told_apart([speeds[rank] for rank in own]) if speeds else []
+    counts = split_layers(split, n_layers, len(own), target.faults) if split else balance(target, len(own), left, timed)
     return Plan(n_ranks, _stages(target, own, counts, n_cells), placed)
 
 
@@ -199,13 +202,16 @@ def _stages(sizes: Sizes, ranks: Sequence[int], counts: Sequence[int], n_cells: 
     return tuple(stages)
 
 
-def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None) -> list[int]:
-    """Layers a stage where all are taken to be equally fast: the most loaded one reads the fewest bytes a token.
+def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None, speeds: Sequence[LayerSpeed] = ()) -> list[int]:
+    """Layers a stage so that the slowest one is as fast as it can be. Without `speeds`, one a stage, all are taken to
+    be equally fast: the most loaded one reads the fewest bytes a token.
 
     The input table costs memory, not time: a row of it is read. Raises UserError where the model cannot be cut so.
     """
-    cost, faults = [*sizes.layer_bytes[:-1], sizes.layer_bytes[-1] + sizes.output_bytes], sizes.faults
-    counts = spread_layers([cost] * n_stages, room, faults) or spread_layers([cost] * n_stages, None, faults)
+    cost: list[float] = [*sizes.layer_bytes[:-1], sizes.layer_bytes[-1] + sizes.output_bytes]
+    faults = sizes.faults
+    costs = [speed.seconds(sizes.layer_bytes, sizes.output_bytes) for speed in speeds] or [cost] * n_stages
+    counts = spread_layers(costs, room, faults) or spread_layers(costs, None, faults)
     if counts:
         return counts
     most = next(n for n in range(n_stages - 1, 0, -1) if spread_layers([cost] * n, None, faults))

@@ -32,9 +32,12 @@ def in_turns(
     return found
 
 
-def evaluate(model: StageModel, n_rows: int, position: int = 0, n_wanted: int | None = None, n_blocks: int = 0) -> None:
+def evaluate(
+    model: StageModel, n_rows: int, position: int = 0, n_wanted: int | None = None, n_blocks: int = 0,
+    between: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
     """Rows at `position` and after it; the last `n_wanted` want logits, or all. `n_blocks`: more than 0:
-    these are blocks of a prompt that has so many rows in blocks."""
+    these are blocks of a prompt that has so many rows in blocks. `between`: asked between layers, to answer False."""
     batch = Batch(
         tokens=np.zeros(n_rows, np.int32),
         positions=np.arange(position, position + n_rows, dtype=np.int32),
@@ -43,7 +46,7 @@ def evaluate(model: StageModel, n_rows: int, position: int = 0, n_wanted: int | 
         wanted=np.arange(n_rows) >= n_rows - (n_rows if n_wanted is None else n_wanted),
         span=Span(0, n_blocks) if n_blocks else None,
     )
-    model.evaluate(batch, lambda: False)
+    model.evaluate(batch, between)
 
 
 def forget(model: StageModel, first: int = 0) -> None:

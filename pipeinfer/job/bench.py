@@ -7,19 +7,21 @@ from dataclasses import replace
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import forget_peak
 from pipeinfer.job.conversation import Turn
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.fetch import fetch_files
+from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.outcome import make_result
 from pipeinfer.job.prepare import check_outputs
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.session import Generation, Session
 from pipeinfer.job.start import Crew, start_job
-from pipeinfer.job.sweep import Case, Group, Sweep, plan_groups
+from pipeinfer.job.sweep import Case, Group, Sweep, loads_of, plan_groups
 from pipeinfer.job.worker import run_stage
 from pipeinfer.observe.experiment import variant_text
 from pipeinfer.observe.report import number, stderr_console
@@ -36,9 +38,11 @@ def run_sweep(sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
 
 def _run(crew: Crew, sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
     link, groups, error = crew.link, list[Group](), ""
+    # which splits fit, rank 0 finds out: where some are given nothing is timed
+    hosts_of = [crew.hosts if sweep.splits else with_layer_times(crew, crew.hosts, each) for each, _ in loads_of(sweep)]
     if link.rank == 0:
         try:
-            groups = _plan(sweep, crew, resume)
+            groups = _plan(sweep, hosts_of, resume)
         except UserError as caught:
             error = str(caught)
     loads = [(group.options, group.deployment) for group in groups]
@@ -52,10 +56,10 @@ def _run(crew: Crew, sweep: Sweep, warm_up: int, output: str, resume: bool) -> i
     return Bench(crew, groups, warm_up).run(output)
 
 
-def _plan(sweep: Sweep, crew: Crew, resume: bool) -> list[Group]:
+def _plan(sweep: Sweep, hosts_of: Sequence[Sequence[Host]], resume: bool) -> list[Group]:
     sweep = _fetched(sweep)
     check_outputs(sweep.base)
-    groups = plan_groups(sweep, crew.hosts)
+    groups = plan_groups(sweep, hosts_of)
     path = sweep.base.results
     if not resume or not path or not path.exists() or not path.stat().st_size:
         return groups

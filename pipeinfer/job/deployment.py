@@ -3,7 +3,7 @@ nothing of what is asked of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -158,7 +158,7 @@ def lay_out(
     needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan = make_plan(
         len(hosts), list(map(sizes_of, drafts)), model.sizes, needs.n_cells, split, partial(needs.room, hosts),
-        options.draft_split if drafts else (),
+        options.draft_split if drafts else (), [host.speed for host in hosts],
     )  # fmt: skip
     _check_computable(options, plan, info, drafts)
     if options.pace is not None:
@@ -226,7 +226,12 @@ def sizes_of(info: ModelInfo) -> Sizes:
 
 def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) -> tuple[int, ...]:
     """Threads of each rank: as given, else the cores of each host shared by all ranks that compute there."""
-    defaults = share_cores(hosts, plan.computing)
+    return threads_of_ranks(threads, plan.computing, hosts)
+
+
+def threads_of_ranks(threads: tuple[int, ...], computing: Set[int], hosts: Sequence[Host]) -> tuple[int, ...]:
+    """The same where these ranks compute. Raises UserError when there are too few or too many values."""
+    defaults = share_cores(hosts, computing)
     return tuple(threads_of_rank(threads, rank, len(hosts), default) for rank, default in enumerate(defaults))
 
 

@@ -21,14 +21,13 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, ModelFile
 from pipeinfer.job.memory import gpu_layers
-from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, backend_of, gpu_layers_asked
-from pipeinfer.job.stages import load_layers, local_rank
+from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, backend_of
+from pipeinfer.job.stages import load_layers, local_rank, place_text
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
 from pipeinfer.models.grammar import Grammars
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.torch.library import torch_version
 from pipeinfer.models.translated import TranslatedStage
 from pipeinfer.models.vocabulary_file import VocabularyFile
 from pipeinfer.policies.limits import MAX_WIDTH
@@ -158,10 +157,8 @@ def time_loaded(
         part = f"{deployment.model.fingerprint} {deployment.plan.stages[index].layers} {options.numerics}"
     else:
         part = f"{deployment.drafts[draft].fingerprint} {deployment.plan.drafts_on(rank)[draft].layers} of a draft"
-    where = f"{deployment.hosts[rank].name}, {deployment.hosts[rank].n_cores} cores, {deployment.threads[rank]} threads"
-    backend = backend_of(options, rank)
-    by = f"{backend} {torch_version()}" if backend.is_torch else f"-ngl {gpu_layers_asked(options, rank)}"
-    name = f"rows: {part}, {where}, {by}, pipeinfer {__version__}"
+    place = place_text(options, deployment.hosts[rank], deployment.threads[rank], rank)
+    name = f"rows: {part}, {place}, pipeinfer {__version__}"
     return recall_rows(model, CLOCK, user_kept(), name)
 
 

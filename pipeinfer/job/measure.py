@@ -14,6 +14,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, check_profiled
 from pipeinfer.job.fetch import fetch_models
+from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.load import load_drafts, load_stage
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.prepare import inputs_of, prepare
@@ -39,6 +40,7 @@ def measure(options: RunOptions, output: Path) -> int:
 
 def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
     link, deployment, request, error = crew.link, None, None, ""
+    hosts = with_layer_times(crew, crew.hosts, options)
     if link.rank == 0:
         try:
             if link.size < 2:
@@ -46,7 +48,7 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
             options = fetch_models(options)
             check_separate({"--output": output}, inputs_of(options))
             check_writable(output, "--output")
-            found, (request, _) = prepare(options, crew.hosts)
+            found, (request, _) = prepare(options, hosts)
             check_profiled("measure", found.plan)
             deployment = found
         except UserError as caught:

@@ -72,11 +72,15 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
 
 def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     """On every rank. Returns the exit code."""
+    from pipeinfer.job.layer_times import with_layer_times  # what it loads with takes a while
+
     link, name, code = crew.link, crew.hosts[crew.link.rank].name, 0
     link.all_gather(None)  # all at once: ranks of a host share it
     facts = link.all_gather(own_facts([host.name for host in crew.hosts].count(name)))
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
     hosts, error = find_models(link, crew.hosts, lambda: _paths(options))
+    if not error:
+        hosts = with_layer_times(crew, hosts, options)
     if link.rank == 0:
         try:
             if error:
@@ -117,7 +121,9 @@ def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], lin
     options = fetch_models(options)
     info, tokenizer = open_models(options)
     tokenizer.close()
-    found = plan_report(open_planner(options, info, nodes, link, question.n_prompt, question.acceptances))
+    is_described = bool(question.profile or question.hosts)
+    planner = open_planner(options, info, nodes, link, question.n_prompt, question.acceptances, is_described)
+    found = plan_report(planner)
     print(json_text(found) if options.json else "\n".join(plan_lines(found)), flush=True)
     if not found["fits"]:
         raise UserError(found["shortage"])

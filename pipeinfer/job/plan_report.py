@@ -83,3 +83,5 @@ def _notes(planner: Planner) -> Iterator[str]:
         yield "what GPUs hold is not counted, and predictions know the speed of CPUs only"
     if any("_exps" in tensor.name for tensor in planner.info.tensors):
         yield "predictions read the experts of one row: guesses, of which each has experts of its own, are dearer"
+    if planner.may_split_otherwise:
+        yield "layers go by size; `run` times them on ranks that are not alike, and may split them otherwise"

@@ -15,6 +15,7 @@ from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node
 def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, Any]]:
     """Of every rank, in bytes; null where nobody knows. `nodes`: what each runs on.
 
+    layer_s               a row in a layer of the target's mean size, and who says so
     n_cores, room_bytes   what its host has for all ranks there, before anything is loaded
     read_bytes_per_s, …   this rank's share of its host's speed, and who says so
     memory_bytes          what the rank will hold; needed_bytes: without weights that the system can read again
@@ -26,6 +27,7 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
     for rank, (node, memory, left) in enumerate(zip(nodes, memories, spare, strict=True)):
         roles, room = deployment.plan.roles(rank), node.host.room
         share = sharers(hosts, deployment.plan.computing, rank)
+        speed = hosts[rank].speed
         room_bytes = min(room.host, room.own)
         rows.append(
             {
@@ -38,6 +40,8 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
                 "read_bytes_per_s": node.machine.bytes_per_s / share if node.machine else None,
                 "flop_per_s": node.machine.flop_per_s / share if node.machine else None,
                 "speed_source": node.source or None,
+                "layer_s": speed.layer_s(deployment.model.sizes.layer_bytes) if speed else None,
+                "layer_source": speed.source if speed else None,
                 "role": " + ".join(name for name, _ in roles) or "head",
                 "layers": " + ".join(span for _, span in roles if span) or None,
                 "weight_bytes": memory.weights + memory.mapped,

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeinfer.cluster.cores import sharers
+from pipeinfer.cluster.cores import Host, sharers
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile
+from pipeinfer.cluster.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import StagePlan
-from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
@@ -55,9 +55,28 @@ def machines_of(deployment: Deployment, nodes: Sequence[Node]) -> list[Machine]:
             raise UserError(
                 f"nobody knows how fast {node.host.name} is; give gb_per_s and gflop_per_s in the hosts file"
             )
-        share, machine = sharers(deployment.hosts, deployment.plan.computing, rank), node.machine
-        found.append(replace(machine, bytes_per_s=machine.bytes_per_s / share, flop_per_s=machine.flop_per_s / share))
+        found.append(_shared(node.machine, sharers(deployment.hosts, deployment.plan.computing, rank)))
     return found
+
+
+def with_described_speeds(nodes: Sequence[Node], info: ModelInfo) -> list[Host]:
+    """The hosts, with what is described of their speed as that of the target's layers: `run` times them instead. All
+    ranks of a host are taken to compute."""
+    model, hosts = model_of(info), [node.host for node in nodes]
+
+    def speed(rank: int, node: Node) -> LayerSpeed | None:
+        if node.machine is None:
+            return None
+        share = sharers(hosts, frozenset(range(len(nodes))), rank)
+        cost = _shared(node.machine, share).slice_of(model, 1, True)
+        return LayerSpeed(cost.layer.at(1) / model.layer_bytes, cost.output.at(1), node.source)
+
+    return [replace(node.host, speed=speed(rank, node)) for rank, node in enumerate(nodes)]
+
+
+def _shared(machine: Machine, n_ranks: int) -> Machine:
+    """What each of so many ranks there has of it."""
+    return replace(machine, bytes_per_s=machine.bytes_per_s / n_ranks, flop_per_s=machine.flop_per_s / n_ranks)
 
 
 def planned_profile(
@@ -89,19 +108,3 @@ def planned_profile(
         sleeps=True,
         blocks=deployment.blocks,
     )
-
-
-def split_by_speed(
-    deployment: Deployment, info: ModelInfo, nodes: Sequence[Node], room: StageRoom | None = None
-) -> list[int]:
-    """Layers a stage with which the slowest stage is as fast as it can be; `room`: what memory the stages have.
-
-    Raises UserError when some speed is not known or there is no such split.
-    """
-    model, machines = model_of(info), machines_of(deployment, nodes)
-    slices = [machines[stage.rank].slice_of(model, 1, True) for stage in deployment.plan.stages]
-    rows = [[each.layer.at(1)] * (model.layers - 1) + [each.layer.at(1) + each.output.at(1)] for each in slices]
-    counts = spread_layers(rows, room, info.layers.faults)
-    if counts is None:
-        raise UserError("no split by speed fits")
-    return counts

@@ -12,10 +12,11 @@ from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.cluster.room import spare_room
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
-from pipeinfer.job.deployment import Deployment, lay_out, memory_needs, read_drafts
+from pipeinfer.job.deployment import Deployment, lay_out, read_drafts
 from pipeinfer.job.options import RunOptions
-from pipeinfer.job.planned_costs import planned_profile, split_by_speed
+from pipeinfer.job.planned_costs import planned_profile, with_described_speeds
 from pipeinfer.job.request import fit_context
+from pipeinfer.job.timed_ranks import ranks_to_time
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.plan_text import UNFIT
 from pipeinfer.policies import Iterative
@@ -34,7 +35,8 @@ N_SIMULATED = 128
 @dataclass(frozen=True)
 class Planner:
     """`drafts`: the headers of all that are given, the smallest first. `acceptances`: how often each one's best guess
-    is right; empty: as `simulate` takes it."""
+    is right; empty: as `simulate` takes it. `is_described`: nobody was on the nodes, and what is said of
+    them is believed."""
 
     options: RunOptions
     info: ModelInfo
@@ -43,6 +45,7 @@ class Planner:
     link: LinkCost
     n_prompt: int
     acceptances: Sequence[float] = ()
+    is_described: bool = False
 
     def changed(self, **changes: Any) -> Planner:
         """With other options."""
@@ -60,8 +63,15 @@ class Planner:
     @cached_property
     def deployment(self) -> Deployment:
         """Raises UserError when splits or threads do not fit; whether the memory does, `shortage` says."""
-        hosts = [node.host for node in self.nodes]
+        timed = [node.host for node in self.nodes]
+        hosts = with_described_speeds(self.nodes, self.info) if self.is_described else timed
         return lay_out(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
+
+    @property
+    def may_split_otherwise(self) -> bool:
+        """Whether `run` would time ranks of which nobody says how fast they are."""
+        hosts = self.deployment.hosts
+        return any(hosts[rank].speed is None for rank in ranks_to_time(self.options, hosts))
 
     @property
     def shortage(self) -> int:
@@ -100,18 +110,10 @@ class Planner:
         except UserError:
             return None
 
-    def split_by_speed(self) -> str:
-        """The --layer-split with which the slowest stage is as fast as memory allows. Raises UserError."""
-        deployment = self.deployment
-        hosts = [node.host for node in self.nodes]
-        needs = memory_needs(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
-        room = needs.room(deployment.hosts, deployment.plan.drafts, [stage.rank for stage in deployment.plan.stages])
-        return ",".join(map(str, split_by_speed(deployment, self.info, self.nodes, room)))
-
 
 def open_planner(
     options: RunOptions, info: ModelInfo, nodes: Sequence[Node], link: LinkCost, n_prompt: int,
-    acceptances: Sequence[float],
+    acceptances: Sequence[float], is_described: bool = False,
 ) -> Planner:  # fmt: skip
     """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
     drafts = read_drafts(options.drafts)
@@ -120,4 +122,4 @@ def open_planner(
             f"--acceptance is given {len(acceptances)} times for {len(options.drafts)} drafts; give it once for each, "
             "the smallest first, or leave it out"
         )
-    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances)
+    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described)

@@ -8,11 +8,11 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.job.backends import Backend
 from pipeinfer.job.memory import gpu_layers
-from pipeinfer.job.options import RunOptions, backend_of
+from pipeinfer.job.options import RunOptions, backend_of, gpu_layers_asked
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.torch.library import load_torch
+from pipeinfer.models.torch.library import load_torch, torch_version
 from pipeinfer.models.torch.params import CPU, TorchParams
 
 
@@ -34,6 +34,13 @@ def load_layers(
         backend.dtype, local_rank, params.exact,
     )  # fmt: skip
     return TorchStage(open_layers(), own, on_progress)
+
+
+def place_text(options: RunOptions, host: Host, n_threads: int, rank: int) -> str:
+    """Where and by what a rank's layers are computed: what their times depend on, besides the layers."""
+    backend = backend_of(options, rank)
+    by = f"{backend} {torch_version()}" if backend.is_torch else f"-ngl {gpu_layers_asked(options, rank)}"
+    return f"{host.name}, {host.n_cores} cores, {n_threads} threads, {by}"
 
 
 def local_rank(hosts: Sequence[Host], rank: int) -> int:

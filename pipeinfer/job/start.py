@@ -23,6 +23,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, DoesNotFit
 from pipeinfer.job.fetch import fetch_models, find_models
+from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import prepare
 from pipeinfer.job.request import GenerationRequest
@@ -122,6 +123,8 @@ def run_prepared(
         return [options.model, *options.drafts]
 
     hosts, error = find_models(link, crew.hosts, paths)
+    if not error:
+        hosts = with_layer_times(crew, hosts, options)
     prepared = None
     if link.rank == 0 and not error:
         prepared, error = _prepared(lambda: prepare(options, hosts))

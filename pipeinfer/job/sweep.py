@@ -94,30 +94,36 @@ def check_ablations(sweep: Sweep) -> None:
             )
 
 
-def plan_groups(sweep: Sweep, hosts: Sequence[Host]) -> list[Group]:
-    """Groups in the order of the models, then of the policies. Raises UserError for whatever cannot be measured."""
+def loads_of(sweep: Sweep) -> Iterator[tuple[RunOptions, tuple[Policy, ...]]]:
+    """What is loaded at a time, but for the split, and the policies that are measured on it."""
+    for model, drafts in sweep.pairs:
+        for policies in _loaded_alike(sweep.policies):
+            needs_most = max(policies, key=lambda policy: policy.n_seq)
+            cut = sweep.base.draft_split if len(drafts) == 1 + len(sweep.base.draft_split) else ()
+            yield replace(sweep.base, model=model, drafts=drafts, policy=needs_most, draft_split=cut), policies
+
+
+def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]]) -> list[Group]:
+    """Groups in the order of the models, then of the policies. `hosts_of`: of each of `loads_of`. Raises UserError for
+    whatever cannot be measured."""
     check_ablations(sweep)
     groups: list[Group] = []
     unused, draft_split = set(sweep.splits), sweep.base.draft_split
     most = max(len(drafts) for _, drafts in sweep.pairs)
     if all(len(drafts) != 1 + len(draft_split) for _, drafts in sweep.pairs):
         draft_widths(most, draft_split)
-    for model, drafts in sweep.pairs:
-        for policies in _loaded_alike(sweep.policies):
-            drafted = policies[0].drafts
-            needs_most = max(policies, key=lambda policy: policy.n_seq)
-            cut = draft_split if len(drafts) == 1 + len(draft_split) else ()
-            options = replace(sweep.base, model=model, drafts=drafts, policy=needs_most, draft_split=cut)
-            n_stages = len(stage_ranks(len(hosts), draft_widths(len(drafts), cut) if drafted else ()))
-            fitting = [split for split in sweep.splits if len(parse_split(split)) == n_stages]
-            unused -= set(fitting)
-            by_split = [replace(options, layer_split=split) for split in fitting] or [options]
-            groups += [_group(chosen, policies, sweep, hosts) for chosen in by_split]
+    for (options, policies), hosts in zip(loads_of(sweep), hosts_of, strict=True):
+        widths = draft_widths(len(options.drafts), options.draft_split) if policies[0].drafts else ()
+        n_stages = len(stage_ranks(len(hosts), widths))
+        fitting = [split for split in sweep.splits if len(parse_split(split)) == n_stages]
+        unused -= set(fitting)
+        by_split = [replace(options, layer_split=split) for split in fitting] or [options]
+        groups += [_group(chosen, policies, sweep, hosts) for chosen in by_split]
     if unused:
         split = min(unused)
         raise UserError(
             f"--layer-split {split} has {len(parse_split(split))} parts, and no policy here has as many stages on "
-            f"{len(hosts)} ranks; a draft takes one rank of them, or as many as --draft-split says"
+            f"{len(hosts_of[0])} ranks; a draft takes one rank of them, or as many as --draft-split says"
         )
     return groups
 

@@ -91,12 +91,6 @@ def _tried(planner: Planner) -> Iterator[Way]:
 def _splits(planner: Planner) -> Iterator[tuple[str, Planner]]:
     if planner.options.layer_split:
         yield "leave --layer-split out", planner.changed(layer_split=None)
-    try:
-        split = planner.split_by_speed()
-    except UserError:  # some speed is not known, or no split fits
-        return
-    if split != ",".join(str(stage.last - stage.first) for stage in planner.deployment.plan.stages):
-        yield f"--layer-split {split}", planner.changed(layer_split=split)
 
 
 def _contexts(planner: Planner) -> Iterator[tuple[str, Planner]]:

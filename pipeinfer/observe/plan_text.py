@@ -19,7 +19,7 @@ UNFIT = "its plan does not fit"
 USUAL = {"backend": "llama"}
 """A column whose cells all say this is not shown; of the others one of dashes."""
 
-WORDS = ("host", "GPU", "backend", "speed from", "role", "layers")
+WORDS = ("host", "GPU", "backend", "speed from", "a layer", "role", "layers")
 
 
 def _size(n_bytes: float | None) -> str:
@@ -32,6 +32,10 @@ def _speed(row: Row) -> str:
     return f"{row['read_bytes_per_s'] / 1e9:.3g} GB/s, {row['flop_per_s'] / 1e9:.4g} GFLOP/s"
 
 
+def _layer(row: Row) -> str:
+    return "-" if row["layer_s"] is None else f"{1e3 * row['layer_s']:.3g} ms, {row['layer_source']}"
+
+
 CELLS: Mapping[str, Callable[[Row], str]] = {
     "rank": lambda row: str(row["rank"]),
     "host": lambda row: row["host"],
@@ -41,6 +45,7 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "backend": lambda row: row["backend"],
     "speed": _speed,
     "speed from": lambda row: _or_dash(row["speed_source"]),
+    "a layer": _layer,
     "role": lambda row: row["role"],
     "layers": lambda row: _or_dash(row["layers"]),
     "weights": lambda row: _size(row["weight_bytes"]),

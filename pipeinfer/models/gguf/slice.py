@@ -36,6 +36,10 @@ small ones leave behind (measured, ext4)."""
 N_STAND_IN = 32
 """Vocabulary of a slice that is not the last: libllama wants a token table, but such a slice never uses it."""
 
+BLANK_GATHERED = 1 << 30
+"""Bytes of a blank slice that get large pages as others do, and so are there at once; of larger ones, of many experts,
+most are never read."""
+
 
 @dataclass
 class SliceFile:
@@ -151,6 +155,24 @@ def open_slice(
         raise
     collapse(fd)
     return slice_file
+
+
+def open_blank(info: ModelInfo, first: int, last: int) -> SliceFile:
+    """The same layers, not all of them, in memory and with weights of zero, which are there once they are read: they
+    take as long to evaluate, on hosts without the model's file too. Raises UserError when there is no memory for them.
+    """
+    assert (first, last) != (0, info.n_layer), "a whole model is its own file"
+    form = _form(info, first, last)
+    fd = os.memfd_create(f"pipeinfer-blank-{first}-{last}", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, form.head)
+        os.ftruncate(fd, form.n_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise UserError(f"no memory for {form.n_bytes} bytes to be timed: {error.strerror}") from None
+    if form.n_bytes <= BLANK_GATHERED:
+        collapse(fd)
+    return SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), form.n_bytes, fd)
 
 
 def is_cached(info: ModelInfo, first: int, last: int, cache_dir: Path, elsewhere: Sequence[FileState]) -> bool:

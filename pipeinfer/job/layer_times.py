@@ -1,0 +1,161 @@
+"""How fast each rank is at the target's layers, where they are not alike: timed on each, and kept for the next time.
+On every rank, before there is a plan. Loads layers without weights, so that it takes no file and little time.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeinfer import __version__
+from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.plan import Sizes
+from pipeinfer.cluster.timed_layers import time_layers
+from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.errors import UserError
+from pipeinfer.job.complain import complain
+from pipeinfer.job.deployment import sizes_of
+from pipeinfer.job.fetch import fetch_files
+from pipeinfer.job.memory import gpu_layers
+from pipeinfer.job.options import RunOptions, backend_of
+from pipeinfer.job.stages import load_layers, local_rank, place_text
+from pipeinfer.job.timed_ranks import Span, planned_threads, ranks_to_time, timed_span, timing_turns
+from pipeinfer.kept import user_kept
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
+from pipeinfer.models.gguf.slice import open_blank
+from pipeinfer.models.llama.build import describe_build
+from pipeinfer.models.llama.params import LlamaParams
+
+if TYPE_CHECKING:  # imports MPI
+    from pipeinfer.job.start import Crew
+
+N_CELLS = 256
+NOW, BEFORE = "timed now", "timed before"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be timed: of each rank, layers [first, last) of the model."""
+
+    fingerprint: str
+    sizes: Sizes
+    spans: dict[int, Span]
+
+
+def with_layer_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
+    """The hosts, with how fast those are that shall have layers; as they are where all are alike, where the options say
+    who gets what, or where it cannot be timed. Collective."""
+    ranks = ranks_to_time(options, hosts)
+    if not ranks:
+        return hosts
+    link = crew.link
+    asked: _Asked | None = link.broadcast(_ask(options, ranks) if link.rank == 0 else None)
+    if asked is None:
+        return hosts
+    own, kept = asked.spans.get(link.rank), user_kept()
+    name = _name(asked, hosts, options, link.rank) if own else ""
+    speeds = link.all_gather(_read(kept.get(name)) if own else None)
+    if not all(speeds[rank] for rank in ranks):
+        speeds = link.all_gather(_time(crew, hosts, options, asked))
+        if own and (speed := speeds[link.rank]):
+            kept.put(name, {"s_per_byte": speed.s_per_byte, "output_s": speed.output_s})
+    return [replace(host, speed=speed) for host, speed in zip(hosts, speeds, strict=True)]
+
+
+def _ask(options: RunOptions, ranks: Sequence[int]) -> _Asked | None:
+    """None where the model cannot be timed, or not be had, which who plans will say."""
+    try:
+        info = read_model_info(*fetch_files([options.model], options.offline))
+    except UserError:
+        return None
+    sizes = sizes_of(info)
+    spans = {rank: timed_span(sizes, len(ranks), rank == ranks[-1]) for rank in ranks}
+    found = {rank: span for rank, span in spans.items() if span}
+    return _Asked(info.fingerprint, sizes, found) if len(found) == len(ranks) else None
+
+
+def _name(asked: _Asked, hosts: Sequence[Host], options: RunOptions, rank: int) -> str:
+    """Under which a rank's speed is kept: all that it depends on."""
+    (first, last), host, threads = asked.spans[rank], hosts[rank], planned_threads(options, hosts)
+    beside = [str(threads[other]) for other, each in enumerate(hosts) if each.name == host.name]
+    return (
+        f"layers: {asked.fingerprint} {first}-{last - 1}, {options.numerics}, {host.processor}, "
+        f"{place_text(options, host, threads[rank], rank)}, threads there {' '.join(beside)}, "
+        f"pipeinfer {__version__}, {describe_build()}"
+    )
+
+
+def _read(value: Any) -> LayerSpeed | None:
+    """What was kept; None when it is anything else."""
+    if not isinstance(value, dict) or value.keys() != {"s_per_byte", "output_s"}:
+        return None
+    s_per_byte, output_s = value["s_per_byte"], value["output_s"]
+    if not _is_time(s_per_byte) or not (output_s is None or _is_time(output_s)):
+        return None
+    return LayerSpeed(s_per_byte, output_s, BEFORE)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < math.inf
+
+
+def _time(crew: Crew, hosts: Sequence[Host], options: RunOptions, asked: _Asked) -> LayerSpeed | None:
+    """This rank's speed; None on all of them where one cannot load what it shall time, which is said."""
+    link, own = crew.link, asked.spans.get(crew.link.rank)
+    model, error = None, ""
+    try:
+        skeleton = link.broadcast(_skeleton(options) if link.rank == 0 else None)
+        if own and skeleton:
+            crew.watch.describe(f"timing layers {own[0]}-{own[1] - 1}")
+            model = _load(skeleton, own, hosts, options, link.rank)
+    except UserError as caught:
+        error = f"rank {link.rank} ({socket.gethostname()}): {caught}"
+    failed = next(filter(None, link.all_gather(error)), "" if skeleton else "the model cannot be read any more")
+    speed, turns = None, timing_turns(hosts, planned_threads(options, hosts), asked.spans)
+    if failed and link.rank == 0:
+        complain(f"no layers could be timed, so that they go by size: {failed}")
+    for turn in range(0 if failed else 1 + max(turns.values())):
+        if model and own and turn == turns[link.rank]:
+            speed = _time_loaded(model, own, asked.sizes, asks=not backend_of(options, link.rank).is_torch)
+        link.all_gather(None)
+    if model:
+        model.close()
+    crew.watch.describe("")
+    return speed
+
+
+def _time_loaded(model: LoadedModel, own: Span, sizes: Sizes, asks: bool) -> LayerSpeed:
+    output_bytes = sizes.output_bytes if model.is_last else 0
+    return replace(time_layers(model, sizes.layer_bytes[slice(*own)], output_bytes, time.monotonic, asks), source=NOW)
+
+
+def _skeleton(options: RunOptions) -> Skeleton | None:
+    try:
+        return take_skeleton(read_model_info(*fetch_files([options.model], options.offline)))
+    except UserError:
+        return None
+
+
+def _load(skeleton: Skeleton, own: Span, hosts: Sequence[Host], options: RunOptions, rank: int) -> LoadedModel:
+    params = LlamaParams(
+        n_cells=N_CELLS,
+        n_seq_max=2,
+        n_batch=1,
+        n_outputs_max=1,
+        n_threads=planned_threads(options, hosts)[rank],
+        n_gpu_layers=gpu_layers(options, rank),
+        exact=options.numerics == "exact",
+    )
+    with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:
+        info = put_up(skeleton, Path(folder))
+        return load_layers(
+            lambda: open_blank(info, *own), params, backend_of(options, rank), local_rank(hosts, rank), lambda _: True
+        )

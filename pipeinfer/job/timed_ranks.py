@@ -1,0 +1,73 @@
+"""Which ranks are to be timed before there is a plan, at which layers, and when. Pure functions; knows options and
+sizes, times nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pipeinfer.cluster.cores import Host, spare_cores
+from pipeinfer.cluster.plan import Sizes, draft_widths, stage_ranks
+from pipeinfer.errors import UserError
+from pipeinfer.job.deployment import threads_of_ranks
+from pipeinfer.job.options import RunOptions, backend_of, check_backends, check_gpu_layers, gpu_layers_asked
+
+TIMED_BYTES = 128 << 20
+"""Weights that are timed: more than caches hold, so that they come from where a stage's will."""
+
+Span = tuple[int, int]
+"""Layers [first, last)."""
+
+
+def ranks_to_time(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
+    """The ranks that shall have layers of the target, where they are not alike and nobody says how many each; else
+    none, also where the options are wrong."""
+    if options.layer_split or options.pace:
+        return []
+    n_ranks, n_drafts = len(hosts), len(options.drafts_in_use)
+    try:
+        check_backends(options, n_ranks)
+        check_gpu_layers(options, n_ranks)
+        ranks = stage_ranks(n_ranks, draft_widths(n_drafts, options.draft_split if n_drafts else ()))
+        threads = planned_threads(options, hosts)
+    except UserError:  # who plans says so
+        return []
+    return ranks if len({_kind(options, hosts, threads, rank) for rank in ranks}) > 1 else []
+
+
+def planned_threads(options: RunOptions, hosts: Sequence[Host]) -> tuple[int, ...]:
+    """Of each rank: all of them compute. Raises UserError when there are too few or too many values."""
+    return threads_of_ranks(options.threads, frozenset(range(len(hosts))), hosts)
+
+
+def _kind(options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> tuple[object, ...]:
+    """Ranks of which this is the same are taken to be equally fast. Of GPUs only those of one host are."""
+    host, backend, n_on_gpu = hosts[rank], backend_of(options, rank), gpu_layers_asked(options, rank)
+    here = host.name if n_on_gpu or backend.may_use_gpu else ""
+    beside = sorted(threads[other] for other, each in enumerate(hosts) if each.name == host.name)
+    return host.processor, host.n_cores, threads[rank], str(backend), n_on_gpu, here, tuple(beside)
+
+
+def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
+    """Layers to be timed as those of one of so many stages: as many as an equal share has, but no more than
+    TIMED_BYTES, from the middle of the model, or from its end with the output matrix; None if there are none."""
+    n_layers = len(sizes.layer_bytes)
+    most = min(n_layers // n_stages, TIMED_BYTES * n_layers // max(1, sum(sizes.layer_bytes)))
+    counts = [*range(max(1, most), 0, -1), *range(max(1, most) + 1, n_layers)]
+    for count in counts:
+        middle = (n_layers - count + 1) // 2
+        starts = [n_layers - count] if is_last else sorted(range(1, n_layers - count), key=lambda at: abs(at - middle))
+        for first in starts:
+            if first > 0 and (first, first + count) not in sizes.faults:
+                return first, first + count
+    return None if is_last else timed_span(sizes, n_stages, is_last=True)
+
+
+def timing_turns(hosts: Sequence[Host], threads: Sequence[int], ranks: Collection[int]) -> dict[int, int]:
+    """When each of these ranks times, those of a host all at once: when the pipeline is full all of them compute at
+    once, and share what their host reads of its memory. Where it lacks cores for all their threads one after another:
+    threads that wait for each other's cores would time the system's scheduler, and in a job they make do with fewer."""
+    everyone, turns = frozenset(range(len(hosts))), dict[int, int]()
+    for rank in sorted(ranks):
+        before = [other for other in turns if hosts[other].name == hosts[rank].name]
+        turns[rank] = len(before) if spare_cores(hosts, everyone, threads, rank) < 0 else 0
+    return turns
