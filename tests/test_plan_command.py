@@ -22,10 +22,12 @@ from pipeinfer.job.deployment import deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.planned_costs import model_of
-from pipeinfer.job.ways import largest
+from pipeinfer.job.planner import ETHERNET, Planner, open_planner
+from pipeinfer.job.ways import _order, largest, ways
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
+from pipeinfer.policies.registry import make_policy
 from pipeinfer.virtual.hosts_file import read_hosts
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import finish
@@ -193,6 +195,21 @@ def test_hosts_that_are_described_are_split_by_their_speed(tmp_path: Path, wide:
     assert even["ways"][0]["what"] == "leave --layer-split out"
     alike = plan("--hosts", write(tmp_path, f"a {FAST}", f"b {FAST}"), "-m", wide)[0]
     assert alike["layer_split"] == plan("--hosts", write(tmp_path, "a", "b"), "-m", wide)[0]["layer_split"] == [4, 4]
+
+
+def test_the_host_whose_layers_are_missed_least_is_advised_to_draft(tmp_path: Path, wide: Path) -> None:
+    draft = write_model(tmp_path / "draft.gguf", Shape(n_layer=1, n_embd=64, n_ff=128))
+    options = RunOptions(model=wide, drafts=(draft,), policy=make_policy("auto", {}))
+
+    def planner(*lines: str) -> Planner:
+        nodes = read_hosts(write(tmp_path, *lines))
+        return open_planner(options, read_model_info(wide), nodes, ETHERNET, 128, (), is_described=True)
+
+    slow_last = planner(f"a {FAST}", f"b {FAST}", f"c {SLOW}")
+    slow_first = planner(f"c {SLOW}", f"a {FAST}", f"b {FAST}")
+    way = next(way for way in ways(slow_last, [slow_last.predict(options.policy)]) if way.what == "c first, to draft")
+    assert way.tokens_per_s == pytest.approx(slow_first.speed, rel=0.01)
+    assert not [what for what, _ in _order(slow_first.changed(layer_split="4,4"))] and not way.short_bytes
 
 
 def test_that_run_would_time_them_is_said_of_hosts_of_which_nobody_knows_how_fast(tmp_path: Path, wide: Path) -> None:

@@ -80,7 +80,7 @@ def advised(
 
 
 def _tried(planner: Planner) -> Iterator[Way]:
-    for what, change in (*_splits(planner), *_contexts(planner), *_hosts(planner)):
+    for what, change in (*_splits(planner), *_contexts(planner), *_order(planner), *_hosts(planner)):
         try:
             short = change.shortage
             yield Way(what, short, None if short else change.speed)
@@ -123,6 +123,26 @@ def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
     n = _enough(wider) if planner.shortage else 1
     if n:
         yield f"{n} more host{'s' * (n > 1)} like {last.host.name}", wider(n)
+
+
+def _order(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """Another described host first: its rank has the draft, and its layers are missed less. One of each kind."""
+    first, *others = planner.nodes
+    options = planner.options
+    by_rank = max(map(len, (options.threads, options.n_gpu_layers, options.backend))) > 1
+    if not planner.is_described or not planner.drafts_in_use or options.layer_split or by_rank:
+        return
+    kinds = {_kind(first)}
+    for node in others:
+        if _kind(node) not in kinds:
+            kinds.add(_kind(node))
+            rest = [other for other in planner.nodes if other is not node]
+            yield f"{node.host.name} first, to draft", replace(planner, nodes=[node, *rest])
+
+
+def _kind(node: Node) -> tuple[object, ...]:
+    speed = node.machine and (node.machine.bytes_per_s, node.machine.flop_per_s)
+    return speed, node.host.n_cores, node.host.room
 
 
 def _enough(wider: Callable[[int], Planner]) -> int:
