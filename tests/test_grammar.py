@@ -15,6 +15,7 @@ import pytest
 from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import encode
+from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.core.sampling import SamplingParams, choose
@@ -218,6 +219,19 @@ def test_what_is_no_schema_is_said(schema: str, said: str) -> None:
         schema_grammar(read_schema(schema))
 
 
+@pytest.mark.parametrize("params", [SamplingParams(temp=0.0), SamplingParams(seed=3), SamplingParams(seed=3, top_k=0)])
+def test_a_draft_guesses_what_the_target_would_choose_and_only_what_may_follow(
+    tokenizer: Tokenizer, params: SamplingParams
+) -> None:
+    grammar = Grammar(tokenizer, ASSIGNMENT)
+    output = written(grammar, params, 200)
+    for at, token in enumerate(output):
+        allowed = grammar.after(output[:at])
+        guesses = guess_next(noise(at), params, at, (), 4, True, allowed)
+        assert guesses[0].token == token and all(allowed.has(guess.token) for guess in guesses)
+        assert all(0 < guess.probability <= 1 for guess in guesses)
+
+
 # -- jobs
 
 
@@ -227,8 +241,10 @@ def test_greedy_text_is_plain_llama_cpps_at_every_rank_count() -> None:
     grammar = schema_grammar(read_schema(SCHEMA))
     assert one["tokens"] == plain_tokens(Path(TARGET), one["prompt_tokens"], 64, grammar)
     assert one["finish"] == "end" and set(json.loads(one["text"])) == {"name", "n"} and len(one["grammar"]) == 16
-    for n_ranks, policy in ((2, "iterative"), (3, "pipeinfer")):
-        assert run_json(n_ranks, [*words, "--policy", policy])["tokens"] == one["tokens"], (n_ranks, policy)
+    assert run_json(2, [*words, "--policy", "iterative"])["tokens"] == one["tokens"]
+    three = run_json(3, [*words, "--policy", "pipeinfer"])
+    assert three["tokens"] == one["tokens"]
+    assert three["speculation"]["hit_rate"] > 0.5, "the draft knows the grammar too"
 
 
 def test_sampled_text_is_the_same_everywhere(tmp_path: Path) -> None:

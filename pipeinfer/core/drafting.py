@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
+from pipeinfer.core.interfaces import Allowed, Batch, Constraint, FloatArray, StageModel
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams, adjust, largest, perturbed
@@ -37,13 +37,25 @@ def coupled(logits: FloatArray, width: int, params: SamplingParams, position: in
 
 
 def guess_next(
-    logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], width: int, couple: bool
-) -> list[Guess]:
-    """A draft's guesses for the token at `position`, from its logits (n_vocab,) and the newest tokens before it.
+    logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], width: int, couple: bool,
+    allowed: Allowed | None = None,
+) -> list[Guess]:  # fmt: skip
+    """A draft's guesses for the token at `position`, from its logits (n_vocab,) and the newest tokens before it, as the
+    target chooses.
 
     The logits are changed in place.
     """
     adjust(logits, params, history)
+    guesses = _guesses(logits, params, position, width, couple)
+    if allowed is None:
+        return guesses
+    if allowed.has(guesses[0].token):
+        return guesses[:1] + [guess for guess in guesses[1:] if allowed.has(guess.token)]
+    allowed.restrict(logits, max(width, params.n_candidates) if params.n_candidates else 0)
+    return [guess for guess in _guesses(logits, params, position, width, couple) if guess.probability > 0]
+
+
+def _guesses(logits: FloatArray, params: SamplingParams, position: int, width: int, couple: bool) -> list[Guess]:
     if params.temp > 0 and couple:
         return coupled(logits, width, params, position)
     return likeliest(logits, width)
@@ -69,9 +81,20 @@ class ModelDrafter:
 
     The draft's cache lags behind the output: before a root is expanded, the certain tokens it has not seen (the prompt,
     or tokens it had not guessed) are evaluated as context. `couple`: sampled guesses share the target's noise.
+    `constrain`: makes a Constraint of a request's grammar; without it guesses are made as if there was none.
     """
 
-    def __init__(self, model: StageModel, pool: SequencePool, n_batch: int, n_vocab: int, couple: bool = True) -> None:
+    def __init__(
+        self,
+        model: StageModel,
+        pool: SequencePool,
+        n_batch: int,
+        n_vocab: int,
+        couple: bool = True,
+        constrain: Callable[[str], Constraint] | None = None,
+    ) -> None:
+        self.constrain = constrain
+        self._constraints: dict[int, Constraint] = {}  # by request
         self.model, self.pool, self.n_batch, self.n_vocab, self.couple = model, pool, n_batch, n_vocab, couple
 
     @property
@@ -83,6 +106,8 @@ class ModelDrafter:
             self.pool.take_over(request.continues.request_id, request.id, request.continues.n_tokens)
         else:
             self.pool.open(request.id)
+        if request.sampling.grammar and self.constrain:
+            self._constraints[request.id] = self.constrain(request.sampling.grammar)
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
@@ -105,7 +130,10 @@ class ModelDrafter:
     def _guess(self, request: Request, node: Node, logits: FloatArray, width: int) -> list[Guess]:
         params = request.sampling
         history = newest_tokens(request, node, params.looks_back)
-        return guess_next(logits, params, node.position + 1, history, width, self.couple)
+        constraint = self._constraints.get(request.id)
+        n_output = node.position + 1 - len(request.prompt)
+        allowed = constraint.after(newest_tokens(request, node, n_output)) if constraint else None
+        return guess_next(logits, params, node.position + 1, history, width, self.couple, allowed)
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the certain tokens below the root that the draft has not seen; False when the root moved meanwhile.
@@ -151,6 +179,7 @@ class ModelDrafter:
         self.pool.settle(request.id, path)
 
     def close(self, request: Request) -> None:
+        self._constraints.pop(request.id, None)
         if request.n_left:
             self.pool.leave(request.id, request.n_left)
         else:

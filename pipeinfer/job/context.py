@@ -35,7 +35,7 @@ class Context:
     """What this rank hosts and came from rank 0, by the number of a draft, or -1, as `arrivals` has it."""
 
     vocabulary: VocabularyFile | None = None
-    """The target's, where its last layers are."""
+    """The target's, where its last layers are, and where the smallest draft is."""
 
     @property
     def rank(self) -> int:

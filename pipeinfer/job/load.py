@@ -162,10 +162,11 @@ def time_loaded(
     return recall_rows(model, CLOCK, user_kept(), name)
 
 
-def make_drafter(deployment: Deployment, options: RunOptions, model: LoadedModel) -> ModelDrafter:
-    """The model's cache must be empty."""
+def make_drafter(context: Context, deployment: Deployment, options: RunOptions, model: LoadedModel) -> ModelDrafter:
+    """On rank 0, which has the target's file. The model's cache must be empty."""
+    context.vocabulary = context.vocabulary or VocabularyFile(deployment.model.path)
     pool = SequencePool(options.n_seq, deployment.n_cells)
-    return ModelDrafter(model, pool, N_GUESS_ROWS, model.n_vocab, options.couple)
+    return ModelDrafter(model, pool, N_GUESS_ROWS, model.n_vocab, options.couple, Grammars(context.vocabulary.open))
 
 
 def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:

@@ -62,7 +62,7 @@ def make_request(
 
 def end_tokens(options: RunOptions, tokenizer: Tokenizer) -> frozenset[int]:
     """Those that end a generation."""
-    return frozenset() if options.ignore_eos else frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab)))
+    return frozenset() if options.ignore_eos else frozenset(tokenizer.ends)
 
 
 def read_prompt(options: RunOptions) -> str:

@@ -176,7 +176,7 @@ class Session:
             self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
         )
         if self._drafts:
-            self._drafter = make_drafter(deployment, options, self._drafts[0])
+            self._drafter = make_drafter(context, deployment, options, self._drafts[0])
         drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter
         slowest = slowest_stage(list(self._costs.values()))
         return Engine(

@@ -71,7 +71,7 @@ class Grammar:
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         """Raises UserError for what is no grammar."""
         self.tokenizer, self._lock = tokenizer, Lock()
-        self.ends = np.array([token for token in range(tokenizer.n_vocab) if tokenizer.is_end(token)], np.intp)
+        self.ends = np.array(tokenizer.ends, np.intp)
         self._root = _parse(tokenizer, text)
         self._states: OrderedDict[tuple[int, ...], _State | None] = OrderedDict()
 

@@ -88,6 +88,11 @@ class Tokenizer:
         """Whether generation ends with this token."""
         return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
 
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """All tokens that end a generation."""
+        return tuple(filter(self.is_end, range(self.n_vocab)))
+
     def text_of(self, token: int) -> bytes:
         """A token as the vocabulary spells it."""
         text: bytes | None = self._lib.llama_vocab_get_text(self._vocab, token)

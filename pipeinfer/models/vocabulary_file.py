@@ -18,13 +18,18 @@ class VocabularyFile:
     def __init__(self, path: Path) -> None:
         """Raises UserError when it cannot be read."""
         self.path = path
+        self._tokenizer: Tokenizer | None = None
         try:
             self._file = path.open("rb")
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
     def open(self) -> Tokenizer:
-        """Raises UserError."""
+        """Always the same. Raises UserError."""
+        self._tokenizer = self._tokenizer or self._open()
+        return self._tokenizer
+
+    def _open(self) -> Tokenizer:
         fd = os.memfd_create("pipeinfer-vocabulary", os.MFD_CLOEXEC)
         try:
             with open(fd, "wb", closefd=False) as file:
