@@ -188,7 +188,7 @@ main()
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("refuse", ["no layers could be timed, so that they go by size: rank 2 (", "no such device"]),
+        ("refuse", ["layers go by size, not by ranks' speed: rank 2 (", "could not be timed: no such device"]),
         ("die", ["rank 2 (", "timing layers"]),
     ],
 )

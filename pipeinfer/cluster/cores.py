@@ -35,6 +35,8 @@ class Host:
     """What the host says it is; empty: it does not say."""
     speed: LayerSpeed | None = None
     """Of this rank, at the target's layers; None: nobody has timed it."""
+    untimed: str = ""
+    """Why that could not be timed, where it should have been."""
 
 
 def this_host(name: str) -> Host:

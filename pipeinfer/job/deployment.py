@@ -110,7 +110,12 @@ class Deployment:
     def warnings(self) -> list[str]:
         """What will make it slow, a line each."""
         notes = map(translation_note, [draft.path for draft in self.drafts], self.translations)
-        return [*filter(None, notes), *crowded_hosts(self.hosts, self.plan.computing, self.threads)]
+        untimed = [
+            f"layers go by size, not by ranks' speed: rank {rank} ({host.name}) could not be timed: {host.untimed}"
+            for rank, host in enumerate(self.hosts)
+            if host.untimed
+        ]
+        return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads)]
 
 
 class DoesNotFit(UserError):

@@ -5,7 +5,6 @@ On every rank, before there is a plan. Loads layers without weights, so that it 
 from __future__ import annotations
 
 import math
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from pipeinfer.cluster.plan import Sizes
 from pipeinfer.cluster.timed_layers import time_layers
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
-from pipeinfer.job.complain import complain
+from pipeinfer.job.context import forget_peak
 from pipeinfer.job.deployment import sizes_of
 from pipeinfer.job.fetch import fetch_files
 from pipeinfer.job.memory import gpu_layers
@@ -30,7 +29,7 @@ from pipeinfer.job.timed_ranks import Span, planned_threads, ranks_to_time, time
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
-from pipeinfer.models.gguf.slice import open_blank
+from pipeinfer.models.gguf.slice import open_blank, slice_bytes
 from pipeinfer.models.llama.build import describe_build
 from pipeinfer.models.llama.params import LlamaParams
 
@@ -62,12 +61,12 @@ def with_layer_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> 
         return hosts
     own, kept = asked.spans.get(link.rank), user_kept()
     name = _name(asked, hosts, options, link.rank) if own else ""
-    speeds = link.all_gather(_read(kept.get(name)) if own else None)
-    if not all(speeds[rank] for rank in ranks):
-        speeds = link.all_gather(_time(crew, hosts, options, asked))
-        if own and (speed := speeds[link.rank]):
+    found = link.all_gather((_read(kept.get(name)) if own else None, ""))
+    if not all(found[rank][0] for rank in ranks):
+        found = link.all_gather(_time(crew, hosts, options, asked))
+        if speed := found[link.rank][0]:
             kept.put(name, {"s_per_byte": speed.s_per_byte, "output_s": speed.output_s})
-    return [replace(host, speed=speed) for host, speed in zip(hosts, speeds, strict=True)]
+    return [replace(host, speed=speed, untimed=why) for host, (speed, why) in zip(hosts, found, strict=True)]
 
 
 def _ask(options: RunOptions, ranks: Sequence[int]) -> _Asked | None:
@@ -107,29 +106,28 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, float) and 0 < value < math.inf
 
 
-def _time(crew: Crew, hosts: Sequence[Host], options: RunOptions, asked: _Asked) -> LayerSpeed | None:
-    """This rank's speed; None on all of them where one cannot load what it shall time, which is said."""
+def _time(crew: Crew, hosts: Sequence[Host], options: RunOptions, asked: _Asked) -> tuple[LayerSpeed | None, str]:
+    """This rank's speed, and why it has none: it could not load what it shall time. Then no other rank has one."""
     link, own = crew.link, asked.spans.get(crew.link.rank)
     model, error = None, ""
     try:
-        skeleton = link.broadcast(_skeleton(options) if link.rank == 0 else None)
+        skeleton: Skeleton | None = link.broadcast(_skeleton(options) if link.rank == 0 else None)
         if own and skeleton:
             crew.watch.describe(f"timing layers {own[0]}-{own[1] - 1}")
             model = _load(skeleton, own, hosts, options, link.rank)
     except UserError as caught:
-        error = f"rank {link.rank} ({socket.gethostname()}): {caught}"
-    failed = next(filter(None, link.all_gather(error)), "" if skeleton else "the model cannot be read any more")
+        error = str(caught)
     speed, turns = None, timing_turns(hosts, planned_threads(options, hosts), asked.spans)
-    if failed and link.rank == 0:
-        complain(f"no layers could be timed, so that they go by size: {failed}")
+    failed = any(link.all_gather(error)) or not skeleton
     for turn in range(0 if failed else 1 + max(turns.values())):
         if model and own and turn == turns[link.rank]:
             speed = _time_loaded(model, own, asked.sizes, asks=not backend_of(options, link.rank).is_torch)
         link.all_gather(None)
     if model:
         model.close()
+        forget_peak()  # it is no part of what the job holds
     crew.watch.describe("")
-    return speed
+    return speed, error
 
 
 def _time_loaded(model: LoadedModel, own: Span, sizes: Sizes, asks: bool) -> LayerSpeed:
@@ -156,6 +154,15 @@ def _load(skeleton: Skeleton, own: Span, hosts: Sequence[Host], options: RunOpti
     )
     with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:
         info = put_up(skeleton, Path(folder))
+        _check_room(slice_bytes(info, *own), hosts, rank)
         return load_layers(
             lambda: open_blank(info, *own), params, backend_of(options, rank), local_rank(hosts, rank), lambda _: True
         )
+
+
+def _check_room(n_bytes: int, hosts: Sequence[Host], rank: int) -> None:
+    """Raises UserError where the ranks of a host, all of which load as much, would leave it no memory."""
+    room = hosts[rank].room
+    left = min(room.own, room.host // sum(host.name == hosts[rank].name for host in hosts))
+    if n_bytes > left:
+        raise UserError(f"{n_bytes / 1e6:.0f} MB of layers are more than the {left / 1e6:.0f} MB that it has")
