@@ -55,6 +55,14 @@ def test_requests_that_come_one_by_one_are_answered_one_by_one() -> None:
     assert crowded["ttft_p50_s"] > 20 * found["ttft_p50_s"], "two at a time: most wait for others"
 
 
+def test_prompts_hold_a_long_pipeline_up_for_small_chunks_only() -> None:
+    """64 rows cost a stage 27 times one: whole, such prompts would take 6.7 s, and what comes behind them as long."""
+    profile = load_profile("pipeinfer-c").lay_out(has_draft=False)
+    alone, many = carry(profile, Load(1, 64, 8, 1)), carry(profile, Load(24, 64, 32, 8, rate=0.3))
+    assert alone["ttft_p50_s"] < 1.0 and many["ttft_p99_s"] < 2.0
+    assert many["tpot_p50_s"] < 1.2 * alone["tpot_p50_s"]
+
+
 @pytest.mark.parametrize(("cluster", "acceptance", "n"), [("pipedec-14", 0.8, 64), ("sipipe", 0.6, 64)])
 def test_speculation_fills_what_is_empty_and_no_more(cluster: str, acceptance: float, n: int) -> None:
     profile = load_profile(cluster).lay_out()

@@ -64,3 +64,15 @@ def test_runs_that_get_faster_with_the_context_teach_no_negative_slope() -> None
         cost.learn(1, position, 2.0 - position / 2000)
     assert cost.seconds(1, 10_000) == pytest.approx(cost.seconds(1, 0))
     assert cost.seconds(1, 0) > 0
+
+
+def test_chunks_of_prompts_fill_a_long_pipeline() -> None:
+    """And are as large as they may be in a short one, on cores that are shared, and where rows cost nothing."""
+    timed = {**TIMED, 32: 3.5, 64: 7.0, 128: 14.0}
+    cost = RunCost(timed)
+    through = {n: (31 - 1 + -(-256 // n)) * cost.seconds(n, 0) for n in timed}
+    assert through[cost.n_chunk_rows(256, 31, 128)] <= 1.25 * min(through.values()) < through[128] / 2
+    assert cost.n_chunk_rows(256, 31, 4) == 4 and cost.n_chunk_rows(3, 31, 128) <= 3
+    assert cost.n_chunk_rows(256, 1, 128) == cost.n_chunk_rows(256, 2, 128) == 128
+    assert RunCost(timed, crowding=31).n_chunk_rows(256, 31, 128) == 128
+    assert RunCost({1: 1.0, 32: 1.0}).n_chunk_rows(256, 31, 128) >= 64

@@ -92,7 +92,7 @@ from pipeinfer.policies.registry import POLICIES
     type=Whole(1),
     default=DEFAULT.batch_size,
     show_default=True,
-    help="Prompt tokens a run, 2048 at most; a prompt is cut into such chunks so that they fill the pipeline.",
+    help="Prompt tokens a run at most, up to 2048; a prompt is cut into smaller chunks where that fills the pipeline.",
 )
 @click.option(
     "-t",

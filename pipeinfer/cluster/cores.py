@@ -101,6 +101,14 @@ def crowded_hosts(hosts: Sequence[Host], computing: Set[int], threads: Sequence[
     return list(lines.values())
 
 
+def crowding(hosts: Sequence[Host], computing: Set[int], threads: Sequence[int]) -> float:
+    """Threads of ranks that compute on each core, where they are the most; 1 at least."""
+    shares = (
+        sum(threads[rank] for rank in _rivals(hosts, computing, host)) / host.n_cores for host in hosts if host.n_cores
+    )
+    return max(1.0, *shares)
+
+
 def _rivals(hosts: Sequence[Host], computing: Set[int], host: Host) -> list[int]:
     """The ranks that compute on some of a rank's cores. A launcher may have given each rank cores of its own."""
     return [rank for rank in sorted(computing) if hosts[rank].name == host.name and hosts[rank].cores & host.cores]

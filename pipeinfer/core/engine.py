@@ -17,7 +17,7 @@ from pipeinfer.core.prefixes import KeptPrefixes
 from pipeinfer.core.requests import Emission, Finish, Prefix, Request
 from pipeinfer.core.rota import Rota
 from pipeinfer.core.run_cost import RunCost
-from pipeinfer.core.scheduler import Room, choose
+from pipeinfer.core.scheduler import Room, as_many_as_go, choose
 from pipeinfer.core.tree import Node, Settled, TokenTree
 
 
@@ -250,7 +250,8 @@ class Engine:
             return False
         self._room = self._measure_room()
         wants = [part for job in self._senders if (part := self._wanted(job, alone))]
-        chosen = [part.cut(n_context, n_nodes) for part, n_context, n_nodes in choose(wants, self._room, alone)]
+        found = choose(wants, self._room, alone, self.run_cost.n_chunk_rows if self.run_cost else as_many_as_go)
+        chosen = [part.cut(n_context, n_nodes) for part, n_context, n_nodes in found]
         return bool(chosen) and (alone or self._has_place(chosen)) and self._submit(chosen)
 
     def _has_place(self, parts: Sequence[Part]) -> bool:

@@ -24,17 +24,27 @@ LARGEST_EXCESS = 3.0
 
 PER_TOKENS = 1000.0
 
+CHUNKS = (8, 16, 32, 64, 128, 256, 512, 1024)
+"""Sizes of chunks that are thought about besides those timed."""
+
+NEARLY, WORTH = 1.25, 2.0
+"""How much longer than in the best chunks prompts may take in larger ones, and in the largest."""
+
+TILED = 2.0
+"""By how much rows beyond those timed may be cheaper than a straight line has them: kernels work on them in tiles."""
+
 
 class RunCost:
     """Seconds of a run of n rows after a context: scale × timed(n) + slope × n × context.
 
     `timed`: rows -> seconds at an empty cache, in the slowest stage; 1 must be among the rows. Runs of other sizes:
-    straight lines, the last one continued. The scale is how much slower than at loading everything is now, the slope is
-    attention's share; both are fitted to what was observed by recursive least squares with forgetting.
+    straight lines, the last one continued. `crowding`: threads that compute on each core. The scale is how much slower
+    than at loading everything is now, the slope is attention's share; both are fitted to what was observed by recursive
+    least squares with forgetting.
     """
 
-    def __init__(self, timed: Mapping[int, float]) -> None:
-        self._row_s = timed[1]
+    def __init__(self, timed: Mapping[int, float], crowding: float = 1.0) -> None:
+        self._row_s, self._crowding = timed[1], crowding
         self._rows = tuple(timed)
         self._known: dict[int, float] = {}  # what `_timed` said
         self._shares = tuple(seconds / self._row_s for seconds in timed.values())  # in units of one row's time
@@ -59,6 +69,27 @@ class RunCost:
                     cheap = n
             self._cheap = context, cheap
         return self._cheap[1]
+
+    def n_chunk_rows(self, n_left: int, n_stages: int, most: int) -> int:
+        """In chunks of how many rows, `most` at most, `n_left` rows of prompts are through the stages soon. The first
+        chunk takes a stage's time in each of them and every further one that once more: many small ones fill the
+        pipeline, few large ones cost a row less, and messages and waiting ranks take time that is not known here. So
+        it is the largest chunk that is nearly as good as the best, and the most where that gains little."""
+        most = min(most, n_left)
+        took = {n: self._prompt_share(n, n_left, n_stages) for n in {most, *self._rows, *CHUNKS} if n <= most}
+        best = min(took.values())
+        if took[most] <= WORTH * best:
+            return most
+        return max(n for n, share in took.items() if share <= NEARLY * best)
+
+    def _prompt_share(self, n_rows: int, n_left: int, n_stages: int) -> float:
+        n_chunks = -(-n_left // n_rows)
+        return max(n_stages - 1 + n_chunks, self._crowding * n_chunks) * self._chunk_share(n_rows)
+
+    def _chunk_share(self, n_rows: int) -> float:
+        if n_rows <= self._rows[-1]:
+            return self._timed(n_rows)
+        return max(self._shares[-1], self._timed(n_rows) / TILED)
 
     def learn(self, n_rows: int, context: int, seconds: float) -> None:
         """A run has taken the slowest stage so long."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeVar
@@ -65,7 +65,18 @@ class Room:
         return n_more < 0 or (n_more == 0 and n_roots >= self.n_roots)
 
 
-def choose(wants: Sequence[W], room: Room, alone: bool) -> list[tuple[W, int, int]]:
+ChunkRows = Callable[[int, int, int], int]
+"""(rows of prompts that wait, stages, most) -> of how many the next chunk shall be."""
+
+
+def as_many_as_go(n_left: int, n_stages: int, most: int) -> int:
+    """Chunks where nobody knows what rows cost."""
+    return most
+
+
+def choose(
+    wants: Sequence[W], room: Room, alone: bool, chunk_rows: ChunkRows = as_many_as_go
+) -> list[tuple[W, int, int]]:
     """The next run: wants, and how many of their certain tokens and of their nodes go. They come in the order in which
     requests are due.
 
@@ -75,16 +86,18 @@ def choose(wants: Sequence[W], room: Room, alone: bool) -> list[tuple[W, int, in
     """
     if not wants:
         return []
-    return _prompts(wants, room) if wants[0].n_context else _nodes(wants, room, alone)
+    return _prompts(wants, room, chunk_rows) if wants[0].n_context else _nodes(wants, room, alone)
 
 
-def _prompts(wants: Sequence[W], room: Room) -> list[tuple[W, int, int]]:
+def _prompts(wants: Sequence[W], room: Room, chunk_rows: ChunkRows) -> list[tuple[W, int, int]]:
     first = wants[0]
     if first.span:
         return [(first, first.n_context, 0)]
-    shares, left, n_nodes_left = [], room.n_context + 1, room.n_rows
+    n_left = sum(want.n_context for want in wants if not want.span)
+    most = chunk_rows(n_left, room.n_stages, room.n_context)
+    shares, left, n_nodes_left = [], most + 1, room.n_rows
     for want in wants:
-        n_context = 0 if want.span else min(want.n_context, room.n_context, left)
+        n_context = 0 if want.span else min(want.n_context, most, left)
         if n_context:
             left -= n_context
             is_last = n_context == want.n_context and len(want.nodes) <= min(left, n_nodes_left)

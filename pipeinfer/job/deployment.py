@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pipeinfer.cluster.cores import Host, crowded_hosts, share_cores, spare_cores
+from pipeinfer.cluster.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
 from pipeinfer.cluster.room import Memory, check_room
@@ -105,6 +105,11 @@ class Deployment:
         """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
         drafts = [self.drafts[number] for number in self.plan.drafts_on(rank)]
         return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.n_embd)
+
+    @property
+    def crowding(self) -> float:
+        """Threads that compute on each core, where they are the most; 1 at least."""
+        return crowding(self.hosts, self.plan.computing, self.threads)
 
     @property
     def warnings(self) -> list[str]:

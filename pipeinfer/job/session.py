@@ -181,7 +181,7 @@ class Session:
         slowest = slowest_stage(list(self._costs.values()))
         return Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
-            drafts=drafts, run_cost=RunCost(slowest) if slowest else None,
+            drafts=drafts, run_cost=RunCost(slowest, deployment.crowding) if slowest else None,
         )  # fmt: skip
 
     def generate(

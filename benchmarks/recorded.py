@@ -1,0 +1,181 @@
+"""`auto` beside every policy tuned with hindsight, on what real models choose: `python benchmarks/recorded.py`.
+
+Records what targets write and drafts guess, then simulates the papers' clusters with it. Pairs: the shipped one; its
+target grown with noise under the shipped draft; and the same with the ungrown target as its draft. Prompts: code, prose
+and the question sets of a folder, where there is one. A cell is a cluster, a pair and a kind of prompt; each policy's
+best setting is chosen for the cell after the fact.
+
+Recording takes a minute and is kept in --folder, simulating some 20 minutes of one core. The exit code is 1 if `auto`
+is below 0.97 of the best other policy in a cell.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from policies import BOUND, TUNED
+
+from pipeinfer.core.policy import Policy
+from pipeinfer.job.prompts import TEXTS
+from pipeinfer.job.record import record_pair
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.grow import grow
+from pipeinfer.observe.markdown import markdown_table
+from pipeinfer.virtual.choices import RecordedChoices
+from pipeinfer.virtual.profile import load_profile
+from pipeinfer.virtual.simulation import simulate
+
+CLUSTERS = (
+    ("pipedec-7", "", 0), ("pipespec", "llama-70b-1b", 3), ("flowspec", "llama2-13b", 0),
+    ("pipeinfer-c", "goliath-xwin7", 8),
+)  # fmt: skip
+N_LAYER_GROWN, NOISE = 18, 1.5
+CODE, QUESTIONS = ("humaneval",), ("gsm8k", "mt_bench", "qa", "alpaca", "sum")
+N_CHARACTERS = 500  # of a prompt
+OF_THE_BEST = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A recorded text; `acceptance`: how often the draft's best guess is the next token."""
+
+    pair: str
+    kind: str
+    path: Path
+    acceptance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Tokens a second of each policy at its best."""
+
+    cluster: str
+    pair: str
+    kind: str
+    acceptance: float
+    speeds: dict[str, float]
+
+    @property
+    def best_other(self) -> str:
+        return max((name for name in self.speeds if name != "auto"), key=self.speeds.__getitem__)
+
+    @property
+    def auto_of_best(self) -> float:
+        return self.speeds["auto"] / self.speeds[self.best_other]
+
+
+@click.command(help=__doc__)
+@click.option("--questions", type=click.Path(path_type=Path), default=Path("../shared/prompts"), show_default=True)
+@click.option("--tokens", default=160, show_default=True, help="Of a text.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Keep what is recorded here and use it again.")
+@click.option("--jobs", default=1, show_default=True, help="Processes that share the work.")
+def main(questions: Path, tokens: int, folder: Path | None, jobs: int) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = list(recorded(folder or Path(scratch), questions, tokens))
+        groups = sorted({(text.pair, text.kind) for text in texts})
+        work = [
+            (cluster, [text for text in texts if (text.pair, text.kind) == group])
+            for cluster, group in product(CLUSTERS, groups)
+        ]
+        cells = []
+        with ProcessPoolExecutor(jobs) as processes:
+            for cell in processes.map(partial(measure, n_tokens=tokens), *zip(*work, strict=True)):
+                cells.append(cell)
+                print(cell.cluster, cell.pair, cell.kind, f"{cell.auto_of_best:.3f}", file=sys.stderr, flush=True)
+    sys.exit(not report(cells))
+
+
+def recorded(folder: Path, questions: Path, n_tokens: int) -> Iterator[Text]:
+    folder.mkdir(parents=True, exist_ok=True)
+    grown = folder / "grown.gguf"
+    if not grown.exists():
+        grow(read_model_info(TARGET), grown, N_LAYER_GROWN, NOISE)
+    pairs = {"shipped": (TARGET, DRAFT), "grown": (grown, DRAFT), "grown, ungrown drafts": (grown, TARGET)}
+    for (pair, models), (kind, number, prompt) in product(pairs.items(), list(prompts(questions))):
+        path = folder / f"{pair}-{kind}-{number}-{n_tokens}.json".replace(" ", "")
+        if not path.exists():
+            record_pair(*models, prompt, n_tokens + 1, 1, 0.0, 0, path)
+        choices = RecordedChoices.load(path)
+        starts = range(len(choices.prompt) - 1, choices.n_tokens - 1)
+        right = [choices.guesses(start, (), 1)[0].token == choices.target(start + 1) for start in starts]
+        yield Text(pair, kind, path, statistics.fmean(right))
+
+
+def prompts(questions: Path) -> Iterator[tuple[str, int, str]]:
+    """(kind, number, text)."""
+    program, *prose = (
+        path.read_text()[:N_CHARACTERS] for path in sorted(TEXTS, key=lambda path: path.stem != "program")
+    )
+    asked = {name: first_turns(questions / f"{name}.jsonl") for name in (*CODE, *QUESTIONS)}
+    kinds = {
+        "code": [program, *(turn for name in CODE for turn in asked[name][:2])], "prose": prose,
+        "questions": [turn for name in QUESTIONS for turn in asked[name][:1]],
+    }  # fmt: skip
+    for kind, found in kinds.items():
+        for number, text in enumerate(found):
+            yield kind, number, text[:N_CHARACTERS]
+
+
+def first_turns(path: Path) -> list[str]:
+    return [json.loads(line)["turns"][0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def measure(cluster: tuple[str, str, int], texts: Sequence[Text], n_tokens: int) -> Cell:
+    speeds = {
+        policy: max(speed(variant, cluster, texts, n_tokens) for variant in variants)
+        for policy, variants in TUNED.items()
+        if policy != BOUND
+    }
+    first = texts[0]
+    return Cell(cluster[0], first.pair, first.kind, statistics.fmean(text.acceptance for text in texts), speeds)
+
+
+def speed(policy: Policy, cluster: tuple[str, str, int], texts: Sequence[Text], n_tokens: int) -> float:
+    name, pair, nodes = cluster
+    profile, took_s = load_profile(name).lay_out(nodes, pair, policy.drafts), 0.0
+    for text in texts:
+        token_s = simulate(profile, RecordedChoices.load(text.path), policy.begin(), n_tokens).metrics.token_s
+        took_s += token_s[-1] - token_s[0]
+    return len(texts) * (n_tokens - 1) / took_s
+
+
+def report(cells: Sequence[Cell]) -> bool:
+    columns = (
+        "cluster", "pair", "kind", "acceptance", "iterative tokens/s", "best other", "over iterative", "auto",
+        "auto / best other",
+    )  # fmt: skip
+    rows = (
+        [
+            cell.cluster, cell.pair, cell.kind, f"{cell.acceptance:.2f}", f"{cell.speeds['iterative']:.2f}",
+            cell.best_other,
+            *(f"{cell.speeds[name] / cell.speeds['iterative']:.2f}" for name in (cell.best_other, "auto")),
+            f"{cell.auto_of_best:.3f}",
+        ]
+        for cell in cells
+    )  # fmt: skip
+    print("\n".join(markdown_table(columns, rows, columns[3:])))
+    shares = [cell.auto_of_best for cell in cells]
+    n_enough = sum(share >= OF_THE_BEST for share in shares)
+    print(
+        f"\nauto / best other: {statistics.geometric_mean(shares):.3f} in the geometric mean, {min(shares):.3f} in the "
+        f"worst of {len(cells)} cells (wanted {OF_THE_BEST}), {n_enough} of them enough"
+    )
+    return n_enough == len(cells)
+
+
+if __name__ == "__main__":
+    main()
