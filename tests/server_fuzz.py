@@ -23,6 +23,7 @@ METHODS = ("GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "TRACE", "G\0T", "
 FIELDS = ("prompt", "messages", "max_tokens", "n_predict", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
           "n", "stream", "stream_options", "logprobs", "echo", "best_of", "ignore_eos", "presence_penalty",
           "repeat_penalty", "repeat_last_n", "user", "model", "tools", "response_format",
+          "json_schema", "grammar", "logit_bias",
           "timings_per_token", "cache_prompt", "content", "tokens", "with_pieces", "unknown", "\ud800", "")  # fmt: skip
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 2**31, 2**32 - 1, 2**63, -(2**70), 0.5, 1e308, -1e-300, float("nan"),
@@ -30,6 +31,8 @@ VALUES: tuple[Any, ...] = (
     ["a", "b"], [None], {}, {"a": {}},
     [{"role": "user", "content": "a"}], [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
     [{"role": "tool"}], [{"content": "a"}], {"include_usage": True}, [5] * 900, [10**9], "<|im_start|>", [[[[]]]],
+    {"type": "json_object"},
+    {"5": -1}, [[5, False]], 'root ::= "a" [b\u00e9]*',
 )  # fmt: skip
 
 

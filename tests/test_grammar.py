@@ -232,6 +232,23 @@ def test_a_draft_guesses_what_the_target_would_choose_and_only_what_may_follow(
         assert all(0 < guess.probability <= 1 for guess in guesses)
 
 
+def test_a_schema_may_ask_for_much_but_not_for_all_memory(tokenizer: Tokenizer) -> None:
+    schema: dict[str, Any] = {"type": "array", "items": {"type": "string", "maxLength": 1500}, "maxItems": 900}
+    text = schema_grammar(schema)
+    check_grammar(Path(TARGET), text)
+    first, second = (tokenizer.encode(text, False) for text in ("[", "]"))
+    assert Grammar(tokenizer, text).after(first[-1:]).has(second[-1])
+    with pytest.raises(UserError, match="number of repetitions exceeds"):
+        check_grammar(Path(TARGET), schema_grammar({**schema, "minItems": 10**9, "maxItems": 10**10}))
+    check_grammar(Path(TARGET), schema_grammar({**schema, "maxItems": 10**9}))  # to llama.cpp that is any number
+    pair = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 3}
+    grammar = Grammar(tokenizer, schema_grammar(pair))
+    said = [tokenizer.encode(text, False)[1:] for text in ("a[1", "a[1,1", "a[1,1,1", "a[1,1,1,1")]
+    assert [grammar.after(output).has(second[-1]) for output in said] == [False, True, True, False]
+    with pytest.raises(UserError, match="cannot both be"):
+        schema_grammar({**pair, "maxItems": 1})
+
+
 # -- jobs
 
 

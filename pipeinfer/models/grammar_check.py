@@ -17,7 +17,7 @@ from pipeinfer.models.template_child import limit
 from pipeinfer.models.tokenizer import Tokenizer
 
 CPU_S, TIMEOUT_S, N_BYTES = 4, 12, 4 << 30
-N_STEPS = 8
+N_STEPS = 64
 """Tokens of a text that is written by the grammar, to see how its states grow."""
 
 SAID = re.compile(r"error parsing grammar: (.{1,100})")
@@ -27,9 +27,15 @@ WRONG = 3  # exit code: standard output says what is wrong
 @lru_cache(maxsize=256)
 def check_grammar(model: Path, text: str) -> None:
     """Raises UserError for what is no grammar, or none that can be used with the vocabulary of this file."""
+    try:
+        given = text.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            "a grammar has half of a character (a lone surrogate), which no text has; leave it out"
+        ) from None
     command = [sys.executable, "-m", "pipeinfer.models.grammar_check", str(model), str(CPU_S)]
     try:
-        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, input=given, capture_output=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise _too_much() from None
     if done.returncode not in (0, WRONG):

@@ -14,7 +14,8 @@ from pipeinfer.models.llama.ggml import load_library
 
 
 def schema_grammar(schema: Any) -> str:
-    """A grammar (GBNF) for the JSON values that a schema describes; {}: any object.
+    """A grammar (GBNF) for the JSON values that a schema describes; {}: any object. An upper bound above
+    2000 is none, as in llama.cpp.
 
     Raises UserError for a schema that cannot be converted.
     """
@@ -44,10 +45,26 @@ def _converted(schema: str) -> str:
 
 @cache
 def _converter() -> ModuleType:
-    """By its file: the package around it takes long to import."""
+    """By its file: the package around it takes long to import. Repetitions are written as in llama.cpp itself: spelled
+    out, as this conversion does, a schema's `maxItems` would say how much memory it takes."""
     path = Path(str(load_library().__file__)).with_name("llama_grammar.py")
     spec = spec_from_file_location("pipeinfer_llama_grammar", path)
     assert spec and spec.loader, path
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
+    module._build_repetition = _repetition  # type: ignore[attr-defined]
     return module
+
+
+def _repetition(
+    item: str, least: int, most: int | None, separator_rule: str | None = None, item_rule_is_literal: bool = False
+) -> str:
+    """An item so many times, with separators between; `item_rule_is_literal` changes nothing."""
+    if most is not None and most < least:
+        raise ValueError(f"at least {least} and at most {most} cannot both be")
+    if most == 0:
+        return ""
+    if separator_rule is None:
+        return f"{item}{{{least},{'' if most is None else most}}}"
+    further = _repetition(f"({separator_rule} {item})", max(0, least - 1), None if most is None else most - 1)
+    return f"{item} {further}" if least else f"({item} {further})?"
