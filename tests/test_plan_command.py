@@ -21,7 +21,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
-from pipeinfer.job.planned_costs import model_of
+from pipeinfer.job.planned_costs import model_of, with_described_speeds
 from pipeinfer.job.planner import ETHERNET, Planner, open_planner
 from pipeinfer.job.ways import _order, largest, ways
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -269,6 +269,10 @@ def test_experts_count_as_far_as_a_row_uses_them(tmp_path: Path) -> None:
     model = model_of(info)
     assert experts and rest / 2 < model.layer_params < (rest + experts) / 2
     assert model.layer_bytes < sum(info.layer_bytes) / 2
+    nodes = read_hosts(write(tmp_path, f"a {FAST}"))
+    (host,), machine = with_described_speeds(nodes, info), nodes[0].machine
+    assert host.speed and machine
+    assert host.speed.layer_s(info.layer_bytes) == pytest.approx(machine.slice_of(model, 1, True).layer.at(1))
 
 
 def test_the_largest_number_that_holds() -> None:

@@ -63,13 +63,14 @@ def with_described_speeds(nodes: Sequence[Node], info: ModelInfo) -> list[Host]:
     """The hosts, with what is described of their speed as that of the target's layers: `run` times them instead. All
     ranks of a host are taken to compute."""
     model, hosts = model_of(info), [node.host for node in nodes]
+    mean_bytes = sum(info.layer_bytes) / info.n_layer  # all experts': the planner knows no others
 
     def speed(rank: int, node: Node) -> LayerSpeed | None:
         if node.machine is None:
             return None
         share = sharers(hosts, frozenset(range(len(nodes))), rank)
         cost = _shared(node.machine, share).slice_of(model, 1, True)
-        return LayerSpeed(cost.layer.at(1) / model.layer_bytes, cost.output.at(1), node.source)
+        return LayerSpeed(cost.layer.at(1) / mean_bytes, cost.output.at(1), node.source)
 
     return [replace(node.host, speed=speed(rank, node)) for rank, node in enumerate(nodes)]
 
