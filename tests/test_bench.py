@@ -175,10 +175,10 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "sampling": SamplingParams(seed=1), "couple": False,
         "cancel": False, "partitions": False, "sequences": 3, "lookup": True, "samplers": 1,
     }  # fmt: skip
-    # a prompt is asked, whichever way it came; bench has no chat, stops and parallel; the rest says where to write, or
-    # where models come from
+    # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to
+    # write, or where models come from
     not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose", "chat", "stops", "parallel"}
-    not_asked |= {"offline", "send_layers"}
+    not_asked |= {"grammar", "offline", "send_layers"}
     assert not set(changed) & not_asked
     assert {field.name for field in fields(RunOptions)} == set(changed) | {"draft_split"} | not_asked
     keys = {"": key_with()} | {name: key_with(**{name: value}) for name, value in changed.items()}
@@ -191,6 +191,8 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     for name, value, _ in settings_of(SamplingParams):
         if name != "seed":
             keys[name] = key_with(sampling=replace(GREEDY, **{name: type(value)(0.5 * value + 1)}))
+    for name, text in (("logit_bias", "1+1"), ("grammar", 'root ::= "a"'), ("grammar", 'root ::= "b"')):
+        keys[f"{name} {text}"] = key_with(sampling=replace(GREEDY, **{name: text}))
     found: dict[tuple[Any, ...], str] = {}
     for name, key in keys.items():
         assert key not in found, f"{name} is taken for {found[key] or 'what was asked first'}"
