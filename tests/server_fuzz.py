@@ -87,7 +87,7 @@ def check(said: bytes) -> None:
 
 
 def request(method: str, path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: a", "connection: close", *headers]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", "connection: close", *headers]
     lines += [] if any("chunked" in header for header in headers) else [
         f"content-length: {len(body) if length is None else length}"
     ]  # fmt: skip

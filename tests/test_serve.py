@@ -104,12 +104,42 @@ def test_models_and_health(client: openai.OpenAI, served: Served) -> None:
 
 def test_a_name_that_leads_here_is_not_this_host_s(served: Served) -> None:
     """A page of another site, whose name was made to lead to 127.0.0.1 after it was loaded."""
-    for name, status in ((f"127.0.0.1:{served.port}", 200), (f"localhost:{served.port}", 200), ("there.example", 403)):
-        headers = {"origin": f"http://{name}", "host": name}
-        answer = served.http.post("/v1/completions", json={**ASKED, "max_tokens": 1}, headers=headers)
-        assert answer.status_code == status, answer.text
-    headers = {"origin": "http://[", "host": "["}
-    assert served.http.post("/v1/completions", json=ASKED, headers=headers).status_code == 403
+    own = [f"127.0.0.1:{served.port}", f"localhost:{served.port}", "127.3.2.1", "[::1]:9"]
+    names = dict.fromkeys(own, 200) | dict.fromkeys(
+        ["there.example", "127.0.0.1.there.example:80", "10.0.0.1", "["], 403
+    )
+    for name, status in names.items():
+        for headers in ({}, {"origin": f"http://{name}"}, {"sec-fetch-site": "same-origin"}):
+            headers = headers | {"host": name}
+            answer = served.http.post("/v1/completions", json={**ASKED, "max_tokens": 1}, headers=headers)
+            assert answer.status_code == status, (headers, answer.text)
+        for path in ("/", "/health", "/v1/models", "/slots", "/metrics"):
+            assert served.http.get(path, headers={"host": name}).status_code == status, (name, path)
+
+
+LINK = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors"}, 403),
+        ({**LINK, "sec-fetch-dest": "iframe"}, 403),
+        ({"referer": "https://there.example/page"}, 403),
+        ({"referer": "http://["}, 403),
+        (LINK, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"sec-fetch-site": "same-origin", "referer": "https://there.example/page"}, 200),
+        ({"referer": "OWN/"}, 200),
+    ],
+)
+def test_a_page_of_another_site_is_not_told_anything(served: Served, headers: dict[str, str], status: int) -> None:
+    """Where a browser sends no Origin: pictures, scripts, frames. A link that the user follows is none of these."""
+    headers = {name: value.replace("OWN", served.url) for name, value in headers.items()}
+    assert served.http.get("/slots", headers=headers).status_code == status
+    if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        assert served.http.post("/tokenize", json={"content": "a"}, headers=headers).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -251,7 +281,9 @@ def test_who_does_not_read_stalls_nobody(served: Served) -> None:
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.connect(("127.0.0.1", served.port))
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data))
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data)
+        )
         served.until(lambda: slots(served))
         start_s = time.monotonic()
         assert served.text(**ASKED) and time.monotonic() - start_s < 10
@@ -308,7 +340,7 @@ def test_what_is_open_is_given_up_when_its_time_is_over(drain_s: str, n_signals:
         lines = lines_of(answer)
         next(lines)
         deaf.connect(("127.0.0.1", served.port))
-        deaf.sendall(b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n" * 600)
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 600)
         for _ in range(n_signals):
             served.signal(signal.SIGTERM)
             time.sleep(0.7)  # within half a second it would be the same one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -23,6 +24,7 @@ from pipeinfer.cli.serve import serve_command
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.request_body import Defaults
+from pipeinfer.server.access import Access
 from pipeinfer.server.asked import read_asked
 from pipeinfer.server.front import HttpFront
 from pipeinfer.server.options import HttpOptions
@@ -76,6 +78,41 @@ def test_a_key_opens_and_nothing_else_does(guarded: Served) -> None:
     assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
     assert [status(path) for path in ("/metrics", "/slots", "/events", "/v1/models")] == [401] * 4
     assert guarded.http.post("/v1/completions", json=SMALL, headers=KEY).status_code == 200
+
+
+def test_with_a_key_a_server_may_have_any_name(guarded: Served) -> None:
+    """A proxy's, say: a page of another site has no key."""
+    for headers in ({"host": "llm.example"}, {"host": "llm.example", "origin": "https://llm.example"}):
+        assert guarded.http.get("/v1/models", headers=KEY | headers).status_code == 200
+    assert guarded.http.get("/v1/models", headers=KEY | {"sec-fetch-site": "cross-site"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "name", "keys", "lets"),
+    [
+        ("node7", "127.0.1.1", "Node7:8080", (), True),
+        ("node7", "127.0.1.1", "there.example:8080", (), False),
+        ("127.0.0.1", "127.0.0.1", "", (), True),
+        ("127.0.0.1", "127.0.0.1", "there.example", ("key",), True),
+        ("::1", "::1", "[::1]:8080", (), True),
+        ("0.0.0.0", "0.0.0.0", "node7.there.example:8080", (), True),
+    ],
+)
+def test_which_names_a_host_has_is_known_of_the_loopback_interface(
+    host: str, address: str, name: str, keys: tuple[str, ...], lets: bool
+) -> None:
+    asked: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+
+    async def nothing(*_: Any) -> Any:
+        pass
+
+    headers = [(b"host", name.encode()), (b"authorization", b"Bearer key")]
+    scope = {"type": "http", "method": "GET", "path": "/slots", "headers": headers if name else []}
+    asyncio.run(Access(app, keys, host, address)(scope, nothing, nothing))
+    assert bool(asked) is lets
 
 
 def test_pages_of_other_sites_may_not_ask(guarded: Served) -> None:

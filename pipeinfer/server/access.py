@@ -1,9 +1,10 @@
-"""Who may ask: keys, and pages of other sites that a browser shows. Knows no requests."""
+"""Who may ask: keys, and pages of other sites that a browser shows. Knows no request's body."""
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,31 +14,36 @@ from pipeinfer.server.respond import Receive, Send, send_refusal
 OPEN_PATHS = ("/", "/health", "/v1/health")
 """What needs no key: a page without secrets, and whether the server lives."""
 
-LOCAL = ("127.0.0.1", "::1", "localhost")
-"""Names of this host. That of another site may lead here too, once its page has been loaded."""
+LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
+ELSEWHERE = ("cross-site", "same-site")
+"""What a browser says in Sec-Fetch-Site of a page of another host, or of another port of this one."""
+
+Headers = Mapping[bytes, bytes]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
 class Access:
-    """An ASGI application that lets those through to another one who may ask it. `host`: where it listens."""
+    """An ASGI application that lets those through to another one who may ask it. `host`: where it was told to listen;
+    `address`: where it does."""
 
-    def __init__(self, app: App, keys: Sequence[str], host: str) -> None:
-        self.app, self.keys, self.is_local = app, [key.encode() for key in keys], host in LOCAL
+    def __init__(self, app: App, keys: Sequence[str], host: str, address: str) -> None:
+        self.app, self.keys, self.host = app, [key.encode() for key in keys], host.lower()
+        self.is_local = is_loopback(address)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._check(scope["path"], dict(scope["headers"]))
+                self._check(scope["method"], scope["path"], dict(scope["headers"]))
             except Refusal as refusal:
                 await send_refusal(send, refusal)
                 return
         await self.app(scope, receive, send)
 
-    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and not self._is_own(origin, headers.get(b"host", b"").decode("latin-1")):
-            raise Refusal(403, f"a page of {origin[:200]} may not ask this server")
+    def _check(self, method: str, path: str, headers: Headers) -> None:
+        self._check_name(_text(headers, b"host"))
+        if page := _other_page(method, path, headers):
+            raise Refusal(403, f"{page[:200]} may not ask this server")
         if not self.keys or path in OPEN_PATHS:
             return
         given = headers.get(b"x-api-key", b"")
@@ -47,10 +53,59 @@ class Access:
         if not any([hmac.compare_digest(given, key) for key in self.keys]):
             raise Refusal(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")
 
-    def _is_own(self, origin: str, host: str) -> bool:
-        """Whether a page is this server's own."""
-        try:
-            parts = urlsplit(origin)
-            return parts.netloc == host and (bool(self.keys) or not self.is_local or parts.hostname in LOCAL)
-        except ValueError:
-            return False
+    def _check_name(self, host: str) -> None:
+        """A page of another site may be shown whose name was made to lead here since: to the browser it asks its own
+        site. Only the name tells, and which names a host has is known of the loopback interface alone."""
+        if self.keys or not self.is_local or not host:
+            return
+        name = _name_in(f"//{host}")
+        if name is None or not (name == self.host or is_loopback(name)):
+            raise Refusal(403, f"{host[:200]} is no name of this host, and without a key this server answers to those "
+                          "alone; ask localhost, or start it with --api-key")  # fmt: skip
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address is that of this host on every host."""
+    try:
+        return name in LOOPBACK_NAMES or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _other_page(method: str, path: str, headers: Headers) -> str:
+    """For which page of another site a browser asks; empty if for none, or if nothing says so."""
+    origin, host = _text(headers, b"origin"), _text(headers, b"host")
+    if origin:
+        return "" if _place_in(origin) == host else f"a page of {origin}"
+    site = _text(headers, b"sec-fetch-site")
+    if site:
+        return "a page of another site" if site in ELSEWHERE and not _follows_link(method, headers) else ""
+    # browsers say no more to a host that they reach without TLS, but for this one
+    referer = _text(headers, b"referer")
+    is_other = referer and path not in OPEN_PATHS and _place_in(referer) != host
+    return f"a page of {_place_in(referer) or 'another site'}" if is_other else ""
+
+
+def _follows_link(method: str, headers: Headers) -> bool:
+    """Whether what comes is shown to the user in place of the page that has the link: no script reads it."""
+    shown = (_text(headers, b"sec-fetch-mode"), _text(headers, b"sec-fetch-dest"))
+    return method in ("GET", "HEAD") and shown == ("navigate", "document")
+
+
+def _text(headers: Headers, name: bytes) -> str:
+    return headers.get(name, b"").decode("latin-1")
+
+
+def _place_in(url: str) -> str | None:
+    """Host and port."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
+
+
+def _name_in(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

@@ -45,7 +45,8 @@ class Api:
         options = setup.run
         self.defaults = Defaults(options.sampling, options.predict, options.stops, options.ignore_eos)
 
-    def app(self) -> App:
+    def app(self, address: str) -> App:
+        """`address`: where it listens."""
         app = FastAPI(title="pipeinfer", openapi_url=None, docs_url=None, redoc_url=None)
         post, get = self._adder(app, "POST"), self._adder(app, "GET")
         for version in ("", "/v1"):
@@ -68,7 +69,7 @@ class Api:
         app.add_exception_handler(HTTPException, _no_endpoint)
         app.add_exception_handler(ClientDisconnect, _left)
         app.add_exception_handler(Exception, _fault)
-        return Access(app, self.http.api_keys, self.http.host)
+        return Access(app, self.http.api_keys, self.http.host, address)
 
     @staticmethod
     def _adder(app: FastAPI, method: str) -> Callable[[str, Callable[..., Any]], None]:

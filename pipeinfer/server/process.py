@@ -63,7 +63,8 @@ async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket) -
     info, tokenizer = read_model_info(setup.run.model), Tokenizer(setup.run.model)
     prompting = Prompting(BodyPrompts(setup.run, info, tokenizer, setup.limit, setup.share, lambda line: None))
     server = Server(uvicorn.Config(
-        Api(http, setup, head, prompting, metrics).app(), http=limited_protocol(http.n_connections, http.timeout_s),
+        Api(http, setup, head, prompting, metrics).app(port.getsockname()[0]),
+        http=limited_protocol(http.n_connections, http.timeout_s),
         ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, backlog=BACKLOG,
         ssl_keyfile=http.ssl_key_file, ssl_certfile=http.ssl_cert_file,
     ))  # fmt: skip
