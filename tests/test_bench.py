@@ -191,8 +191,9 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     for name, value, _ in settings_of(SamplingParams):
         if name != "seed":
             keys[name] = key_with(sampling=replace(GREEDY, **{name: type(value)(0.5 * value + 1)}))
-    for name, text in (("logit_bias", "1+1"), ("grammar", 'root ::= "a"'), ("grammar", 'root ::= "b"')):
-        keys[f"{name} {text}"] = key_with(sampling=replace(GREEDY, **{name: text}))
+    keys["logit_bias"] = key_with(sampling=replace(GREEDY, logit_bias="1+1"))
+    for text in ('root ::= "a"', 'root ::= "b"'):
+        keys[text] = key_with(sampling=replace(GREEDY, grammar=text))
     found: dict[tuple[Any, ...], str] = {}
     for name, key in keys.items():
         assert key not in found, f"{name} is taken for {found[key] or 'what was asked first'}"
