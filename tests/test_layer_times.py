@@ -57,7 +57,7 @@ def timed(stage: TimedStage, layer_bytes: list[int], output_bytes: int = 0, asks
 
 def test_layers_and_what_follows_them_are_told_apart() -> None:
     middle, last = timed(TimedStage(1, 4, False), [100] * 3), timed(TimedStage(1, 4, True), [100] * 3, 500)
-    assert middle.s_per_byte == last.s_per_byte == pytest.approx(LAYER_S / 100) and middle.output_s is None
+    assert middle.s_per_byte == pytest.approx(LAYER_S / 100) == last.s_per_byte and middle.output_s is None
     assert last.output_s == pytest.approx(REST_S)
     assert last.seconds([100, 200], 500) == pytest.approx([LAYER_S, 2 * LAYER_S + REST_S])
     assert timed(TimedStage(1, 2, False), [100]).s_per_byte == pytest.approx((LAYER_S + REST_S) / 100), "all there is"
@@ -87,6 +87,19 @@ def test_layers_without_weights_are_computed_as_others_are() -> None:
 def _time(model: LlamaStage, sizes: tuple[int, ...]) -> LayerSpeed:
     ticks = iter([n / 100 for n in range(0, 10**6)])
     return time_layers(model, sizes, 10**6, lambda: next(ticks), asks=True)
+
+
+class StalledStage(TimedStage):
+    """The first run waits half a second for cores."""
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        self.now_s += 0.0 if self.n_runs else 0.5
+        return super().evaluate(batch, stop)
+
+
+def test_a_row_that_waited_for_cores_is_not_all_that_counts() -> None:
+    stage = StalledStage(1, 2, False)
+    assert timed(stage, [100]).s_per_byte == pytest.approx((LAYER_S + REST_S) / 100) and stage.n_runs >= 5
 
 
 # -- which layers, on which ranks, when

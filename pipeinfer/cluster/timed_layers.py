@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from pipeinfer.cluster.layer_speed import LayerSpeed
 from pipeinfer.cluster.timed_runs import evaluate, forget
@@ -11,34 +13,50 @@ from pipeinfer.core.interfaces import StageModel
 from pipeinfer.errors import ModelFault
 
 SETTLED_S, TIMED_S = 0.1, 0.25
-"""Rows are evaluated for so long before they count, until each rank has the threads for which there are cores, and
-then for so long."""
+"""Rows that begin so early do not count: a rank has yet to find out for how many threads there are cores. Those after
+them are evaluated for so long."""
+
+N_ROWS, MOST_S = 4, 0.8
+"""Rows that count, at least, and longer if need be, but not for ever: one that waited for cores takes half a second."""
 
 
 def time_layers(
     model: StageModel, layer_bytes: Sequence[int], output_bytes: int, clock: Callable[[], float], asks: bool
 ) -> LayerSpeed:
-    """Of the best of rows one after another: what other ranks of the host take for themselves is taken from every row,
-    what disturbs for a moment is not the rank's. The cache must be empty and is empty afterwards.
+    """Of each layer the best of rows one after another: what other ranks of the host take for themselves is taken from
+    every row, what disturbs for a moment is not the rank's. The cache must be empty and is empty afterwards.
 
     `layer_bytes`: of its layers; `output_bytes`: of the output matrix behind them, 0 where it is another stage's.
     `asks`: what the model calls between layers it calls when they are computed. Else, and where it calls nothing, all
     bytes are taken to be equally fast.
     """
-    found: list[tuple[float, float | None]] = []
+    found: list[_Row] = []
     start_s = clock()
-    while not found or clock() - start_s < SETTLED_S + TIMED_S:
+    while not _is_enough(len(found), clock() - start_s):
+        counts = clock() - start_s >= SETTLED_S
         row = _time_row(model, layer_bytes, output_bytes, clock, asks)
-        if clock() - start_s > SETTLED_S:
+        if counts:
             found.append(row)
-    outputs = [output_s for _, output_s in found if output_s is not None]
-    return LayerSpeed(min(layer for layer, _ in found), min(outputs, default=None))
+    layers_s = sum(map(min, zip(*(row.parts_s for row in found), strict=True)))
+    outputs = [row.output_s for row in found if row.output_s is not None]
+    return LayerSpeed(layers_s / found[0].n_bytes, min(outputs, default=None))
+
+
+def _is_enough(n_rows: int, elapsed_s: float) -> bool:
+    return n_rows > 0 and elapsed_s >= (SETTLED_S + TIMED_S if n_rows >= N_ROWS else MOST_S)
+
+
+class _Row(NamedTuple):
+    """Seconds of its parts, single layers where they are known, which have `n_bytes`, and of what follows the last."""
+
+    parts_s: list[float]
+    n_bytes: int
+    output_s: float | None
 
 
 def _time_row(
     model: StageModel, layer_bytes: Sequence[int], output_bytes: int, clock: Callable[[], float], asks: bool
-) -> tuple[float, float | None]:
-    """Seconds of a byte of layers, and of what follows the last one, where that is known."""
+) -> _Row:
     marks: list[float] = []
 
     def mark() -> bool:
@@ -53,9 +71,9 @@ def _time_row(
     forget(model)
     ends = marks if model.is_last else [*marks, end_s]
     if len(ends) != len(layer_bytes):
-        return (end_s - start_s) / (sum(layer_bytes) + output_bytes), None
+        return _Row([end_s - start_s], sum(layer_bytes) + output_bytes, None)
+    output_s = end_s - ends[-1] if model.is_last else None
+    if len(ends) == 1:
+        return _Row([ends[0] - start_s], layer_bytes[0], output_s)
     # what a run costs on top is in its first layer's time
-    layers_s, n_bytes = (
-        (ends[-1] - ends[0], sum(layer_bytes[1:])) if len(ends) > 1 else (ends[0] - start_s, layer_bytes[0])
-    )
-    return layers_s / n_bytes, end_s - ends[-1] if model.is_last else None
+    return _Row([end - before for before, end in pairwise(ends)], sum(layer_bytes[1:]), output_s)
