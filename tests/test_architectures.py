@@ -13,6 +13,7 @@ from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
 from pipeinfer.models.gguf.layers import Layers
 from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import _slice_tensors, slice_bytes
 from pipeinfer.models.grow import grow
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import LlamaParams
@@ -75,7 +76,11 @@ def test_slices_equal_the_whole_model(tmp_path: Path, name: str) -> None:
     tokens = random_tokens(sum(BATCHES))
     expected = rows_of_whole(path, tokens)
     assert np.isfinite(expected).all() and len(set(expected.argmax(axis=1))) > 4, "a model that says always the same"
-    layers = read_model_info(path).layers
+    info = read_model_info(path)
+    layers = info.layers
+    for first, last in combinations(range(layers.n + 1), 2):
+        held = [part.tensor.n_bytes for part in _slice_tensors(info, first, last) if not part.is_hole]
+        assert slice_bytes(info, first, last) == sum(held), (first, last)
     two, three = possible_cuts(layers, 2), possible_cuts(layers, 3)
     assert two and three
     for cuts in ((), two[-1], three[len(three) // 2]):

@@ -87,7 +87,23 @@ def test_ctrl_c_while_the_command_starts(moment_s: float) -> None:
     assert text == errors == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_lone_process_ends_with_its_terminal_unless_it_shall_not() -> None:
+    """MPICH's UCX takes SIGHUP for a wish to see what it knows, and prints it behind the text."""
+    words = [*COMMAND, "run", "-p", "x", "-n", "900", "-c", "1000", "--temp", "0", "--ignore-eos", "-t", "1"]
+    for starter, code in (([], 129), (["nohup"], 0)):
+        job = subprocess.Popen(
+            [*starter, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment(),
+        )  # fmt: skip
+        assert job.stdout
+        begun = job.stdout.read(1)
+        job.send_signal(signal.SIGHUP)
+        text, errors = job.communicate(timeout=60)
+        assert job.returncode == code and "UCX" not in text, errors
+        assert ("hung up; the text up to here is complete" in errors) is bool(code), errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_lone_process_that_is_stopped_while_it_loads_says_nothing_of_mpi(number: signal.Signals) -> None:
     """Nobody else is to be ended: MPI's abort has a line of its own, and crashed now and then."""
     for _ in range(3):

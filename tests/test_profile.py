@@ -448,5 +448,7 @@ def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:
     run = run_json(2, ["-p", "x", "-n", "1", "-t", "1", "--policy", "iterative"])
     planned = [rank["layers"][1] - rank["layers"][0] for rank in run["ranks"]]
     assert [stage.layers for stage in alone.stages] == planned
+    none = finish(1, ["measure", "-o", str(path), "-md", "none"])
+    assert none.returncode == 2 and "measure needs a draft model" in none.stderr
     lone = finish(1, ["measure", "-o", str(path)])
     assert lone.returncode == 2 and "mpirun" in lone.stderr

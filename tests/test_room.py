@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.room import UNLIMITED, Memory, Room, check_room, free_room
+from pipeinfer.cluster.room import UNLIMITED, Memory, Room, check_room, free_room, paging_lines
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import Deployment, deploy
 from pipeinfer.job.model_files import open_models
@@ -41,6 +41,15 @@ def test_mapped_weights_need_no_room_and_loading_needs_it_once() -> None:
     both = Memory(weights=GB, loading=GB) + Memory(kv=2 * GB)
     assert both.needed == 3 * GB + both.runtime, "the contexts come after the loading"
     assert (Memory(weights=GB, loading=GB) + Memory()).needed == 2 * GB + both.runtime
+
+
+def test_weights_that_will_not_stay_are_told() -> None:
+    memory = [Memory(mapped=3 * GB, kv=GB), Memory(mapped=3 * GB, kv=GB), Memory(mapped=9 * GB)]
+    names, rooms = ["a", "a", "b"], [Room(4 * GB)] * 2 + [Room(10 * GB)]
+    (line,) = paging_lines(names, rooms, memory)
+    assert line.startswith("a has 1.9 GB of memory for 6.0 GB of weights that are mapped")
+    assert not paging_lines(names, [Room(9 * GB)] * 2 + [Room()], memory)
+    assert not paging_lines(names[:1], [Room(GB)], memory[:1]), "which is refused, with other words"
 
 
 def make_system(folder: Path, cgroup: str, groups: dict[str, dict[str, str]]) -> Room:

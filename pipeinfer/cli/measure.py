@@ -14,7 +14,7 @@ from pipeinfer.cli.run import run
 from pipeinfer.cli.values import File
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.options import RunOptions, choose_drafts
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 
@@ -38,8 +38,9 @@ def measure_command(
     model, drafts = take_models(model, drafts, others)
     if model is None:
         model, drafts = TARGET, drafts or (DRAFT,)
+    drafts = choose_drafts(drafts, ())
     if not drafts:
-        raise UserError("measure needs the draft model too; give -md")
+        raise UserError("measure needs a draft model too; name one with -md")
     options = RunOptions(
         model=model, drafts=drafts, threads=threads or (), policy=PipeInfer(), prompt=PROMPT, predict=N_TOKENS,
         sampling=SamplingParams(seed=0, temp=0.0), ignore_eos=True, **others,
@@ -54,3 +55,5 @@ for option in measure_command.params:
     option.envvar = None  # what is measured is on the command line
     if isinstance(option, click.Option) and option.name == "draft_split":
         option.hidden = True  # is refused, with the reason: a profile has each draft on one rank
+    if isinstance(option, click.Option) and option.name == "drafts" and option.help:
+        option.help = option.help.removesuffix(" none: no draft.")  # a profile has a draft

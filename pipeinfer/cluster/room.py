@@ -108,6 +108,19 @@ def spare_room(names: Sequence[str], rooms: Sequence[Room], memories: Sequence[M
     return found
 
 
+def paging_lines(names: Sequence[str], rooms: Sequence[Room], memories: Sequence[Memory]) -> list[str]:
+    """A line for each host that has room for what must be there, and not for the weights that ranks map from files."""
+    lines = []
+    for name, spare in dict(zip(names, spare_room(names, rooms, memories), strict=True)).items():
+        mapped = sum(memory.mapped for other, memory in zip(names, memories, strict=True) if other == name)
+        if spare is not None and 0 <= spare < mapped:
+            lines.append(
+                f"{name} has {_size(spare)} of memory for {_size(mapped)} of weights that are mapped from the model's "
+                "file: they will be read again and again, which is slow; take more hosts, or a smaller quantisation"
+            )
+    return lines
+
+
 def _shares(memory: Memory) -> str:
     parts = {
         "weights": memory.weights, "KV": memory.kv, "buffers": memory.buffers, "runtime": memory.runtime,

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeinfer.cluster.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
-from pipeinfer.cluster.room import Memory, check_room
+from pipeinfer.cluster.room import Memory, check_room, paging_lines
 from pipeinfer.core.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.backends import Backend
@@ -120,7 +120,9 @@ class Deployment:
             for rank, host in enumerate(self.hosts)
             if host.untimed
         ]
-        return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads)]
+        names, rooms = [host.name for host in self.hosts], [host.room for host in self.hosts]
+        paged = paging_lines(names, rooms, self.memory)
+        return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads), *paged]
 
 
 class DoesNotFit(UserError):

@@ -111,6 +111,6 @@ def fit_context(options: RunOptions, info: ModelInfo, n_prompt: int) -> tuple[in
         raise UserError(
             f"-n {options.predict} would be cut: {source} leaves {limit - n_prompt} tokens "
             f"after the {n_prompt} of the prompt; "
-            f"use -n {limit - n_prompt} or -n -1, or {way_out}"
+            f"use -n {limit - n_prompt} at most, or {way_out}"
         )
     return options.ctx_size or n_prompt + options.predict, options.predict

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at any moment, also while C code runs that never returns to Python, as MPI_Init may.
+"""SIGINT, SIGTERM and SIGHUP at any moment, also while C code runs that never returns to Python, as MPI_Init may.
 
 The interpreter's own handlers run between two Python instructions of the main thread, which may be minutes away. So the
 byte that Python writes for every signal wakes a thread. Imports next to nothing: it is there before all else.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from pipeinfer.cluster.launch import end_job
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEAD_FIRST_S = 0.3
 """How much longer another rank waits than rank 0, which tells the watch that what follows is no death."""
 
@@ -23,13 +23,15 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 def on_signals(act: Callable[[int], object]) -> None:
-    """Call `act(number)`, in a thread, for every SIGINT and SIGTERM from now on. Asked for by the main thread."""
+    """Call `act(number)`, in a thread, for each of SIGNALS from now on, but for a SIGHUP that nohup has ignored. Asked
+    for by the main thread."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     threading.Thread(target=_listen, args=(reading, act), name="signals", daemon=True).start()
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in SIGNALS:
-        signal.signal(number, lambda number, frame: None)  # the default would raise KeyboardInterrupt anywhere
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)  # the default would raise KeyboardInterrupt anywhere
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # scripts/pipeinfer has held them back
     if before >= 0:
         os.close(before)  # ends the thread that listened before

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a job: rank 0 stops it, in order and with the text kept once there is one."""
+"""Ctrl-C, SIGTERM and SIGHUP in a job: rank 0 stops it, in order and with the text kept once there is one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.signals import HEAD_FIRST_S, show_cursor
 
+NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 ORDERLY_S = 1.2
 """How long an orderly stop may take before the job is ended where it stands."""
 
@@ -74,11 +75,11 @@ class Stopper:
     end: Callable[[int], object]
 
     def on_signal(self, number: int) -> None:
-        """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes SIGTERM on.
+        """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes others on.
 
         Not before rank 0 would have said its own: a launcher that ends hands SIGTERM to every rank, in any order.
         """
-        name = "interrupted" if number == signal.SIGINT else "terminated"
+        name = NAMES[signal.Signals(number)]
         if self.watch.rank == 0:
             interrupts = self.flag.interrupts
             if not interrupts or not interrupts.interrupt(number):
@@ -86,7 +87,7 @@ class Stopper:
         elif not self.watch.joined:
             time.sleep(HEAD_FIRST_S)
             self.end(128 + number)
-        elif number == signal.SIGTERM:
+        elif number != signal.SIGINT:
             time.sleep(HEAD_FIRST_S)
             self.watch.ask_stop(f"rank {self.watch.rank} was {name}")
 

@@ -32,7 +32,7 @@ UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """What a connection ends with to a host that says nothing."""
 
 KILLED = " of SIGKILL"
-STOPPED = tuple(f" with exit code {128 + number}" for number in (signal.SIGINT, signal.SIGTERM))
+STOPPED = tuple(f" with exit code {128 + number}" for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 LOOK_EVERY_S = 0.05
 REMAINS_S = 2.0
 

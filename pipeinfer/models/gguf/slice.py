@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -113,7 +115,26 @@ class Feed(Protocol):
 
 def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
     """Bytes of weights a rank with layers [first, last) holds: on the last one with the output head."""
-    return sum(part.tensor.n_bytes for part in _slice_tensors(info, first, last) if not part.is_hole)
+    if (first, last) == (0, info.n_layer) or info.layers.query_scale != 1:
+        return sum(part.tensor.n_bytes for part in _slice_tensors(info, first, last) if not part.is_hole)
+    sums, shared = _sums(info)
+    unused = info.layers.unused(first, last)
+    tables = sum(part.tensor.n_bytes for part in _tables(info, last == info.n_layer) if not part.is_hole)
+    return sums[last] - sums[first] + tables + sum(size for name, size in shared.items() if name not in unused)
+
+
+@lru_cache(maxsize=16)
+def _sums(info: ModelInfo) -> tuple[list[int], dict[str, int]]:
+    """Bytes of all layers before each, and of each tensor outside of layers but for tables: planners ask for slices
+    thousands of times."""
+    sizes, shared = [0] * info.n_layer, dict[str, int]()
+    for tensor in info.tensors:
+        layer = layer_of(tensor.name)
+        if layer is None and tensor.name not in (TABLE, HEAD, BIAS):
+            shared[tensor.name] = tensor.n_bytes
+        elif layer is not None and layer < info.n_layer:
+            sizes[layer] += tensor.n_bytes
+    return [0, *accumulate(sizes)], shared
 
 
 def open_slice(
