@@ -392,7 +392,10 @@ def test_a_torn_line_is_cut_off_and_nothing_else(tmp_path: Path, capfd: pytest.C
         BatchOutput(path)
     with room_for(path.stat().st_size + 10), pytest.raises(UserError, match="File too large"):
         output.write({"id": "b", "text": "long enough"})
-    assert path.stat().st_size > len('{"id": "a"}\n') and list(output.ids()) == [(1, "a")]
+    torn = path.read_bytes()
+    assert len(torn) > len('{"id": "a"}\n') and list(output.ids()) == [(1, "a")]
+    assert path.read_bytes() == torn and not capfd.readouterr().err, "not before the job goes on"
+    output.go_on()
     assert "10 bytes, is cut off" in capfd.readouterr().err
     output.write({"id": "c"})
     assert list(output.ids()) == [(1, "a"), (2, "c")]
@@ -406,6 +409,35 @@ def test_a_torn_line_is_cut_off_and_nothing_else(tmp_path: Path, capfd: pytest.C
         assert path.read_text() == foreign
     with pytest.raises(UserError, match="is no file"):
         BatchOutput(tmp_path)
+
+
+def test_a_result_that_lacks_its_newline_alone_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"id": "a"}\n{"id": "b"}')
+    output = BatchOutput(path)
+    assert list(output.ids()) == [(1, "a"), (2, "b")] and not path.read_text().endswith("\n")
+    output.go_on()
+    output.go_on()
+    output.write({"id": "c"})
+    output.close()
+    assert path.read_text() == '{"id": "a"}\n{"id": "b"}\n{"id": "c"}\n' and not capfd.readouterr().err
+
+
+def test_a_refused_batch_leaves_its_results_as_they_are(pair: list[str], tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a", "seed": 1}\n{"prompt": "b", "seed": 1}\n')
+    words = ["batch", str(source), "-o", str(output), *pair[:2], "-t", "1", "-n", "2"]
+    assert finish(1, words).returncode == 0
+    whole = output.read_bytes()
+    for n_lost in (1, 9):
+        output.write_bytes(whole[:-n_lost])
+        done = finish(1, [*words, "--temp", "0"])
+        assert done.returncode == 2 and "is cut off" not in done.stderr, done.stderr
+        assert output.read_bytes() == whole[:-n_lost]
+    output.write_bytes(whole[:-1])
+    done = finish(1, words)
+    assert done.returncode == 0 and "all 2 results are there" in done.stderr, done.stderr
+    assert output.read_bytes() == whole
 
 
 def test_what_one_chat_s_template_refuses_is_no_other_s_affair(pair: list[str]) -> None:

@@ -90,6 +90,7 @@ class Batch:
 
     def _serve(self) -> None:
         """Until every request has its result."""
+        self.work.output.go_on()
         self._admit()
         while self.requests.engine.busy:
             for news in self.requests.step():

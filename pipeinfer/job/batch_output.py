@@ -28,6 +28,8 @@ class BatchOutput:
         """Raises UserError when it cannot be written, is no file, or another job writes it."""
         self.path = path
         self._was_there = path.exists()
+        self._n_whole, self._n_torn = 0, 0  # bytes that stay, and of what an interruption left behind them
+        self._lacks_newline = False
         try:
             if self._was_there and not stat.S_ISREG(path.stat().st_mode):
                 raise UserError(f"{WHAT} {path} is no file; results are added to a file, so that a job can be resumed")
@@ -43,34 +45,42 @@ class BatchOutput:
             pass  # some network file systems have no locks
 
     def ids(self) -> Iterator[tuple[int, str]]:
-        """(line, id) of each result. What an interruption left of the last one is cut off.
+        """(line, id) of each result. What an interruption left of the last one is passed over, a result that lacks its
+        newline alone is none of that. Leaves the file as it is.
 
         Raises UserError for a line that is no result.
         """
+        self._n_whole, self._n_torn, self._lacks_newline = 0, 0, False
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
-            end = 0
             for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n") and BEGINNING.startswith(line[: len(BEGINNING)]):
-                    os.ftruncate(self._fd, end)
-                    complain(f"{self.path}: what stands behind the last whole line, {len(line)} bytes, is cut off")
+                id = _id_in(line)
+                self._lacks_newline = not line.endswith(b"\n")
+                if id is None and self._lacks_newline and BEGINNING.startswith(line[: len(BEGINNING)]):
+                    self._n_torn, self._lacks_newline = len(line), False
                     return
-                end += len(line)
-                yield number, self._id(line, number)
+                if id is None:
+                    raise UserError(f"{WHAT} {self.path} line {number} is no result of a batch; name another file, or "
+                                    "remove the line")  # fmt: skip
+                self._n_whole += len(line)
+                yield number, id
 
-    def _id(self, line: bytes, number: int) -> str:
-        found = None
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line)
-        if isinstance(found, dict) and isinstance(found.get("id"), str):
-            return str(found["id"])
-        raise UserError(
-            f"{WHAT} {self.path} line {number} is no result of a batch; name another file, or remove the line"
-        )
+    def go_on(self) -> None:
+        """Make the file end with a whole line, after all its `ids` and before a result is added: the torn end is
+        cut off, the newline that is missing added. Raises UserError when there is no room."""
+        if self._n_torn:
+            complain(f"{self.path}: what stands behind the last whole line, {self._n_torn} bytes, is cut off")
+            os.ftruncate(self._fd, self._n_whole)
+        elif self._lacks_newline:
+            self._append(b"\n")
+        self._n_torn, self._lacks_newline = 0, False
 
     def write(self, result: dict[str, Any]) -> None:
         """Append one result, whose first field is its id. Raises UserError when there is no room."""
-        left = memoryview(f"{json_text(result)}\n".encode())
+        self._append(f"{json_text(result)}\n".encode())
+
+    def _append(self, data: bytes) -> None:
+        left = memoryview(data)
         try:
             while left:
                 left = left[os.write(self._fd, left) :]
@@ -82,3 +92,12 @@ class BatchOutput:
         if not self._was_there and not os.fstat(self._fd).st_size:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
+
+
+def _id_in(line: bytes) -> str | None:
+    """None if it is no whole result."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line)
+        if isinstance(found, dict) and isinstance(found.get("id"), str):
+            return str(found["id"])
+    return None

@@ -82,6 +82,7 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deploymen
     try:
         _check_lines(work)
         if not work.n_left:
+            work.output.go_on()
             _tell_done(work)
             work.close()
             return None
