@@ -11,7 +11,7 @@ import pytest
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import ASKED, COLUMNS, NAMES
 from pipeinfer.observe.results import append_result, as_read, check_results, key_of, read_results
-from tests.jobs import ROOT
+from tests.jobs import ROOT, finish
 from tests.rows import make_row
 
 
@@ -73,6 +73,34 @@ def test_nothing_is_appended_to_a_cut_off_row(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="line 3"):
         read_results(path)
     assert path.read_bytes() == whole[:-20]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(",", ";"), (",tale,", ",tale,extra,"), (",tale,", ',"tale,'), ("a", "\udcff")]
+)
+def test_no_job_begins_that_would_add_to_a_damaged_table(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "results.csv"
+    for _ in range(4):
+        append_result(path, make_row())
+    check_results(path)
+    lines = path.read_text().splitlines()
+    lines[2] = lines[2].replace(old, new, 1)
+    path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"results\.csv, line 3[: ]"):
+        check_results(path)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_table_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    append_result(path, make_row())
+    path.write_text(path.read_text().replace("\n100,", "\n100;"))
+    before = path.read_bytes()
+    for words in (["bench", "-p", "9"], ["simulate", "--profile", "pipeinfer-c"]):
+        done = finish(1, [*words, "-n", "4", "--results", str(path)])
+        assert done.returncode == 2 and f"line 2 has {len(NAMES) - 1} of {len(NAMES)} columns" in done.stderr, done
+        assert len(done.stderr.splitlines()) == 1 and path.read_bytes() == before
 
 
 @pytest.mark.parametrize(

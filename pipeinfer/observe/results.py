@@ -51,7 +51,8 @@ def key_of(row: Record) -> tuple[Any, ...]:
 
 
 def check_results(path: Path) -> None:
-    """Raises UserError when a row could not be appended: the file cannot be written or has other columns.
+    """Raises UserError when a row could not be appended: the file cannot be written or has other columns; and when a
+    row of it has: what would be measured could not be read back. The cells are not looked at.
 
     Leaves nothing behind.
     """
@@ -59,7 +60,9 @@ def check_results(path: Path) -> None:
         check_writable(path, "--results")
         return
     with _locked(path) as file:
-        _check_appendable(path, file)
+        if _check_appendable(path, file):
+            for number, cells in _lines(path):
+                _check_count(path, number, cells, len(COLUMNS))
 
 
 def append_result(path: Path, row: Record) -> None:
@@ -176,19 +179,22 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _row(path: Path, number: int, cells: list[str]) -> Record:
-    if len(cells) != len(COLUMNS):
-        raise UserError(f"{path}, line {number} has {len(cells)} of {len(COLUMNS)} columns; delete that line")
+    _check_count(path, number, cells, len(COLUMNS))
     row = {column.name: _value(path, number, column, cell) for column, cell in zip(COLUMNS, cells, strict=True)}
     if not row["policy"] or not row["model"] or not row["ranks"] >= 1:
         raise UserError(f"{path}, line {number} lacks its policy, model or ranks; delete that line")
     return row
 
 
+def _check_count(path: Path, number: int, cells: Sequence[str], n_columns: int) -> None:
+    if len(cells) != n_columns:
+        raise UserError(f"{path}, line {number} has {len(cells)} of {n_columns} columns; delete that line")
+
+
 def _original_rows(path: Path, lines: Sequence[tuple[int, list[str]]]) -> list[Record]:
     rows = []
     for index, (number, cells) in enumerate(lines):
-        if len(cells) != len(FIGURES):
-            raise UserError(f"{path}, line {number} has {len(cells)} of {len(FIGURES)} columns; delete that line")
+        _check_count(path, number, cells, len(FIGURES))
         pairs = zip(COLUMNS[: len(FIGURES)], cells, strict=True)
         figures = {column.name: _value(path, number, column, cell) for column, cell in pairs}
         rows.append(figures | {"policy": ORIGINAL_POLICIES[index % 3]})
