@@ -96,7 +96,7 @@ def test_a_lone_process_ends_with_its_terminal_unless_it_shall_not() -> None:
             env=environment(),
         )  # fmt: skip
         assert job.stdout
-        begun = job.stdout.read(1)
+        job.stdout.read(1)
         job.send_signal(signal.SIGHUP)
         text, errors = job.communicate(timeout=60)
         assert job.returncode == code and "UCX" not in text, errors
@@ -116,6 +116,31 @@ def test_a_lone_process_that_is_stopped_while_it_loads_says_nothing_of_mpi(numbe
         _, errors = job.communicate(timeout=20)
         assert plan.startswith("policy ") and job.returncode == 128 + number
         assert "Abort" not in errors and "died" not in errors
+
+
+BEHIND = """
+import os, signal, sys, time
+from pipeinfer.cluster.watch import watch
+from pipeinfer.cli.main import main
+start = watch._start_sentinel
+def started(*given):
+    found = start(*given)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+    return found
+watch._start_sentinel = started
+main(sys.argv[1:])
+"""
+
+
+def test_a_stop_right_behind_the_start_of_the_watch_is_no_death() -> None:
+    """A shell has asked for the exit code before the watch could, which took the end for a death then."""
+    job = subprocess.Popen(
+        [sys.executable, "-c", BEHIND, *RUN], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    _, errors = job.communicate(timeout=20)
+    assert (job.returncode, errors) == (130, "")
 
 
 class Joined:

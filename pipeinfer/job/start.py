@@ -67,6 +67,7 @@ def start_job(part: Callable[[Crew], int], settings: object, verbose: bool) -> i
     watch = Watch(rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason))
     stopper = Stopper(flag, watch, end)
     on_signals(stopper.on_signal)
+    watch.open()  # not before: it would take an end by a signal for a death
     if is_first_here():
         threading.Thread(target=sweep, daemon=True).start()
     with marking():

@@ -32,7 +32,6 @@ UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """What a connection ends with to a host that says nothing."""
 
 KILLED = " of SIGKILL"
-STOPPED = tuple(f" with exit code {128 + number}" for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 LOOK_EVERY_S = 0.05
 REMAINS_S = 2.0
 
@@ -155,8 +154,6 @@ class Sentinel:
         how = self._processes[rank].how_it_ended() if rank in self._processes else ""
         if not self._complete and how == KILLED:
             self._end("", died=True)  # as the launcher does with the others when one ended: it says which
-        if rank == 0 and how in STOPPED:
-            self._end("", died=True)  # it was asked to before it could say so
         self._end(f"{self._who_died(rank)} died{how}; ending the job", died=True)
 
     def _end(self, line: str, died: bool) -> None:

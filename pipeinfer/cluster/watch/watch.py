@@ -49,9 +49,9 @@ class Watch:
     """
 
     def __init__(self, rank: int, size: int, end: Callable[[int], object], on_stop: Callable[[str], object]) -> None:
-        """Rank 0 starts the sentinel. `end(code)` ends all ranks, is called from a thread and may return; `on_stop`
-        is called on rank 0, from a thread, when a rank asks for an orderly stop."""
-        self.rank = rank
+        """`end(code)` ends all ranks, is called from a thread and may return; `on_stop` is called on rank 0, from a
+        thread, when a rank asks for an orderly stop."""
+        self.rank, self._size = rank, size
         self._end_all = end
         self._on_stop = on_stop
         self._link: socket.socket | None = None
@@ -61,13 +61,18 @@ class Watch:
         self._closing = False
         self._sending = threading.RLock()  # a signal's thread may send too
         self._joined = threading.Event()
+
+    def open(self) -> Watch:
+        """From now on the launcher's death is noticed; rank 0 starts the sentinel, which hears at once what is sent."""
         if is_launched():
             self._start(self._await_launcher, Process(os.getppid()))
-        if rank == 0:
-            self._link, self._sentinel = _start_sentinel(size)
+        if self.rank == 0:
+            self._link, theirs = socket.socketpair()
+            self._sentinel = _start_sentinel(theirs, self._size)
             self._start(self._listen, self._link)
         else:
             self._start(self._await_joining)
+        return self
 
     @property
     def connected(self) -> bool:
@@ -222,13 +227,11 @@ def join_limit_s() -> float:
     return JOIN_S
 
 
-def _start_sentinel(size: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
+def _start_sentinel(theirs: socket.socket, size: int) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[3])
     about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s()]
     with theirs:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", START, root, *map(str, about)], stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
         )  # fmt: skip
-    return ours, process
