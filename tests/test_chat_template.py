@@ -16,6 +16,7 @@ from pipeinfer.models.chat import (
     ChatTemplate,
     Limits,
     Message,
+    TemplateFault,
     encode_continuation,
     encode_rendered,
 )
@@ -95,6 +96,59 @@ def test_hostile_and_broken_templates_end_in_an_error(
     assert str(error.value).startswith("the template ") and words.lower() in str(error.value).lower()
     assert str(error.value).endswith("give another with --chat-template-file FILE")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_parsed_is_found_before_anything_is_said(tokenizer: Tokenizer) -> None:
+    for source in ("{% if %}", "{{ messages | nothing_such }}", "{% for m in messages %}", "{% nothing_such %}"):
+        template = ChatTemplate(source, "the template", limits=LITTLE)
+        with pytest.raises(TemplateFault, match="the template Template") as caught:
+            template.check()
+        assert caught.value.is_broken and "the template" not in caught.value.what
+        found = template.render_all([TURNS] * 3, tokenizer)
+        assert [str(each) for each in found] == [str(caught.value)] * 3
+    refuses = ChatTemplate("{{ raise_exception('not this') }}", "the template", limits=LITTLE)
+    refuses.check()
+    with pytest.raises(TemplateFault) as caught:
+        refuses.render(TURNS, tokenizer)
+    assert not caught.value.is_broken and caught.value.what.endswith("not this")
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_a_broken_template_of_the_user_is_refused_before_loading(model: Path, tmp_path: Path, command: str) -> None:
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% if %}")
+    words = ["--port", "0"] if command == "serve" else []
+    done = finish(1, [command, "-m", str(model), "-t", "1", "--chat-template-file", str(template), *words])
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"--chat-template-file {template} TemplateSyntaxError" in done.stderr
+
+
+def test_a_model_s_broken_template_leaves_completions_to_its_server(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    from tests.serving import Served
+
+    model = write_model(tmp_path / "model.gguf", Shape(n_layer=2, n_vocab=384), template="{% if %}")
+    done = finish(1, ["chat", "-m", str(model), "-t", "1"])
+    assert done.returncode == 2 and f"the chat template of {model} TemplateSyntaxError" in done.stderr, done.stderr
+    with Served(1, ["-m", str(model)]) as served:
+        assert "TemplateSyntaxError" in served.errors and "chats are refused" in served.errors
+        assert served.text(prompt="the", max_tokens=2)
+        said = [{"role": "user", "content": "a"}]
+        answer = served.http.post("/v1/chat/completions", json={"messages": said, "max_tokens": 2})
+        error = answer.json()["error"]
+        assert answer.status_code == 500 and error["type"] == "server_error"
+        assert "TemplateSyntaxError" in error["message"] and str(tmp_path) not in answer.text
+
+
+def test_a_pipe_none_of_whose_lines_is_answered_ends_with_2(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "picky.jinja"
+    template.write_text("{% if messages[0].content == 'x' %}{{ raise_exception('not this') }}{% endif %}the")
+    words = ["chat", "-m", str(model), "-t", "1", "-n", "2", "--chat-template-file", str(template)]
+    for said, code in (("x\nx\n", 2), ("x\na\n", 0)):
+        done = subprocess.run(
+            [*COMMAND, *words], input=said, capture_output=True, text=True, env=environment(), timeout=60
+        )
+        assert done.returncode == code and done.stderr.count("not this") == said.count("x"), done.stderr
 
 
 def test_a_template_that_sleeps_on_a_busy_host_is_ended_by_the_clock(tokenizer: Tokenizer) -> None:

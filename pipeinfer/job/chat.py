@@ -13,7 +13,7 @@ from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.dialogue import Dialogue
 from pipeinfer.job.interrupts import Interrupts
-from pipeinfer.job.lines import open_lines
+from pipeinfer.job.lines import PipedLines, open_lines
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.outcome import make_result
 from pipeinfer.job.plan_table import show_plan
@@ -60,6 +60,7 @@ class Chat:
         self.session = Session(context, deployment, lambda rank, loaded_s: None)
         self.dialogue = Dialogue(setup.format)
         self.sampling = setup.request.sampling
+        self.n_asked = self.n_refused = 0  # turns
         self.interrupts = Interrupts(lambda: self.lines.next_is(STOP))
         self.lines = open_lines(lambda: self.interrupts.left or bool(context.flag.reason))
 
@@ -88,7 +89,10 @@ class Chat:
         while said is not None and said.strip() != "/quit":
             self._take(said)
             said = None if self.context.flag.reason else self._read()
-        return INTERRUPTED if self.interrupts.left else 0
+        if self.interrupts.left:
+            return INTERRUPTED
+        # a script is told that there is no answer, a user has read why
+        return 2 if self.n_refused and not self.n_asked and isinstance(self.lines, PipedLines) else 0
 
     def _read(self) -> str | None:
         """What the user says next; None when nothing more comes."""
@@ -140,8 +144,10 @@ class Chat:
         try:
             asked = self.dialogue.ask(said, request.n_ctx)
         except UserError as error:
+            self.n_refused += 1
             complain(str(error))
             return
+        self.n_asked += 1
         n_predict = min(request.n_predict, request.n_ctx - len(asked.tokens))
         request = replace(request, prompt=asked.tokens, spans=asked.spans, n_predict=n_predict, sampling=self.sampling)
         printer = Printer(self.context.flag, self.setup.format.tokenizer, request, self.options.json)

@@ -36,7 +36,7 @@ class ChatFormat:
         """The text up to the next answer of the assistant. Raises UserError as ChatTemplate does."""
         return self.template.render(self._with_system(messages), self.tokenizer)
 
-    def render_all(self, conversations: Sequence[Sequence[Message]]) -> list[str | UserError]:
+    def render_all(self, conversations: Sequence[Sequence[Message]]) -> Sequence[str | UserError]:
         """The same of several conversations; of each its text, or what is wrong with it."""
         return self.template.render_all([self._with_system(each) for each in conversations], self.tokenizer)
 
@@ -54,7 +54,7 @@ def open_format(
     options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, say: Callable[[str], object] = complain
 ) -> ChatFormat | None:
     """None where no chat was asked for. Says so where the model has no template. Raises UserError for files that cannot
-    be read, and for variables that are no JSON object."""
+    be read or are no template, and for variables that are no JSON object. The model's own template is not looked at."""
     chat = options.chat
     if chat is None:
         return None
@@ -69,7 +69,10 @@ def open_format(
     elif source is None:
         say(PLAIN.format(path=info.path))
         source, stops = PLAIN_TEMPLATE, (*stops, PLAIN_STOP)
-    return ChatFormat(ChatTemplate(source, name, variables), tokenizer, system, stops)
+    template = ChatTemplate(source, name, variables)
+    if chat.template_file is not None:
+        template.check()
+    return ChatFormat(template, tokenizer, system, stops)
 
 
 def _variables(chat: ChatOptions) -> dict[str, Any]:

@@ -53,12 +53,14 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ask
 
 
 def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ChatSetup]:
-    """The same for a chat. `options.chat` must be there; the prompt is what the user says first, if it is given."""
+    """The same for a chat. `options.chat` must be there; the prompt is what the user says first, if it is given.
+    A template that is broken could answer nothing: it is refused here, the model's own too."""
     check_outputs(options)
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
     format = open_format(options, info, tokenizer)
     assert format, "a chat without its options"
+    format.template.check()
     asked = options.prompt is not None or options.file is not None
     first = read_prompt(options) if asked else None
     n_ctx = options.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)

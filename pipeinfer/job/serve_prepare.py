@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.job.chat_format import open_format
+from pipeinfer.job.complain import complain
 from pipeinfer.job.constraints import constrained
 from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.front import Front, Setup
@@ -15,6 +16,7 @@ from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import check_outputs
 from pipeinfer.job.request import DEFAULT_CTX, end_tokens
+from pipeinfer.models.chat import TemplateFault
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.tokenizer import Tokenizer
 
@@ -50,7 +52,7 @@ def prepare_serve(
     options = constrained(options, tokenizer)
     front = open_front(asked.front)
     try:
-        open_format(options, info, tokenizer)  # the front reads it again: what is wrong with it is said here
+        _check_format(options, info, tokenizer)
         deployment, n_ctx = deploy_shares(options, hosts, info)
     except BaseException:
         front.close()
@@ -60,6 +62,17 @@ def prepare_serve(
         f"{info.fingerprint[:12]}-{options.numerics}",
     )  # fmt: skip
     return deployment, ServeWork(front, setup, tokenizer, end_tokens(options, tokenizer), asked.drain_s)
+
+
+def _check_format(options: RunOptions, info: ModelInfo, tokenizer: Tokenizer) -> None:
+    """The front opens it again: what is wrong with it is said here. A model whose own template is broken
+    still completes texts."""
+    format = open_format(options, info, tokenizer)
+    try:
+        if format:
+            format.template.check()
+    except TemplateFault as fault:
+        complain(f"{fault}; until then chats are refused")
 
 
 def deploy_shares(options: RunOptions, hosts: Sequence[Host], info: ModelInfo) -> tuple[Deployment, int]:

@@ -32,6 +32,14 @@ START = (
 )
 
 
+class TemplateFault(UserError):
+    """A template does not render: `what` is wrong, without the name of its file. `is_broken`: whatever it is given."""
+
+    def __init__(self, name: str, what: str, is_broken: bool) -> None:
+        super().__init__(f"{name} {what}; give another with --chat-template-file FILE")
+        self.what, self.is_broken = what, is_broken
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     role: Literal["system", "user", "assistant"]
@@ -68,15 +76,23 @@ class ChatTemplate:
             with contextlib.suppress(OSError):  # who renders will say so
                 self.ahead.append(self._start())
 
+    def check(self) -> None:
+        """Raises TemplateFault when the template cannot be parsed, and so could render nothing."""
+        found = self._ask({"source": self.source, "contexts": [], "now_s": self.now_s})
+        if "answers" not in found:
+            raise self._fault(found)
+
     def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
-        """The text up to where the assistant's next answer begins. Raises UserError when the template fails, takes more
-        than the limits, or refuses the messages."""
+        """The text up to where the assistant's next answer begins. Raises TemplateFault when the template fails, takes
+        more than the limits, or refuses the messages."""
         (found,) = self.render_all([messages], tokenizer)
-        if isinstance(found, UserError):
+        if isinstance(found, TemplateFault):
             raise found
         return found
 
-    def render_all(self, conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer) -> list[str | UserError]:
+    def render_all(
+        self, conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer
+    ) -> Sequence[str | TemplateFault]:
         """The same of several conversations, for little more than one; of each its text, or what is wrong with it."""
         common = {
             "add_generation_prompt": True,
@@ -88,20 +104,22 @@ class ChatTemplate:
         }
         said = [[{"role": each.role, "content": each.content} for each in messages] for messages in conversations]
         answers = self._answers([{"messages": messages, **common} for messages in said])
-        return [str(answer["text"]) if "text" in answer else self._error(answer) for answer in answers]
+        return [str(answer["text"]) if "text" in answer else self._fault(answer) for answer in answers]
 
-    def _error(self, answer: Mapping[str, Any]) -> UserError:
-        shown = " ".join(str(answer.get("error", "says nothing")).split())[:300]
-        return UserError(f"{self.name} {shown}; give another with --chat-template-file FILE")
+    def _fault(self, answer: Mapping[str, Any]) -> TemplateFault:
+        said = str(answer.get("broken") or answer.get("error", "says nothing"))
+        return TemplateFault(self.name, " ".join(said.split())[:300], "broken" in answer)
 
     def _answers(self, contexts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """One for each. What is too much for all of them may be so for one alone, or for none."""
         found = self._ask({"source": self.source, "contexts": contexts, "now_s": self.now_s})
-        if isinstance(found, list):
-            return found
-        return [found] if len(contexts) == 1 else [answer for each in contexts for answer in self._answers([each])]
+        if "answers" in found:
+            return list(found["answers"])
+        if "broken" in found or len(contexts) == 1:
+            return [found] * len(contexts)
+        return [answer for each in contexts for answer in self._answers([each])]
 
-    def _ask(self, asked: Mapping[str, Any]) -> list[dict[str, Any]] | dict[str, Any]:
+    def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The answers of the process that renders, or why there are none; it is killed when its time is over."""
         limits = self.limits
         try:
@@ -116,7 +134,7 @@ class ChatTemplate:
             return {"error": f"cannot be rendered: {error.strerror}"}
         except ValueError:  # it was killed, or could not even say that there is no memory left
             return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
-        return found if isinstance(found, list) and len(found) == len(asked["contexts"]) else {}
+        return found if isinstance(found, dict) else {}
 
     def _start(self) -> subprocess.Popen[bytes]:
         limits = self.limits

@@ -1,8 +1,8 @@
 """The process in which a chat template is rendered: a sandbox with little time and memory. Knows no model.
 
 A template comes with a model file, from anywhere: it may loop for ever, or try to leave the sandbox. One JSON object is
-read from standard input, with any number of `contexts`; a list is written to standard output, of each its `text`, or
-`error` with what is wrong.
+read from standard input, with any number of `contexts`; an object is written to standard output: `answers` has of each
+its `text`, or `error` with what is wrong; else it has `broken`: what is wrong with the template whatever it is given.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+T = TypeVar("T")
 
 
 def main(cpu_s: int, n_bytes: int, n_characters: int) -> None:
@@ -23,18 +28,28 @@ def main(cpu_s: int, n_bytes: int, n_characters: int) -> None:
     asked = json.load(sys.stdin)
     limit(cpu_s, n_bytes)
 
-    def answer(context: Mapping[str, Any]) -> dict[str, str]:
+    def attempt(name: str, work: Callable[[], T]) -> T | dict[str, str]:
+        """What comes of it; else, by this name, what is wrong."""
         try:
-            text = render(asked["source"], context, asked["now_s"])
+            return work()
         except MemoryError:
-            return {"error": f"takes more than {n_bytes >> 20} MiB of memory"}
+            return {name: f"takes more than {n_bytes >> 20} MiB of memory"}
         except RecursionError:
-            return {"error": "calls itself without end"}
+            return {name: "calls itself without end"}
         except Exception as error:  # whatever a template can raise
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {"text": text} if len(text) <= n_characters else {"error": f"renders {len(text)} characters"}
+            return {name: f"{type(error).__name__}: {error}"}
 
-    json.dump([answer(context) for context in asked["contexts"]], sys.stdout)
+    def answer(template: Template, context: Mapping[str, Any]) -> dict[str, str]:
+        text = attempt("error", lambda: template.render(**context))
+        if isinstance(text, dict) or len(text) <= n_characters:
+            return text if isinstance(text, dict) else {"text": text}
+        return {"error": f"renders {len(text)} characters"}
+
+    template = attempt("broken", lambda: parse(asked["source"], asked["now_s"]))
+    if isinstance(template, dict):
+        json.dump(template, sys.stdout)
+    else:
+        json.dump({"answers": [answer(template, context) for context in asked["contexts"]]}, sys.stdout)
 
 
 def limit(cpu_s: int, n_bytes: int) -> None:
@@ -45,8 +60,8 @@ def limit(cpu_s: int, n_bytes: int) -> None:
             resource.setrlimit(name, (most, most))
 
 
-def render(source: str, context: Mapping[str, Any], now_s: float) -> str:
-    """What the template says, with the functions and tags that templates of chats expect. Raises what it raises."""
+def parse(source: str, now_s: float) -> Template:
+    """The template, with the functions and tags that templates of chats expect. Raises whatever jinja2 does."""
     from jinja2 import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Node
@@ -78,4 +93,4 @@ def render(source: str, context: Mapping[str, Any], now_s: float) -> str:
     environment.filters["tojson"] = as_json  # jinja2's own is for HTML
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: time.strftime(form, time.localtime(now_s))
-    return environment.from_string(source).render(**context)
+    return environment.from_string(source)

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from pipeinfer.errors import UserError
 from pipeinfer.job.front import Setup
 from pipeinfer.job.request_body import CHAT, COMPLETION, Defaults, flag, is_whole, read_json, refuse, shown
+from pipeinfer.models.chat import TemplateFault
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.server.access import Access, App
 from pipeinfer.server.asked import read_asked
@@ -66,6 +67,7 @@ class Api:
             get("/", self.page)
         app.add_exception_handler(Refusal, _refused)
         app.add_exception_handler(UserError, _wrong)
+        app.add_exception_handler(TemplateFault, _not_rendered)
         app.add_exception_handler(HTTPException, _no_endpoint)
         app.add_exception_handler(ClientDisconnect, _left)
         app.add_exception_handler(Exception, _fault)
@@ -216,6 +218,14 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _wrong(request: Request, error: Exception) -> Response:
     return JsonResponse(error_body(400, str(error)), 400)
+
+
+async def _not_rendered(request: Request, error: Exception) -> Response:
+    """Which file the template is in is the server's affair, and so is one that renders nothing for anybody."""
+    assert isinstance(error, TemplateFault)
+    rest = "; ask for completions, until the server has another" if error.is_broken else ""
+    status = 500 if error.is_broken else 400
+    return JsonResponse(error_body(status, f"the model's chat template: {error.what}{rest}"), status)
 
 
 async def _left(request: Request, error: Exception) -> Response:
