@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from pipeinfer.cli.bench import bench
 from pipeinfer.cluster.cores import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
@@ -118,6 +120,21 @@ def test_what_makes_a_measurement_worthless_is_said_once(pair: list[str], tmp_pa
         assert done.stderr.count(f"pipeinfer: {name}: no guess was ever sent") == 1, done.stderr
         assert f"] {name}, repetition 2: " in done.stderr
     assert done.stderr.count("threads of 2 ranks that compute") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy", "iterative,iterative"], "--policy has iterative twice"),
+        (["-n", "4,8,4"], "-n has 4 twice"),
+        (["--ablate", "cancel,cancel"], "--ablate has cancel twice"),
+        (["-md", "none", "-md", "none"], "-md has none twice"),
+        (["--layer-split", "2,4", "--layer-split", "2,4"], "--layer-split has 2,4 twice"),
+    ],
+)
+def test_what_is_given_twice_is_not_measured_twice(words: list[str], said: str) -> None:
+    found = CliRunner().invoke(bench, ["-p", "9", *words])
+    assert isinstance(found.exception, UserError) and said in str(found.exception), found
 
 
 def test_ablations_of_a_policy_that_is_not_measured_are_refused() -> None:

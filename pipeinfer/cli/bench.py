@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,11 @@ def bench(
     has_guesses = any(teams) or others["lookup"]
     names = [choose_policy(name, has_guesses) for name in policies or (USUAL if has_guesses else ("iterative",))]
     chosen = take_policies(names, others)
+    teams_shown = [",".join(map(str, team)) or "none" for team in teams]
+    lists = {"-m": models, "-md": teams_shown, "--policy": names, "-n": predicts,
+             "--layer-split": splits, "--ablate": ablate}  # fmt: skip
+    for option, given in lists.items():
+        _check_once(option, given)
     base = RunOptions(
         model=(models or (TARGET,))[0],
         predict=0,
@@ -157,6 +163,13 @@ def _shared_options() -> list[click.Parameter]:
 
 
 bench.params += _shared_options()
+
+
+def _check_once(option: str, given: Sequence[object]) -> None:
+    """Raises UserError when a value is there twice: it would be measured twice, and its rows be those of one."""
+    twice = [value for value in given if given.count(value) > 1]
+    if twice:
+        raise UserError(f"{option} has {twice[0]} twice; give it once, -r says how often everything is measured")
 
 
 def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[Prompt, ...]:

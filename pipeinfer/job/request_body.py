@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -66,14 +66,24 @@ class Body:
 
 
 def read_json(text: bytes) -> dict[str, Any]:
-    """A JSON object, without its fields that are null. Raises UserError for anything else."""
+    """A JSON object, without its fields that are null. Raises UserError for anything else, and for a field that is
+    there twice: one of the two would be dropped."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         refuse(f"is no JSON: {error}")
     if not isinstance(found, dict):
         refuse('is no JSON object; write {"prompt": "…"} or what OpenAI\'s API asks')
     return without_null(found)
+
+
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            refuse(f"has the field {shown(name)} twice in an object; say it once")
+        found[name] = value
+    return found
 
 
 def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Body:
