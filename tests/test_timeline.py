@@ -75,6 +75,10 @@ def test_what_is_drawn_begins_where_it_is_asked_and_is_never_empty() -> None:
     assert window(events, None, None) == (10.0, 22.0) and window(events, 20.5, None) == (20.5, 32.0)
     assert window(events, 45.0, None) == (45.0, 49.0) and window(events, 51.0, None) == (51.0, 52.0)
     assert window(events, 51.0, 30.0) == (51.0, 81.0) and window(events, 0.0, None) == (0.0, 21.0)
+    for from_ms, for_ms, begins in ((0.0, 9.9, "10.0"), (20.25, 0.5, "21.0")):
+        with pytest.raises(UserError, match=rf"--from {from_ms:g} --for {for_ms:g}: nothing .* begins at {begins} ms"):
+            window(events, from_ms, for_ms)
+    assert window(events, 50.0, 0.5) == (50.0, 50.5), "in the middle of something"
     with pytest.raises(UserError, match=r"--from 52: the trace ends at 52.0 ms; begin before"):
         window(events, 52.0, None)
 

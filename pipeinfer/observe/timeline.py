@@ -43,6 +43,10 @@ def window(events: list[Event], from_ms: float | None, for_ms: float | None) -> 
     start = from_ms if from_ms is not None else settles[0] if settles else 0.0
     later = [at for at in settles if at > start][:N_SETTLED]
     end = start + for_ms if for_ms else later[-1] if later else last
+    begins = [event["ts"] / 1e3 for event in events if event["ts"] + event["dur"] >= start * 1e3]
+    if for_ms and begins and min(begins) > end:
+        raise UserError(f"--from {start:g} --for {for_ms:g}: nothing happens then; the next thing begins at "
+                        f"{min(begins):.1f} ms")  # fmt: skip
     return start, max(end, start + 1e-3)
 
 
