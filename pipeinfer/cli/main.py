@@ -14,7 +14,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script. Exit codes: 0, 2 for bad input, 130 after Ctrl-C, 1 for a fault."""
     has_output = take_streams()  # first: a file that is opened shall not take the number of a closed stream
     on_signals(end_at_once(rank_from_environment()))
-    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # MPICH's UCX would take SIGHUP, and print what it knows
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start a thread a core, and nothing here uses them
     from pipeinfer.cli.commands import run_command
 

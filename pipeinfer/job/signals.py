@@ -30,8 +30,9 @@ def on_signals(act: Callable[[int], object]) -> None:
     threading.Thread(target=_listen, args=(reading, act), name="signals", daemon=True).start()
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: None)  # the default would raise KeyboardInterrupt anywhere
+        is_ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        # the default would raise KeyboardInterrupt anywhere
+        signal.signal(number, signal.SIG_IGN if is_ignored else lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # scripts/pipeinfer has held them back
     if before >= 0:
         os.close(before)  # ends the thread that listened before

@@ -72,6 +72,7 @@ def start_job(part: Callable[[Crew], int], settings: object, verbose: bool) -> i
         threading.Thread(target=sweep, daemon=True).start()
     with marking():
         link = Link()
+    on_signals(stopper.on_signal)  # anew: MPICH's UCX takes SIGHUP for a wish to see what it knows
     _meet(link, watch, settings)
     with watch:
         try:
