@@ -309,9 +309,8 @@ class Engine:
         return not self._drains
 
     def _measure_room(self) -> Room:
-        target, n_open = self.target, len(self._jobs)
-        n_cheap = self.run_cost.n_cheap_rows(0) if self.run_cost else target.n_rows
-        return Room.for_load(n_open, target.pipeline.n_stages, n_cheap, target.n_rows, target.n_chunk)
+        target, n_cheap = self.target, self.run_cost.n_cheap_rows(0) if self.run_cost else self.target.n_rows
+        return Room.for_load(len(self._jobs), target.pipeline.n_stages, n_cheap, target.n_rows, target.n_chunk)
 
     # -- what policies see
 
