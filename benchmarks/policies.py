@@ -16,16 +16,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
+from pipeinfer.cluster.costs import Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
 from pipeinfer.policies.auto import LEAST
-from pipeinfer.virtual.choices import ranks_for, synthetic_team
+from pipeinfer.virtual.choices import Choices, ranks_for, synthetic_team
 from pipeinfer.virtual.compare import limit_of
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import simulate
@@ -119,18 +120,21 @@ class Cell:
 def measure(cluster: tuple[str, str, int], acceptance: float, seeds: int, n_tokens: int) -> Cell:
     name, pair, nodes = cluster
     speeds, limit = {}, 0.0
+    texts = [*chain(*(synthetic_team([ranks_for(acceptance)], seed, N_PROMPT) for seed in range(seeds)))]
     for policy_name, variants in TUNED.items():
         profile = load_profile(name).lay_out(nodes, pair, variants[0].drafts)
-        found = []
-        for policy in variants:
-            took_s = []
-            for seed in range(seeds):
-                (choices,) = synthetic_team([ranks_for(acceptance)], seed, N_PROMPT)
-                token_s = simulate(profile, choices, policy.begin(), n_tokens).metrics.token_s
-                took_s.append(token_s[-1] - token_s[0])
-            found.append(seeds * (n_tokens - 1) / sum(took_s))
-        speeds[policy_name], limit = max(found), limit_of(profile, N_PROMPT)
+        speeds[policy_name] = max(speed(policy, profile, texts, n_tokens) for policy in variants)
+        limit = limit_of(profile, N_PROMPT)
     return Cell(name, pair, nodes or profile.n_ranks, acceptance, speeds, limit)
+
+
+def speed(policy: Policy, profile: Profile, texts: Sequence[Choices], n_tokens: int) -> float:
+    """Tokens a second after the first ones, of all texts together."""
+    took_s = 0.0
+    for choices in texts:
+        token_s = simulate(profile, choices, policy.begin(), n_tokens).metrics.token_s
+        took_s += token_s[-1] - token_s[0]
+    return len(texts) * (n_tokens - 1) / took_s
 
 
 def page(cells: Sequence[Cell], seeds: int, n_tokens: int) -> Iterator[str]:

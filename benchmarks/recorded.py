@@ -26,9 +26,8 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from policies import BOUND, TUNED
+from policies import BOUND, TUNED, speed
 
-from pipeinfer.core.policy import Policy
 from pipeinfer.job.prompts import TEXTS
 from pipeinfer.job.record import record_pair
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -37,7 +36,6 @@ from pipeinfer.models.grow import grow
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.virtual.choices import RecordedChoices
 from pipeinfer.virtual.profile import load_profile
-from pipeinfer.virtual.simulation import simulate
 
 CLUSTERS = (
     ("pipedec-7", "", 0), ("pipespec", "llama-70b-1b", 3), ("flowspec", "llama2-13b", 0),
@@ -109,17 +107,12 @@ def recorded(folder: Path, questions: Path, n_tokens: int) -> Iterator[Text]:
         path = folder / f"{pair}-{kind}-{number}-{n_tokens}.json".replace(" ", "")
         if not path.exists():
             record_pair(*models, prompt, n_tokens + 1, 1, 0.0, 0, path)
-        choices = RecordedChoices.load(path)
-        starts = range(len(choices.prompt) - 1, choices.n_tokens - 1)
-        right = [choices.guesses(start, (), 1)[0].token == choices.target(start + 1) for start in starts]
-        yield Text(pair, kind, path, statistics.fmean(right))
+        yield Text(pair, kind, path, RecordedChoices.load(path).acceptance)
 
 
 def prompts(questions: Path) -> Iterator[tuple[str, int, str]]:
     """(kind, number, text)."""
-    program, *prose = (
-        path.read_text()[:N_CHARACTERS] for path in sorted(TEXTS, key=lambda path: path.stem != "program")
-    )
+    program, *prose = (path.read_text() for path in sorted(TEXTS, key=lambda path: path.stem != "program"))
     asked = {name: first_turns(questions / f"{name}.jsonl") for name in (*CODE, *QUESTIONS)}
     kinds = {
         "code": [program, *(turn for name in CODE for turn in asked[name][:2])], "prose": prose,
@@ -135,22 +128,14 @@ def first_turns(path: Path) -> list[str]:
 
 
 def measure(cluster: tuple[str, str, int], texts: Sequence[Text], n_tokens: int) -> Cell:
-    speeds = {
-        policy: max(speed(variant, cluster, texts, n_tokens) for variant in variants)
-        for policy, variants in TUNED.items()
-        if policy != BOUND
-    }
-    first = texts[0]
-    return Cell(cluster[0], first.pair, first.kind, statistics.fmean(text.acceptance for text in texts), speeds)
-
-
-def speed(policy: Policy, cluster: tuple[str, str, int], texts: Sequence[Text], n_tokens: int) -> float:
     name, pair, nodes = cluster
-    profile, took_s = load_profile(name).lay_out(nodes, pair, policy.drafts), 0.0
-    for text in texts:
-        token_s = simulate(profile, RecordedChoices.load(text.path), policy.begin(), n_tokens).metrics.token_s
-        took_s += token_s[-1] - token_s[0]
-    return len(texts) * (n_tokens - 1) / took_s
+    choices, speeds = [RecordedChoices.load(text.path) for text in texts], {}
+    for policy, variants in TUNED.items():
+        if policy != BOUND:
+            profile = load_profile(name).lay_out(nodes, pair, variants[0].drafts)
+            speeds[policy] = max(speed(variant, profile, choices, n_tokens) for variant in variants)
+    first = texts[0]
+    return Cell(name, first.pair, first.kind, statistics.fmean(text.acceptance for text in texts), speeds)
 
 
 def report(cells: Sequence[Cell]) -> bool:

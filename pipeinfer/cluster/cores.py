@@ -83,15 +83,14 @@ def share_cores(hosts: Sequence[Host], computing: Set[int]) -> tuple[int, ...]:
 
 def spare_cores(hosts: Sequence[Host], computing: Set[int], threads: Sequence[int], rank: int) -> int:
     """Cores of a rank that no thread computes on; negative where threads wait for cores."""
-    return hosts[rank].n_cores - sum(threads[rival] for rival in _rivals(hosts, computing, hosts[rank]))
+    return hosts[rank].n_cores - _threads_on(hosts, computing, threads, hosts[rank])
 
 
 def crowded_hosts(hosts: Sequence[Host], computing: Set[int], threads: Sequence[int]) -> list[str]:
     """A line for each host on which the ranks that compute have more threads than cores, so that they wait in turns."""
     lines: dict[str, str] = {}
     for host in hosts:
-        rivals = _rivals(hosts, computing, host)
-        n_threads = sum(threads[rank] for rank in rivals)
+        rivals, n_threads = _rivals(hosts, computing, host), _threads_on(hosts, computing, threads, host)
         if n_threads > host.n_cores > 0 and host.name not in lines:
             lines[host.name] = (
                 f"host {host.name} has {_count(host.n_cores, 'core')} for {_count(n_threads, 'thread')} of "
@@ -103,10 +102,12 @@ def crowded_hosts(hosts: Sequence[Host], computing: Set[int], threads: Sequence[
 
 def crowding(hosts: Sequence[Host], computing: Set[int], threads: Sequence[int]) -> float:
     """Threads of ranks that compute on each core, where they are the most; 1 at least."""
-    shares = (
-        sum(threads[rank] for rank in _rivals(hosts, computing, host)) / host.n_cores for host in hosts if host.n_cores
-    )
-    return max(1.0, *shares)
+    return max(1.0, *(_threads_on(hosts, computing, threads, host) / host.n_cores for host in hosts if host.n_cores))
+
+
+def _threads_on(hosts: Sequence[Host], computing: Set[int], threads: Sequence[int], host: Host) -> int:
+    """That compute on some of a rank's cores."""
+    return sum(threads[rank] for rank in _rivals(hosts, computing, host))
 
 
 def _rivals(hosts: Sequence[Host], computing: Set[int], host: Host) -> list[int]:

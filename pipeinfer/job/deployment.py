@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeinfer.cluster.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
-from pipeinfer.cluster.room import Memory, check_room, paging_lines
+from pipeinfer.cluster.room import Memory, Room, check_room, paging_lines
 from pipeinfer.core.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.backends import Backend
@@ -107,6 +107,11 @@ class Deployment:
         return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.n_embd)
 
     @property
+    def rooms(self) -> tuple[list[str], list[Room]]:
+        """Of every rank its host's name, and what memory is left there."""
+        return [host.name for host in self.hosts], [host.room for host in self.hosts]
+
+    @property
     def crowding(self) -> float:
         """Threads that compute on each core, where they are the most; 1 at least."""
         return crowding(self.hosts, self.plan.computing, self.threads)
@@ -120,8 +125,7 @@ class Deployment:
             for rank, host in enumerate(self.hosts)
             if host.untimed
         ]
-        names, rooms = [host.name for host in self.hosts], [host.room for host in self.hosts]
-        paged = paging_lines(names, rooms, self.memory)
+        paged = paging_lines(*self.rooms, self.memory)
         return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads), *paged]
 
 
@@ -147,8 +151,7 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
 
 def check_memory(deployment: Deployment, way_out: str) -> None:
     """Raises UserError when a host lacks memory for what its ranks shall hold."""
-    hosts = deployment.hosts
-    check_room([host.name for host in hosts], [host.room for host in hosts], deployment.memory, way_out)
+    check_room(*deployment.rooms, deployment.memory, way_out)
 
 
 def read_drafts(paths: Sequence[Path]) -> list[ModelInfo]:

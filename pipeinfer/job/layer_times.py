@@ -27,7 +27,7 @@ from pipeinfer.job.options import RunOptions, backend_of
 from pipeinfer.job.stages import load_layers, local_rank, place_text
 from pipeinfer.job.timed_ranks import Span, planned_threads, ranks_to_time, timed_span, timing_turns
 from pipeinfer.kept import user_kept
-from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
 from pipeinfer.models.gguf.slice import open_blank, slice_bytes
 from pipeinfer.models.llama.build import describe_build
@@ -56,25 +56,30 @@ def with_layer_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> 
     if not ranks:
         return hosts
     link = crew.link
-    asked: _Asked | None = link.broadcast(_ask(options, ranks) if link.rank == 0 else None)
+    info = _read_info(options) if link.rank == 0 else None
+    asked: _Asked | None = link.broadcast(_ask(info, ranks) if info else None)
     if asked is None:
         return hosts
     own, kept = asked.spans.get(link.rank), user_kept()
     name = _name(asked, hosts, options, link.rank) if own else ""
     found = link.all_gather((_read(kept.get(name)) if own else None, ""))
     if not all(found[rank][0] for rank in ranks):
-        found = link.all_gather(_time(crew, hosts, options, asked))
+        found = link.all_gather(_time(crew, hosts, options, asked, info))
         if speed := found[link.rank][0]:
             kept.put(name, {"s_per_byte": speed.s_per_byte, "output_s": speed.output_s})
     return [replace(host, speed=speed, untimed=why) for host, (speed, why) in zip(hosts, found, strict=True)]
 
 
-def _ask(options: RunOptions, ranks: Sequence[int]) -> _Asked | None:
-    """None where the model cannot be timed, or not be had, which who plans will say."""
+def _read_info(options: RunOptions) -> ModelInfo | None:
+    """None where the model cannot be had, which who plans will say."""
     try:
-        info = read_model_info(*fetch_files([options.model], options.offline))
+        return read_model_info(*fetch_files([options.model], options.offline))
     except UserError:
         return None
+
+
+def _ask(info: ModelInfo, ranks: Sequence[int]) -> _Asked | None:
+    """None where the model cannot be timed."""
     sizes = sizes_of(info)
     spans = {rank: timed_span(sizes, len(ranks), rank == ranks[-1]) for rank in ranks}
     found = {rank: span for rank, span in spans.items() if span}
@@ -106,12 +111,15 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, float) and 0 < value < math.inf
 
 
-def _time(crew: Crew, hosts: Sequence[Host], options: RunOptions, asked: _Asked) -> tuple[LayerSpeed | None, str]:
-    """This rank's speed, and why it has none: it could not load what it shall time. Then no other rank has one."""
+def _time(
+    crew: Crew, hosts: Sequence[Host], options: RunOptions, asked: _Asked, info: ModelInfo | None
+) -> tuple[LayerSpeed | None, str]:
+    """This rank's speed, and why it has none: it could not load what it shall time. Then no other rank has one.
+    `info`: rank 0's."""
     link, own = crew.link, asked.spans.get(crew.link.rank)
     model, error = None, ""
     try:
-        skeleton: Skeleton | None = link.broadcast(_skeleton(options) if link.rank == 0 else None)
+        skeleton: Skeleton | None = link.broadcast(_skeleton(info) if info else None)
         if own and skeleton:
             crew.watch.describe(f"timing layers {own[0]}-{own[1] - 1}")
             model = _load(skeleton, own, hosts, options, link.rank)
@@ -135,9 +143,9 @@ def _time_loaded(model: LoadedModel, own: Span, sizes: Sizes, asks: bool) -> Lay
     return replace(time_layers(model, sizes.layer_bytes[slice(*own)], output_bytes, time.monotonic, asks), source=NOW)
 
 
-def _skeleton(options: RunOptions) -> Skeleton | None:
+def _skeleton(info: ModelInfo) -> Skeleton | None:
     try:
-        return take_skeleton(read_model_info(*fetch_files([options.model], options.offline)))
+        return take_skeleton(info)
     except UserError:
         return None
 

@@ -22,7 +22,7 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
     spare_bytes           what is left there when all ranks of the host have theirs; negative: so much is missing
     """
     hosts, memories = deployment.hosts, deployment.memory
-    spare = spare_room([host.name for host in hosts], [host.room for host in hosts], memories)
+    spare = spare_room(*deployment.rooms, memories)
     rows = []
     for rank, (node, memory, left) in enumerate(zip(nodes, memories, spare, strict=True)):
         roles, room = deployment.plan.roles(rank), node.host.room

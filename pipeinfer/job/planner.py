@@ -76,8 +76,7 @@ class Planner:
     @property
     def shortage(self) -> int:
         """Bytes that are missing where most are; 0: it fits."""
-        hosts = self.deployment.hosts
-        spare = spare_room([host.name for host in hosts], [host.room for host in hosts], self.deployment.memory)
+        spare = spare_room(*self.deployment.rooms, self.deployment.memory)
         return max(0, *(-each for each in spare if each is not None), 0)
 
     def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:

@@ -51,11 +51,7 @@ def record_pair(
     draft = draft_guesses(open_whole(model_draft, n_cells, threads, False, translation), params, couple=True)
     choices = record(target, draft, tokens, predict, params, about)
     choices.save(output)
-    right = sum(
-        choices.guesses(start, (), 1)[0].token == choices.target(start + 1)
-        for start in range(len(tokens) - 1, choices.n_tokens - 1)
-    )
-    return right / predict
+    return choices.acceptance
 
 
 def open_whole(

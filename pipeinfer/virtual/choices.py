@@ -188,6 +188,13 @@ class RecordedChoices:
     def n_tokens(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
+    @property
+    def acceptance(self) -> float:
+        """The share of tokens for which the draft's best guess is right."""
+        starts = range(len(self.prompt) - 1, self.n_tokens - 1)
+        right = sum(self.guesses(start, (), 1)[0].token == self.target(start + 1) for start in starts)
+        return right / len(self.tokens)
+
     def target(self, position: int) -> int:
         index = position - len(self.prompt)
         if index >= len(self.tokens):
