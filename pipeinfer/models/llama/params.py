@@ -25,7 +25,7 @@ class LlamaParams:
     n_batch        rows of the largest batch
     n_outputs_max  rows of a batch that may want logits, on the last stage; for the larger of this and n_seq_max it
                    takes 8 bytes a row and token of the vocabulary
-    n_threads      at most; fewer while other processes want the cores
+    n_threads      at most; fewer while other processes want the cores, or where fewer are faster
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
     n_snapshots    where layers keep states, how many are kept to go back to
     exact          the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a

@@ -79,7 +79,7 @@ class LlamaStage:
         if params.exact:  # its pages are mapped, and must stay as they are
             self._sources, slice_file.sources = slice_file.sources, ()
         self._table: ggml.TokenTable | None = None
-        self.threads = ThreadShare(params.n_threads)
+        self.threads = ThreadShare(params.n_threads, tries=params.exact)
         try:
             self._model = load_model(self._lib, slice_file, params, self._where, on_progress)
             self._table = token_table(slice_file) if self.is_first and not self.is_last else None
@@ -163,12 +163,14 @@ class LlamaStage:
     ) -> int:  # fmt: skip
         """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
         self._tap.expect(len(batch.positions), self._n_part if context is self._context else LARGEST, at, hidden)
-        n_threads = self.threads.begin()
+        n_threads = self.threads.begin(len(batch.positions))
         self._lib.llama_set_n_threads(context, n_threads, n_threads)
+        code = -1
         try:
-            return int(self._lib.llama_decode(context, self._fill(batch, hidden, wanted)))
+            code = int(self._lib.llama_decode(context, self._fill(batch, hidden, wanted)))
         finally:
-            self.threads.end()
+            self.threads.end(code == 0 and not self._tap.stopped)
+        return code
 
     def _fill(self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None) -> object:
         if self._by_tokens:

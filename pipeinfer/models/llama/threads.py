@@ -1,4 +1,4 @@
-"""How many threads an evaluation uses: all it may while the cores are free, fewer while other processes want them.
+"""How many threads an evaluation uses: all that pay while the cores are free, fewer while other processes want them.
 
 The threads of an evaluation meet at a barrier after every operation and spin there. One that is preempted stops them
 all for a time slice, so that two processes with a thread a core each get a hundredth of their speed. With as many
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from pipeinfer.models.llama.thread_trials import ThreadTrials
 
 SPIN_COUNT = "20000"
 """About a millisecond: longer than threads that have their cores wait for each other, and than the gaps between two
@@ -76,41 +78,61 @@ def threads_to_keep(n_threads: int, wall_s: float, cpu_s: float, n_preempted: in
 
 
 class ThreadShare:
-    """The threads of one context: `begin` and `end` enclose each evaluation. `most` is where it starts."""
+    """The threads of one context: `begin` and `end` enclose each evaluation. `most` is where it starts.
 
-    def __init__(self, most: int, own: Callable[[], Reading] = read_own, free: Free = read_free) -> None:
+    n_threads  at most, as long as other processes want the other cores
+    tries      whether fewer are tried while nobody wants them: not where a row's bits depend on how many there are
+    """
+
+    def __init__(
+        self, most: int, tries: bool = False, own: Callable[[], Reading] = read_own, free: Free = read_free
+    ) -> None:
         self.most = self.n_threads = most
         self._own, self._free = own, free
-        self._wall_s, self._cpu_s, self._n_preempted = 0.0, 0.0, 0  # of the evaluations since the last decision
+        self._trials = ThreadTrials(most) if tries else None
+        self._n_rows = self._n_used = 0  # of the evaluation under way
+        self._forget()
         self._start: Reading | None = None
         self._looked_s, self._idle_s = 0.0, 0.0  # when cores were last looked at, and their idle time then
         self._patience_s = PATIENCE_S
 
-    def begin(self) -> int:
-        """Threads for the evaluation that begins now."""
+    def begin(self, n_rows: int) -> int:
+        """Threads for the evaluation of so many rows that begins now."""
         if self.most == 1:
             return 1
         self._start = self._own()
         if self.n_threads < self.most and self._start.wall_s - self._looked_s > self._patience_s:
             self._look(self._start.wall_s)
-        return self.n_threads
+        wanted = self._trials.n_threads(n_rows) if self._trials else self.most
+        self._n_rows, self._n_used = n_rows, min(self.n_threads, wanted)
+        return self._n_used
 
-    def end(self) -> None:
-        """The evaluation has ended, in whatever way."""
-        if self.n_threads == 1 or self._start is None:
+    def end(self, is_whole: bool = True) -> None:
+        """The evaluation has ended, in whatever way; `is_whole`: not before its end."""
+        if self.most == 1 or self._start is None:
             return
         start, now = self._start, self._own()
+        if self._trials and is_whole:
+            self._trials.note(self._n_rows, self._n_used, now.wall_s - start.wall_s)
+        if self._n_used == 1:  # it waits for no other
+            return
         self._wall_s += now.wall_s - start.wall_s
+        self._thread_s += (now.wall_s - start.wall_s) * self._n_used
         self._cpu_s += now.cpu_s - start.cpu_s
         self._n_preempted += now.n_preempted - start.n_preempted
         if self._wall_s < WINDOW_S:
             return
-        n_threads = threads_to_keep(self.n_threads, self._wall_s, self._cpu_s, self._n_preempted)
-        if n_threads < self.n_threads:
+        n_used = round(self._thread_s / self._wall_s)
+        n_threads = threads_to_keep(n_used, self._wall_s, self._cpu_s, self._n_preempted)
+        if n_threads < n_used:
             self._reduce(n_threads, now.wall_s)
         elif self._wall_s < LONG_WINDOW_S:
             return
-        self._wall_s, self._cpu_s, self._n_preempted = 0.0, 0.0, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        # of the evaluations since the last decision; of the threads what they would compute if each had a core
+        self._wall_s, self._thread_s, self._cpu_s, self._n_preempted = 0.0, 0.0, 0.0, 0
 
     def _reduce(self, n_threads: int, now_s: float) -> None:
         # soon after more were taken: they were not free for long, so be slower to believe it

@@ -63,7 +63,7 @@ class TorchStage:
         self.device = find_device(params.device, params.local_rank)
         self.dtype = BF16 if params.dtype == AUTO and self.device.type == CUDA else params.dtype.replace(AUTO, F32)
         self._exact = params.exact and self.device.type == CPU
-        self.threads = ThreadShare(params.n_threads)
+        self.threads = ThreadShare(params.n_threads, tries=self._exact)
         self._cells = CellTable(params.n_cells, params.n_seq_max)
         self._load(slice_file, on_progress)
         # one more cell, for rows that fill up a run
@@ -110,7 +110,8 @@ class TorchStage:
         rows = self._table.lookup(batch.tokens) if self._table else batch.hidden
         assert rows is not None, "a stage that is not the first without activations"
         self._cells.place(batch)
-        torch.set_num_threads(self.threads.begin())
+        torch.set_num_threads(self.threads.begin(len(batch.positions)))
+        result = None
         try:
             with torch.inference_mode():
                 result = self._evaluate(batch, torch.from_numpy(np.ascontiguousarray(rows, np.float32)), stop)
@@ -118,7 +119,7 @@ class TorchStage:
             self._cells.forget(batch)
             raise
         finally:
-            self.threads.end()
+            self.threads.end(result is not None)
         if result is None:
             self._cells.forget(batch)
             return None
