@@ -195,7 +195,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to
     # write, or where models come from
     not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose", "chat", "stops", "parallel"}
-    not_asked |= {"grammar", "offline", "send_layers"}
+    not_asked |= {"grammar", "offline", "send_layers", "rank_timeout_s"}
     assert not set(changed) & not_asked
     assert {field.name for field in fields(RunOptions)} == set(changed) | {"draft_split"} | not_asked
     keys = {"": key_with()} | {name: key_with(**{name: value}) for name, value in changed.items()}

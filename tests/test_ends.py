@@ -15,6 +15,7 @@ from typing import cast
 
 import pytest
 
+from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.cluster.roster import check_alike, own_words
 from pipeinfer.cluster.watch.segments import MARK, UCX_AGE_S, UCX_NAMES, mark_own, remove_dead, segments_of, sweep
 from pipeinfer.cluster.watch.watch import Watch
@@ -23,7 +24,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options import ChatOptions
 from pipeinfer.job.signals import HEAD_FIRST_S
 from pipeinfer.job.stop import StopFlag, Stopper
-from tests.jobs import COMMAND, ROOT, descendants, environment, launcher
+from tests.jobs import COMMAND, ROOT, command_of, descendants, environment, launcher
 
 RUN = ["run", "-p", "def read_lines(path):\n", "-n", "2000", "-c", "3000", "--ignore-eos"]
 BY_MPICH = "--oversubscribe" not in launcher(2)
@@ -101,6 +102,36 @@ def test_a_lone_process_ends_with_its_terminal_unless_it_shall_not() -> None:
         text, errors = job.communicate(timeout=60)
         assert job.returncode == code and "UCX" not in text, errors
         assert ("hung up; the text up to here is complete" in errors) is bool(code), errors
+
+
+def test_a_rank_that_stands_still_ends_the_job_after_its_time() -> None:
+    words = [*COMMAND, *RUN, "-md", "none", "-t", "1", "--rank-timeout", "3"]
+    job = start(words, words)
+    assert job.stdout
+    job.stdout.read(1)
+    (second,) = (pid for pid in descendants(job.pid) if rank_of(pid) == 1)
+    os.kill(second, signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    _, errors = job.communicate(timeout=30)
+    assert 2 < time.monotonic() - stopped_s < 8, "what was said last, what the ends take"
+    (line,) = (line for line in complaints(errors) if "rank 1" in line)
+    assert "stage 1, layers" in line and "has said nothing for 3 s (--rank-timeout): its process" in line
+    assert job.returncode
+    wait_until(lambda: has_ended(second), 5)  # also of a process that stands still nothing is left
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return command_of(pid) == b""
+    except OSError:
+        return True
+
+
+def rank_of(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        pairs = (entry.partition(b"=") for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        return rank_from_environment({name.decode(): value.decode() for name, _, value in pairs})
+    return 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -18,16 +18,21 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.watch.handshake import answer, new_nonce
+from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
 from pipeinfer.cluster.watch.meeting import Meeting, _own_addresses, go_to, own_place
+from pipeinfer.cluster.watch.silence import Silence
 from pipeinfer.cluster.watch.watch import Watch
 
+LIMITS = Limits()
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 from pipeinfer.cluster.watch.meeting import Meeting, own_place
+from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.watch import Watch
 
 rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+limits = Limits.of(float(sys.argv[5])) if len(sys.argv) > 5 else Limits()
 meeting_file = place / "meeting"
 
 def broadcast(meeting):  # through a file
@@ -44,7 +49,7 @@ def on_stop(reason):
     os.write(2, f"asked to stop: {reason}\\n".encode())
     (place / "stopping").touch()
 
-with Watch(rank, size, os._exit, on_stop).open() as watch:
+with Watch(rank, size, os._exit, on_stop, limits).open() as watch:
     if what == "absent" and rank == 2:
         os._exit(2)
     watch.join([own_place()] * size, broadcast)
@@ -69,11 +74,11 @@ with Watch(rank, size, os._exit, on_stop).open() as watch:
 class Job:
     """Ranks as plain child processes, without a launcher: the watch alone must end them."""
 
-    def __init__(self, place: Path, what: str, size: int = 3) -> None:
+    def __init__(self, place: Path, what: str, *further: str, size: int = 3) -> None:
         self.place = place
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(rank), str(size), str(place), what],
+                [sys.executable, "-c", PROGRAM, str(rank), str(size), str(place), what, *further],
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -100,11 +105,11 @@ def wait_until(done: Callable[[], bool], timeout_s: float = 20) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], Job]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def start_one(what: str) -> Job:
-        jobs.append(Job(tmp_path, what))
+    def start_one(what: str, *further: str) -> Job:
+        jobs.append(Job(tmp_path, what, *further))
         return jobs[-1]
 
     yield start_one
@@ -134,6 +139,69 @@ def test_a_stopped_head_is_ended_by_the_sentinel(start: Callable[[str], Job]) ->
     job.ranks[2].kill()
     assert [line.split(" (")[0] for line in job.errors(within_s=6)] == ["pipeinfer: rank 2"]
     assert job.ranks[0].returncode == -signal.SIGKILL
+
+
+def test_a_head_that_stands_still_is_named_after_its_time(start: Callable[..., Job]) -> None:
+    job = start("wait", "2")
+    job.wait_ready()
+    stopped_s = time.monotonic()
+    job.ranks[0].send_signal(signal.SIGSTOP)
+    assert all(rank.wait(timeout=20) for rank in job.ranks)
+    assert 1 < time.monotonic() - stopped_s < 7, "2 s, with what was said last and what the ends take"
+    (line,) = job.errors(within_s=5)
+    assert line.startswith(f"pipeinfer: rank 0 (host {HOST}, stage 0, layers 0-7) has said nothing for 2 s (--rank-")
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(start: Callable[..., Job]) -> None:
+    job = start("wait", "2")
+    job.wait_ready()
+    for rank in job.ranks:
+        rank.send_signal(signal.SIGSTOP)
+    time.sleep(3.2)
+    for rank in reversed(job.ranks):
+        rank.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+    time.sleep(1)
+    (job.place / "stopping").touch()
+    assert job.errors(within_s=10) == []
+    assert [rank.returncode for rank in job.ranks] == [0, 0, 0]
+
+
+def test_who_is_silent_is_known_from_times_alone() -> None:
+    silence = Silence(12)
+    silence.begin([0, 1, 2], 0)
+    for now_s in range(1, 30):
+        silence.hear(0, now_s)
+        if now_s < 8:
+            silence.hear(2, now_s)
+        assert silence.look(now_s) == (None if now_s < 12 else 1), now_s
+    silence.forget(1)
+    assert silence.look(29.5) == 2
+    silence.begin([0, 1], 100)
+    for now_s in range(101, 200):  # nobody speaks
+        assert silence.look(now_s) is None
+    silence.hear(1, 200)
+    assert [silence.look(200 + after) for after in (0, 5)] == [None, None]
+    silence.hear(1, 206)
+    assert [silence.look(206 + after) for after in (0, 5, 6)] == [None, None, 0], "the time of 0 began at 200"
+    silence.begin([0, 1], 300)
+    silence.hear(1, 400)  # who listens was stopped itself
+    assert silence.look(400) is None
+
+
+def test_limits_are_what_kernels_take() -> None:
+    assert Limits().keepalive == {
+        "TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 6000,
+    }  # fmt: skip
+    for asked_s in (LEAST_S, 4.4, 6, 17, 600, MOST_S):
+        found = Limits.of(asked_s).keepalive
+        assert found["TCP_USER_TIMEOUT"] == 1000 * asked_s
+        assert found["TCP_KEEPIDLE"] <= 32767 and found["TCP_KEEPINTVL"] <= 32767 and found["TCP_KEEPCNT"] <= 127
+        total_s = found["TCP_KEEPIDLE"] + found["TCP_KEEPCNT"] * found["TCP_KEEPINTVL"]
+        assert abs(total_s - asked_s) <= max(1, asked_s / 10)
+        with socket.socket() as link:
+            for name, value in found.items():
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def test_a_fault_is_reported_once_on_one_line(start: Callable[[str], Job]) -> None:
@@ -241,7 +309,9 @@ def test_strangers_are_turned_away_and_stop_nothing() -> None:
                     stranger.shutdown(socket.SHUT_WR)
                 assert is_turned_away(stranger)
         assert watch._sentinel is not None and watch._sentinel.poll() is None
-        link = go_to(meeting, 1)  # held: with its connection a rank would die, and the job, which is this process
+        link = go_to(
+            meeting, 1, LIMITS
+        )  # held: with its connection a rank would die, and the job, which is this process
         assert link is not None, "ranks still can come"
 
 
@@ -249,7 +319,7 @@ def test_silent_strangers_are_few_and_keep_nobody_out() -> None:
     watch, meeting = head_alone(3)
     with watch, contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", meeting.port))) for _ in range(60)]
-        links = [go_to(meeting, rank) for rank in (1, 2)]
+        links = [go_to(meeting, rank, LIMITS) for rank in (1, 2)]
         assert all(links)
         # now that all ranks are here, nobody else is: those that waited are turned away, no other can come
         assert all(map(is_turned_away, strangers))
@@ -283,7 +353,7 @@ def test_a_rank_does_not_trust_who_cannot_prove_to_be_the_sentinel() -> None:
         thread = threading.Thread(target=pretend, daemon=True)
         thread.start()
         meeting = Meeting("elsewhere", ("127.0.0.1",), listener.getsockname()[1], "the key")
-        assert go_to(meeting, 1) is None
+        assert go_to(meeting, 1, LIMITS) is None
         thread.join(timeout=20)
     assert b"the key" not in heard[0]
 
@@ -292,7 +362,7 @@ def test_a_rank_that_comes_after_the_sentinel_ended_does_not_wait_for_it() -> No
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     started = time.monotonic()
-    assert go_to(Meeting("elsewhere", ("127.0.0.1",), port, "key"), 1) is None
+    assert go_to(Meeting("elsewhere", ("127.0.0.1",), port, "key"), 1, LIMITS) is None
     assert time.monotonic() - started < 5
 
 

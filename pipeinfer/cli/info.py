@@ -5,15 +5,17 @@ from __future__ import annotations
 import click
 
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.rank_options import rank_timeout_option
 from pipeinfer.job.info import InfoQuestion, info
 
 
 @click.command("info", cls=Command)
 @click.option("--json", is_flag=True, help="Print one JSON object instead of lines.")
-def info_command(json: bool) -> int:
+@rank_timeout_option
+def info_command(json: bool, rank_timeout_s: float | None) -> int:
     """Tell what this host can do: versions, backends and their devices, memory, cores, MPI, and what is exact where.
 
     Under mpirun of the host of every rank. MPI is not started otherwise. The first thing to paste into a report of a
     fault.
     """
-    return info(InfoQuestion(json))
+    return info(InfoQuestion(json, rank_timeout_s))

@@ -120,7 +120,9 @@ _INSTEAD = {
     "-ptc --print-token-count": "progress and the count of tokens are on standard error",
     "--log-disable --log-file --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --log-jsonl "
     "--no-log-jsonl --log-prompts-dir -lv --verbosity --log-verbosity --log-verbose": _LOGS,
-    "--host --port --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --timeout --metrics --slots --no-slots "
+    "--timeout": "of a client that does not read `pipeinfer serve` has this option, of a rank that gives no sign "
+    "it is --rank-timeout",
+    "--host --port --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --metrics --slots --no-slots "
     "-a --alias --ui --no-ui": SERVER,
     "--path --api-prefix --threads-http --props --slot-save-path --embedding --embeddings "
     "--rerank --reranking --server-base --webui --no-webui --tools -cram --cache-ram --cache-reuse "

@@ -20,7 +20,7 @@ from pipeinfer.policies import PipeInfer
 
 SHARED = (
     "model", "drafts", "threads", "n_gpu_layers", "backend", "layer_split", "draft_split", "numerics",
-    "slice_cache", "send_layers", "verbose", *HUB_NAMES,
+    "slice_cache", "send_layers", "rank_timeout_s", "verbose", *HUB_NAMES,
 )  # fmt: skip
 N_TOKENS = 128
 PROMPT = "measure"

@@ -20,7 +20,8 @@ from pipeinfer.models.demo import DRAFT, TARGET
 
 SHARED = (
     "model", "drafts", "lookup", "predict", "ctx_size", "batch_size", "threads", "n_gpu_layers", "backend", "policy",
-    "layer_split", "draft_split", "numerics", "slice_cache", "partitions", "sequences", "json", *HUB_NAMES,
+    "layer_split", "draft_split", "numerics", "slice_cache", "partitions", "sequences", "rank_timeout_s", "json",
+    *HUB_NAMES,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from pipeinfer.cli.command import Command
 from pipeinfer.cli.constraint_options import constraint_options, take_biases, take_grammar
 from pipeinfer.cli.environment import ignored_variables, read_variables
 from pipeinfer.cli.hub_options import hub_options, take_models
+from pipeinfer.cli.rank_options import rank_options
 from pipeinfer.cli.setting_options import policy_meant, policy_options, sampling_options, take_policies, take_sampling
 from pipeinfer.cli.values import (
     MAX_LAYERS,
@@ -126,6 +127,7 @@ from pipeinfer.policies.registry import POLICIES
     help="What computes a rank's layers: llama, or torch (needs PyTorch): on a GPU in bf16 where there is one, else on "
     "the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16 say which. One value, or one a rank.",
 )
+@rank_options
 @click.option("--policy", type=click.Choice(POLICIES), help="[default: auto with a draft, iterative without]")
 @click.option(
     "--layer-split",

@@ -36,6 +36,7 @@ def run_batch(asked: BatchOptions) -> int:
         lambda crew: run_prepared(crew, asked.run, prepare, lambda *head: Batch(*head).run()),
         asked,
         asked.run.verbose,
+        asked.run.rank_timeout_s,
     )
 
 

@@ -33,7 +33,9 @@ WARM_UP_TOKENS = 16
 
 def run_sweep(sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
     """`pipeinfer bench`, on every rank; returns the exit code."""
-    return start_job(lambda crew: _run(crew, sweep, warm_up, output, resume), sweep, sweep.base.verbose)
+    return start_job(
+        lambda crew: _run(crew, sweep, warm_up, output, resume), sweep, sweep.base.verbose, sweep.base.rank_timeout_s
+    )
 
 
 def _run(crew: Crew, sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:

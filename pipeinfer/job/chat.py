@@ -48,6 +48,7 @@ def run_chat(options: RunOptions) -> int:
         lambda crew: run_prepared(crew, options, prepare_chat, lambda *head: Chat(*head).run()),
         options,
         options.verbose,
+        options.rank_timeout_s,
     )
 
 

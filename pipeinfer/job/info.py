@@ -41,6 +41,7 @@ ON_CPU, ON_GPU = "exact", "not exact: its kernels depend on the batch"
 @dataclass(frozen=True, slots=True)
 class InfoQuestion:
     json: bool = False
+    rank_timeout_s: float | None = None
 
 
 def info(question: InfoQuestion) -> int:
@@ -50,7 +51,7 @@ def info(question: InfoQuestion) -> int:
         return 0
     from pipeinfer.job.start import start_job  # initialises MPI
 
-    return start_job(lambda crew: _info_of_ranks(crew, question), question, verbose=False)
+    return start_job(lambda crew: _info_of_ranks(crew, question), question, False, question.rank_timeout_s)
 
 
 def _info_of_ranks(crew: Crew, question: InfoQuestion) -> int:

@@ -35,7 +35,7 @@ another one computes beside it."""
 
 def measure(options: RunOptions, output: Path) -> int:
     """`pipeinfer measure`, on every rank; returns the exit code."""
-    return start_job(lambda crew: _measure(crew, options, output), options, options.verbose)
+    return start_job(lambda crew: _measure(crew, options, output), options, options.verbose, options.rank_timeout_s)
 
 
 def _measure(crew: Crew, options: RunOptions, output: Path) -> int:

@@ -87,6 +87,7 @@ class RunOptions:
     slice_cache: Path | None = None
     offline: bool = False
     send_layers: bool = True
+    rank_timeout_s: float | None = None
     pace: str | None = None
     couple: bool = True
     cancel: bool = True

@@ -59,7 +59,10 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
         return tell(options, question, with_speeds([own_facts(1)], [this_host(socket.gethostname())]), ETHERNET)
     from pipeinfer.job.start import start_job  # initialises MPI
 
-    return start_job(lambda crew: _plan_ranks(crew, options, question), _Asked(options, question), options.verbose)
+    return start_job(
+        lambda crew: _plan_ranks(crew, options, question), _Asked(options, question), options.verbose,
+        options.rank_timeout_s,
+    )  # fmt: skip
 
 
 def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:

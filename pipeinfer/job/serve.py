@@ -39,6 +39,7 @@ def run_serve(asked: ServeOptions, open_front: Callable[[Any], Front]) -> int:
         ),
         asked,
         asked.run.verbose,
+        asked.run.rank_timeout_s,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from pipeinfer.cluster.cores import Host, other_clocks, this_host
 from pipeinfer.cluster.launch import check_size, end_job, is_first_here, rank_from_environment, size_from_environment
 from pipeinfer.cluster.roster import check_alike, own_words, places
 from pipeinfer.cluster.transport import Link, abort
+from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.segments import marking, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import UserError
@@ -54,17 +55,23 @@ class Crew:
 
 def run_job(options: RunOptions) -> int:
     """`pipeinfer run`, on every rank; returns the exit code, the same on all of them when the input is at fault."""
-    return start_job(lambda crew: run_prepared(crew, options, prepare, _run_head), options, options.verbose)
+    return start_job(
+        lambda crew: run_prepared(crew, options, prepare, _run_head), options, options.verbose, options.rank_timeout_s
+    )
 
 
-def start_job(part: Callable[[Crew], int], settings: object, verbose: bool) -> int:
+def start_job(part: Callable[[Crew], int], settings: object, verbose: bool, rank_timeout_s: float | None = None) -> int:
     """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code.
 
-    `settings`: a dataclass of all that was asked for, which must be the same on every rank. Raises UserError, on every
-    rank and with MPI ended, when ranks do not fit together.
+    `settings`: a dataclass of all that was asked for, which must be the same on every rank; `rank_timeout_s`: after how
+    long a rank that gives no sign ends the job, None: as usual. Raises UserError, on every rank and with MPI ended,
+    when ranks do not fit together.
     """
     flag, end = StopFlag(), partial(end_job, abort=abort)
-    watch = Watch(rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason))
+    watch = Watch(
+        rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason),
+        Limits.of(rank_timeout_s),
+    )  # fmt: skip
     stopper = Stopper(flag, watch, end)
     on_signals(stopper.on_signal)
     watch.open()  # not before: it would take an end by a signal for a death

@@ -13,9 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pipeinfer.cluster.watch.handshake import MAX_ANSWER_BYTES, new_nonce, read_answer
-
-KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 6000}
-"""A vanished host is noticed after 2 + 4 × 1 s; data it never acknowledged after 6 s."""
+from pipeinfer.cluster.watch.limits import Limits
 
 PENDING_S = 5.0
 MAX_PENDING = 32
@@ -35,8 +33,8 @@ class Stranger:
 class Door:
     """Open from `open` to `close`. Its sockets are in the sentinel's selector, with a Stranger, or None, as data."""
 
-    def __init__(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
-        self._listener, self._selector = listener, selector
+    def __init__(self, listener: socket.socket, selector: selectors.BaseSelector, limits: Limits) -> None:
+        self._listener, self._selector, self._limits = listener, selector, limits
         self._key, self._size = "", 0
         self._strangers: dict[socket.socket, Stranger] = {}
         listener.setblocking(False)
@@ -85,7 +83,7 @@ class Door:
             stranger = Stranger(link, new_nonce(), time.monotonic())
             self._strangers[link] = stranger
             self._selector.register(link, selectors.EVENT_READ, stranger)
-            keep_alive(link)
+            keep_alive(link, self._limits)
             link.send(stranger.challenge.encode() + b"\n")
         if len(self._strangers) > self._size + MAX_PENDING:
             self._dismiss(next(iter(self._strangers.values())))
@@ -109,9 +107,10 @@ class Door:
             stranger.link.close()
 
 
-def keep_alive(link: socket.socket) -> None:
+def keep_alive(link: socket.socket, limits: Limits) -> None:
+    """Let the kernel end the connection when the other end's host has vanished."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in KEEPALIVE.items():
+    for name, value in limits.keepalive.items():
         if hasattr(socket, name):  # macOS lacks some
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeinfer.cluster.watch.door import keep_alive
 from pipeinfer.cluster.watch.handshake import encode, introduce, new_key
+from pipeinfer.cluster.watch.limits import Limits
 
 CONNECT_TIMEOUT_S = 20.0
 HELLO_TIMEOUT_S = 5.0
@@ -55,7 +56,7 @@ def open_door(places: Sequence[Place]) -> tuple[Meeting, socket.socket]:
     return Meeting(places[0].where, addresses, listener.getsockname()[1], new_key()), listener
 
 
-def go_to(meeting: Meeting, rank: int) -> socket.socket | None:
+def go_to(meeting: Meeting, rank: int, limits: Limits) -> socket.socket | None:
     """A link on which each end has proved to the other that it is of this job; None when there is no way to it."""
     here = own_place().where == meeting.place
     addresses = tuple(dict.fromkeys(("127.0.0.1",) * here + meeting.addresses))
@@ -66,7 +67,7 @@ def go_to(meeting: Meeting, rank: int) -> socket.socket | None:
             try:
                 link = socket.create_connection((address, meeting.port), timeout=HELLO_TIMEOUT_S)
                 if introduce(link, meeting.key, rank):
-                    keep_alive(link)
+                    keep_alive(link, limits)
                     link.settimeout(None)
                     if here:
                         link.sendall(encode({"pid": os.getpid()}))

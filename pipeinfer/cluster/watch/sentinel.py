@@ -19,7 +19,9 @@ from pathlib import Path
 from pipeinfer.cluster.watch.deaths import Process, ranks_beside
 from pipeinfer.cluster.watch.door import Door
 from pipeinfer.cluster.watch.handshake import MAX_LINE_BYTES, Message, decode, encode, title, write_line
+from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.segments import remove_dead, segments_of, sweep
+from pipeinfer.cluster.watch.silence import Silence
 
 EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
@@ -39,11 +41,13 @@ REMAINS_S = 2.0
 class Sentinel:
     """Until every rank has come, or the time is over, it listens; then it has connections to ranks and none else."""
 
-    def __init__(self, head: socket.socket, head_pid: int, host: str, size: int, join_s: float) -> None:
+    def __init__(self, head: socket.socket, head_pid: int, host: str, size: int, join_s: float, limits: Limits) -> None:
         self._head_pid = head_pid
         self._size = size
         self._join_s = join_s
         self._until_s = time.monotonic() + join_s
+        self._limits = limits
+        self._silence = Silence(limits.silent_s)
         self._key = ""
         self._door: Door | None = None
         self._links: dict[int, socket.socket] = {0: head}
@@ -60,12 +64,14 @@ class Sentinel:
 
     def run(self) -> None:
         while True:
-            for key, _ in self._selector.select(None if self._complete else LOOK_EVERY_S):
+            for key, _ in self._selector.select(self._silence.look_s if self._complete else LOOK_EVERY_S):
                 if isinstance(key.data, int):
                     self._receive(key.data)
                 elif self._door and (came := self._door.hear(key.data, self._links)):
                     self._let_in(*came)
-            if not self._complete:
+            if self._complete:
+                self._listen()
+            else:
                 self._look()
 
     @property
@@ -83,12 +89,25 @@ class Sentinel:
             late = f"{self._who_is_missing()} did not join within {self._join_s:g} s"
             self._end(f"{late}{here}; ending the job", died=False)
 
+    def _listen(self) -> None:
+        """Once all are there: who says nothing any more?"""
+        silent = self._silence.look(time.monotonic())
+        if silent is not None:
+            said = f"has said nothing for {self._limits.silent_s:g} s (--rank-timeout)"
+            why = "its process or its host stands still, or the way to it is cut"
+            self._end(f"{self._title(silent)} {said}: {why}; ending the job", died=False)
+
     def _let_in(self, rank: int, link: socket.socket, rest: bytes) -> None:
         self._links[rank], self._partial[rank] = link, rest
         self._selector.register(link, selectors.EVENT_READ, rank)
         self._tell(rank, {"head": self._title(0)})
-        if self._complete and self._door:
+        if self._complete:
+            self._all_have_come()
+
+    def _all_have_come(self) -> None:
+        if self._door:
             self._door.close()
+        self._silence.begin(self._links, time.monotonic())
 
     # -- what ranks say
 
@@ -108,6 +127,7 @@ class Sentinel:
         *lines, self._partial[rank] = (self._partial.get(rank, b"") + data).split(b"\n")
         if len(self._partial[rank]) > MAX_LINE_BYTES:
             self._end(f"{self._title(rank)}: a message without an end", died=False)
+        self._silence.hear(rank, time.monotonic())
         for line in lines:
             self._handle(rank, decode(line))
 
@@ -115,7 +135,7 @@ class Sentinel:
         """With its first words rank 0 hands over the socket on which the others will come."""
         data, fds, _, _ = socket.recv_fds(link, MAX_LINE_BYTES, 1)
         if fds:
-            self._door = Door(socket.socket(fileno=fds[0]), self._selector)
+            self._door = Door(socket.socket(fileno=fds[0]), self._selector, self._limits)
         return data
 
     def _handle(self, rank: int, message: Message) -> None:
@@ -136,7 +156,7 @@ class Sentinel:
             self._segments |= segments_of(self._head_pid)
             assert self._door
             if self._complete:
-                self._door.close()
+                self._all_have_come()
             else:
                 self._door.open(self._key, self._size)
         elif "bye" in message:
@@ -144,6 +164,7 @@ class Sentinel:
                 self._tell_all(message)
                 os._exit(0)
             self._tell(rank, message)
+            self._silence.forget(rank)
             self._selector.unregister(self._links[rank])
 
     # -- ends
@@ -215,10 +236,11 @@ class Sentinel:
         return title(rank, self._hosts.get(rank, ""), self._abouts.get(rank, ""))
 
 
-def main(head_fd: str, head_pid: str, host: str, size: str, join_s: str) -> None:
+def main(head_fd: str, head_pid: str, host: str, size: str, join_s: str, link_s: str, silent_s: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    Sentinel(socket.socket(fileno=int(head_fd)), int(head_pid), host, int(size), float(join_s)).run()
+    limits = Limits(float(link_s), float(silent_s))
+    Sentinel(socket.socket(fileno=int(head_fd)), int(head_pid), host, int(size), float(join_s), limits).run()
 
 
 if __name__ == "__main__":

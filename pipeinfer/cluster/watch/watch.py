@@ -3,7 +3,8 @@
 Launchers kill the rest of a job when a rank dies, but say neither which machine nor which layers are gone, and they
 would kill a thread of ours before it could. So rank 0 starts a *sentinel*, a small process of its own, before MPI,
 which may wait for a rank that never comes. Every rank holds a TCP connection to it (rank 0 a socket pair) on which the
-kernel reports a death at once; keepalive reports a vanished host. Nobody polls once all are there.
+kernel reports a death at once; keepalive reports a vanished host. A process that stands still is one that does not say
+any more that it is there, which each rank does a few times in the time that it is given.
 
     rank 1..n ── TCP ──> sentinel <── socket pair ── rank 0
 """
@@ -25,13 +26,10 @@ from typing import Any
 from pipeinfer.cluster.launch import is_launched
 from pipeinfer.cluster.watch.deaths import Process
 from pipeinfer.cluster.watch.handshake import Message, encode, messages, title, write_line
+from pipeinfer.cluster.watch.limits import Limits, join_limit_s
 from pipeinfer.cluster.watch.meeting import Meeting, Place, go_to, open_door
 from pipeinfer.cluster.watch.sentinel import ABORT_GRACE_S, EXIT_CODE
 
-JOIN_S = 60.0
-"""How long ranks wait for each other at the start; the environment variable may say otherwise."""
-
-JOIN_VARIABLE = "PIPEINFER_JOIN_TIMEOUT"
 HEAD_FIRST_S = 3.0
 """How much longer the others wait than rank 0, which can name who did not come."""
 
@@ -48,10 +46,13 @@ class Watch:
     rank's fault; `SystemExit` and `KeyboardInterrupt` are goodbyes.
     """
 
-    def __init__(self, rank: int, size: int, end: Callable[[int], object], on_stop: Callable[[str], object]) -> None:
+    def __init__(
+        self, rank: int, size: int, end: Callable[[int], object], on_stop: Callable[[str], object],
+        limits: Limits = Limits(),  # noqa: B008 (it is frozen)
+    ) -> None:  # fmt: skip
         """`end(code)` ends all ranks, is called from a thread and may return; `on_stop` is called on rank 0, from a
-        thread, when a rank asks for an orderly stop."""
-        self.rank, self._size = rank, size
+        thread, when a rank asks for an orderly stop. `limits`: the same on every rank."""
+        self.rank, self._size, self._limits = rank, size, limits
         self._end_all = end
         self._on_stop = on_stop
         self._link: socket.socket | None = None
@@ -61,6 +62,7 @@ class Watch:
         self._closing = False
         self._sending = threading.RLock()  # a signal's thread may send too
         self._joined = threading.Event()
+        self._closed = threading.Event()
 
     def open(self) -> Watch:
         """From now on the launcher's death is noticed; rank 0 starts the sentinel, which hears at once what is sent."""
@@ -68,7 +70,7 @@ class Watch:
             self._start(self._await_launcher, Process(os.getppid()))
         if self.rank == 0:
             self._link, theirs = socket.socketpair()
-            self._sentinel = _start_sentinel(theirs, self._size)
+            self._sentinel = _start_sentinel(theirs, self._size, self._limits)
             self._start(self._listen, self._link)
         else:
             self._start(self._await_joining)
@@ -92,9 +94,10 @@ class Watch:
         if self.rank == 0:
             broadcast(self._invite(places))
         else:
-            self._link = go_to(broadcast(None), self.rank)
+            self._link = go_to(broadcast(None), self.rank, self._limits)
             if self._link:
                 self._start(self._listen, self._link)
+        self._start(self._beat)
         self._joined.set()
 
     def describe(self, about: str) -> None:
@@ -120,6 +123,7 @@ class Watch:
             return
         self._closing = True
         self._joined.set()
+        self._closed.set()
         self._send({"bye": True})
         if self._sentinel is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,6 +158,11 @@ class Watch:
         except OSError:
             return False
         return True
+
+    def _beat(self) -> None:
+        """Say now and then that this process runs: any thread of it that holds the interpreter's lock lets it go."""
+        while not self._closed.wait(self._limits.beat_s) and self._send({"here": True}):
+            pass
 
     def _await_joining(self) -> None:
         """MPI may wait for ever for a rank that ended before: rank 0's sentinel says so, if rank 0 has come."""
@@ -220,16 +229,9 @@ class Watch:
             os._exit(EXIT_CODE)
 
 
-def join_limit_s() -> float:
-    """Seconds that ranks wait for each other at the start."""
-    with contextlib.suppress(ValueError):
-        return max(1.0, float(os.environ.get(JOIN_VARIABLE, JOIN_S)))
-    return JOIN_S
-
-
-def _start_sentinel(theirs: socket.socket, size: int) -> subprocess.Popen[bytes]:
+def _start_sentinel(theirs: socket.socket, size: int, limits: Limits) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[3])
-    about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s()]
+    about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s(), limits.link_s, limits.silent_s]
     with theirs:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", START, root, *map(str, about)], stdin=subprocess.DEVNULL,

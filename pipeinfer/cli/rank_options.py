@@ -1,0 +1,30 @@
+"""Options of the ranks themselves: where they run, how they are watched. All commands that start a job have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from pipeinfer.cli.values import Number
+from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+USUAL = Limits()
+
+rank_timeout_option = click.option(
+    "--rank-timeout", "rank_timeout_s", type=Number(LEAST_S, MOST_S),
+    help=f"Seconds without a sign of a rank after which it is named and the job ends. [default: {USUAL.link_s:g} where "
+    f"its host cannot be reached, {USUAL.silent_s:g} where its process stands still]",
+)  # fmt: skip
+
+OPTIONS = (rank_timeout_option,)
+
+
+def rank_options(command: Command) -> Command:
+    """Add them."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
