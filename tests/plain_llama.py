@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,11 @@ F16, BF16 = 1, 30
 FEW = 4  # rows that no kernel computes otherwise than one
 
 
-def greedy(path: str, prompt: list[int], n_predict: int, n_threads: int = 2, grammar: str = "") -> list[int]:
+def greedy(
+    path: str, prompt: list[int], n_predict: int, n_threads: int = 2, grammar: str = "",
+    see: Callable[[Any], object] = lambda logits: None,
+) -> list[int]:  # fmt: skip
+    """`see` is shown each token's logits."""
     llama_cpp.llama_log_set(SILENT, None)
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
@@ -42,6 +46,7 @@ def greedy(path: str, prompt: list[int], n_predict: int, n_threads: int = 2, gra
     while len(out) < n_predict:
         decode(context, feed, [*range(0, len(feed), FEW), len(feed)])
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,))
+        see(logits)
         out.append(best(sampler, logits) if sampler else int(np.argmax(logits)))
         feed = out[-1:]
         if sampler and llama_cpp.llama_vocab_is_eog(vocab, out[-1]):

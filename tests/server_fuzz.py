@@ -21,8 +21,8 @@ PATHS = (
 )  # fmt: skip
 METHODS = ("GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "TRACE", "G\0T", "get")
 FIELDS = ("prompt", "messages", "max_tokens", "n_predict", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
-          "n", "stream", "stream_options", "logprobs", "echo", "best_of", "ignore_eos", "presence_penalty",
-          "repeat_penalty", "repeat_last_n", "user", "model", "tools", "response_format",
+          "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "best_of", "ignore_eos",
+          "presence_penalty", "repeat_penalty", "repeat_last_n", "user", "model", "tools", "response_format",
           "json_schema", "grammar", "logit_bias",
           "timings_per_token", "cache_prompt", "content", "tokens", "with_pieces", "unknown", "\ud800", "")  # fmt: skip
 VALUES: tuple[Any, ...] = (

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.cluster.logprobs import ScoredToken
 from pipeinfer.cluster.samplers import N_BUFFERS, Samplers
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import encode
@@ -64,10 +65,19 @@ def verdict_of(worker: StageWorker, run: Run) -> Any:
     return worker.process(room_for(encode(run), 4))
 
 
+def scores_of(verdict: Verdict) -> list[Any]:
+    return [vars(token) for token in verdict.tokens if isinstance(token, ScoredToken)]
+
+
 @pytest.mark.parametrize("n_threads", [1, 3])
 @pytest.mark.parametrize(
     "params",
-    [SamplingParams(seed=5), SamplingParams(seed=5, top_k=0, repeat_penalty=1.3), SamplingParams(seed=5, temp=0.0)],
+    [
+        SamplingParams(seed=5),
+        SamplingParams(seed=5, top_k=0, repeat_penalty=1.3),
+        SamplingParams(seed=5, temp=0.0),
+        SamplingParams(seed=5, temp=0.0, repeat_penalty=1.3, n_logprobs=3),
+    ],
 )
 def test_the_same_verdicts_in_the_same_order(params: SamplingParams, n_threads: int) -> None:
     alone = worker_of(OneBuffer())
@@ -84,8 +94,10 @@ def test_the_same_verdicts_in_the_same_order(params: SamplingParams, n_threads: 
     assert [(verdict.run_id, verdict.tokens) for verdict in found] == [
         (verdict.run_id, verdict.tokens) for verdict in expected
     ]
+    assert [scores_of(verdict) for verdict in found] == [scores_of(verdict) for verdict in expected]
+    assert len(scores_of(found[0])) == (4 if params.n_logprobs >= 0 else 0)
     assert found[0].tokens[2] == NO_TOKEN and len(set(found[0].tokens)) > 2
-    assert worker.stats.n_left == (0 if params.temp == 0.0 else 12)
+    assert worker.stats.n_left == (0 if params.temp == 0.0 and params.n_logprobs < 0 else 12)
 
 
 def test_who_has_nothing_to_do_answers_at_once() -> None:

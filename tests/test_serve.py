@@ -145,7 +145,10 @@ def test_a_page_of_another_site_is_not_told_anything(served: Served, headers: di
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"logprobs": 3}, "logprobs is 3; only false or 0"),
+        ({"logprobs": 6}, "logprobs is 6; of a prompt give how many"),
+        ({"logprobs": True}, "logprobs is true; of a prompt give how many"),
+        ({"top_logprobs": 2}, "top_logprobs is 2, which is for chats"),
+        ({"echo": True}, "echo is true; only false"),
         ({"max_tokens": 5000}, "with 5000 to come"),
         ({"n": 0}, "n is 0"),
         ({"n": 200}, "from 1 to 128"),
@@ -178,6 +181,73 @@ def test_what_cannot_be_served_is_said(client: openai.OpenAI, asked: dict[str, A
             extra_body=asked,
         )
     assert said in caught.value.message and caught.value.type == "invalid_request_error"
+
+
+# -- log-probabilities
+
+
+def test_a_completion_s_tokens_have_log_probabilities(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="pair", logprobs=3, n=2, **ASKED)
+    plain = client.completions.create(model="pair", n=2, **ASKED)
+    assert [choice.text for choice in whole.choices] == [choice.text for choice in plain.choices]
+    assert plain.choices[0].logprobs is None
+    for choice in whole.choices:
+        found = choice.logprobs
+        assert found and found.tokens and found.token_logprobs and found.top_logprobs and found.text_offset
+        assert "".join(found.tokens) == choice.text and len(found.tokens) == 24
+        for token, logprob, top, offset in zip(
+            found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset, strict=True
+        ):
+            assert choice.text[offset:].startswith(token) and top[token] == logprob <= 0 and 3 <= len(top) <= 4
+            assert list(top.values())[:3] == sorted(list(top.values())[:3], reverse=True)
+    pieces = list(client.completions.create(model="pair", logprobs=3, stream=True, **ASKED))
+    told = [piece.choices[0].logprobs for piece in pieces]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [value for each in told if each for value in getattr(each, name)]
+        assert streamed == getattr(whole.choices[0].logprobs, name), name
+    alone = client.completions.create(model="pair", logprobs=0, **ASKED).choices[0].logprobs
+    assert alone and alone.top_logprobs and {len(top) for top in alone.top_logprobs} == {1}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_a_stop_string_cuts_off_has_no_entries(client: openai.OpenAI, streamed: bool) -> None:
+    asked: Any = {"model": "pair", "logprobs": 1, **ASKED}
+    free = client.completions.create(**asked).choices[0]
+    assert free.logprobs and free.logprobs.text_offset and free.logprobs.tokens
+    stop = free.text[9:14]
+    at = free.text.index(stop)
+    expected = [token for token, offset in zip(free.logprobs.tokens, free.logprobs.text_offset, strict=True) if (
+        offset < at)]  # fmt: skip
+    found: list[str] = []
+    pieces = client.completions.create(stop=stop, stream=True, **asked) if streamed else [
+        client.completions.create(stop=stop, **asked)]  # fmt: skip
+    text = ""
+    for piece in pieces:
+        text += piece.choices[0].text
+        found += (piece.choices[0].logprobs and piece.choices[0].logprobs.tokens) or []
+    assert text == free.text[:at] and found == expected and 0 < len(found) < 24
+
+
+def test_a_chat_s_tokens_have_log_probabilities(client: openai.OpenAI) -> None:
+    asked: Any = {"messages": [{"role": "user", "content": "the rank"}], "max_tokens": 16, "seed": 3, "model": "pair"}
+    whole = client.chat.completions.create(logprobs=True, top_logprobs=20, **asked).choices[0]
+    assert whole.logprobs and whole.logprobs.content
+    assert "".join(each.token for each in whole.logprobs.content) == whole.message.content
+    for each in whole.logprobs.content:
+        assert bytes(each.bytes or ()).decode() == each.token and len(each.top_logprobs) == 20
+        assert each.logprob in [top.logprob for top in each.top_logprobs if top.token == each.token] or (
+            each.logprob <= each.top_logprobs[-1].logprob
+        )
+    pieces = client.chat.completions.create(logprobs=True, top_logprobs=20, stream=True, **asked)
+    told = [each for piece in pieces if (of := piece.choices[0].logprobs) for each in of.content or []]
+    assert told == whole.logprobs.content
+    bare = client.chat.completions.create(logprobs=True, **asked).choices[0].logprobs
+    assert bare and bare.content and [each.logprob for each in bare.content] == [each.logprob for each in told]
+    assert not any(each.top_logprobs for each in bare.content)
+    for wrong, said in (({"logprobs": 1}, "give true or false"), ({"top_logprobs": 2}, "without logprobs"),
+                        ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20")):  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=said):
+            client.chat.completions.create(**asked, extra_body=wrong)
 
 
 def test_json_is_what_was_asked_for(client: openai.OpenAI) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.cluster.logprobs import MAX_TOP, Likely, ScoredToken
 from pipeinfer.cluster.records import Record
 from pipeinfer.cluster.stage import room_for
 from pipeinfer.cluster.wire import (
@@ -108,6 +109,23 @@ def test_a_field_without_a_size_is_refused() -> None:
 def test_verdict_survives(run_id: int, tokens: list[int], cancelled: bool, us: int) -> None:
     verdict = Verdict(run_id, tuple(tokens), cancelled, 1e-6 * us)
     assert decode_verdict(np.concatenate([encode_verdict(verdict), np.zeros(8, np.uint8)])) == verdict
+
+
+scores = st.builds(
+    ScoredToken, ids, st.floats(-9999, 0), st.lists(st.builds(Likely, ids, st.floats(-9999, 0)), max_size=MAX_TOP)
+)
+
+
+@given(st.lists(st.integers(-1, 2**31 - 1) | scores, max_size=9))
+def test_log_probabilities_survive_and_cost_nobody_else_a_byte(tokens: list[int]) -> None:
+    message = encode_verdict(Verdict(3, tuple(tokens), False, 1e-6))
+    n_scored = sum(isinstance(token, ScoredToken) for token in tokens)
+    assert len(message) <= verdict_bytes(len(tokens), n_scored=n_scored) and (n_scored or len(message) == verdict_bytes(
+        len(tokens)))  # fmt: skip
+    found = decode_verdict(np.concatenate([message, np.zeros(8, np.uint8)])).tokens
+    assert list(found) == tokens and [vars(token) for token in found if isinstance(token, ScoredToken)] == [
+        vars(token) for token in tokens if isinstance(token, ScoredToken)
+    ]
 
 
 guesses = st.lists(st.builds(Guess, ids, st.floats(0, 1)), max_size=4)

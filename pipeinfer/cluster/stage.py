@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from pipeinfer.cluster.history import TokenHistory
+from pipeinfer.cluster.logprobs import scored
 from pipeinfer.cluster.records import Buffer
 from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.wire import SentRow, Transaction
@@ -141,7 +142,7 @@ class StageWorker:
         samplers = self.samplers if self.samplers and self.samplers.wanted else None
         left = []
         for index, question in enumerate(questions):
-            if samplers and (question.params.temp > 0.0 or question.allowed):
+            if samplers and (question.params.temp > 0.0 or question.allowed or question.params.n_logprobs >= 0):
                 left.append(index)
             else:
                 answer(index, logits[index])
@@ -260,7 +261,11 @@ class StageWorker:
 
     def _answer(self, logits: FloatArray, asked: Question) -> Any:
         """What the verdict says of one row: the target's token at the position asked about."""
-        return choose(logits, asked.params, asked.position, asked.history, asked.allowed)
+        params = asked.params
+        if params.n_logprobs < 0:
+            return choose(logits, params, asked.position, asked.history, asked.allowed)
+        token = choose(logits.copy(), params, asked.position, asked.history, asked.allowed)
+        return scored(logits, token, params.n_logprobs)
 
     @staticmethod
     def _verdict(run_id: int, answers: list[Any], cancelled: bool, slowest_s: float) -> Verdict | GuessVerdict:

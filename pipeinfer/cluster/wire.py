@@ -7,6 +7,7 @@
 |           |                         | activations, float32 (n_rows, n_embd)                                      |
 | the end   | head, stage after stage | Header                                                                     |
 | a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
+|           |                         | of a draft; of each token with log-probabilities ScoredRow and its Likelys |
 | prunings  | head, every stage       | PruningsHeader, then of each run PrunedRun and its rows, int32             |
 
 Activations are absent from what the head sends and from cancelled runs. What a stage passes on differs from what it
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.cluster.logprobs import MAX_TOP, Likely, ScoredToken
 from pipeinfer.cluster.records import I32, Buffer, Record
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import FloatArray
@@ -81,6 +83,13 @@ class VerdictHeader(NamedTuple):
     slowest_us: I32
     n_rows: I32
     n_guesses: I32
+    n_scored: I32  # rows of requests that asked for log-probabilities
+
+
+class ScoredRow(NamedTuple):
+    row: I32
+    n_top: I32  # Likelys that follow
+    logprob: float  # of the chosen token
 
 
 class PruningsHeader(NamedTuple):
@@ -98,6 +107,7 @@ TEXTS = tuple(field.name for field in fields(SamplingParams) if field.type == "s
 """What requests say that has no fixed size."""
 
 SAMPLING, VERDICT, GUESS = Record(SamplingParams, TEXTS), Record(VerdictHeader), Record(Guess)
+SCORED, LIKELY = Record(ScoredRow), Record(Likely)
 PRUNINGS, PRUNED = Record(PruningsHeader), Record(PrunedRun)
 INT = np.dtype("<i4")
 N_OPEN_BYTES = INT.itemsize + SAMPLING.n_bytes + INT.itemsize * len(TEXTS)
@@ -114,8 +124,10 @@ def text_bytes(params: SamplingParams) -> int:
     return sum(len(getattr(params, name).encode()) for name in TEXTS) + INT.itemsize
 
 
-def verdict_bytes(n_rows: int, n_guesses: int = 0) -> int:
-    return VERDICT.n_bytes + INT.itemsize * n_rows + GUESS.n_bytes * n_guesses
+def verdict_bytes(n_rows: int, n_guesses: int = 0, n_scored: int = 0) -> int:
+    """`n_scored`: rows with as many log-probabilities as one can ask for."""
+    n_bytes = VERDICT.n_bytes + INT.itemsize * n_rows + GUESS.n_bytes * n_guesses
+    return n_bytes + (SCORED.n_bytes + LIKELY.n_bytes * MAX_TOP) * n_scored
 
 
 class Transaction:
@@ -237,14 +249,23 @@ def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
     else:
         numbers = list(map(len, verdict.guesses))
         guesses = [guess for of_row in verdict.guesses for guess in of_row]
-    header = VerdictHeader(verdict.run_id, verdict.cancelled, _us(verdict.slowest_s), len(numbers), len(guesses))
-    return _message(VERDICT.pack(header), _packed(numbers), *map(GUESS.pack, guesses))
+    scored = [(row, token) for row, token in enumerate(numbers) if isinstance(token, ScoredToken)]
+    counts = len(numbers), len(guesses), len(scored)
+    return _message(
+        VERDICT.pack(VerdictHeader(verdict.run_id, verdict.cancelled, _us(verdict.slowest_s), *counts)),
+        _packed(numbers), *map(GUESS.pack, guesses), *(_packed_scores(row, token) for row, token in scored),
+    )  # fmt: skip
 
 
 def decode_verdict(message: Buffer) -> Verdict:
     """Inverse of `encode_verdict` for a target's; the buffer may be longer than the message."""
     header = VERDICT.read(message, 0)
-    tokens = _ints(message, VERDICT.n_bytes, header.n_rows)
+    tokens, at = _ints(message, VERDICT.n_bytes, header.n_rows), verdict_bytes(header.n_rows)
+    for _ in range(header.n_scored):
+        row, n_top, logprob = SCORED.read(message, at)
+        top = LIKELY.read_all(message, at + SCORED.n_bytes, n_top)
+        tokens[row] = ScoredToken(tokens[row], logprob, list(top))
+        at += SCORED.n_bytes + LIKELY.n_bytes * n_top
     return Verdict(header.run_id, tuple(tokens), bool(header.cancelled), 1e-6 * header.slowest_us)
 
 
@@ -300,6 +321,10 @@ def _pruned_runs(rows: Mapping[int, Sequence[int] | None]) -> Iterator[bytes]:
         for start in range(0, len(dead), N_ROWS_AT_ONCE):
             part = dead[start : start + N_ROWS_AT_ONCE]
             yield PRUNED.pack(PrunedRun(run_id, len(part))) + _packed(part)
+
+
+def _packed_scores(row: int, token: ScoredToken) -> bytes:
+    return SCORED.pack(ScoredRow(row, len(token.top), token.logprob)) + b"".join(map(LIKELY.pack, token.top))
 
 
 def _message(*parts: bytes) -> Buffer:

@@ -80,7 +80,7 @@ class Request:
     def take(self, tokens: list[int]) -> list[int]:
         """Append what the target emitted, up to the first reason to finish; return what was taken."""
         for n_taken, token in enumerate(tokens, 1):
-            self.tokens.append(token)
+            self.tokens.append(int(token))  # what else it brings is for who takes the emission
             if token in self.end_tokens or len(self.tokens) >= self.n_tokens_most:
                 self.finish = self._reason(token)
                 return tokens[:n_taken]

@@ -46,7 +46,8 @@ class SamplingParams:
     """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
 
     The penalties look at the last `repeat_last_n` tokens, the prompt's included. `logit_bias`: see there. `grammar`:
-    what the output must be, in llama.cpp's form (GBNF); empty: anything.
+    what the output must be, in llama.cpp's form (GBNF); empty: anything. `n_logprobs`: of so many of the
+    likeliest tokens, and of the chosen one, log-probabilities are wanted; below 0: of none.
     """
 
     seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
@@ -60,6 +61,7 @@ class SamplingParams:
     presence_penalty: float = setting(0.0, "--presence-penalty", help="0: off.", least=-1000, most=1000)
     logit_bias: str = ""
     grammar: str = ""
+    n_logprobs: int = -1
 
     def __post_init__(self) -> None:
         if self.temp < MIN_TEMP:

@@ -14,6 +14,7 @@ from pipeinfer.job.batch_summary import Summary
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
+from pipeinfer.job.logprobs import Entry, speller
 from pipeinfer.job.open_requests import News, Open, OpenRequests
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.plan_table import show_plan
@@ -49,6 +50,8 @@ class Batch:
         self.session = Session(context, deployment, lambda rank, loaded_s: None)
         self.summary = Summary(deployment, work)
         self._asked: dict[Open, Ready] = {}
+        self._entries: dict[Open, list[Entry]] = {}
+        self._spell = speller(work.prompts.tokenizer)
         self._coming = work.ready()
         self._next: Ready | None = None
 
@@ -115,6 +118,8 @@ class Batch:
 
     def _take(self, news: News) -> None:
         self.progress.update(self.summary.n_written, news.n_tokens)
+        if news.entries:
+            self._entries.setdefault(news.opened, []).extend(news.entries)
         if news.ended:
             self._write(news.opened)
         self._admit()
@@ -122,7 +127,8 @@ class Batch:
     def _write(self, opened: Open) -> None:
         """The request has ended: keep its result, and forget it."""
         asked, model = self._asked.pop(opened).request, self.deployment.model.path.name
-        self.work.output.write(result_of(self.work.id(asked), asked, opened, model))
+        entries = self._entries.pop(opened, [])
+        self.work.output.write(result_of(self.work.id(asked), asked, opened, entries, self._spell, model))
         self.summary.completed(opened.metrics)
         self.progress.update(self.summary.n_written, 0)
 

@@ -26,6 +26,8 @@ from pipeinfer.job.request_body import (
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 N_ID_DIGITS = 24
+NOT_ASKED = {"logit_bias": "", "grammar": "", "n_logprobs": -1}
+"""What an id is made without where a request says nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class BatchRequest:
         """The same for the same question at the same place, or with the same custom_id."""
         asked = asdict(self)
         asked |= asked.pop("body")
-        asked["sampling"] = {name: value for name, value in asked["sampling"].items() if value != ""}
+        sampling = asked["sampling"].items()
+        asked["sampling"] = {name: value for name, value in sampling if NOT_ASKED.get(name) != value}
         if self.custom_id is not None:
             del asked["index"]
         text = json.dumps([asked, salt], sort_keys=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.job.batch_file import BatchRequest
+from pipeinfer.job.logprobs import Entry, Spell, chat_form, completion_form
 from pipeinfer.job.open_requests import Open
 from pipeinfer.job.request_body import CHAT
 from pipeinfer.observe.metrics import timings
@@ -15,8 +17,12 @@ OBJECTS = {CHAT: "chat.completion"}
 TIMES = ("ttft_s", "tpot_s", "total_s")
 
 
-def result_of(id: str, asked: BatchRequest, opened: Open, model: str) -> dict[str, Any]:
+def result_of(
+    id: str, asked: BatchRequest, opened: Open, entries: Sequence[Entry], spell: Spell, model: str
+) -> dict[str, Any]:
     """Of a request that has ended. `model`: its name."""
+    form = chat_form if asked.body.messages else completion_form
+    logprobs = form(entries, spell) if asked.body.sampling.n_logprobs >= 0 else None
     request, text, finish = opened.request, opened.printer.text, opened.finish
     n_prompt, n_predicted = len(request.prompt), opened.n_heard
     if not asked.url:
@@ -24,6 +30,7 @@ def result_of(id: str, asked: BatchRequest, opened: Open, model: str) -> dict[st
         return {
             **_plain(id, asked), "text": text, "finish": finish, "tokens_evaluated": n_prompt,
             "tokens_predicted": n_predicted, "seed": request.sampling.seed, **{name: times[name] for name in TIMES},
+            **({"logprobs": logprobs} if logprobs else {}),
         }  # fmt: skip
     said = {"message": {"role": "assistant", "content": text}} if asked.url == CHAT else {"text": text}
     body = {
@@ -31,7 +38,7 @@ def result_of(id: str, asked: BatchRequest, opened: Open, model: str) -> dict[st
         "object": OBJECTS.get(asked.url, "text_completion"),
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": finish}],
+        "choices": [{"index": 0, **said, "logprobs": logprobs, "finish_reason": finish}],
         "usage": {
             "prompt_tokens": n_prompt, "completion_tokens": n_predicted, "total_tokens": n_prompt + n_predicted,
         },

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.job.logprobs import Entry
 from pipeinfer.job.options import RunOptions
 
 
@@ -55,11 +56,11 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """The head: of some requests how many tokens, and the text that is certain with them: (id, tokens, text). `at_s`:
-    when, on this host's monotonic clock."""
+    """The head: of some requests how many tokens, the text that is certain with them, and if they asked for these its
+    log-probabilities: (id, tokens, text, entries). `at_s`: when, on this host's monotonic clock."""
 
     at_s: float
-    parts: list[tuple[int, int, str]]
+    parts: list[tuple[int, int, str, Sequence[Entry]]]
 
 
 @dataclass(frozen=True, slots=True)

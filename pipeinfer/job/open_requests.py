@@ -5,7 +5,7 @@ Knows no file and no client.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -14,6 +14,7 @@ from pipeinfer.cluster.wire import text_bytes
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.job.context import Context
+from pipeinfer.job.logprobs import Entries, Entry
 from pipeinfer.job.printer import Printer
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.session import Session
@@ -29,6 +30,7 @@ class Open:
     request: Request
     printer: Printer
     metrics: RequestMetrics
+    entries: Entries
     n_heard: int = 0
 
     @property
@@ -48,11 +50,13 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has come of a request: tokens, and the text that is certain with them. `ended`: nothing more comes."""
+    """What has come of a request: tokens, the text that is certain with them, and what its tokens' log-probabilities
+    are if it asked for these. `ended`: nothing more comes."""
 
     opened: Open
     n_tokens: int
     text: str
+    entries: Sequence[Entry]
     ended: bool
 
 
@@ -90,7 +94,8 @@ class OpenRequests:
 
     def begin(self, asked: GenerationRequest, policy: Policy) -> Open:
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
-        opened = Open(asked, asked.open(self.session.next_id()), printer, RequestMetrics())
+        entries = Entries(asked.end_tokens)
+        opened = Open(asked, asked.open(self.session.next_id()), printer, RequestMetrics(), entries)
         self._open[opened.request.id] = opened
         self.engine.add(opened.request, policy, opened.metrics)
         return opened
@@ -106,6 +111,7 @@ class OpenRequests:
         printer, n_before, n_characters = opened.printer, opened.n_heard, len(opened.printer.text)
         for token in tokens:
             opened.n_heard += 1
+            opened.entries.add(token, printer.n_decoded)
             if printer.push([token]):
                 self.engine.stop(opened.request, Finish.END)
                 break
@@ -113,7 +119,10 @@ class OpenRequests:
         if ended:
             printer.finish()
             del self._open[opened.request.id]
-        return News(opened, opened.n_heard - n_before, printer.text[n_characters:], ended)
+        entries = opened.entries.take(len(printer.text))
+        if ended and not printer.was_cut:
+            entries += opened.entries.rest()
+        return News(opened, opened.n_heard - n_before, printer.text[n_characters:], entries, ended)
 
     def stop(self, opened: Open) -> None:
         """Give one up: nothing more comes of it."""

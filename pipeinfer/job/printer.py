@@ -18,6 +18,7 @@ class Printer:
     def __init__(self, flag: StopFlag, tokenizer: Tokenizer, request: GenerationRequest, silent: bool) -> None:
         self.flag, self.silent = flag, silent
         self.text = ""
+        self.n_decoded = 0  # characters that have come, those held back and cut off too
         self._stream, self._stops = TextStream(tokenizer, request.markers), StopStrings(request.stops)
 
     @property
@@ -27,7 +28,9 @@ class Printer:
 
     def push(self, tokens: Sequence[int]) -> bool:
         """Whether the text ends here, with a stop string."""
-        self._print(self._stops.push("".join(self._stream.push(token) for token in tokens)))
+        text = "".join(self._stream.push(token) for token in tokens)
+        self.n_decoded += len(text)
+        self._print(self._stops.push(text))
         return self._stops.hit
 
     def finish(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from pipeinfer.cluster.logprobs import MAX_TOP
 from pipeinfer.core.logit_bias import bias_text, is_bias
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
@@ -28,11 +29,13 @@ WITHOUT_EFFECT = (
     "stream_options",
 )  # fmt: skip
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False, 0), "top_logprobs": (0,),
+    "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,),
     "tools": ([],), "tool_choice": ("none", "auto"), "suffix": ("",),
     "modalities": (["text"],), "parallel_tool_calls": (True, False),
 }  # fmt: skip
 """Fields that are accepted with these values alone, with which they change nothing."""
+
+MAX_TOP_OF_COMPLETIONS = 5  # as OpenAI has it
 
 FORMS = ("grammar", "json_schema", "response_format")
 """What the text must be: one of them."""
@@ -88,9 +91,8 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Body:
     """`as_chat`: a plain prompt is what a user says. Raises UserError, which says what is wrong."""
-    sampling = {name for name, _, _ in settings_of(SamplingParams)}
     known = {
-        *sampling,
+        *(name for name, _, _ in settings_of(SamplingParams)),
         *ALIASES,
         *LENGTHS,
         *PROMPTS,
@@ -100,6 +102,8 @@ def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Bo
         "stop",
         "ignore_eos",
         "logit_bias",
+        "logprobs",
+        "top_logprobs",
     }
     if unknown := set(given) - known:
         refuse(f"{min(unknown)} is no field that is known here; leave it out")
@@ -113,9 +117,10 @@ def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Bo
     prompt = _prompt(given["prompt"]) if "prompt" in given else ""
     if as_chat and isinstance(prompt, str) and not messages:
         prompt, messages = "", (Message("user", prompt),)
+    sampling = _sampling(given) | {"n_logprobs": _n_logprobs(given, bool(messages))}
     return Body(
         prompt, messages, _length(given, defaults.n_predict),
-        replace(defaults.sampling, **_sampling(given)), _stops(given.get("stop"), defaults.stops),
+        replace(defaults.sampling, **sampling), _stops(given.get("stop"), defaults.stops),
         flag(given, "ignore_eos", defaults.ignore_eos),
     )  # fmt: skip
 
@@ -186,6 +191,23 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     if forms:
         found["grammar"] = _grammar(forms[0], given[forms[0]])
     return found
+
+
+def _n_logprobs(given: Mapping[str, Any], is_chat: bool) -> int:
+    """Tokens beside the chosen one; below 0: nobody asks for log-probabilities."""
+    asked, n_top = given.get("logprobs", False), given.get("top_logprobs", 0)
+    if is_chat:
+        if not is_whole(n_top) or not 0 <= n_top <= MAX_TOP:
+            refuse(f"top_logprobs is {shown(n_top)}; give a whole number from 0 to {MAX_TOP}")
+        if not flag(given, "logprobs", False) and n_top:
+            refuse(f"top_logprobs is {n_top} without logprobs; give logprobs true too, or leave it out")
+        return int(n_top) if asked else -1
+    if n_top != 0:
+        refuse(f"top_logprobs is {shown(n_top)}, which is for chats; of a prompt logprobs says how many")
+    if asked is not False and (not is_whole(asked) or not 0 <= asked <= MAX_TOP_OF_COMPLETIONS):
+        refuse(f"logprobs is {shown(asked)}; of a prompt give how many tokens beside the chosen one, from 0 to "
+               f"{MAX_TOP_OF_COMPLETIONS}")  # fmt: skip
+    return -1 if asked is False else int(asked)
 
 
 def _grammar(name: str, value: Any) -> str:

@@ -147,7 +147,7 @@ class Session:
         comm, courier = context.link.comm, make_courier(context, deployment)
         if self._stage:
             worker = make_worker(context, deployment, self._stage)
-        n_bytes = verdict_bytes(deployment.n_rows_max)
+        n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes)
         self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, courier)
         for number, stages in enumerate(deployment.plan.refiners, start=1):
             draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]

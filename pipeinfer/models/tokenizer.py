@@ -47,7 +47,6 @@ class Tokenizer:
         self.eot = int(lib.llama_vocab_eot(self._vocab))
         self.adds_bos = bool(lib.llama_vocab_get_add_bos(self._vocab))
         self.adds_eos = bool(lib.llama_vocab_get_add_eos(self._vocab))
-        self._piece = ctypes.create_string_buffer(512)
 
     @property
     def library(self) -> ModuleType:
@@ -77,12 +76,13 @@ class Tokenizer:
         return tokens[:n]
 
     def decode_piece(self, token: int, special: bool = False) -> bytes:
-        """A token's bytes, maybe part of a character. Control tokens are empty unless `special`."""
-        n = self._lib.llama_token_to_piece(self._vocab, token, self._piece, len(self._piece), 0, special)
+        """A token's bytes, maybe part of a character. Control tokens are empty unless `special`. Threads may ask."""
+        piece = ctypes.create_string_buffer(64)
+        n = self._lib.llama_token_to_piece(self._vocab, token, piece, len(piece), 0, special)
         if n < 0:
-            self._piece = ctypes.create_string_buffer(-n)
-            n = self._lib.llama_token_to_piece(self._vocab, token, self._piece, len(self._piece), 0, special)
-        return self._piece.raw[: max(n, 0)]
+            piece = ctypes.create_string_buffer(-n)
+            n = self._lib.llama_token_to_piece(self._vocab, token, piece, len(piece), 0, special)
+        return piece.raw[: max(n, 0)]
 
     def is_end(self, token: int) -> bool:
         """Whether generation ends with this token."""

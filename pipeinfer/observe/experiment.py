@@ -13,7 +13,8 @@ from pipeinfer.core.settings import settings_of
 from pipeinfer.observe.results import Record
 
 HASH_DIGITS = 16
-SAMPLING = tuple(field.name for field in fields(SamplingParams))
+SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name != "n_logprobs")
+"""What decides which tokens are chosen."""
 
 
 def digest(value: object) -> str:

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.front import Setup
+from pipeinfer.job.logprobs import speller
 from pipeinfer.job.request_body import CHAT, COMPLETION, Defaults, flag, is_whole, read_json, refuse, shown
 from pipeinfer.models.chat import TemplateFault
 from pipeinfer.models.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class Api:
         self.http, self.setup, self.head, self.prompting, self.metrics = http, setup, head, prompting, metrics
         self.model = http.alias or setup.run.model.name
         self.created = int(time.time())
+        self.spell = speller(prompting.prompts.tokenizer)
         options = setup.run
         self.defaults = Defaults(options.sampling, options.predict, options.stops, options.ignore_eos)
 
@@ -134,7 +136,7 @@ class Api:
         self.head.check_ready()
         found = await self.prompting.ask(asked)
         answer = self.head.ask(found)
-        return AnswerResponse(self.head, answer, Form(asked, answer, self.model, self.setup.version))
+        return AnswerResponse(self.head, answer, Form(asked, answer, self.model, self.setup.version, self.spell))
 
     async def tokenize(self, request: Request) -> Response:
         """llama.cpp's: `content` (or `prompt`), `add_special`, `parse_special`, `with_pieces`."""

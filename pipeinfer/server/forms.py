@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
+from pipeinfer.job.logprobs import Spell, chat_form, completion_form
 from pipeinfer.server.asked import Asked
 from pipeinfer.server.head import Answer, Choice
 
@@ -30,8 +31,8 @@ def event(data: Any) -> bytes:
 class Form:
     """What all objects of one answer have in common. `model`, `version`: what wrote it."""
 
-    def __init__(self, asked: Asked, answer: Answer, model: str, version: str) -> None:
-        self.asked, self.answer = asked, answer
+    def __init__(self, asked: Asked, answer: Answer, model: str, version: str, spell: Spell) -> None:
+        self.asked, self.answer, self.spell = asked, answer, spell
         kind = "chat.completion" if asked.is_chat else "text_completion"
         self.common = {
             "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -51,8 +52,14 @@ class Form:
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text = choice.take()
         said = {"message": {"role": "assistant", "content": text}} if self.asked.is_chat else {"text": text}
-        return {"index": index, **said, "logprobs": None, "finish_reason": choice.finish,
+        return {"index": index, **said, "logprobs": self._logprobs(choice), "finish_reason": choice.finish,
                 "seed": choice.asked.sampling.seed}  # fmt: skip
+
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """Of what has come since the last time; None if nobody asked for them."""
+        if not choice.has_logprobs:
+            return None
+        return (chat_form if self.asked.is_chat else completion_form)(choice.take_entries(), self.spell)
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, however many texts continue it."""
@@ -83,7 +90,7 @@ class Form:
         for index, choice in enumerate(self.answer.choices):
             if index in told:
                 continue
-            if text := choice.take():
+            if (text := choice.take()) or choice.entries:
                 yield self._text(index, text, choice)
             if choice.finish:
                 told.add(index)
@@ -97,9 +104,9 @@ class Form:
 
     def _text(self, index: int, text: str, choice: Choice) -> bytes:
         """Nearly all of it is the same every time."""
-        if self.asked.timed:
-            timed = {"timings": {"predicted_n": choice.n_tokens, "at_s": choice.came_s}}
-            return self._piece(index, self._said(text), more=timed)
+        if self.asked.timed or choice.has_logprobs:
+            timed = {"timings": {"predicted_n": choice.n_tokens, "at_s": choice.came_s}} if self.asked.timed else {}
+            return self._piece(index, self._said(text) | {"logprobs": self._logprobs(choice)}, more=timed)
         if index not in self._around:
             before, _, after = self._piece(index, self._said(MARK)).partition(json_bytes(MARK))
             self._around[index] = before, after
@@ -113,5 +120,5 @@ class Form:
         self, index: int, said: dict[str, Any], finish: str | None = None, more: Any = MappingProxyType({})
     ) -> bytes:
         usage = {"usage": None} if self.asked.usage else {}
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
+        choice = {"index": index, "logprobs": None, **said, "finish_reason": finish}
         return event({**self.common, "choices": [choice], **usage, **more})

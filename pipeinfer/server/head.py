@@ -25,6 +25,7 @@ from pipeinfer.job.front import (
     Ready,
     Watch,
 )
+from pipeinfer.job.logprobs import Entry
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.server.channel import decode, encode
 from pipeinfer.server.errors import DRAINING_S, FULL_S, LOADING_S, Refusal, lost
@@ -45,7 +46,7 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One text that is generated. `text`: what nobody has taken yet. Times are this host's monotonic clock."""
+    """One text that is generated. `text`, `entries`: what nobody has taken yet. Times are by this host's clock."""
 
     id: int
     asked: GenerationRequest
@@ -54,6 +55,7 @@ class Choice:
     begun_s: float = math.nan
     came_s: float = math.nan
     text: str = ""
+    entries: list[Entry] = field(default_factory=list)
     n_tokens: int = 0
     finish: str | None = None
     timings: dict[str, Any] = field(default_factory=dict)
@@ -62,9 +64,17 @@ class Choice:
     def is_running(self) -> bool:
         return not math.isnan(self.begun_s) and self.finish is None
 
+    @property
+    def has_logprobs(self) -> bool:
+        return self.asked.sampling.n_logprobs >= 0
+
     def take(self) -> str:
         text, self.text = self.text, ""
         return text
+
+    def take_entries(self) -> list[Entry]:
+        entries, self.entries = self.entries, []
+        return entries
 
 
 class Answer:
@@ -188,10 +198,11 @@ class Head:
             self._show(message)
 
     def _came(self, message: Came) -> None:
-        for id, n_tokens, text in message.parts:
+        for id, n_tokens, text, entries in message.parts:
             if choice := self.choices.get(id):
                 before_s, choice.came_s = choice.came_s, message.at_s
                 choice.text += text
+                choice.entries += [Entry(*entry) for entry in entries]
                 choice.n_tokens += n_tokens
                 choice.changed.set()
                 self.heard.came(choice, n_tokens, before_s)
