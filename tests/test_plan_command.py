@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from operator import ge
 from pathlib import Path
@@ -15,22 +17,25 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.plan import plan_command
+from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.room import Memory, Room, spare_room
-from pipeinfer.cluster.speed import measure_speed
+from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import deploy
+from pipeinfer.job.first_host import advice, orders
+from pipeinfer.job.host_speeds import _read, order_matters
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.planned_costs import model_of, with_described_speeds
 from pipeinfer.job.planner import ETHERNET, Planner, open_planner
-from pipeinfer.job.ways import _order, largest, ways
+from pipeinfer.job.ways import largest, ways
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import make_policy
 from pipeinfer.virtual.hosts_file import read_hosts
 from tests.gguf_factory import Shape, write_model
-from tests.jobs import finish
+from tests.jobs import environment, finish, launcher
 
 FAST = "gb_per_s=100 gflop_per_s=1000"
 SLOW = "gb_per_s=20 gflop_per_s=200"
@@ -207,9 +212,39 @@ def test_the_host_whose_layers_are_missed_least_is_advised_to_draft(tmp_path: Pa
 
     slow_last = planner(f"a {FAST}", f"b {FAST}", f"c {SLOW}")
     slow_first = planner(f"c {SLOW}", f"a {FAST}", f"b {FAST}")
-    way = next(way for way in ways(slow_last, [slow_last.predict(options.policy)]) if way.what == "c first, to draft")
+    found = ways(slow_last, [slow_last.predict(options.policy)])
+    way = next(way for way in found if way.what == "c first, to draft (begin the hosts file with c:1)")
     assert way.tokens_per_s == pytest.approx(slow_first.speed, rel=0.01)
-    assert not [what for what, _ in _order(slow_first.changed(layer_split="4,4"))] and not way.short_bytes
+    assert not list(orders(slow_first.changed(layer_split="4,4"))) and not way.short_bytes
+    twice = planner(f"a {FAST}", f"c:2 {SLOW}", f"b {FAST}")
+    assert [(line, [node.host.name for node in order.nodes]) for line, order in orders(twice)] == [("c:2", [*"ccab"])]
+
+
+def test_a_job_says_which_host_should_have_come_first(tmp_path: Path, wide: Path) -> None:
+    draft = write_model(tmp_path / "draft.gguf", Shape(n_layer=1, n_embd=64, n_ff=128))
+    options = RunOptions(model=wide, drafts=(draft,), policy=make_policy("auto", {}))
+    fast, slow = Speed(1e10, 1e11), Speed(2e9, 2e10)
+    names = {"a": ("x", fast), "b": ("x", fast), "c": ("y", slow)}
+
+    def said(order: str, lacks: frozenset[str] = frozenset()) -> list[str]:
+        hosts = [Host(name, frozenset(range(8)), 8, processor=names[name][0], lacks=lacks) for name in order]
+        assert order_matters(options, hosts) and not order_matters(options, [hosts[0], replace(hosts[0], name="d")])
+        assert not order_matters(replace(options, threads=(1, 2, 2)), hosts)
+        assert not order_matters(replace(options, drafts=()), hosts)
+        deployment = deploy(options, hosts, read_model_info(wide), 512, 128)
+        return list(advice(options, deployment, [names[name][1] for name in order]))
+
+    (line,) = said("abc")
+    (speeds,) = re.findall(r"; ([0-9.e+]+) tokens/s are predicted then, ([0-9.e+]+) with a first", line)
+    then, now = map(float, speeds)
+    assert line.startswith("host c should come first, to draft") and then > 1.1 * now > 0
+    assert "begin the hosts file with c:1 (Open MPI: c slots=1;" in line
+    assert not said("cab") and not said("abc", frozenset([str(wide)])), "which cannot be first without the model"
+
+
+@pytest.mark.parametrize("value", [None, 3, {}, {"bytes_per_s": 1.0}, {"bytes_per_s": 0.0, "flop_per_s": 1.0}])
+def test_a_speed_that_was_kept_and_is_none_is_found_anew(value: object) -> None:
+    assert _read(value) is None and _read({"bytes_per_s": 2.0, "flop_per_s": 3.0}) == Speed(2.0, 3.0)
 
 
 def test_that_run_would_time_them_is_said_of_hosts_of_which_nobody_knows_how_fast(tmp_path: Path, wide: Path) -> None:
@@ -301,6 +336,34 @@ def test_planning_needs_no_mpi(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+OTHERS = """
+import sys
+from dataclasses import replace
+from pipeinfer.cli.main import main
+from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.cluster.speed import Speed
+from pipeinfer.job import host_speeds, start
+rank, found = rank_from_environment(), start.this_host
+start.this_host = lambda name: replace(found(name), name=f"h{rank}", processor=["x", "x", "y"][rank])
+host_speeds.measure_speed = lambda n_threads: [Speed(1e8, 1e9), Speed(1e8, 1e9), Speed(1e7, 1e8)][rank]
+main()
+"""
+"""Three hosts, the last of which is slow."""
+
+
+def test_a_job_on_hosts_that_differ_says_which_should_draft(tmp_path: Path) -> None:
+    for _ in range(2):  # how fast they are is known the second time
+        done = subprocess.run(
+            [*launcher(3), sys.executable, "-c", OTHERS, "run", "-p", "x", "-n", "2", "-t", "1"],
+            capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
+            env=environment() | {"XDG_CACHE_HOME": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (line,) = (line for line in done.stderr.splitlines() if "should come first" in line)
+        assert line.startswith("pipeinfer: host h2 should come first") and "h2:1" in line
+    assert len([path for path in tmp_path.rglob("*.json") if "speed: h" in path.read_text()]) == 3
 
 
 def test_ranks_under_mpirun_tell_what_they_have() -> None:

@@ -137,6 +137,11 @@ class RunOptions:
         return self.sequences or (N_TREE_STATES if has_trees else self.parallel)
 
     @property
+    def is_by_rank(self) -> bool:
+        """Whether something is given for each rank or stage by itself: in another order it would be for others."""
+        return bool(self.layer_split) or max(map(len, (self.threads, self.n_gpu_layers, self.backend))) > 1
+
+    @property
     def drafts_in_use(self) -> tuple[Path, ...]:
         """The drafts that the policy needs, in any order."""
         return self.drafts if self.policy.drafts else ()

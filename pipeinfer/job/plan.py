@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeinfer.cluster.cores import Host, this_host
+from pipeinfer.cluster.cores import this_host
 from pipeinfer.cluster.costs import LinkCost
 from pipeinfer.cluster.launch import is_launched
-from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
 from pipeinfer.job.fetch import fetch_files, fetch_models, find_models
 from pipeinfer.job.gpus import gpu_names
+from pipeinfer.job.host_speeds import own_speed, with_speeds
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.plan_report import plan_report
@@ -23,7 +23,7 @@ from pipeinfer.job.planner import ETHERNET, open_planner
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.plan_text import plan_lines
 from pipeinfer.virtual.hosts_file import read_hosts
-from pipeinfer.virtual.nodes import Node, estimated_machine, first_ranks, profiled_nodes
+from pipeinfer.virtual.nodes import Node, first_ranks, profiled_nodes
 from pipeinfer.virtual.profile import load_profile
 
 if TYPE_CHECKING:  # imports MPI
@@ -56,7 +56,8 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
     if question.profile or question.hosts:
         return tell(options, question, *_described(question))
     if not is_launched():
-        return tell(options, question, with_speeds([own_facts(1)], [this_host(socket.gethostname())]), ETHERNET)
+        alone = [this_host(socket.gethostname())]
+        return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.start import start_job  # initialises MPI
 
     return start_job(
@@ -77,9 +78,10 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     """On every rank. Returns the exit code."""
     from pipeinfer.job.layer_times import with_layer_times  # what it loads with takes a while
 
-    link, name, code = crew.link, crew.hosts[crew.link.rank].name, 0
+    link, code = crew.link, 0
     link.all_gather(None)  # all at once: ranks of a host share it
-    facts = link.all_gather(own_facts([host.name for host in crew.hosts].count(name)))
+    speeds = link.all_gather(own_speed(crew.hosts, link.rank))
+    gpus = link.all_gather(gpu_names())
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
     hosts, error = find_models(link, crew.hosts, lambda: _paths(options))
     if not error:
@@ -88,7 +90,7 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
         try:
             if error:
                 raise UserError(error)
-            tell(options, question, with_speeds(facts, hosts), cost)
+            tell(options, question, with_speeds(speeds, hosts, gpus), cost)
         except UserError as caught:
             complain(str(caught))
             code = 2
@@ -98,23 +100,6 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
 
 def _paths(options: RunOptions) -> list[Path]:
     return fetch_files([options.model, *options.drafts], options.offline)
-
-
-def own_facts(n_here: int) -> tuple[Speed, list[str]]:
-    """What this rank, of `n_here` on its host, reaches, and the GPUs that it sees."""
-    n_threads = max(1, this_host("").n_cores // n_here)
-    return measure_speed(n_threads), gpu_names()
-
-
-def with_speeds(facts: Sequence[tuple[Speed, list[str]]], hosts: Sequence[Host]) -> list[Node]:
-    """A node a rank; a host is as fast as its ranks were together."""
-    nodes = []
-    for host, (_, gpus) in zip(hosts, facts, strict=True):
-        here = [speed for (speed, _), other in zip(facts, hosts, strict=True) if other.name == host.name]
-        read, compute = sum(speed.bytes_per_s for speed in here), sum(speed.flop_per_s for speed in here)
-        machine = estimated_machine(host.name, host.n_cores, read, compute, host.room.host)
-        nodes.append(Node(host, machine, "measured", ", ".join(gpus)))
-    return nodes
 
 
 def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost) -> int:

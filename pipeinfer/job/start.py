@@ -14,6 +14,7 @@ from typing import TypeVar
 from pipeinfer.cluster.cores import Host, other_clocks, this_host
 from pipeinfer.cluster.launch import check_size, end_job, is_first_here, rank_from_environment, size_from_environment
 from pipeinfer.cluster.roster import check_alike, own_words, places
+from pipeinfer.cluster.speed import Speed
 from pipeinfer.cluster.transport import Link, abort
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.segments import marking, sweep
@@ -24,6 +25,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, DoesNotFit
 from pipeinfer.job.fetch import fetch_models, find_models
+from pipeinfer.job.host_speeds import known_speeds, order_matters
 from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import prepare
@@ -132,8 +134,10 @@ def run_prepared(
         return [options.model, *options.drafts]
 
     hosts, error = find_models(link, crew.hosts, paths)
+    speeds: list[Speed] = []
     if not error:
         hosts = with_layer_times(crew, hosts, options)
+        speeds = known_speeds(link, hosts) if order_matters(options, hosts) else []
     prepared = None
     if link.rank == 0 and not error:
         prepared, error = _prepared(lambda: prepare(options, hosts))
@@ -147,6 +151,11 @@ def run_prepared(
         from pipeinfer.job.worker import run_stage
 
         return run_stage(context, deployment)
+    if speeds:
+        from pipeinfer.job.first_host import advice  # simulates
+
+        for line in advice(options, deployment, speeds):
+            complain(line)
     return run_head(context, *prepared)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import DoesNotFit, check_memory
+from pipeinfer.job.first_host import orders
 from pipeinfer.job.memory import CELLS_PADDING
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.planner import ETHERNET, Planner, open_planner
@@ -126,23 +127,9 @@ def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
 
 
 def _order(planner: Planner) -> Iterator[tuple[str, Planner]]:
-    """Another described host first: its rank has the draft, and its layers are missed less. One of each kind."""
-    first, *others = planner.nodes
-    options = planner.options
-    by_rank = max(map(len, (options.threads, options.n_gpu_layers, options.backend))) > 1
-    if not planner.is_described or not planner.drafts_in_use or options.layer_split or by_rank:
-        return
-    kinds = {_kind(first)}
-    for node in others:
-        if _kind(node) not in kinds:
-            kinds.add(_kind(node))
-            rest = [other for other in planner.nodes if other is not node]
-            yield f"{node.host.name} first, to draft", replace(planner, nodes=[node, *rest])
-
-
-def _kind(node: Node) -> tuple[object, ...]:
-    speed = node.machine and (node.machine.bytes_per_s, node.machine.flop_per_s)
-    return speed, node.host.n_cores, node.host.room
+    """Another host first: its first rank has the draft, and its layers are missed less."""
+    for line, order in orders(planner):
+        yield f"{line.partition(':')[0]} first, to draft (begin the hosts file with {line})", order
 
 
 def _enough(wider: Callable[[int], Planner]) -> int:
