@@ -32,8 +32,8 @@ NOT_SERVED = "`pipeinfer serve` is the server, and has nothing of this kind"
 _MEDIA = "there are no images, sounds or videos; models read text"
 _CONTEXT = "a model's context is used as its file says; -c sets the size"
 _CACHE = "the cache's types follow from --numerics (exact or fast)"
-_DEVICES = "each rank uses its own GPUs; -ngl and --layer-split say how many layers, CUDA_VISIBLE_DEVICES which GPU"
-_DRAFT_DEVICES = "a draft follows -ngl of its rank, which CUDA_VISIBLE_DEVICES can choose a GPU for"
+_DEVICES = "each rank uses its own GPUs; -ngl and --layer-split say how many layers, --device which GPUs"
+_DRAFT_DEVICES = "a draft follows -ngl and --device of its rank"
 _OFFLOAD = "weights go to a GPU by whole layers: -ngl N"
 _CORES = "cores are the launcher's: mpirun --bind-to, srun --cpu-bind; -t sets the threads of each rank"
 _THREADS = "a rank has one number of threads for prompts and text: -t, one value or one a rank (rank 0 drafts)"
@@ -101,7 +101,8 @@ _INSTEAD = {
     "--spec-draft-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe --op-offload "
     "--no-host": _OFFLOAD,
     "--repack -nr --no-repack": "weights are repacked with --numerics fast, and left as they are with exact",
-    "-sm --split-mode -ts --tensor-split -mg --main-gpu -dev --device --list-devices": _DEVICES,
+    "-sm --split-mode -ts --tensor-split -mg --main-gpu": _DEVICES,
+    "--list-devices": "pipeinfer info",
     "-devd --device-draft --spec-draft-device": _DRAFT_DEVICES,
     "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl": "-ngl holds for a draft too",
     "--rpc": "the machines are those that mpirun starts ranks on: mpirun -f hosts -np N pipeinfer run …",

@@ -19,7 +19,8 @@ from pipeinfer.job.options import RunOptions, choose_drafts
 from pipeinfer.models.demo import DRAFT, TARGET
 
 SHARED = (
-    "model", "drafts", "lookup", "predict", "ctx_size", "batch_size", "threads", "n_gpu_layers", "backend", "policy",
+    "model", "drafts", "lookup", "predict", "ctx_size", "batch_size", "threads", "n_gpu_layers", "device", "backend",
+    "policy",
     "layer_split", "draft_split", "numerics", "slice_cache", "partitions", "sequences", "rank_timeout_s", "json",
     *HUB_NAMES,
 )  # fmt: skip

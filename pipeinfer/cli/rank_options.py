@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from pipeinfer.cli.values import Number
+from pipeinfer.cli.values import Devices, Listed, Number
 from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -20,7 +20,14 @@ rank_timeout_option = click.option(
     f"its host cannot be reached, {USUAL.silent_s:g} where its process stands still]",
 )  # fmt: skip
 
-OPTIONS = (rank_timeout_option,)
+OPTIONS = (
+    click.option(
+        "-dev", "--device", type=Listed(Devices()), default="auto", show_default=True,
+        help="Devices of a rank's -ngl layers, by the names of `pipeinfer info`: CUDA0, or several, CUDA0+CUDA1; "
+        "none: they stay on the CPU; auto: ranks of a host share its GPUs. One value, or one a rank: CUDA0,CUDA1,none.",
+    ),
+    rank_timeout_option,
+)  # fmt: skip
 
 
 def rank_options(command: Command) -> Command:

@@ -31,6 +31,9 @@ WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
 
 
+DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9_.:/\[\]-]{0,63}")
+
+
 class Whole(click.IntRange):
     """A whole number from `least` to `most`, in ASCII digits."""
 
@@ -188,6 +191,22 @@ class GpuLayers(click.ParamType):
         return found
 
 
+class Devices(click.ParamType):
+    """Devices of a rank, by libllama's names with + between them; empty: auto, NO_DEVICE: none."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(str(value).split("+"))
+        wrong = next((name for name in names if not DEVICE.fullmatch(name) or ("auto" in names and names[1:])), None)
+        if wrong is not None:
+            self.fail(f"{value!r} is neither auto nor none nor a device, as CUDA0, or several of one rank, as "
+                      "CUDA0+CUDA1", param, ctx)  # fmt: skip
+        return () if names == ("auto",) else names
+
+
 class BackendName(click.ParamType):
     """What computes a rank's layers, as `Backend.parse` reads it."""
 
@@ -205,6 +224,6 @@ class BackendName(click.ParamType):
 THREADS = Whole(1, MAX_THREADS)
 PROBABILITY = Number(0, 1)
 TYPES: Sequence[type[click.ParamType]] = (
-    Whole, Number, Text, Listed, Split, GpuLayers, BackendName, click.Choice, type(click.BOOL),
+    Whole, Number, Text, Listed, Split, GpuLayers, Devices, BackendName, click.Choice, type(click.BOOL),
 )  # fmt: skip
 """What an option may have for a type: a new one checks as much, or is added here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,12 @@ from pipeinfer.cluster.layer_speed import LayerSpeed
 from pipeinfer.cluster.room import Room, free_room
 
 CGROUPS = Path("/sys/fs/cgroup")
+GPU_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES",
+    "ONEAPI_DEVICE_SELECTOR",
+)  # fmt: skip
+"""Which GPUs a process sees, in the words of those who make them."""
+
 PROCESSOR = ("model name", "CPU implementer", "CPU part", "cpu")
 """What /proc/cpuinfo calls a processor, on x86, ARM and POWER."""
 
@@ -33,6 +39,8 @@ class Host:
     """Paths of models that are not there: what it computes of them has to be sent."""
     processor: str = ""
     """What the host says it is; empty: it does not say."""
+    gpus_given: str = ""
+    """Ranks of a host of which this is the same see the same GPUs; others were given their own by the launcher."""
     speed: LayerSpeed | None = None
     """Of this rank, at the target's layers; None: nobody has timed it."""
     untimed: str = ""
@@ -42,8 +50,15 @@ class Host:
 def this_host(name: str) -> Host:
     cores = frozenset(os.sched_getaffinity(0))
     return Host(
-        name, cores, max(1, int(min(len(cores), _quota()))), free_room(), clock_name(), processor=processor_name()
-    )
+        name, cores, max(1, int(min(len(cores), _quota()))), free_room(), clock_name(), processor=processor_name(),
+        gpus_given=gpus_given(os.environ),
+    )  # fmt: skip
+
+
+def gpus_given(environ: Mapping[str, str]) -> str:
+    """What a launcher says of the GPUs that it gave to a rank. Slurm may number those of each rank from 0 on."""
+    own = ("SLURM_LOCALID",) if "SLURM_GPUS_PER_TASK" in environ else ()
+    return " ".join(f"{name}={environ[name]}" for name in (*GPU_VARIABLES, *own) if name in environ)
 
 
 def clock_name() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.job.options import DEFAULT, RunOptions
+from pipeinfer.job.options import DEFAULT, RunOptions, device_text
 from pipeinfer.observe.experiment import HASH_DIGITS, SAMPLING, digest, model_columns, settings_text, variant_text
 from pipeinfer.observe.results import Record
 
@@ -51,14 +51,16 @@ def _drafting(options: RunOptions, draft_split: Sequence[int]) -> list[str]:
 
 def options_text(options: RunOptions) -> str:
     """The job's options that have no column of their own, where they are not as by default: `ctx-size 512`."""
-    names = ("ctx_size", "batch_size", "n_gpu_layers", "backend", "sequences", "samplers")
+    names = ("ctx_size", "batch_size", "n_gpu_layers", "device", "backend", "sequences", "samplers")
     changed = [(name, getattr(options, name)) for name in names if getattr(options, name) != getattr(DEFAULT, name)]
     shown = [f"{name.replace('_', '-')} {_listed(value)}" for name, value in changed]
     return ", ".join(shown + (["slice-cache"] if options.slice_cache else []))
 
 
 def _listed(value: int | tuple[object, ...] | None) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    return ",".join(device_text(each) if isinstance(each, tuple) else str(each) for each in value)
 
 
 # -- models

@@ -22,8 +22,11 @@ from pipeinfer.job.options import (
     RunOptions,
     backend_of,
     check_backends,
+    check_devices,
     check_gpu_layers,
     check_one_backend,
+    device_of,
+    device_text,
     threads_of_rank,
 )
 from pipeinfer.models.gguf.contents import FileState
@@ -74,6 +77,7 @@ class Deployment:
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
     translations  of each draft, between the target's token ids and its own, where they differ
     backends  of each rank
+    devices   of each rank, as asked for; empty: as it comes
     pace      what the ranks and links shall be slowed down to
     """
 
@@ -90,6 +94,7 @@ class Deployment:
     blocks: bool = False
     pace: Profile | None = None
     backends: tuple[Backend, ...] = ()
+    devices: tuple[str, ...] = ()
     translations: tuple[Translation | None, ...] = ()
 
     @property
@@ -170,6 +175,7 @@ def lay_out(
     draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
     check_gpu_layers(options, len(hosts))
     check_backends(options, len(hosts))
+    check_devices(options, len(hosts))
     needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan = make_plan(
         len(hosts), list(map(sizes_of, drafts)), model.sizes, needs.n_cells, split, partial(needs.room, hosts),
@@ -191,8 +197,14 @@ def lay_out(
         memory=needs.of_plan(plan),
         blocks=_in_blocks(options, len(hosts), len(drafts)),
         backends=tuple(backend_of(options, rank) for rank in range(len(hosts))),
+        devices=tuple(_device_asked(options, rank, len(hosts)) for rank in range(len(hosts))),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
     )
+
+
+def _device_asked(options: RunOptions, rank: int, n_ranks: int) -> str:
+    names = device_of(options, rank, n_ranks)
+    return device_text(names) if names else ""
 
 
 def _check_computable(options: RunOptions, plan: Plan, info: ModelInfo, drafts: Sequence[ModelInfo]) -> None:

@@ -1,13 +1,102 @@
-"""The GPUs that this process's libllama can use, by name. Loads nothing onto them."""
+"""Which of its host's GPUs a rank's libllama puts layers on: as asked, else its share. Loads nothing onto them."""
 
 from __future__ import annotations
 
-from pipeinfer.models.llama.devices import llama_devices
+from collections.abc import Callable, Sequence
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.errors import UserError
+from pipeinfer.job.memory import gpu_layers
+from pipeinfer.job.options import (
+    NO_DEVICE,
+    RunOptions,
+    backend_of,
+    check_backends,
+    check_devices,
+    check_gpu_layers,
+    device_of,
+)
+from pipeinfer.models.llama.devices import GPUS, Device, llama_devices
 from pipeinfer.models.llama.ggml import load_library
+
+BUILD = "a build of llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on"
+
+
+def gpus() -> list[Device]:
+    """Those that this process's libllama can use; none with a build for CPUs."""
+    if not load_library().llama_supports_gpu_offload():
+        return []
+    return [device for device in llama_devices() if device.kind in GPUS]
 
 
 def gpu_names() -> list[str]:
-    """What each calls itself, as in `NVIDIA H100`; none with a build for CPUs."""
-    if not load_library().llama_supports_gpu_offload():
-        return []
-    return [device.description for device in llama_devices() if device.kind == "GPU"]
+    """What each calls itself, as in `NVIDIA H200`."""
+    return [device.description for device in gpus()]
+
+
+def rank_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> tuple[str, ...] | None:
+    """The names of the devices that this rank's layers go to, to be asked on that rank; None: libllama takes all.
+
+    Raises UserError for one that is not there.
+    """
+    asked = device_of(options, rank, len(hosts))
+    if asked == NO_DEVICE:
+        return ()
+    if asked:
+        check_present(asked, gpus())
+        return asked
+    sharers = [other for other in range(len(hosts)) if _may_share(options, hosts, rank, other)]
+    if rank not in sharers or len(sharers) == 1:
+        return None
+    names = [device.name for device in gpus()]
+    return dealt(names, sharers.index(rank), len(sharers)) or None
+
+
+def ranks_fault(options: RunOptions, hosts: Sequence[Host], rank: int, gather: Callable[[str], list[str]]) -> str:
+    """What is wrong with the devices that are asked for, on the lowest rank where something is; empty if nothing is.
+
+    `gather`: every rank's text, on every rank.
+    """
+    if not any(options.device):
+        return ""
+    try:
+        for check in (check_gpu_layers, check_backends, check_devices):
+            check(options, len(hosts))
+    except UserError as error:
+        return str(error)
+    return next(filter(None, gather(_fault(options, hosts, rank))), "")
+
+
+def _fault(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
+    try:
+        rank_devices(options, hosts, rank)
+    except UserError as error:
+        return f"rank {rank} (host {hosts[rank].name}): {error}"
+    return ""
+
+
+def check_present(asked: Sequence[str], present: Sequence[Device]) -> None:
+    """Raises UserError, with those that are, for a device that is not there."""
+    known = [device.name for device in present]
+    missing = next((name for name in asked if name not in known), None)
+    if missing is None:
+        return
+    shown = ", ".join(f"{device.name} ({device.description})" for device in present)
+    there = f"libllama has {shown} there" if present else f"libllama sees no GPU there: it takes one, and {BUILD}"
+    raise UserError(f"--device {missing} is not there; {there}; `pipeinfer info` lists devices, none leaves layers on "
+                    "the CPU")  # fmt: skip
+
+
+def dealt(names: Sequence[str], index: int, n_sharers: int) -> tuple[str, ...]:
+    """Of devices that so many ranks share those of one: whole ones in turn, as many for each as there are; where there
+    are fewer than ranks some ranks have one together."""
+    n = len(names)
+    first, last = index * n // n_sharers, (index + 1) * n // n_sharers
+    return tuple(names[first:last]) or tuple(names[index % n : index % n + 1] if n else ())
+
+
+def _may_share(options: RunOptions, hosts: Sequence[Host], rank: int, other: int) -> bool:
+    """Whether another rank puts layers on GPUs that this one sees too, and is not told on which."""
+    is_beside = hosts[other].name == hosts[rank].name and hosts[other].gpus_given == hosts[rank].gpus_given
+    is_free = not device_of(options, other, len(hosts)) and not backend_of(options, other).is_torch
+    return is_beside and is_free and gpu_layers(options, other) != 0

@@ -22,6 +22,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.context import forget_peak
 from pipeinfer.job.deployment import sizes_of
 from pipeinfer.job.fetch import fetch_files
+from pipeinfer.job.gpus import rank_devices
 from pipeinfer.job.memory import gpu_layers
 from pipeinfer.job.options import RunOptions, backend_of
 from pipeinfer.job.stages import load_layers, local_rank, place_text
@@ -159,6 +160,7 @@ def _load(skeleton: Skeleton, own: Span, hosts: Sequence[Host], options: RunOpti
         n_threads=planned_threads(options, hosts)[rank],
         n_gpu_layers=gpu_layers(options, rank),
         exact=options.numerics == "exact",
+        devices=rank_devices(options, hosts, rank),
     )
     with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:
         info = put_up(skeleton, Path(folder))

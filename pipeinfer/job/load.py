@@ -20,6 +20,7 @@ from pipeinfer.job.arrivals import TARGET, model_file
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, ModelFile
+from pipeinfer.job.gpus import rank_devices
 from pipeinfer.job.memory import gpu_layers
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, backend_of
 from pipeinfer.job.stages import load_layers, local_rank, place_text
@@ -57,6 +58,7 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         n_gpu_layers=gpu_layers(options, context.rank),
         exact=options.numerics == "exact",
         n_snapshots=options.n_snapshots(info.layers.rewinds),
+        devices=rank_devices(options, deployment.hosts, context.rank),
     )
     model = _load(context, deployment, TARGET, stage, params, on_progress)
     return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
@@ -136,6 +138,7 @@ def _load_draft(
         n_threads=deployment.threads[context.rank],
         n_gpu_layers=gpu_layers(options, context.rank),
         exact=False,  # guesses need not be reproducible to the bit: the target decides
+        devices=rank_devices(options, deployment.hosts, context.rank),
     )
     model = _load(context, deployment, number, own, params, on_progress)
     if translation := deployment.translations[number]:

@@ -25,6 +25,9 @@ MAX_CTX = INT32_MAX - 1023
 ALL_LAYERS, AUTO_LAYERS = -1, -2
 """All of a rank's layers on its GPU; the same where there is a GPU, else none."""
 
+NO_DEVICE = ("none",)
+"""Of a rank's devices: its layers stay on the CPU."""
+
 N_GUESS_ROWS = 32  # guesses a run carries at most
 MAX_PROMPTS = 4
 MAX_SAMPLERS = 64
@@ -76,6 +79,8 @@ class RunOptions:
     threads: tuple[int, ...] = ()
     samplers: int | None = None
     n_gpu_layers: tuple[int, ...] = (0,)
+    device: tuple[tuple[str, ...], ...] = ((),)
+    """Of each rank, or of all; empty: its share of its host's."""
     backend: tuple[Backend, ...] = (Backend(),)
     policy: Policy = field(default_factory=Iterative)
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
@@ -139,7 +144,7 @@ class RunOptions:
     @property
     def is_by_rank(self) -> bool:
         """Whether something is given for each rank or stage by itself: in another order it would be for others."""
-        return bool(self.layer_split) or max(map(len, (self.threads, self.n_gpu_layers, self.backend))) > 1
+        return bool(self.layer_split) or max(map(len, (self.threads, self.n_gpu_layers, self.device, self.backend))) > 1
 
     @property
     def drafts_in_use(self) -> tuple[Path, ...]:
@@ -170,9 +175,49 @@ def threads_of_rank(threads: tuple[int, ...], rank: int, n_ranks: int, default: 
 
 
 def gpu_layers_asked(options: RunOptions, rank: int) -> int:
-    """Of a rank, as given: ALL_LAYERS and AUTO_LAYERS are numbers too."""
+    """Of a rank, as given: ALL_LAYERS and AUTO_LAYERS are numbers too. None where it shall use no device."""
+    if device_of(options, rank) == NO_DEVICE:
+        return 0
     given = options.n_gpu_layers
     return given[rank] if len(given) > 1 else given[0]
+
+
+def device_of(options: RunOptions, rank: int, n_ranks: int = 0) -> tuple[str, ...]:
+    """Names of the devices asked for on a rank, or NO_DEVICE; empty: none is named. A lone rank has all that are."""
+    given = options.device
+    if n_ranks == 1:
+        return tuple(name for names in given for name in names)
+    return given[rank % len(given)]
+
+
+def device_text(names: tuple[str, ...]) -> str:
+    """As the command line has it."""
+    return "+".join(names) or "auto"
+
+
+def check_devices(options: RunOptions, n_ranks: int) -> None:
+    """Raises UserError unless devices are given once, or once a rank, to ranks of which libllama puts layers there."""
+    shown = ",".join(map(device_text, options.device))
+    if n_ranks > 1 and len(options.device) not in (1, n_ranks):
+        raise UserError(
+            f"--device {shown} has {len(options.device)} values for {n_ranks} ranks; give one, or one a rank (several "
+            "of one rank as CUDA0+CUDA1)"
+        )
+    for rank in range(n_ranks):
+        names = device_of(options, rank, n_ranks)
+        if len(set(names)) < len(names) or ("none" in names and len(names) > 1):
+            raise UserError(f"--device {shown}: rank {rank} has {device_text(names)}; name each device once, or none "
+                            "alone")  # fmt: skip
+        if names and backend_of(options, rank).is_torch:
+            raise UserError(
+                f"--device is for layers that libllama computes, and rank {rank} has --backend "
+                f"{backend_of(options, rank)}; say its device there (torch:cuda:1), and auto here"
+            )
+        if names not in ((), NO_DEVICE) and not gpu_layers_asked(options, rank):
+            raise UserError(
+                f"--device {device_text(names)}: rank {rank} has no layers for it, as -ngl is 0 there; give -ngl "
+                "all, or a number of layers"
+            )
 
 
 def backend_of(options: RunOptions, rank: int) -> Backend:

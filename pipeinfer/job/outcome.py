@@ -70,6 +70,7 @@ def _rank(rank: int, generation: Generation, deployment: Deployment) -> dict[str
         "memory_bytes": deployment.memory[rank].total,
         "threads": deployment.threads[rank],
         "backend": str(deployment.backends[rank]),
+        "device": deployment.devices[rank] or None,
         **{name: value for name, value in figures.items() if name not in OWN_FIGURES},
         **asdict(time_use(rank, generation, window)),
     }

@@ -14,7 +14,7 @@ from pipeinfer.cluster.launch import is_launched
 from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
 from pipeinfer.job.fetch import fetch_files, fetch_models, find_models
-from pipeinfer.job.gpus import gpu_names
+from pipeinfer.job.gpus import gpu_names, ranks_fault
 from pipeinfer.job.host_speeds import own_speed, with_speeds
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
@@ -57,6 +57,8 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
         return tell(options, question, *_described(question))
     if not is_launched():
         alone = [this_host(socket.gethostname())]
+        if fault := ranks_fault(options, alone, 0, lambda text: [text]):
+            raise UserError(fault)
         return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.start import start_job  # initialises MPI
 
@@ -84,6 +86,7 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     gpus = link.all_gather(gpu_names())
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
     hosts, error = find_models(link, crew.hosts, lambda: _paths(options))
+    error = error or ranks_fault(options, hosts, link.rank, link.all_gather)
     if not error:
         hosts = with_layer_times(crew, hosts, options)
     if link.rank == 0:

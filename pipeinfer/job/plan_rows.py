@@ -37,6 +37,7 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
                 "room_bytes": room_bytes if room_bytes < UNLIMITED else None,
                 "gpu": node.gpu or None,
                 "backend": str(deployment.backends[rank]),
+                "device": deployment.devices[rank] or None,
                 "read_bytes_per_s": node.machine.bytes_per_s / share if node.machine else None,
                 "flop_per_s": node.machine.flop_per_s / share if node.machine else None,
                 "speed_source": node.source or None,

@@ -23,4 +23,4 @@ def show_plan(console: Console, deployment: Deployment, about: str) -> None:
 def show_ranks_of_plan(console: Console, deployment: Deployment) -> None:
     """A row a rank, whether it fits or not."""
     rows = plan_rows(deployment, list(map(Node, deployment.hosts)))
-    show_table(console, *plan_cells(rows, tuple(CELLS) if console.width >= ENOUGH else (*ALWAYS, "backend")))
+    show_table(console, *plan_cells(rows, tuple(CELLS) if console.width >= ENOUGH else (*ALWAYS, "backend", "device")))

@@ -8,7 +8,7 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.job.backends import Backend
 from pipeinfer.job.memory import gpu_layers
-from pipeinfer.job.options import RunOptions, backend_of, gpu_layers_asked
+from pipeinfer.job.options import RunOptions, backend_of, device_of, gpu_layers_asked
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -39,7 +39,8 @@ def load_layers(
 def place_text(options: RunOptions, host: Host, n_threads: int, rank: int) -> str:
     """Where and by what a rank's layers are computed: what their times depend on, besides the layers."""
     backend = backend_of(options, rank)
-    by = f"{backend} {torch_version()}" if backend.is_torch else f"-ngl {gpu_layers_asked(options, rank)}"
+    where = f"-ngl {gpu_layers_asked(options, rank)} {' '.join(device_of(options, rank))}".rstrip()
+    by = f"{backend} {torch_version()}" if backend.is_torch else where
     return f"{host.name}, {host.n_cores} cores, {n_threads} threads, {by}"
 
 

@@ -9,7 +9,15 @@ from pipeinfer.cluster.cores import Host, spare_cores
 from pipeinfer.cluster.plan import Sizes, draft_widths, stage_ranks
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import threads_of_ranks
-from pipeinfer.job.options import RunOptions, backend_of, check_backends, check_gpu_layers, gpu_layers_asked
+from pipeinfer.job.options import (
+    RunOptions,
+    backend_of,
+    check_backends,
+    check_devices,
+    check_gpu_layers,
+    device_of,
+    gpu_layers_asked,
+)
 
 TIMED_BYTES = 128 << 20
 """Weights that are timed: more than caches hold, so that they come from where a stage's will."""
@@ -27,6 +35,7 @@ def ranks_to_time(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
     try:
         check_backends(options, n_ranks)
         check_gpu_layers(options, n_ranks)
+        check_devices(options, n_ranks)
         ranks = stage_ranks(n_ranks, draft_widths(n_drafts, options.draft_split if n_drafts else ()))
         threads = planned_threads(options, hosts)
     except UserError:  # who plans says so
@@ -44,7 +53,8 @@ def _kind(options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], ra
     host, backend, n_on_gpu = hosts[rank], backend_of(options, rank), gpu_layers_asked(options, rank)
     here = host.name if n_on_gpu or backend.may_use_gpu else ""
     beside = sorted(threads[other] for other, each in enumerate(hosts) if each.name == host.name)
-    return host.processor, host.n_cores, threads[rank], str(backend), n_on_gpu, here, tuple(beside)
+    device = device_of(options, rank)
+    return host.processor, host.n_cores, threads[rank], str(backend), n_on_gpu, device, here, tuple(beside)
 
 
 def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:

@@ -19,7 +19,7 @@ UNFIT = "its plan does not fit"
 USUAL = {"backend": "llama"}
 """A column whose cells all say this is not shown; of the others one of dashes."""
 
-WORDS = ("host", "GPU", "backend", "speed from", "a layer", "role", "layers")
+WORDS = ("host", "GPU", "backend", "device", "speed from", "a layer", "role", "layers")
 
 
 def _size(n_bytes: float | None) -> str:
@@ -43,6 +43,7 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "free": lambda row: _size(row["room_bytes"]),
     "GPU": lambda row: _or_dash(row["gpu"]),
     "backend": lambda row: row["backend"],
+    "device": lambda row: _or_dash(row["device"]),
     "speed": _speed,
     "speed from": lambda row: _or_dash(row["speed_source"]),
     "a layer": _layer,

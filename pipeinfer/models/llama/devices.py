@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,9 @@ from pipeinfer.models.llama.ggml import ggml, load_library
 
 KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 """ggml_backend_dev_type's answers."""
+
+GPUS = ("GPU", "integrated GPU")
+"""Kinds that layers can be put on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,17 @@ class Device:
 
 def llama_devices() -> list[Device]:
     """In ggml's order."""
-    return list(_devices())
+    return [device for device, _ in _devices()]
 
 
-def _devices() -> Iterator[Device]:
+def device_list(names: Sequence[str]) -> ctypes.Array[ctypes.c_void_p]:
+    """The devices of these names as libllama wants them, with a null behind the last. Each must be there."""
+    handles = {device.name: handle for device, handle in _devices()}
+    return (ctypes.c_void_p * (len(names) + 1))(*(handles[name] for name in names), None)
+
+
+def _devices() -> Iterator[tuple[Device, int]]:
+    """With ggml's own handles."""
     library, base = load_library(), ggml()
     suffix = "dylib" if sys.platform == "darwin" else "so"
     registry = ctypes.CDLL(str(Path(str(library.__file__)).parent / "lib" / f"libggml.{suffix}"))
@@ -51,4 +61,4 @@ def _devices() -> Iterator[Device]:
             ask(device).decode("utf-8", "replace").strip()
             for ask in (base.ggml_backend_dev_name, base.ggml_backend_dev_description)
         )
-        yield Device(name, description, KINDS.get(kind, str(kind)), free.value, total.value)
+        yield Device(name, description, KINDS.get(kind, str(kind)), free.value, total.value), device

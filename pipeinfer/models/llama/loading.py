@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -9,6 +10,7 @@ from types import ModuleType
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.slice import ModelInfo, SliceFile
 from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.devices import device_list
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.prefill import CacheForm
 
@@ -31,6 +33,8 @@ def load_model(
     options = lib.llama_model_default_params()
     n_layer = slice_file.last - slice_file.first
     options.n_gpu_layers = n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
+    devices = None if params.devices is None else device_list(params.devices)  # to live while it loads
+    options.devices = devices and ctypes.addressof(devices)
     options.use_extra_bufts = not params.exact and ggml.amx_works()
     # repacking copies the weights: mapped, they would be in memory twice
     options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING

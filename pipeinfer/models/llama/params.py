@@ -27,6 +27,7 @@ class LlamaParams:
                    takes 8 bytes a row and token of the vocabulary
     n_threads      at most; fewer while other processes want the cores, or where fewer are faster
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
+    devices        names of libllama's devices that these layers go to; None: as libllama likes, empty: none
     n_snapshots    where layers keep states, how many are kept to go back to
     exact          the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a
                    prompt's rows do if they come in blocks
@@ -40,6 +41,7 @@ class LlamaParams:
     n_gpu_layers: int = 0
     exact: bool = True
     n_snapshots: int = 0
+    devices: tuple[str, ...] | None = None
 
     @property
     def mixed_cache(self) -> bool:
