@@ -82,8 +82,7 @@ class VerdictHeader(NamedTuple):
     cancelled: I32
     slowest_us: I32
     n_rows: I32
-    n_guesses: I32
-    n_scored: I32  # rows of requests that asked for log-probabilities
+    n_more: I32  # guesses of a draft; of the target, rows of requests that asked for log-probabilities
 
 
 class ScoredRow(NamedTuple):
@@ -250,7 +249,7 @@ def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
         numbers = list(map(len, verdict.guesses))
         guesses = [guess for of_row in verdict.guesses for guess in of_row]
     scored = [(row, token) for row, token in enumerate(numbers) if isinstance(token, ScoredToken)]
-    counts = len(numbers), len(guesses), len(scored)
+    counts = len(numbers), len(guesses) + len(scored)  # one of these is 0
     return _message(
         VERDICT.pack(VerdictHeader(verdict.run_id, verdict.cancelled, _us(verdict.slowest_s), *counts)),
         _packed(numbers), *map(GUESS.pack, guesses), *(_packed_scores(row, token) for row, token in scored),
@@ -261,7 +260,7 @@ def decode_verdict(message: Buffer) -> Verdict:
     """Inverse of `encode_verdict` for a target's; the buffer may be longer than the message."""
     header = VERDICT.read(message, 0)
     tokens, at = _ints(message, VERDICT.n_bytes, header.n_rows), verdict_bytes(header.n_rows)
-    for _ in range(header.n_scored):
+    for _ in range(header.n_more):
         row, n_top, logprob = SCORED.read(message, at)
         top = LIKELY.read_all(message, at + SCORED.n_bytes, n_top)
         tokens[row] = ScoredToken(tokens[row], logprob, list(top))
@@ -272,7 +271,7 @@ def decode_verdict(message: Buffer) -> Verdict:
 def decode_guess_verdict(message: Buffer) -> GuessVerdict:
     """The same for a draft's."""
     header = VERDICT.read(message, 0)
-    guesses = GUESS.read_all(message, verdict_bytes(header.n_rows), header.n_guesses)
+    guesses = GUESS.read_all(message, verdict_bytes(header.n_rows), header.n_more)
     rows = tuple(list(islice(guesses, n)) for n in _ints(message, VERDICT.n_bytes, header.n_rows))
     return GuessVerdict(header.run_id, rows, bool(header.cancelled), 1e-6 * header.slowest_us)
 
