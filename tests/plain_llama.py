@@ -4,7 +4,7 @@ Run as `python -m tests.plain_llama MODEL N ID,ID,… [GRAMMAR]`; prints the gen
 grammar up to the end of the text.
 
 A row alone: no repacked weights, flash attention, K in F16 and V in BF16. A prompt of more than 64 tokens: all but the
-last of them in batches of 64, the last batch of up to 127, with K and V in F16; then V rounded to BF16.
+last of them in batches of 64, the last batch of up to 127, with K and V in F16; after each V is rounded to BF16.
 """
 
 from __future__ import annotations
@@ -83,31 +83,38 @@ def decode(context: Any, tokens: Sequence[int], cuts: Sequence[int]) -> None:
 
 def read_blocks(model: Any, context: Any, tokens: Sequence[int], n_threads: int) -> None:
     """Evaluate the tokens in batches of 64 and more, and give `context` the cells."""
-    n_tokens = len(tokens)
+    n_tokens, n_layers = len(tokens), llama_cpp.llama_model_n_layer(model)
     reader = make_context(model, n_tokens, 127, F16, n_threads)
-    decode(reader, tokens, [*(64 * block for block in range(n_tokens // 64)), n_tokens])
-    n_bytes = llama_cpp.llama_state_seq_get_size(reader, 0)
-    state = (ctypes.c_uint8 * n_bytes)()
-    assert llama_cpp.llama_state_seq_get_data(reader, state, n_bytes, 0) == n_bytes
+    for start, end in pairwise([*(64 * block for block in range(n_tokens // 64)), n_tokens]):
+        decode(reader, tokens, [start, end])
+        n_bytes = llama_cpp.llama_state_seq_get_size(reader, 0)
+        state = (ctypes.c_uint8 * n_bytes)()
+        assert llama_cpp.llama_state_seq_get_data(reader, state, n_bytes, 0) == n_bytes
+        round_values(memoryview(state).cast("B"), end, n_layers, F16)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(reader), True)
+        assert llama_cpp.llama_state_seq_set_data(reader, state, n_bytes, 0) == n_bytes
     llama_cpp.llama_free(reader)
-    round_values(memoryview(state).cast("B"), n_tokens, llama_cpp.llama_model_n_layer(model))
+    round_values(memoryview(state).cast("B"), n_tokens, n_layers, BF16)
     assert llama_cpp.llama_state_seq_set_data(context, state, n_bytes, 0) == n_bytes
 
 
-def round_values(state: memoryview, n_tokens: int, n_layers: int) -> None:
-    """At the end of the state are the records of all layers' K, then of their V, all of one size: a type (int32), the
-    bytes of a row (uint64), the rows."""
+def round_values(state: memoryview, n_tokens: int, n_layers: int, type_: int) -> None:
+    """To BF16, and noted as of that type, or as F16 again. At the end of the state are the records of all layers' K,
+    then of their V, all of one size: a type (int32), the bytes of a row (uint64), the rows."""
     base = ctypes.CDLL(str(Path(str(llama_cpp.llama_cpp.__file__)).parent / "lib" / "libggml-base.so"))
     record = 2 * n_layers * (4 + 8)
     row_bytes = next(n for n in range(2, 1 << 20, 2) if is_row_size(state, n, record + 2 * n_layers * n_tokens * n))
     n_values = n_tokens * row_bytes // 2
     for layer in range(1, n_layers + 1):
         start = len(state) - layer * (12 + 2 * n_values)
-        state[start : start + 4] = BF16.to_bytes(4, "little")
+        state[start : start + 4] = type_.to_bytes(4, "little")
         halves = (ctypes.c_uint16 * n_values).from_buffer(state[start + 12 : start + 12 + 2 * n_values])
         floats = (ctypes.c_float * n_values)()
         base.ggml_fp16_to_fp32_row(halves, floats, ctypes.c_int64(n_values))
         base.ggml_fp32_to_bf16_row(floats, halves, ctypes.c_int64(n_values))
+        if type_ == F16:
+            base.ggml_bf16_to_fp32_row(halves, floats, ctypes.c_int64(n_values))
+            base.ggml_fp32_to_fp16_row(floats, halves, ctypes.c_int64(n_values))
 
 
 def is_row_size(state: memoryview, n: int, n_bytes: int) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.architecture_factory import write_random_model
@@ -16,7 +17,7 @@ from tests.architecture_models import MODELS
 from tests.jobs import run_json
 from tests.test_architectures import possible_cuts, rows_of_whole
 from tests.test_llama_stage import TreeDriver, exact_params, loaded, make_batch, random_tokens, run
-from tests.test_prompts import after, read, tokens_of
+from tests.test_prompts import after, read, share, tokens_of
 
 __all__ = ["loaded"]
 Loader = Callable[..., list[LlamaStage]]
@@ -60,6 +61,21 @@ def test_chunks_and_splits_of_a_prompt_change_no_bit(tmp_path: Path, loaded: Loa
     list(read(chain, tokens_of(2), 64, seq=1))  # other cells before
     list(read(chain, prompt, 64))
     assert np.array_equal(after(chain), expected)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_blocks_behind_those_of_another_request_have_the_same_bits(tmp_path: Path, loaded: Loader, name: str) -> None:
+    path, cuts = model_and_cut(tmp_path, name)
+    params = replace(exact_params(1), n_batch=256)
+    alone, chain, prompt = loaded(path, (), params), loaded(path, cuts, params), tokens_of(1)
+    list(read(alone, prompt, 256))
+    share(chain, prompt)
+    expected = after(alone)
+    assert np.array_equal(after(chain), expected)
+    for stage in chain:
+        stage.apply([KvOp(OpKind.REMOVE, 0, first=len(prompt)), KvOp(OpKind.SHARED, 0, 6, 0, 128)])
+        stage.apply([KvOp(OpKind.COMPACT, 0)])
+    assert np.array_equal(after(chain), expected), "not as it was before it was packed"
 
 
 def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> None:

@@ -203,6 +203,8 @@ class QuickStage(ToyStage):
             if op.kind is OpKind.COPY:
                 assert self.tips.get(op.dst) is None, f"copy into sequence {op.dst}, which is not empty"
                 self._hold(op.dst, self._up_to(tip, op.last))
+            elif op.kind is OpKind.SHARED:
+                assert self._up_to(self.tips[op.dst], op.last) is self._up_to(tip, op.last), f"{op}: these are others"
             elif op.kind is OpKind.REMOVE:
                 self._hold(op.src, self._up_to(tip, op.first))
             else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeinfer.core.blocks import Span, spans_of
@@ -15,7 +16,7 @@ from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
 from pipeinfer.core.levels import Flight, Level
-from pipeinfer.core.prefixes import KeptPrefixes, common, spans_to_continue
+from pipeinfer.core.prefixes import Prefixes, common, spans_to_continue
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
@@ -29,8 +30,8 @@ from tests.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline, 
 
 Spans = tuple[Span, ...]
 MARK = 1000
-"""Added to tokens whose rows come in blocks, with where these begin: the toy then says something else, as a model in
-other bits may."""
+"""Added to tokens whose rows come in blocks, with where each begins and ends: the toy then says something else, as a
+model in other bits may."""
 
 
 class BlockStage(ToyStage):
@@ -47,8 +48,15 @@ class BlockStage(ToyStage):
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         if batch.span and batch.hidden is None:
-            batch = replace(batch, tokens=batch.tokens + MARK + batch.span.start)
+            marks = marks_of(batch.span)
+            added = np.array([marks[at] for at in batch.positions.tolist()], np.int32)
+            batch = replace(batch, tokens=batch.tokens + added)
         return super().evaluate(batch, stop)
+
+
+def marks_of(span: Span) -> dict[int, int]:
+    """By row."""
+    return {at: MARK * (start + 1) + end for start, end in pairwise(span.edges) for at in range(start, end)}
 
 
 @dataclass
@@ -78,7 +86,7 @@ class Chat:
 
 def expected(reference: Reference, request: Request, blocks: bool) -> list[int]:
     """What the target says, its first rows as they come in blocks."""
-    marks = {at: MARK + span.start for span in request.spans or () if blocks for at in range(*span)}
+    marks = {at: mark for span in request.spans or () if blocks for at, mark in marks_of(span).items()}
     path = [token + marks.get(at, 0) for at, token in enumerate(request.prompt)]
     said: list[int] = []
     while len(said) < request.n_predict and len(path) < request.n_ctx:
@@ -95,7 +103,8 @@ def next_request(rng: random.Random, request_id: int, chat: Chat, blocks: bool, 
     share = rng.random()
     n_common = len(said) if share < 0.6 else rng.randrange(len(said) + 1) if share < 0.9 else 0
     new = [rng.randrange(N_VOCAB) for _ in range(rng.choice([1, 2, 5, 5, 80]))]
-    prompt = [*said[:n_common], *new][: n_ctx - 4]
+    system = [7 + at % 5 for at in range(rng.choice([0, 6, 100, 130]))]
+    prompt = [*(said[:n_common] or system), *new][: n_ctx - 4]
     spans = None
     if chat.newest and rng.random() < 0.8:
         spans = spans_to_continue(chat.newest.spans or (), len(said), common(said, prompt), len(prompt))
@@ -253,13 +262,16 @@ def spans(*edges: int) -> Spans:
     [
         (spans(0, 199), 260, 249),  # the same rows in blocks: all that is common, but not the root
         (spans(0, 199), 230, 230),
-        (spans(0, 199), 190, 0),  # not all of the last block is common
+        (spans(0, 199), 190, 128),  # not all of the last block is common
         (spans(0, 128), 230, 128),  # the whole blocks before, and what comes after is evaluated by itself
         (spans(0, 128), 128, 128),
-        (spans(0, 128), 100, 0),
+        (spans(0, 128), 100, 64),
+        (spans(0, 128), 63, 0),
         (spans(0, 127), 230, 0),  # no block ends there
-        (spans(0, 192), 230, 0),  # nor there: the last one is longer
-        (spans(0, 249), 230, 0),
+        (spans(0, 192), 230, 128),  # nor there: the last one is longer
+        (spans(0, 249), 230, 128),
+        (spans(0, 199), 150, 128),
+        (spans(64, 199), 230, 0),
         (spans(0, 128, 128, 249), 230, 128),  # blocks of their own behind those that are common
         (spans(0, 199, 210, 280), 260, 210),  # what was said is common, what is new comes in blocks
         (spans(0, 199, 210, 280), 205, 205),
@@ -272,7 +284,7 @@ def test_only_rows_that_would_be_the_same_are_taken_over(wanted: Spans, n_same: 
     prompt = [*TEXT[:n_same], *[99] * 300][:250]
     request = Request(2, prompt, 9, SamplingParams(), 1000, spans=wanted)
     for blocks, n in ((True, usable), (False, min(n_same, 249))):
-        prefixes = KeptPrefixes(blocks)
+        prefixes = Prefixes(blocks)
         prefixes.keep(kept)
         found = prefixes.best(request)
         assert (found.n_tokens if found else 0) == n
@@ -288,7 +300,7 @@ def test_what_follows_several_spans_is_taken_over() -> None:
         (spans(0, 70, 110, 230), 100),
         (spans(0, 70, 90, 230), 90),
     ):
-        prefixes = KeptPrefixes(blocks=True)
+        prefixes = Prefixes(blocks=True)
         prefixes.keep(kept)
         found = prefixes.best(Request(2, TEXT[:290], 9, SamplingParams(), 1000, spans=wanted))
         assert found and found.n_tokens == usable, wanted
@@ -296,7 +308,7 @@ def test_what_follows_several_spans_is_taken_over() -> None:
 
 def test_what_looks_back_takes_over_only_what_was_noted() -> None:
     for kept_penalty, penalty, usable in ((1.0, 1.3, 0), (1.3, 1.3, 49), (1.3, 1.0, 49), (1.0, 1.0, 49)):
-        prefixes = KeptPrefixes(blocks=False)
+        prefixes = Prefixes(blocks=False)
         prefixes.keep(finished(TEXT, 40, repeat_penalty=kept_penalty))
         found = prefixes.best(Request(2, TEXT[:50], 9, SamplingParams(repeat_penalty=penalty, repeat_last_n=9), 1000))
         assert (found.n_tokens if found else 0) == usable

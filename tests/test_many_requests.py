@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 import pytest
 
@@ -50,14 +51,35 @@ def random_requests(rng: random.Random, n_ctx: int) -> list[Request]:
     return requests
 
 
+def with_common_prefixes(rng: random.Random, requests: Sequence[Request], n_ctx: int) -> list[Request]:
+    """The same, but that they begin with a system prompt or two, with some of what another one says, or are several
+    texts of one prompt; some leave what was evaluated for them."""
+    found: list[Request] = []
+    systems = [[rng.randrange(N_VOCAB) for _ in range(rng.choice([5, 10, 16]))] for _ in range(rng.randint(1, 2))]
+    for request in requests:
+        prompt = [*rng.choice(systems), *request.prompt][: n_ctx - 2]
+        if found and rng.random() < 0.4:
+            prompt = list(rng.choice(found).prompt)[: rng.choice([3, 9, n_ctx])]
+        found.append(replace(request, prompt=prompt, keep=rng.random() < 0.3, spans=None))
+    return found
+
+
+class Counts(NamedTuple):
+    """Of a case: settled trees; tokens of prompts of requests that were opened, and how many of them were others'."""
+
+    n_trees: int
+    n_prompt: int
+    n_shared: int
+
+
 class PacedWaiter(ToyWaiter):
     def wait(self, pipelines: Sequence[ToyPipeline], timeout_s: float | None = None) -> None:
         if timeout_s is None or any(any(pipeline.queues) for pipeline in pipelines):
             super().wait(pipelines)
 
 
-def run_case(seed: int) -> int:
-    """Random arrivals, policies, stops, splits and cells; returns how many trees were settled."""
+def run_case(seed: int) -> Counts:
+    """Random arrivals, policies, stops, splits and cells; in every second pair of cases prompts begin alike."""
     rng, reference = random.Random(seed), Reference(N_LAYERS)
     n_ctx, parked = 30, rng.random() < 0.5
     n_cells, n_seq = rng.choice([40, 90, 400]), rng.choice([1, 2, 5, 31])
@@ -73,11 +95,13 @@ def run_case(seed: int) -> int:
             engine.target, drafter, PacedWaiter(pipeline.rng), lambda: 1e-3 * next(ticks), drafts=drafts, run_cost=cost
         )
     to_come, stopped, n_trees = random_requests(rng, n_ctx), set[int](), 0
-    requests = list(to_come)
+    if seed % 4 > 1:
+        to_come = with_common_prefixes(random.Random(-seed), to_come, n_ctx)
+    requests, metrics = list(to_come), [RequestMetrics() for _ in to_come]
     while engine.busy or to_come:
         while to_come and (not engine.busy or rng.random() < 0.05):
-            engine.add(to_come[0], random_policy(rng) if drafter else Iterative())
-            to_come.pop(0)
+            request = to_come.pop(0)
+            engine.add(request, random_policy(rng) if drafter else Iterative(), metrics[request.id])
         if rng.random() < 0.003 and len(to_come) < len(requests):
             stopped.add(victim := rng.randrange(len(requests) - len(to_come)))
             engine.stop(requests[victim])
@@ -85,9 +109,14 @@ def run_case(seed: int) -> int:
         if rng.random() < 0.2:
             engine.audit()
     check(requests, stopped, reference)
+    engine.forget()
+    engine.audit()
     assert not any(level.busy for level in engine.levels), "a run was forgotten"
-    assert all(level.pool.n_free == level.pool.n_seq for level in engine.levels), "a sequence leaks"
-    return n_trees
+    pools = [level.pool for level in engine.levels] + ([drafter.pool] if isinstance(drafter, ModelDrafter) else [])
+    assert all(pool.n_free == pool.n_seq for pool in pools), "a sequence leaks"
+    assert all(pool.n_free_cells + pool.n_parked == pool.n_cells for pool in pools), "a cell leaks"
+    opened = [(len(request.prompt), each.n_kept) for request, each in zip(requests, metrics, strict=True)]
+    return Counts(n_trees, sum(n_prompt for n_prompt, _ in opened), sum(n_kept for _, n_kept in opened))
 
 
 def check(requests: Sequence[Request], stopped: set[int], reference: Reference) -> None:
@@ -101,12 +130,14 @@ def check(requests: Sequence[Request], stopped: set[int], reference: Reference) 
 
 @pytest.mark.parametrize("block", range(6))
 def test_each_of_many_requests_gets_its_own_text(block: int) -> None:
-    assert sum(run_case(seed) for seed in range(block * 18, block * 18 + 18)) > 1600
+    found = [run_case(seed) for seed in range(block * 18, block * 18 + 18)]
+    assert sum(each.n_trees for each in found) > 1600
+    assert sum(each.n_shared for each in found) > 0.1 * sum(each.n_prompt for each in found)
 
 
 def test_who_shared_a_run_that_was_given_up_is_asked_again() -> None:
     """Another request's verdict makes the rest of the run dead: who waited for it need not wait for its verdict."""
-    assert run_case(1465)
+    assert run_case(1465).n_trees
 
 
 def test_parked_cells_are_won_back_while_other_requests_are_open() -> None:

@@ -149,6 +149,51 @@ def test_blocks_behind_cells_that_are_there(folder: Path, load: Loader, name: st
         assert np.array_equal(found, expected) and not any(stage._prefills for stage in chain)
 
 
+def share(chain: Sequence[LlamaStage], prompt: Sequence[int]) -> None:
+    """Sequence 1 begins with other tokens, sequence 0 with the first two blocks of those of sequence 6, behind which
+    it evaluates the rest of the prompt; then the cells of all, of which some are parked, are packed."""
+    for _ in read(chain, tokens_of(3, 90), 64, seq=1):
+        pass
+    for _ in read(chain, [*prompt[:128], *tokens_of(2, 100)], 64, seq=6):
+        pass
+    evaluate(chain, tokens_of(2, 3), 0, seq=2)
+    for stage in chain:
+        stage.apply([KvOp(OpKind.REMOVE, 2), KvOp(OpKind.COPY, 6, 0, 0, 128)])
+        assert stage.next_position(0) == 128
+    span = Span(0, len(prompt))
+    evaluate(chain, prompt[128:], 128, 0, span)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K_M", "F16", "mixtral", "falcon"])
+def test_blocks_behind_those_of_another_request_have_the_same_bits(folder: Path, load: Loader, name: str) -> None:
+    path, prompt = model(folder, name), tokens_of(1)
+    for cuts in ((), (1,)):
+        alone, chain = load(path, cuts), load(path, cuts)
+        for _ in read(alone, prompt, 256):
+            pass
+        share(chain, prompt)
+        assert np.array_equal(after(chain), after(alone)) and not any(stage._prefills for stage in chain)
+
+
+def test_cells_that_are_shared_are_packed_once(folder: Path, load: Loader) -> None:
+    """In a cache that would not hold them twice."""
+    path, prompt = model(folder, "Q8_0"), tokens_of(1)
+    alone, chain = load(path), load(path, (1,), replace(PARAMS, n_cells=512))
+    for _ in read(alone, prompt, 256):
+        pass
+    share(chain, prompt)
+    for stage in chain:
+        stage.apply([KvOp(OpKind.SHARED, 0, 6, 0, 128), KvOp(OpKind.COMPACT, 0)])
+        assert [stage.next_position(seq) for seq in (0, 1, 6)] == [N, 90, 228]
+    assert np.array_equal(after(chain), after(alone))
+    n_free = chain[0].n_cells - (90 + 228 + N - 128 + 10)
+    assert n_free < 128, "they would have fitted twice"
+    for at in range(0, n_free, 50):
+        evaluate(chain, tokens_of(4, min(50, n_free - at)), at, seq=5)
+    with pytest.raises(KvCacheFull):
+        evaluate(chain, [5], n_free, seq=5)
+
+
 def test_blocks_behind_others_are_given_up_back_to_where_they_begin(folder: Path, load: Loader) -> None:
     (stage,), (other,) = load(model(folder, "Q8_0")), load(model(folder, "Q8_0"))
     prompt = tokens_of(1)

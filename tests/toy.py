@@ -57,7 +57,7 @@ class ToyStage:
         self.first, self.last, self.is_last = first, last, is_last
         self.n_embd, self.n_cells, self.parked = N_EMBD, n_cells, parked
         self.seqs: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # seq -> position -> (cell id, layer values)
-        self.next_cell, self.n_parked = 0, 0
+        self.next_cell, self.n_parked, self.n_shared = 0, 0, 0
 
     def cells(self) -> set[int]:
         return {cell for path in self.seqs.values() for cell, _ in path.values()}
@@ -66,11 +66,16 @@ class ToyStage:
         for op in ops:
             before = len(self.cells())
             if op.kind is OpKind.COMPACT:
-                self.n_parked = 0
+                n_apart = sum(map(len, self.seqs.values())) - self.n_shared
+                assert n_apart == before, f"{n_apart} cells to be packed, of which there are {before}"
+                self.n_parked = self.n_shared = 0
                 continue
             path = self.seqs.setdefault(op.src, {})
             span = {position: cell for position, cell in path.items() if op.first <= position < op.last}
-            if op.kind is OpKind.COPY:
+            if op.kind is OpKind.SHARED:
+                assert span.items() <= self.seqs[op.dst].items() and op.src < op.dst, f"{op}: these are others"
+                self.n_shared += len(span)
+            elif op.kind is OpKind.COPY:
                 target = self.seqs.setdefault(op.dst, {})
                 assert not target, f"copy into sequence {op.dst}, which is not empty"
                 target.update(span)

@@ -30,6 +30,13 @@ class Span(NamedTuple):
         """Where its blocks begin, and where the last one ends."""
         return [self.start + edge for edge in block_edges(self.end - self.start)]
 
+    def floor(self, at: int) -> int:
+        """Where the block begins that row `at` is in; `at` if it is in none."""
+        if not self.start < at < self.end:
+            return at
+        n_blocks = (self.end - self.start) // BLOCK
+        return self.start + min((at - self.start) // BLOCK, n_blocks - 1) * BLOCK
+
     def chunk_end(self, at: int, n_chunk: int) -> int:
         """The end of the chunk from row `at` on: whole blocks, as many as `n_chunk` rows hold, but one at least."""
         return self.start + chunk_end(self.end - self.start, at - self.start, n_chunk)

@@ -102,10 +102,7 @@ class ModelDrafter:
         return self.pool.n_free > 0
 
     def open(self, request: Request) -> None:
-        if request.continues:
-            self.pool.take_over(request.continues.request_id, request.id, request.continues.n_tokens)
-        else:
-            self.pool.open(request.id)
+        self.pool.open(request.id, request.continues)
         if request.sampling.grammar and self.constrain:
             self._constraints[request.id] = self.constrain(request.sampling.grammar)
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from pipeinfer.core.admission import Admission
 from pipeinfer.core.growth import Growth
 from pipeinfer.core.interfaces import Clock, Drafter, Waiter
 from pipeinfer.core.levels import Flight, Level, Part
@@ -13,8 +14,7 @@ from pipeinfer.core.observer import Observer
 from pipeinfer.core.opened import Opened
 from pipeinfer.core.pacer import Pacer
 from pipeinfer.core.policy import Policy, View
-from pipeinfer.core.prefixes import KeptPrefixes
-from pipeinfer.core.requests import Emission, Finish, Prefix, Request
+from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.rota import Rota
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.scheduler import Room, as_many_as_go, choose
@@ -47,7 +47,7 @@ class Engine:
         self._drains = False  # nothing is sent until the parked cells can be won back
         self._jobs: dict[int, Opened] = {}
         self.growth = Growth(drafter, drafts, clock, self._jobs, self._wake, target.n_inflight)
-        self._waiting, self._kept = deque[Opened](), KeptPrefixes(target.blocks, target.pool.rewinds)
+        self._waiting, self._admission = deque[Opened](), Admission(self.levels, self.growth, self._jobs, run_cost)
         self._senders, self._emissions = Rota[Opened](), deque[Emission]()  # whom to ask for a run; what came of it
 
     # -- requests
@@ -76,47 +76,35 @@ class Engine:
 
     def forget(self) -> None:
         """Give up all that finished requests have left."""
-        while self._forget_oldest():
+        while self._admission.forget_oldest():
             pass
 
-    def _forget_oldest(self, but: Prefix | None = None) -> bool:
-        if request := self._kept.oldest(but):
-            self.growth.forget(request)
-            for level in self.levels:
-                level.pool.close(request.id)
-        return request is not None
-
     def _admit(self) -> None:
-        """Open the requests that have waited longest, while their whole texts have cells and there is a sequence."""
-        while self._waiting and self._make_room(self._waiting[0].request):
-            job = self._waiting.popleft()
-            job.request.continues = prefix = self._kept.take(job.request)
-            for level in self.levels:
-                level.open(job.request)
-                # attention costs what the cells between the first and the last in use do, packing what those do
-                if not self._jobs and level.pool.can_compact and level.pool.n_parked > level.pool.n_certain:
-                    level.pool.compact()
-            self.growth.open(job.request)
-            job.n_heard = prefix.n_tokens if prefix else 0
-            job.observer.opened(job.n_heard)
-            self._jobs[job.request.id] = job
-            self._wake(job)
-
-    def _make_room(self, request: Request) -> bool:
-        """Whether there is room for the request; what finished ones have left is given up for it."""
-        while self.growth.has_heard:  # else it will have when its step is done
-            prefix = self._kept.best(request)
-            if self._has_room_for(request, prefix):
-                return True
-            if not self._forget_oldest(but=prefix):
+        """Open the requests that have waited longest, while their whole texts have cells and there is a sequence;
+        passed over are those that better wait until another one has evaluated what they begin with."""
+        for job in list(self._waiting):
+            if self._admission.better_waits(job.request):
+                continue
+            if not self._admission.make_room(job.request):
                 break
-        return False
+            self._waiting.remove(job)
+            self._open(job)
 
-    def _has_room_for(self, request: Request, prefix: Prefix | None) -> bool:
-        n_reserved = sum(job.request.n_tokens_most for job in self._jobs.values()) + self._kept.n_cells(but=prefix)
-        n_cells = min(level.pool.n_cells for level in self.levels)
-        fits = not n_reserved or n_reserved + request.n_tokens_most <= n_cells
-        return fits and (bool(prefix) or (all(level.pool.n_free for level in self.levels) and self.growth.can_open))
+    def _open(self, job: Opened) -> None:
+        request, prefix = job.request, job.request.continues
+        if prefix:
+            self._admission.prefixes.take(prefix)
+        for level in self.levels:
+            level.open(request)
+            # attention costs what the cells between the first and the last in use do, packing what those do
+            if not self._jobs and level.pool.can_compact and level.pool.n_parked > level.pool.n_certain:
+                level.pool.compact()
+        self.growth.open(request)
+        request.continues = None  # or it would keep the other, and so on
+        job.n_heard = prefix.n_tokens if prefix else 0
+        job.observer.opened(job.n_heard)
+        self._jobs[request.id] = job
+        self._wake(job)
 
     @property
     def busy(self) -> bool:
@@ -196,6 +184,8 @@ class Engine:
             tree.answer(part.nodes, verdict.tokens, part.first)
             if tree.root.verdict is not None:
                 self._take(job, tree.settle(), now_s)
+        if flight.n_context:
+            self._admit()  # others may have waited for it
         return True
 
     def _take(self, job: Opened, settled: Settled, now_s: float) -> None:
@@ -217,14 +207,14 @@ class Engine:
     def _close(self, job: Opened) -> None:
         request = job.request
         job.observer.finished(self.clock())
-        request.n_left = self._kept.n_to_leave(request, self.target.n_settled(request))
+        request.n_left = self._admission.prefixes.n_to_leave(request, self.target.n_settled(request))
         for level in self.levels:
             self._count_given_up(level, level.close(request))
         del self._jobs[request.id]
         self._senders.discard(request.id)
         self.growth.close(request)
         if request.n_left:
-            self._kept.keep(request)
+            self._admission.prefixes.keep(request)
         self._admit()
 
     def _count_given_up(self, level: Level, flights: Sequence[Flight]) -> None:

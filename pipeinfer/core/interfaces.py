@@ -143,7 +143,7 @@ class Drafter(Protocol):
         ...
 
     def open(self, request: Request) -> None:
-        """A request begins; there must be room for it, or it `continues` what another one has left."""
+        """A request begins; there must be room for it, or what it `continues` moves."""
         ...
 
     def expand(

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Pipeline
-from pipeinfer.core.requests import Request
+from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import POSITION_END, KvOp, OpKind, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
@@ -122,11 +122,9 @@ class Level:
     # -- requests
 
     def open(self, request: Request) -> None:
-        """It takes over what another one has left, if it `continues` that."""
-        if request.continues:
-            self.pool.take_over(request.continues.request_id, request.id, request.continues.n_tokens)
-        else:
-            self.pool.open(request.id)
+        """It begins with what it `continues`, as far as that was evaluated here."""
+        prefix = request.continues
+        self.pool.open(request.id, prefix and prefix._replace(n_tokens=self.n_shared(prefix)))
         self._of_request[request.id] = {}
         self._opens[request.id] = request.sampling
 
@@ -142,6 +140,23 @@ class Level:
         if self._opens.pop(request.id, None) is None:
             self._closes.append(KvOp(OpKind.CLOSE, request.id))
         return given_up
+
+    def n_shared(self, prefix: Prefix) -> int:
+        """How many of its tokens there are here for another request."""
+        source = prefix.source
+        n_there = self.n_settled(source) if source.id in self._of_request else self.pool.placed_end(source.id)
+        return min(prefix.n_tokens, n_there)
+
+    def has_room(self, request: Request, opened: Sequence[Request], kept: Sequence[Request]) -> bool:
+        """Whether the whole text of one more request has cells beside those of the open ones and what is kept; what it
+        `continues` counts once."""
+        prefix, n_shared = request.continues, 0
+        ends = {each.id: each.n_tokens_most for each in (*opened, *kept)}
+        if prefix:
+            n_shared = self.n_shared(prefix)
+            ends.setdefault(prefix.source.id, n_shared)
+        n_to_come = sum(each.n_tokens_most - self.pool.placed_end(each.id) for each in opened)
+        return self.pool.n_held(ends) + n_to_come + request.n_tokens_most - n_shared <= self.pool.n_cells
 
     def n_settled(self, request: Request) -> int:
         """How many of the request's tokens have cells that every stage is known to have evaluated; none where these

@@ -1,87 +1,121 @@
-"""What finished requests have left in the caches, for requests that begin with the same tokens. Knows tokens; no cells.
+"""What requests begin with that is in the caches already: of others that are open, or have finished. Knows no cells.
 
-A request that takes such a prefix over is as it would be without: with a target that evaluates prompts in blocks, only
-rows that it would evaluate in the same way are taken over.
+A request that begins with another one's cells is as it would be without: with a target that evaluates prompts in
+blocks, only rows that it would evaluate in the same way are shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from types import MappingProxyType
 
 from pipeinfer.core.blocks import BLOCK, Span
+from pipeinfer.core.opened import Opened
 from pipeinfer.core.requests import Prefix, Request
 
 
-class KeptPrefixes:
-    """Of requests that have finished, the oldest first. `blocks`: whether the target evaluates prompts in blocks;
-    `rewinds`: whether its sequences can lose their newest tokens."""
+class Prefixes:
+    """`blocks`: whether the target evaluates prompts in blocks. `rewinds`: whether its sequences can lose their newest
+    tokens; else what has finished can only move, as a whole. `opened`: the open requests by id; `n_settled`: how many
+    of one's tokens every stage has evaluated."""
 
-    def __init__(self, blocks: bool, rewinds: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: bool,
+        rewinds: bool = True,
+        opened: Mapping[int, Opened] = MappingProxyType({}),
+        n_settled: Callable[[Request], int] = lambda request: 0,
+    ) -> None:
         self.blocks, self.rewinds = blocks, rewinds
-        self._kept: dict[int, Request] = {}
+        self._opened, self._n_settled = opened, n_settled
+        self._kept: dict[int, Request] = {}  # those that have finished, the oldest first
 
-    def n_cells(self, but: Prefix | None = None) -> int:
-        """What they hold, other than `but`."""
-        return sum(request.n_left for id, request in self._kept.items() if not but or id != but.request_id)
+    def kept(self, but: Prefix | None = None) -> list[Request]:
+        """Finished requests whose cells stay, without the one that moves."""
+        return [each for each in self._kept.values() if not but or not but.moves or each is not but.source]
 
     def n_to_leave(self, request: Request, n_settled: int) -> int:
-        """Of the `n_settled` tokens that have cells when a request ends, how many keep them: up to a span that is not
-        whole."""
+        """Of the `n_settled` tokens that have cells when a request ends, how many keep them: whole blocks."""
         if not request.keep:
             return 0
-        broken = (span for span in request.spans or () if self.blocks and span.start < n_settled < span.end)
-        span = next(broken, None)
-        return n_settled if span is None else span.start if self.rewinds else 0
+        n = min((span.floor(n_settled) for span in request.spans or () if self.blocks), default=n_settled)
+        return n if self.rewinds or n == n_settled else 0
 
     def keep(self, request: Request) -> None:
         """It has finished, and its first `n_left` tokens stay."""
         self._kept[request.id] = request
 
     def best(self, request: Request) -> Prefix | None:
-        """The one that saves the request most, if one does."""
-        found = [Prefix(id, self._n_usable(kept, request)) for id, kept in self._kept.items()]
+        """The one that saves the request most, if one does. What has finished moves where all of it is wanted by one
+        that will leave it again."""
+        found = [Prefix(each, self._n_usable(each, request, each.n_left)) for each in self._kept.values()]
+        found += [Prefix(each, self._n_usable(each, request, self._n_settled(each))) for each in self._sources]
         best = max(found, key=lambda prefix: prefix.n_tokens, default=None)
-        return best if best and best.n_tokens else None
+        if best is None or not best.n_tokens:
+            return None
+        source = best.source
+        moves = source.id in self._kept and best.n_tokens == source.n_left and (request.keep or not self.rewinds)
+        return best._replace(moves=moves)
 
-    def take(self, request: Request) -> Prefix | None:
-        """The same, which is no longer kept."""
-        prefix = self.best(request)
-        if prefix:
-            del self._kept[prefix.request_id]
-        return prefix
+    def waits(self, request: Request, is_worth: Callable[[int], bool]) -> bool:
+        """Whether an open request has yet to evaluate so many tokens that this one begins with too, that it better
+        waits for them."""
+        best = self.best(request)
+        n_most = max((self._n_usable(each, request, len(each.prompt) - 1) for each in self._sources), default=0)
+        n_saved = n_most - (best.n_tokens if best else 0)
+        return n_saved > 0 and is_worth(n_saved)
+
+    def take(self, prefix: Prefix) -> None:
+        """What moves is no longer kept."""
+        if prefix.moves:
+            del self._kept[prefix.source.id]
 
     def oldest(self, but: Prefix | None = None) -> Request | None:
         """The one to be given up next, other than `but`; it is no longer kept."""
-        found = next((id for id in self._kept if not but or id != but.request_id), None)
+        found = next((id for id, each in self._kept.items() if not but or each is not but.source), None)
         return None if found is None else self._kept.pop(found)
 
-    def _n_usable(self, kept: Request, request: Request) -> int:
+    @property
+    def _sources(self) -> list[Request]:
+        """Open requests that others may begin with."""
+        return [job.request for job in self._opened.values()] if self.rewinds else []
+
+    def _n_usable(self, source: Request, request: Request, n_there: int) -> int:
         """How many of a request's tokens need not be evaluated: its root, the last of its prompt, always is."""
-        if request.sampling.needs_history and not kept.sampling.needs_history:
+        if request.sampling.needs_history and not source.sampling.needs_history:
             return 0  # what sampling looks back on was not noted
-        n = min(common(kept.tokens, request.prompt), kept.n_left, len(request.prompt) - 1)
-        n = _n_alike(kept.spans or (), request.spans or (), n) if self.blocks else n
-        return n if self.rewinds or n == kept.n_left else 0
+        n = min(common(source.tokens, request.prompt), n_there, len(request.prompt) - 1)
+        n = _n_alike(source.spans or (), request.spans or (), n) if self.blocks else n
+        return n if self.rewinds or n == n_there else 0
 
 
-def _n_alike(kept: Sequence[Span], wanted: Sequence[Span], n: int) -> int:
-    """How many of a text's first `n` rows are as they would be with the spans that are wanted. Never within one of
-    these: its blocks follow each other in a cache of their own."""
-    for index, span in enumerate(wanted):
-        there = kept[index] if index < len(kept) else None
-        if there is None or there.start != span.start or span.end not in there.edges:
-            return min(n, span.start, there.start if there else n)
-        if n < span.end:
-            return min(n, span.start)
-        if span.end < there.end:
-            return span.end
-    return min([n, *(span.start for span in kept[len(wanted) :])])
+def _n_alike(there: Sequence[Span], wanted: Sequence[Span], n: int) -> int:
+    """How many of a text's first `n` rows are as they would be with the spans that are wanted: in the same blocks, or
+    in none. Never a part of a block."""
+    for span, other in zip_longest(wanted, there):
+        if span and other and span.start == other.start:
+            shorter, longer = sorted((span, other))
+            n_same = n if span == other else shorter.floor(longer.floor(shorter.end))
+        else:
+            n_same = min(each.start for each in (span, other) if each)
+        n = min(n, n_same)
+        n = span.floor(n) if span else n
+        if span != other:
+            break
+    return n
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens two texts begin with alike."""
     n = min(len(first), len(second))
-    return next((at for at in range(n) if first[at] != second[at]), n)
+    for start in range(0, n, BLOCK):  # a slice at a time is quicker
+        if first[start : start + BLOCK] != second[start : start + BLOCK]:
+            end = min(n, start + BLOCK)
+            at = next((at for at in range(start, end) if first[at] != second[at]), end)
+            if at < end:
+                return at
+    return n
 
 
 def spans_to_continue(spans: Sequence[Span], n_said: int, n_common: int, n_prompt: int) -> tuple[Span, ...]:
@@ -93,9 +127,8 @@ def spans_to_continue(spans: Sequence[Span], n_said: int, n_common: int, n_promp
     n_known, found = min(n_common, n_said - 1, n_prompt - 1), list[Span]()  # nothing is evaluated after a newest token
     for span in spans:
         if n_known < span.end:
-            edge = max(edge for edge in (0, *span.edges) if edge <= n_known)
-            n_known = edge if edge > span.start else min(n_known, span.start)
-            found += [Span(span.start, edge)] if edge > span.start else []
+            n_known = span.floor(n_known)
+            found += [Span(span.start, n_known)] if n_known > span.start else []
             break
         found.append(span)
     if n_prompt - 1 - n_known >= BLOCK:

@@ -20,10 +20,12 @@ class Finish(Enum):
 
 
 class Prefix(NamedTuple):
-    """The first `n_tokens` of a finished request, whose cells it has left."""
+    """The first `n_tokens` of another request, which is open, or has finished and left its cells. `moves`: it has
+    finished, and leaves them to nobody else."""
 
-    request_id: int
+    source: Request
     n_tokens: int
+    moves: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +57,7 @@ class Request:
     """Prompt and output at most, so many KV cells too."""
 
     continues: Prefix | None = field(default=None, init=False)
-    """What it takes over, once it is open."""
+    """What it began with, once it is open."""
 
     n_left: int = field(default=0, init=False)
     """So many of its tokens it leaves to others, once it has finished."""

@@ -20,6 +20,7 @@ class OpKind(IntEnum):
     REMOVE = 2
     COMPACT = 3
     CLOSE = 4
+    SHARED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class KvOp:
     REMOVE  the cells of `src` at positions [first, last) no longer belong to `src`
     COMPACT parked cells are free again; every sequence's cells are packed in the order of their positions
     CLOSE   request `src` has ended: what is kept of it may go
+    SHARED  before a COMPACT: the cells of `dst` at positions [first, last) are those of `src`, a lower one, and stay so
     """
 
     kind: OpKind

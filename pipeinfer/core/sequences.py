@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pipeinfer.core.requests import Prefix
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.shared import Cells, fork, give_up, n_held
 from pipeinfer.core.tree import Node, State, with_ancestors
 
 
@@ -30,7 +32,11 @@ class _Base:
     """A request's certain tokens below the root: cells [0, end) of `seq`, which is the root's once it is placed."""
 
     seq: int
-    end: int = 0
+    cells: Cells = field(default_factory=Cells)
+
+    @property
+    def end(self) -> int:
+        return self.cells.end
 
 
 class Placement(NamedTuple):
@@ -115,6 +121,10 @@ class SequencePool:
         """Cells of certain tokens, of all requests."""
         return self._n_certain
 
+    def n_held(self, ends: Mapping[int, int]) -> int:
+        """Cells of these requests' first certain tokens, so many of each."""
+        return n_held((self._bases[request_id].cells, end) for request_id, end in ends.items())
+
     @property
     def can_compact(self) -> bool:
         """Compaction keeps certain tokens alone, each request's in a sequence of its own: no node may be placed."""
@@ -123,6 +133,11 @@ class SequencePool:
     def compact(self) -> None:
         """Win the parked cells back, with the next placement's operations."""
         assert self.can_compact, f"{len(self._seq_of)} nodes placed, {self.n_parked} cells parked"
+        owners: dict[Cells, int] = {}
+        for base in sorted(self._bases.values(), key=lambda base: base.seq):
+            for cells in [*base.cells.path()][::-1]:
+                if (owner := owners.setdefault(cells, base.seq)) != base.seq:
+                    self._pending.append(KvOp(OpKind.SHARED, owner, base.seq, cells.start, cells.end))
         self._pending.append(KvOp(OpKind.COMPACT, 0))
         self.n_parked = 0
 
@@ -133,10 +148,18 @@ class SequencePool:
 
     # -- requests
 
-    def open(self, request_id: int) -> None:
-        """Lease the sequence that the request's prompt goes to."""
+    def open(self, request_id: int, prefix: Prefix | None = None) -> None:
+        """Lease the sequence that the request's prompt goes to. It begins with another one's first tokens, as far as
+        they are here; what is here must have been evaluated."""
+        if prefix and prefix.moves:
+            self._take_over(prefix.source.id, request_id, prefix.n_tokens)
+            return
         self._seqs_of[request_id] = set()
-        self._bases[request_id] = _Base(self._lease(request_id))
+        base = self._bases[request_id] = _Base(self._lease(request_id))
+        if prefix and (n_tokens := min(prefix.n_tokens, self.placed_end(prefix.source.id))):
+            source = self._bases[prefix.source.id]
+            base.cells, self._paths[base.seq].end = fork(source.cells, n_tokens), n_tokens
+            self._pending.append(KvOp(OpKind.COPY, source.seq, base.seq, 0, n_tokens))
 
     def close(self, request_id: int) -> None:
         """Give back all that the request holds, or has left."""
@@ -145,9 +168,7 @@ class SequencePool:
             self._forget(self._paths[seq].chain)
             self._release(seq)
         del self._seqs_of[request_id]
-        base = self._bases.pop(request_id)
-        self._n_certain -= base.end
-        self.n_parked += base.end if self.parked else 0
+        self._give_up(self._bases.pop(request_id).cells)
 
     def can_leave(self, request_id: int, n_tokens: int) -> bool:
         """Whether the first `n_tokens` can stay without those after them."""
@@ -165,8 +186,8 @@ class SequencePool:
         self._cut(base, n_tokens)
         self._left.add(request_id)
 
-    def take_over(self, left: int, request_id: int, n_tokens: int) -> None:
-        """Open a request that begins with the first `n_tokens` that another one has left, as far as they are here."""
+    def _take_over(self, left: int, request_id: int, n_tokens: int) -> None:
+        """Open a request with what another one has left, no more than the first `n_tokens`."""
         self._left.remove(left)
         base = self._bases[request_id] = self._bases.pop(left)
         self._seqs_of[request_id] = self._seqs_of.pop(left)
@@ -179,9 +200,15 @@ class SequencePool:
         if end < path.end:
             end = end if self.rewinds else 0
             self._pending.append(KvOp(OpKind.REMOVE, base.seq, first=end))
-        self._n_certain -= base.end - end
-        self.n_parked += base.end - end if self.parked else 0
-        base.end = path.end = end
+        path.end = end
+        if end < base.end:
+            gone, base.cells = base.cells, fork(base.cells, end)
+            self._give_up(gone)
+
+    def _give_up(self, tip: Cells) -> None:
+        n_free = give_up(tip)
+        self._n_certain -= n_free
+        self.n_parked += n_free if self.parked else 0
 
     # -- placing
 
@@ -196,7 +223,7 @@ class SequencePool:
         assert n_rows <= self.n_free_cells, f"{n_rows} rows for {self.n_free_cells} free cells"
         assert not n_context or all(node.parent is None for node in nodes), "context and guesses in one run"
         ops = self.take_pending()
-        base.end, self._n_certain = base.end + n_context, self._n_certain + n_context
+        base.cells.end, self._n_certain = base.end + n_context, self._n_certain + n_context
         self._paths[base.seq].end += n_context
         seqs: dict[Node, list[int]] = {}
         leased: list[int] = []
@@ -221,7 +248,7 @@ class SequencePool:
     def undo(self, placement: Placement) -> None:
         """Take back the newest placement, whose operations were applied but whose rows were not evaluated."""
         base = self._bases[placement.request_id]
-        base.end, self._n_certain = base.end - placement.n_context, self._n_certain - placement.n_context
+        base.cells.end, self._n_certain = base.end - placement.n_context, self._n_certain - placement.n_context
         self._paths[base.seq].end -= placement.n_context
         for node in reversed(placement.nodes):
             path = self._paths[self._seq_of.pop(node)]
@@ -276,13 +303,13 @@ class SequencePool:
         if len(seqs) == len(chain) == 1 and chain[0] is path[0]:
             # the old root is all that was placed, as always where nothing is guessed: its cell is a certain token's now
             del self._seq_of[chain.pop()]
-            base.end += 1
+            base.cells.end += 1
             self._n_certain += 1
             return
         end = base.end
         for node in path:
             if node in self._seq_of:
-                base.seq, base.end = self._seq_of[node], node.position + (node.state is State.RETIRED)
+                base.seq, base.cells.end = self._seq_of[node], node.position + (node.state is State.RETIRED)
         self._n_certain += base.end - end
         for seq in sorted(seqs):
             self._trim(seq, base)
@@ -332,7 +359,8 @@ class SequencePool:
         known = set(live) | self._left
         assert known == set(self._bases), f"requests {known} open or left, {set(self._bases)} hold sequences"
         assert sorted([*self._free, *self._paths]) == list(range(self.n_seq)), "a sequence is lost or leased twice"
-        assert self._n_certain == sum(base.end for base in self._bases.values()), "certain tokens are miscounted"
+        ends = {request_id: base.end for request_id, base in self._bases.items()}
+        assert self._n_certain == self.n_held(ends), "certain tokens are miscounted"
         assert {seq: path.request_id for seq, path in self._paths.items()} == {
             seq: request_id for request_id, seqs in self._seqs_of.items() for seq in seqs
         }, "a sequence has lost its request"

@@ -48,7 +48,9 @@ class SimDrafter:
     def open(self, request: Request) -> None:
         cache, prefix = _Cache(), request.continues
         if prefix:
-            cache.end = min(self._caches.pop(prefix.request_id).end, prefix.n_tokens)
+            cache.end = min(self._caches[prefix.source.id].end, prefix.n_tokens)
+        if prefix and prefix.moves:
+            del self._caches[prefix.source.id]
         self._caches[request.id] = cache
 
     def expand(

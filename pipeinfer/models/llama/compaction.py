@@ -1,4 +1,7 @@
-"""Pack the cells of a KV cache: parked ones are free again, all others lie in the order of positions. Knows no rows."""
+"""Pack the cells of a KV cache: parked ones are free again, all others lie in the order of positions. Knows no rows.
+
+What sequences share is packed with the lowest of them, before what the others have behind it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+from pipeinfer.core.runs import KvOp
 from pipeinfer.models.llama import ggml
 
 COMPACT_CELLS = 256
@@ -19,6 +23,12 @@ class Compaction:
     def __init__(self, lib: Any, context: Any, spare: int, whole: bool = False) -> None:
         self._lib, self._context, self._spare, self._whole = lib, context, spare, whole
         self._memory = lib.llama_get_memory(context)
+        self._shared: list[KvOp] = []
+
+    def share(self, op: KvOp) -> None:
+        """A SHARED operation: the cells of its `dst` are taken out, and are those of its `src` again after `run`."""
+        self._lib.llama_memory_seq_rm(self._memory, op.dst, op.first, op.last)
+        self._shared.append(op)
 
     def run(self) -> None:
         """Free what is parked and move all else to the front, the cells of a sequence in the order of positions."""
@@ -28,6 +38,9 @@ class Compaction:
             self._pack(seqs[0])
         elif seqs:
             self._pack_all(seqs)
+        for op in self._shared:
+            self._lib.llama_memory_seq_cp(self._memory, op.src, op.dst, op.first, op.last)
+        self._shared.clear()
 
     def _pack_all(self, seqs: Sequence[int]) -> None:
         """Take every sequence out and put it back: while another's cells lie between, there is no room to move them."""

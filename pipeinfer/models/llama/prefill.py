@@ -1,7 +1,9 @@
 """One prompt in a KV cache of its own, and its cells as the cache that decodes wants them. Knows libllama, no stage.
 
 Attention uses tiles only where K and V are of one type, and adds up tile by tile, so that a row's bits depend on where
-the cells lie. Here they lie in the order of positions, from the first cell on, whatever the decoding cache holds.
+the cells lie. Here they lie in the order of positions, from the first cell on, whatever the decoding cache holds. What
+a block has left is rounded as that cache does before the next one sees it, so that it makes no difference whether the
+cells before it are from here or were handed over: another request may have evaluated them.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ class CacheForm:
 
 
 class Prefill:
-    """Holds, and frees, the `context` in which rows of one prompt are evaluated, from row `start` on, as sequence
-    PROMPT."""
+    """Holds, and frees, the `context` in which rows of one prompt are evaluated, as sequence PROMPT. `end`: behind the
+    last of them."""
 
-    def __init__(self, library: ModuleType, context: object, form: CacheForm, start: int) -> None:
-        self.context, self.start, self._lib, self._form = context, start, library, form
+    def __init__(self, library: ModuleType, context: object, form: CacheForm) -> None:
+        self.context, self.end, self._lib, self._form = context, 0, library, form
         self._memory = library.llama_get_memory(context)
 
     def take(self, cells: Bytes, first: int, end: int) -> None:
@@ -54,10 +56,18 @@ class Prefill:
             raise RuntimeError(f"the cells {first}-{end} before a prompt's blocks cannot be copied")
         self._lib.llama_memory_seq_cp(self._memory, PART, PROMPT, first, end)
         self._lib.llama_memory_seq_rm(self._memory, PART, -1, -1)
+        self.end = end
+
+    def settle(self, first: int, end: int) -> None:
+        """The newest rows, [first, end), have been evaluated: round them."""
+        cells = self.cells(first, end)
+        self.forget(first)
+        self.take(cells, first, end)
 
     def forget(self, first: int) -> None:
         """Free the cells from position `first` on."""
         self._lib.llama_memory_seq_rm(self._memory, PROMPT, first, -1)
+        self.end = min(self.end, first)
 
     def cells(self, first: int, end: int) -> Bytes:
         """The cells at positions [first, end) as `llama_state_seq_set_data` takes them where V, or all, is BF16."""

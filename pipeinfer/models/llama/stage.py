@@ -191,7 +191,7 @@ class LlamaStage:
     def _evaluate_blocks(self, batch: Batch, span: Span) -> FloatArray | None:
         """Blocks of a prompt: evaluated in a context of their own, their cells taken over into the cache."""
         first, n_rows, ((seq,), *_) = int(batch.positions[0]), len(batch.positions), batch.seqs
-        prefill = self._prefill_of(seq, first, span)
+        prefill = self._prefill_of(seq, first, span.end)
         code = self._evaluate_in(prefill, batch)
         if code or self._tap.stopped:
             prefill.forget(first)
@@ -215,22 +215,25 @@ class LlamaStage:
             code = self._decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
             if code or self._tap.stopped:
                 return code
+            prefill.settle(int(block.positions[0]), int(block.positions[-1]) + 1)
         return 0
 
-    def _prefill_of(self, seq: int, first: int, span: Span) -> Prefill:
-        """The context of the sequence's prompt, made when a span begins, with the cells before it."""
-        if first == span.start:
+    def _prefill_of(self, seq: int, start: int, n_cells: int) -> Prefill:
+        """The context of the sequence's prompt, whose next row is `start`. Made, with the cells before that, where a
+        span begins, or blocks that follow those of another request."""
+        prefill = self._prefills.get(seq)
+        if prefill is None or prefill.end != start:
             self._drop_prefill(seq)
-            context = self._create_context(span.end, LARGEST, LARGEST, N_SEQ, (F16, F16))
-            self._prefills[seq] = Prefill(self._lib, context, self._form, first)
-            self._hand_over(seq, self._prefills[seq])
-        return self._prefills[seq]
+            context = self._create_context(n_cells, LARGEST, LARGEST, N_SEQ, (F16, F16))
+            prefill = self._prefills[seq] = Prefill(self._lib, context, self._form)
+            self._hand_over(seq, prefill, start)
+        return prefill
 
-    def _hand_over(self, seq: int, prefill: Prefill) -> None:
-        """Give a prompt's context the sequence's cells before it, some at a time: they are copied."""
+    def _hand_over(self, seq: int, prefill: Prefill, n_cells: int) -> None:
+        """Give a prompt's context the sequence's first cells, some at a time: they are copied."""
         lib, memory, arrival = self._lib, self._memory, self._arrival
-        for first in range(0, prefill.start, HANDED_CELLS):
-            end = min(first + HANDED_CELLS, prefill.start)
+        for first in range(0, n_cells, HANDED_CELLS):
+            end = min(first + HANDED_CELLS, n_cells)
             lib.llama_memory_seq_cp(memory, seq, arrival, first, end)
             cells = state_of(lib, self._context, arrival)
             lib.llama_memory_seq_rm(memory, arrival, -1, -1)
@@ -257,15 +260,14 @@ class LlamaStage:
             last = -1 if op.last == POSITION_END else op.last
             if op.kind == OpKind.COPY:
                 self._lib.llama_memory_seq_cp(self._memory, op.src, op.dst, op.first, last)
+            elif op.kind == OpKind.SHARED:
+                self._compaction.share(op)
             elif op.kind == OpKind.COMPACT:
                 self._compaction.run()
             else:
                 if op.first and self._has_states:
                     raise RuntimeError(f"{self._where} cannot go back to position {op.first}: there are states")
-                if op.src in self._prefills and op.first <= self._prefills[op.src].start:
-                    self._drop_prefill(op.src)
-                elif op.src in self._prefills:
-                    self._prefills[op.src].forget(op.first)
+                self._drop_prefill(op.src)
                 if self.params.exact:
                     # a freed hole would be refilled out of order, and attention adds up in the order of the cells
                     self._lib.llama_memory_seq_cp(self._memory, op.src, self._spare, op.first, last)
