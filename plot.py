@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Draw the figures of an evaluation from results.csv: `python plot.py [results.csv] [-o FOLDER]`.
+"""Draw the figures of an evaluation from results.csv or load.csv: `python plot.py [results.csv] [-o FOLDER]`.
 
 Generation speed, time to first token, inter-token latency, speed per memory, ablations, prompts, distributions of the
 latencies and each rank's time, as far as the table has the data; PNG, SVG and PDF. Bars are means, whiskers sample
 standard deviations; rows that were asked otherwise (docs/results.md) get panels of their own. A headerless file of the
-original PipeInfer works too: four columns, rows in threes (sequential, speculative, pipeinfer).
+original PipeInfer works too: four columns, rows in threes (sequential, speculative, pipeinfer). Of a table of loads
+(docs/load.md): throughput and latencies over concurrency or rate, their distributions, how busy the stages were.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeinfer.errors import UserError
+from pipeinfer.observe.load_columns import LOADS
 from pipeinfer.observe.results import read_results
+from pipeinfer.observe.table import lines_of
 from pipeinfer.outputs import whole_file
 
 UNDATED: dict[str, dict[str, str | None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
@@ -42,13 +45,16 @@ def _refuse(why: str) -> NoReturn:
 
 def write_figures(results: Path, folder: Path) -> None:
     """Raises UserError for a table that cannot be read, OSError for a folder that cannot be written."""
-    rows = read_results(results)
+    lines = list(lines_of(results))
+    has_loads = LOADS.has_header(lines)
+    rows = LOADS.rows(results, lines) if has_loads else read_results(results)
     if not rows:
         raise UserError(f"{results} has a header and no rows; nothing to draw")
     from pipeinfer.observe.figures import draw_all  # matplotlib takes a second: a bad table need not wait for it
+    from pipeinfer.observe.load_figures import draw_loads
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in draw_all(rows):
+    for name, figure in (draw_loads if has_loads else draw_all)(rows):
         for suffix in (".png", ".svg", ".pdf"):
             path = folder / f"{name}{suffix}"
             with whole_file(path, "the figure") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeinfer.observe.load_columns import LOADS
 from pipeinfer.observe.results import Record, result_row
 
 SPEEDS = {"iterative": 10.0, "speculative": 14.0, "pipeinfer": 20.0}
@@ -61,3 +62,23 @@ def make_row(policy: str = "pipeinfer", prompt: str = "tale", repetition: int = 
     result = make_result(policy, more.get("ranks", 3), more.pop("speed", 0.0))
     asked = make_asked(policy, prompt=prompt, prompt_hash=f"hash of {prompt}", repetition=repetition, **more)
     return result_row(result, asked) | {"predicted_n": asked["predicted_n"]}
+
+
+def make_load(policy: str = "pipeinfer", concurrency: int = 4, rate: float = float("nan"), **more: Any) -> Record:
+    """A row of load.csv; `speed` in tokens a second, and what was asked otherwise."""
+    speed = more.pop("speed", SPEEDS[policy] * max(1, concurrency))
+    asked = {name: value for name, value in make_asked(policy).items() if name in LOADS.asked}
+    asked |= {"n_requests": 8, "predict": 16, "concurrency": concurrency, "rate": rate, "parallel": 16}
+    at_s = {"ttft": 0.2, "tpot": 1 / speed, "itl": 1 / speed}
+    shares = {"mean": 1.0, "p50": 0.9, "p90": 1.5, "p95": 2.0, "p99": 3.0}
+    latencies = {f"{name}_{share}_s": at * by for name, at in at_s.items() for share, by in shares.items()}
+    latencies |= {f"{name}_percentiles_s": [at * (0.5 + n / 50) for n in range(101)] for name, at in at_s.items()}
+    ranks = asked["ranks"]
+    return asked | latencies | {
+        "wall_s": 128 / speed, "prompt_n": 8 * 128, "predicted_n": 128, "requests_per_second": speed / 16,
+        "prompt_per_second": 8 * speed, "predicted_per_second": speed, "draft_n_judged": 90, "draft_n_accepted": 72,
+        "acceptance_rate": 0.8, "open_max": concurrency or 7, "busy": [0.5 + 0.1 * at for at in range(ranks - 1)],
+        "busy_s": [0.5] * ranks, "cancelled_s": [0.1] * ranks, "waiting_s": [0.3] * ranks, "idle_s": [0.1] * ranks,
+        "peak_rss_bytes": [2_000_000_000] * ranks, "roles": "draft;stage 0;stage 1", "version": "0.1.0",
+        "date": "2026-01-01T00:00:00+00:00", "hosts": "node,1",
+    } | more  # fmt: skip

@@ -26,7 +26,7 @@ from pipeinfer.job.conversation import Conversation, Prompt, Turn, conversation_
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prompts import TEXTS
-from pipeinfer.job.sweep import Case, Sweep, plan_groups
+from pipeinfer.job.sweep import Case, Sweep, group_of, plan_groups
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.markdown import markdown_table
@@ -173,7 +173,7 @@ def plan_of(hosts: str = "abc", **changed: Any) -> tuple[Deployment, Case]:
         repetitions=1,
         cut=0,
     )
-    (group,) = plan_groups(sweep, [[Host(name, frozenset({0, 1}), 2) for name in hosts]])
+    (group,) = plan_groups(sweep, [[Host(name, frozenset({0, 1}), 2) for name in hosts]], group_of)
     (case,) = group.cases
     return group.deployment, replace(case, options=replace(case.options, cancel=options.cancel))
 

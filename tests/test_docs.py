@@ -28,7 +28,7 @@ def shown(path: Path) -> list[tuple[str, str]]:
 
 COMMANDS_SHOWN = [
     pytest.param(command, words, id=f"{name} {command} {words}"[:60])
-    for name in ("README.md", "docs/clusters.md", "docs/server.md", "docs/gpu.md")
+    for name in ("README.md", "docs/clusters.md", "docs/server.md", "docs/gpu.md", "docs/load.md")
     for command, words in shown(ROOT / name)
 ]
 

@@ -55,6 +55,15 @@ def test_requests_that_come_one_by_one_are_answered_one_by_one() -> None:
     assert crowded["ttft_p50_s"] > 20 * found["ttft_p50_s"], "two at a time: most wait for others"
 
 
+def test_clients_keep_as_many_open_and_do_not_wait_for_others() -> None:
+    """The same work as of requests that all come at once; each comes when the one before it has its text."""
+    clients, at_once = carry(EVEN, Load(40, 2, 20, 8, concurrency=8)), carry(EVEN, Load(40, 2, 20, 8))
+    assert clients["predicted_per_second"] == pytest.approx(at_once["predicted_per_second"])
+    assert clients["itl_p99_s"] == pytest.approx(at_once["itl_p99_s"])
+    assert clients["ttft_p99_s"] < 0.2 * at_once["ttft_p99_s"]
+    assert clients["tpot_p50_s"] == pytest.approx(0.040, rel=0.02) == clients["itl_p50_s"]
+
+
 def test_prompts_hold_a_long_pipeline_up_for_small_chunks_only() -> None:
     """64 rows cost a stage 27 times one: whole, such prompts would take 6.7 s, and what comes behind them as long."""
     profile = load_profile("pipeinfer-c").lay_out(has_draft=False)
@@ -94,6 +103,9 @@ def test_the_command() -> None:
     loads = [json.loads(line) for line in done.stdout.splitlines()]
     assert [load["policy"] for load in loads] == ["iterative", "auto"]
     assert all(load["predicted_n"] == 12 * 16 and load["rate"] == 5.0 for load in loads)
-    for refused in (["--rate", "5"], ["--parallel", "2"], ["--requests", "4", "--trace", "/tmp/never.json"]):
+    done = finish(1, [*words, "--concurrency", "3", "--json"])
+    assert [json.loads(line)["rate"] for line in done.stdout.splitlines()] == [None, None], done.stderr
+    for refused in (["--rate", "5"], ["--parallel", "2"], ["--requests", "4", "--trace", "/tmp/never.json"],
+                    ["--concurrency", "2"]):  # fmt: skip
         done = finish(1, ["simulate", "--profile", "sipipe", *refused])
         assert done.returncode == 2 and "--requests" in done.stderr

@@ -13,6 +13,7 @@ from pipeinfer.cli.chat_options import CHAT_NAMES
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.constraint_options import CONSTRAINT_NAMES
 from pipeinfer.cli.hub_options import take_token
+from pipeinfer.cli.load_options import load_options, take_loads
 from pipeinfer.cli.run import run
 from pipeinfer.cli.setting_options import take_policies, take_sampling
 from pipeinfer.cli.values import File, Listed, Split, Text, Whole
@@ -29,6 +30,7 @@ NOT_SHARED = (
     "partitions", "continuous", "asynchronous", "results", "trace", "json", "verbose", "chat", "conversation",
     *CHAT_NAMES, *CONSTRAINT_NAMES, "hf_repo", "hf_file", "hf_drafts",
 )  # fmt: skip
+REPETITIONS = 5
 DEFAULTS = {"temp": 0.0, "seed": 0}
 """Other than those of `run`: a benchmark can be repeated."""
 
@@ -50,10 +52,12 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
 @click.option(
     "-p",
     "--prompt",
+    "--prompts",
     "sources",
     type=Text(),
     multiple=True,
-    help="A text file, a number of tokens of text, or a .jsonl whose objects have `turns`; may be given again. "
+    help="A text file, a number of tokens of text, or a .jsonl whose objects have `turns` or a `prompt`; may be given "
+    "again. "
     "[default: three texts: a program, a tale, an excerpt]",
 )
 @click.option(
@@ -67,7 +71,7 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
     "--ablate", type=Listed(click.Choice(ABLATIONS)), default=(),
     help=f"Measure each policy also without each of these that it has: {','.join(ABLATIONS)}.",
 )  # fmt: skip
-@click.option("-r", "--repetitions", type=Whole(1), default=5, show_default=True, help="Of everything.")
+@click.option("-r", "--repetitions", type=Whole(1), help="Of everything. [default: 5, of loads 1]")
 @click.option("--warm-up", type=Whole(0), default=1, show_default=True, help="Generations not counted.")
 @click.option("--questions", type=Whole(0), default=0, help="Of each .jsonl at most. [default: all]")
 @click.option("--turns", type=Whole(0), default=0, help="Of each question at most. [default: all]")
@@ -85,9 +89,10 @@ DEFAULTS = {"temp": 0.0, "seed": 0}
     show_default=True,
     help="What to print: means, deviations and percentiles of each combination.",
 )
-@click.option("--results", type=File(), help="Append a row for every generation to this CSV file.")
+@click.option("--results", type=File(), help="Append a row for every generation, or load, to this CSV file.")
 @click.option("--resume", is_flag=True, help="Leave out what --results has already.")
 @click.option("-v", "--verbose", is_flag=True, help="A traceback when something fails.")
+@load_options
 def bench(
     models: tuple[Path, ...],
     drafts: tuple[tuple[Path, ...], ...],
@@ -96,7 +101,7 @@ def bench(
     predicts: tuple[int, ...],
     splits: tuple[str, ...],
     ablate: tuple[str, ...],
-    repetitions: int,
+    repetitions: int | None,
     warm_up: int,
     questions: int,
     turns: int,
@@ -111,10 +116,15 @@ def bench(
     """Measure speed and latency of every combination of models, policies, prompts and lengths, in one job.
 
     Models are loaded once for all that share them. Generation goes on after an end token, so that all texts have the
-    same length. The summary goes to standard output, the progress to standard error.
+    same length. The summary goes to standard output, the progress to standard error. With --concurrency or --rate many
+    requests share the models at a time, and what is measured is throughput and latencies.
     """
     if resume and not results:
         raise UserError("--resume needs --results: the file that has what was measured before")
+    loads = take_loads(others)
+    if loads and turns > 1:
+        raise UserError(f"--turns {turns}: a load's requests do not wait for answers; it has the first turn of each "
+                        "question, leave --turns out")  # fmt: skip
     take_token(others)
     drafts = drafts or (() if models else ((DRAFT,),))
     teams = tuple(choose_drafts(team, ()) for team in drafts) or ((),)
@@ -123,7 +133,8 @@ def bench(
     chosen = take_policies(names, others)
     teams_shown = [",".join(map(str, team)) or "none" for team in teams]
     lists = {"-m": models, "-md": teams_shown, "--policy": names, "-n": predicts,
-             "--layer-split": splits, "--ablate": ablate}  # fmt: skip
+             "--layer-split": splits, "--ablate": ablate, "--concurrency": loads.concurrencies if loads else (),
+             "--rate": loads.rates if loads else ()}  # fmt: skip
     for option, given in lists.items():
         _check_once(option, given)
     base = RunOptions(
@@ -142,12 +153,16 @@ def bench(
         pairs=tuple((model, team) for model in models or (TARGET,) for team in teams),
         policies=chosen,
         splits=splits,
-        prompts=_prompts(sources or tuple(map(str, TEXTS)), questions, turns),
+        prompts=_prompts(sources or tuple(map(str, TEXTS)), questions, 1 if loads else turns),
         predicts=predicts,
         ablations=ablate,
-        repetitions=repetitions,
+        repetitions=repetitions or (1 if loads else REPETITIONS),
         cut=cut,
     )
+    if loads:
+        from pipeinfer.job.bench_load import run_loads  # initialises MPI
+
+        return run_loads(sweep, loads, warm_up, output, resume)
     from pipeinfer.job.bench import run_sweep  # initialises MPI
 
     return run_sweep(sweep, warm_up, output, resume)

@@ -82,6 +82,10 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
 )  # fmt: skip
 @click.option("--parallel", type=Whole(1, MAX_REQUESTS), help="Requests at a time at most. [default: all]")
 @click.option(
+    "--concurrency", type=Whole(1, MAX_REQUESTS),
+    help="Instead: so many clients, each of whom asks for the next text when it has one.",
+)  # fmt: skip
+@click.option(
     "--sampler-threads",
     "samplers",
     type=Whole(0, MAX_SAMPLERS),
@@ -109,6 +113,7 @@ def simulate_command(
     acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...],
     drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
     results: Path | None, trace: Path | None, requests: int | None, rate: float | None, parallel: int | None,
+    concurrency: int | None,
     samplers: int, no_prepare_ahead: bool, no_post_ahead: bool, **others: Any,
 ) -> int:  # fmt: skip
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
@@ -142,14 +147,24 @@ def simulate_command(
         ahead=not no_prepare_ahead,
         posted=not no_post_ahead,
     )
-    if requests is None and (rate is not None or parallel is not None):
-        raise UserError("--rate and --parallel are of many requests; give --requests too")
+    if requests is None and any(given is not None for given in (rate, parallel, concurrency)):
+        raise UserError("--rate, --parallel and --concurrency are of many requests; give --requests too")
+    if concurrency is not None and (rate is not None or parallel is not None):
+        raise UserError("--concurrency says when requests come and how many at a time; leave --rate and --parallel out")
     if requests is not None:
         if results or trace or files or no_cancel or no_partitions:
             raise UserError("--results, --trace, --choices, --no-cancel and --no-partitions are of single requests; "
                             "leave them out, or --requests")  # fmt: skip
         loads = [
-            Load(requests, prompt_tokens, predict, parallel or requests, math.inf if rate is None else rate, each)
+            Load(
+                requests,
+                prompt_tokens,
+                predict,
+                concurrency or parallel or requests,
+                math.inf if rate is None else rate,
+                each,
+                concurrency or 0,
+            )
             for each in range(seed, seed + repetitions)
         ]
         show_loads(ask_loads(question, loads), output, as_json)

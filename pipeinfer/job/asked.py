@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeinfer.job.options import DEFAULT, RunOptions, device_text
 from pipeinfer.observe.experiment import HASH_DIGITS, SAMPLING, digest, model_columns, settings_text, variant_text
-from pipeinfer.observe.results import Record
+from pipeinfer.observe.table import Record
 
 if TYPE_CHECKING:  # these import MPI
     from pipeinfer.job.deployment import Deployment, ModelFile

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from typing import Any
 
 from pipeinfer import __version__
 from pipeinfer.job.asked import describe_drafts, describe_model
 from pipeinfer.job.batch_prepare import BatchWork
 from pipeinfer.job.deployment import Deployment
-from pipeinfer.job.outcome import time_use
+from pipeinfer.job.rank_uses import RankUses
 from pipeinfer.job.session import Figures
-from pipeinfer.observe.ledger import TimeUse
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.throughput import Throughput
-
-NOTHING = TimeUse(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Summary:
@@ -26,9 +22,6 @@ class Summary:
         self.throughput = Throughput()
         self.n_completed = self.n_failed = self.open_max = 0
         self.start_s = self.end_s = 0.0
-        self._uses = [NOTHING] * deployment.plan.n_ranks
-        self._peaks = [0] * deployment.plan.n_ranks
-        self._sent_s: dict[int, float] = {}  # runs that may have been in flight when the ranks told of the others
 
     @property
     def n_written(self) -> int:
@@ -36,7 +29,8 @@ class Summary:
         return self.work.n_done + self.n_completed + self.n_failed
 
     def begin(self, now_s: float) -> None:
-        self.start_s = self._noted_s = now_s
+        self.start_s = now_s
+        self._uses = RankUses(self.deployment, now_s)
 
     def end(self, now_s: float, found: Figures) -> None:
         self.end_s = now_s
@@ -48,15 +42,7 @@ class Summary:
 
     def note(self, found: Figures, now_s: float) -> None:
         """What the ranks did since the last time."""
-        sent_s = found.ledger.submitted_s
-        found = replace(found, ledger=replace(found.ledger, submitted_s={**self._sent_s, **sent_s}))
-        for rank in found.figures:
-            use = time_use(rank, found, (self._noted_s, now_s))
-            self._uses[rank] = TimeUse(
-                *map(sum, zip(asdict(self._uses[rank]).values(), asdict(use).values(), strict=True))
-            )
-            self._peaks[rank] = max(self._peaks[rank], found.figures[rank]["peak_rss_bytes"])
-        self._sent_s, self._noted_s = sent_s, now_s
+        self._uses.note(found, now_s)
 
     def figures(self) -> dict[str, Any]:
         """The object that --json prints and the statistics show."""
@@ -72,14 +58,5 @@ class Summary:
             "version": __version__,
             "model": describe_model(deployment.model),
             "model_draft": describe_drafts(deployment.drafts) if deployment.drafts else None,
-            "ranks": [
-                {
-                    "rank": rank,
-                    "host": deployment.hosts[rank].name,
-                    "role": deployment.plan.describe(rank),
-                    **asdict(use),
-                    "peak_rss_bytes": self._peaks[rank],
-                }
-                for rank, use in enumerate(self._uses)
-            ],
+            "ranks": self._uses.ranks(),
         }

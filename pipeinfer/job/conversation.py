@@ -100,7 +100,8 @@ def _continuation(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[Prompt]:
-    """A length (`512`), a text file, or the first `n_questions` (0: all) of a `.jsonl` whose objects have `turns`.
+    """A length (`512`), a text file, or the first `n_questions` (0: all) of a `.jsonl` whose objects have `turns`, or a
+    `prompt`.
 
     Of these the first `n_turns` (0: all) are taken. Raises UserError when it is none of these.
     """
@@ -130,10 +131,12 @@ def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[Prompt
 
 def _question(path: Path, number: int, line: str, n_turns: int) -> Prompt:
     try:
-        turns = json.loads(line)["turns"]
+        found = json.loads(line)
+        turns = [found["prompt"]] if "turns" not in found else found["turns"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         turns = None
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise UserError(f"{path}, line {number}: no JSON object with a list of texts named turns")
+        raise UserError(f"{path}, line {number}: no JSON object with a list of texts named turns, or a text named "
+                        "prompt")  # fmt: skip
     first, *later = turns[: n_turns or None]
     return Prompt(f"{path.stem}/{number}", first, later=tuple(later))

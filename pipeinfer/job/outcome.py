@@ -12,7 +12,7 @@ from pipeinfer.job.asked import describe_drafts, describe_model
 from pipeinfer.observe.experiment import SAMPLING
 from pipeinfer.observe.ledger import TimeUse, Window, head_time, stage_time
 from pipeinfer.observe.metrics import speculation, timings
-from pipeinfer.observe.results import Record
+from pipeinfer.observe.table import Record
 from pipeinfer.observe.trace import Span, write_chrome_trace
 from pipeinfer.observe.tracks import StageRun, gaps, head_spans, messages
 

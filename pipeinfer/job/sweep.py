@@ -3,9 +3,10 @@ be loaded together. Plans and checks; runs nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.plan import draft_widths, parse_split, stage_ranks
@@ -22,6 +23,7 @@ from pipeinfer.observe.results import Record, as_read, key_of
 from pipeinfer.policies.registry import POLICIES, ablations_of
 
 Key = tuple[object, ...]
+G = TypeVar("G")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class Group:
         return replace(self, cases=tuple(case for case in left if case.n_left))
 
 
+MakeGroup = Callable[[RunOptions, Sequence[Policy], Sweep, Sequence[Host]], G]
+"""Of what is loaded, the policies that are measured on it, the sweep and the hosts."""
+
+
 def check_ablations(sweep: Sweep) -> None:
     """Raises UserError when what is to be switched off is part of no policy that is measured."""
     for name in sweep.ablations:
@@ -103,11 +109,11 @@ def loads_of(sweep: Sweep) -> Iterator[tuple[RunOptions, tuple[Policy, ...]]]:
             yield replace(sweep.base, model=model, drafts=drafts, policy=needs_most, draft_split=cut), policies
 
 
-def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]]) -> list[Group]:
+def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]], group_of: MakeGroup[G]) -> list[G]:
     """Groups in the order of the models, then of the policies. `hosts_of`: of each of `loads_of`. Raises UserError for
     whatever cannot be measured."""
     check_ablations(sweep)
-    groups: list[Group] = []
+    groups: list[G] = []
     unused, draft_split = set(sweep.splits), sweep.base.draft_split
     most = max(len(drafts) for _, drafts in sweep.pairs)
     if all(len(drafts) != 1 + len(draft_split) for _, drafts in sweep.pairs):
@@ -118,7 +124,7 @@ def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]]) -> list[Group]
         fitting = [split for split in sweep.splits if len(parse_split(split)) == n_stages]
         unused -= set(fitting)
         by_split = [replace(options, layer_split=split) for split in fitting] or [options]
-        groups += [_group(chosen, policies, sweep, hosts) for chosen in by_split]
+        groups += [group_of(chosen, policies, sweep, hosts) for chosen in by_split]
     if unused:
         split = min(unused)
         raise UserError(
@@ -140,7 +146,8 @@ def _loaded_alike(policies: Sequence[Policy]) -> Iterator[tuple[Policy, ...]]:
         yield together
 
 
-def _group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
+def group_of(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
+    """What is measured of some policies on what they share, a generation at a time."""
     info, tokenizer = open_models(options)
     conversations = [conversation_of(prompt, tokenizer, sweep.cut) for prompt in sweep.prompts]
     n_predict = max(sweep.predicts)
@@ -148,9 +155,7 @@ def _group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts:
     n_prompt = _longest_prompt(longest, info, conversations)
     request = make_request(longest, info, tokenizer, conversations[0].turns[0].tokens, n_prompt)
     deployment = deploy(options, hosts, info, request.n_ctx, n_prompt)
-    measured = [
-        variant for policy in policies for variant in _variants(replace(options, policy=policy), sweep.ablations)
-    ]
+    measured = variants_of(options, policies, sweep.ablations)
     cases = tuple(
         Case(
             chosen,
@@ -177,6 +182,11 @@ def _longest_prompt(options: RunOptions, info: ModelInfo, conversations: Sequenc
         except UserError as error:
             raise UserError(f"with the answers before its last turn {error}, or take fewer --turns") from None
     return longest
+
+
+def variants_of(options: RunOptions, policies: Sequence[Policy], ablations: Sequence[str]) -> list[RunOptions]:
+    """Every policy, whole and without each of these that it has."""
+    return [variant for policy in policies for variant in _variants(replace(options, policy=policy), ablations)]
 
 
 def _variants(options: RunOptions, ablations: Sequence[str]) -> Iterator[RunOptions]:

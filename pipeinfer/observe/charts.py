@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeinfer.observe.facets import Bar, Series, grouped
-from pipeinfer.observe.results import Record
+from pipeinfer.observe.table import Record
 
 # Okabe and Ito's palette: told apart with any colour vision; hatches serve those who print in grey
 KNOWN = {"iterative": ("#999999", ""), "speculative": ("#E69F00", "//"), "pipeinfer": ("#0072B2", "")}

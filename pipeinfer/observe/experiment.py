@@ -10,7 +10,7 @@ from typing import Any
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
-from pipeinfer.observe.results import Record
+from pipeinfer.observe.table import Record
 
 HASH_DIGITS = 16
 SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name != "n_logprobs")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pipeinfer.observe.columns import ASKED
-from pipeinfer.observe.results import Record
+from pipeinfer.observe.table import Record
 
 Series = dict[str, list[Record]]
 Bar = Sequence[Record]
@@ -21,7 +21,8 @@ SHOWN = (
 """What figures show as bars, groups and titles, or pool and say so. Nothing else that was asked is ever pooled."""
 
 FACETS = tuple(name for name in ASKED if name not in SHOWN)
-LABELS = {"predicted_n": "{} tokens", "temp": "temperature {}", "numerics": "{}", "options": "{}", "pace": "on {}"}
+LABELS = {"predicted_n": "{} tokens", "temp": "temperature {}", "numerics": "{}", "options": "{}", "pace": "on {}",
+          "predict": "{} tokens", "n_requests": "{} requests", "parallel": "loaded for {}"}  # fmt: skip
 LONGEST_NAME = 34
 HASH_SHOWN = 4
 
@@ -52,10 +53,10 @@ def grouped(rows: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, l
 # -- panels
 
 
-def panels_of(rows: Sequence[Record]) -> dict[str, list[Record]]:
-    """Rows by title: of one model pair and alike in all that must not be pooled; those without a draft join every
-    pair of their target."""
-    names = _differing(rows)
+def panels_of(rows: Sequence[Record], facets: Sequence[str] = FACETS) -> dict[str, list[Record]]:
+    """Rows by title: of one model pair and alike in all that must not be pooled, `facets`; those without a draft join
+    every pair of their target."""
+    names = _differing(rows, facets)
     found = grouped(rows, lambda row: (_model(row, "model"), _model(row, "model_draft"), _facets(row, names)))
     drafted = {(target, facets) for target, draft, facets in found if draft[0]}
     models = {model for target, draft, _ in found for model in (target, draft)}
@@ -79,8 +80,8 @@ def _title(model: tuple[str, str], models: Iterable[tuple[str, str]]) -> str:
     return clean(name) + (f" #{digest[:HASH_SHOWN]}" if len(alike) > 1 else "")
 
 
-def _differing(rows: Sequence[Record]) -> list[str]:
-    names = [name for name in FACETS if len({_comparable(row, name) for row in rows}) > 1]
+def _differing(rows: Sequence[Record], facets: Sequence[str]) -> list[str]:
+    names = [name for name in facets if len({_comparable(row, name) for row in rows}) > 1]
     bars = grouped(rows, lambda row: (*map(str, _bar(row)), *_facets(row, names)))
     # the ranks of different bars may well have other threads
     differ = any(len({row.get("threads") for row in bar}) > 1 for bar in bars.values())
@@ -137,11 +138,11 @@ def series_of(rows: Sequence[Record]) -> Series:
     return grouped(ordered, label)
 
 
-def by_ranks(rows: Sequence[Record]) -> dict[str, list[Record]]:
+def by_ranks(rows: Sequence[Record], facets: Sequence[str] = FACETS) -> dict[str, list[Record]]:
     """Rows of each panel and number of ranks, by a title."""
     return {
         f"{title}, {ranks} ranks": found
-        for title, members in panels_of(rows).items()
+        for title, members in panels_of(rows, facets).items()
         for ranks, found in sorted(grouped(members, lambda row: row["ranks"]).items())
     }
 

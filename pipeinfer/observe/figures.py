@@ -40,7 +40,7 @@ from pipeinfer.observe.facets import (
     prompt_labels,
     series_of,
 )
-from pipeinfer.observe.results import Record
+from pipeinfer.observe.table import Record
 
 WITHOUT = {"no-cancel": "without cancellation", "no-partitions": "without KV partitions",
            "no-continuous": "not continuous", "no-async": "not asynchronous"}  # fmt: skip

@@ -1,40 +1,102 @@
-"""What became of many requests, as a table: throughput, latencies, how busy the stages were. Simulates nothing."""
+"""What became of many requests, as a table: throughput, latencies, how busy the stages were. Measures nothing."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from pipeinfer.observe.facets import grouped, without_suffixes
 from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.load_columns import LOAD_COLUMNS
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.report import milliseconds, number
 from pipeinfer.observe.summary import print_records
+from pipeinfer.observe.table import Record
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "policy": lambda load: str(load["policy"]),
+Cells = dict[str, Callable[[dict[str, Any]], str]]
+
+ASKED: Cells = {
+    "policy": lambda load: " ".join(filter(None, (load["policy"], load.get("variant"), load.get("pace")))),
     "settings": lambda load: load["settings"] or "-",
     "requests": lambda load: str(load["n_requests"]),
-    "at a time": lambda load: str(load["parallel"]),
+    "come": lambda load: come_text(load),
+}
+SET_UP: Cells = {
+    "model": lambda load: f"{without_suffixes(load['model'])} {load['quantisation']}",
+    "draft": lambda load: without_suffixes(load["model_draft"]) or "-",
+    "ranks": lambda load: str(load["ranks"]),
+    "layers": lambda load: ",".join(map(str, load["layers"])),
+    "test": lambda load: f"{load['prompt']} tg{load['predict']}",
+}
+FIGURES: Cells = {
     "tokens/s": lambda load: number(load["predicted_per_second"]),
-    "TTFT p50, p99": lambda load: f"{milliseconds(load['ttft_p50_s'])}, {milliseconds(load['ttft_p99_s'])}",
-    "TPOT mean, p99": lambda load: f"{milliseconds(load['tpot_mean_s'])}, {milliseconds(load['tpot_p99_s'])}",
+    "requests/s": lambda load: number(load["requests_per_second"]),
+    "TTFT p50, p99": lambda load: _pair(load, "ttft_p50_s", "ttft_p99_s"),
+    "TPOT mean, p99": lambda load: _pair(load, "tpot_mean_s", "tpot_p99_s"),
+    "ITL p50, p99": lambda load: _pair(load, "itl_p50_s", "itl_p99_s"),
     "acceptance": lambda load: number(load["acceptance_rate"]),
     "busiest stage": lambda load: f"{100 * max(load['busy']):.1f}%",
+}
+SIMULATED: Cells = {
     "stages evaluate": lambda load: f"{100 * sum(load['evaluating']) / len(load['evaluating']):.1f}%",
 }
+SAMPLES = ("seed", "repetition")
+"""What loads of one combination may differ in."""
+
+
+def come_text(load: dict[str, Any]) -> str:
+    """How its requests come: `4 clients`, `0.5/s, 32 at a time`."""
+    if load["concurrency"]:
+        return f"{load['concurrency']} {'client' if load['concurrency'] == 1 else 'clients'}"
+    at_once = load["rate"] is None or math.isnan(load["rate"])
+    return f"{'at once' if at_once else format(load['rate'], 'g') + '/s'}, {load['parallel']} at a time"
 
 
 def show_loads(loads: Iterable[dict[str, Any]], output: str, as_json: bool) -> None:
-    """`output` as for `print_records`; `as_json`: an object a load instead, each as it comes."""
+    """Simulated ones. `output` as for `print_records`; `as_json`: an object a load instead, each as it comes."""
     if as_json:
         for load in loads:
             print(json_text(load))
     else:
-        print_records(list(loads), output, table)
+        print_records(list(loads), output, lambda found: table(ASKED | FIGURES | SIMULATED, found))
 
 
-def table(loads: Sequence[dict[str, Any]]) -> list[str]:
+def print_loads(rows: Sequence[Record], output: str) -> None:
+    """Measured ones: a line a combination, of repetitions the means."""
+    print_records(summarise(rows), output, lambda found: table(SET_UP | ASKED | FIGURES, found))
+
+
+def table(cells: Cells, loads: Sequence[dict[str, Any]]) -> list[str]:
     """Its lines. `busiest stage`: how much of the time it was not idle; `stages evaluate`: the mean of all stages'
     time, without what their hosts do besides."""
-    rows = ([text(load) for text in COLUMNS.values()] for load in loads)
-    return markdown_table(list(COLUMNS), rows, list(COLUMNS)[2:])
+    rows = ([text(load) for text in cells.values()] for load in loads)
+    return markdown_table(list(cells), rows, ["ranks", "requests", *FIGURES, *SIMULATED])
+
+
+def _pair(load: dict[str, Any], *names: str) -> str:
+    return ", ".join(milliseconds(load[name]) for name in names)
+
+
+def summarise(rows: Sequence[Record]) -> list[dict[str, Any]]:
+    """One dict a combination, in the order of first appearance: what was asked, how often, and means."""
+    asked = [column.name for column in LOAD_COLUMNS if column.asked and column.name not in SAMPLES]
+    groups = grouped(rows, lambda row: tuple(str(row[name]) for name in asked))
+    return [
+        {name: found[0][name] for name in asked} | {"samples": len(found)} | _means(found) for found in groups.values()
+    ]
+
+
+def _means(rows: Sequence[Record]) -> dict[str, Any]:
+    """Of the figures; of lists place by place."""
+    means: dict[str, Any] = {}
+    for column in LOAD_COLUMNS:
+        values = [row[column.name] for row in rows]
+        if column.asked or column.kind == "text":
+            continue
+        if column.kind in ("integers", "numbers"):
+            means[column.name] = tuple(statistics.fmean(place) for place in zip(*values, strict=False))
+        else:
+            means[column.name] = values[0] if len(set(values)) == 1 else statistics.fmean(values)
+    return means

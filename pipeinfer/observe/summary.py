@@ -17,7 +17,7 @@ from pipeinfer.observe.json_text import without_nan
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.metrics import percentiles
 from pipeinfer.observe.report import number, size_text
-from pipeinfer.observe.results import Record
+from pipeinfer.observe.table import Record
 
 SAME = tuple(name for name in ASKED if name not in ("prompt_hash", "prompt_n", "seed", "repetition"))
 """Rows that agree in these are samples of one combination; all questions of a set are one prompt."""

@@ -1,4 +1,5 @@
-"""Many requests -> throughput, percentiles of latencies, what drafts were worth. Keeps two numbers a request."""
+"""Many requests -> throughput, percentiles of latencies, what drafts were worth. Keeps two numbers a request, and a
+number a token where gaps between tokens are asked for."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from rich.console import Console
 from pipeinfer.observe.metrics import RequestMetrics, percentiles
 from pipeinfer.observe.report import USES, milliseconds, number, show_table, size_text
 
-SHARES = (50, 95, 99)
+SHARES = (50, 90, 95, 99)
 
 
 @dataclass
 class Throughput:
-    """Requests that have finished, added up. Times are seconds."""
+    """Requests that have finished, added up. Times are seconds. `itl_s`: every gap between tokens, if it is kept."""
 
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     tpot_s: array[float] = field(default_factory=lambda: array("d"))
+    itl_s: array[float] | None = None
     n_prompt: int = 0
     n_predicted: int = 0
     n_judged: int = 0
@@ -36,6 +38,8 @@ class Throughput:
             self.ttft_s.append(metrics.ttft_s)
         if n > 1:
             self.tpot_s.append((metrics.token_s[-1] - metrics.token_s[0]) / (n - 1))
+        if self.itl_s is not None:
+            self.itl_s.extend(metrics.itl_s)
 
     def figures(self, wall_s: float, n_requests: int) -> dict[str, Any]:
         """`wall_s`: from the first request's submission to the last one's end. NaN where there is nothing to tell."""
@@ -49,6 +53,7 @@ class Throughput:
             "predicted_per_second": self.n_predicted * per_s,
             **_spread("ttft", self.ttft_s),
             **_spread("tpot", self.tpot_s),
+            **({} if self.itl_s is None else _spread("itl", self.itl_s)),
             "draft_n_judged": self.n_judged,
             "draft_n_accepted": self.n_matched,
             "acceptance_rate": self.n_matched / self.n_judged if self.n_judged else float("nan"),
@@ -73,8 +78,8 @@ def show_throughput(console: Console, summary: dict[str, Any]) -> None:
         f"tokens/s; {s['prompt_n']} prompt tokens, {number(s['prompt_per_second'])} tokens/s"
     )
     for name in ("ttft", "tpot"):
-        p50, p95, p99 = (milliseconds(s[f"{name}_p{share}_s"]) for share in SHARES)
-        console.print(f"{name.upper():12}mean {milliseconds(s[f'{name}_mean_s'])}, p50 {p50}, p95 {p95}, p99 {p99}")
+        shares = "".join(f", p{share} {milliseconds(s[f'{name}_p{share}_s'])}" for share in SHARES)
+        console.print(f"{name.upper():12}mean {milliseconds(s[f'{name}_mean_s'])}{shares}")
     if s["draft_n_judged"]:
         console.print(
             f"speculation acceptance {number(s['acceptance_rate'])} ({s['draft_n_accepted']} of {s['draft_n_judged']} "

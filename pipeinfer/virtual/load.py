@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ from pipeinfer.virtual.simulation import N_CELLS_SPARE, N_CHUNK, N_GUESS_ROWS, r
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests with prompts and texts of so many tokens, `parallel` of them open at a time at most. They come at
-    random, `rate` a second in the mean (a Poisson process), or all at once."""
+    random, `rate` a second in the mean (a Poisson process), or all at once; or, where there is a `concurrency`, from so
+    many clients, each of whom asks for the next text when it has one."""
 
     n_requests: int
     prompt_tokens: int
@@ -38,12 +40,20 @@ class Load:
     parallel: int
     rate: float = math.inf
     seed: int = 0
+    concurrency: int = 0
 
-    def arrivals_s(self) -> list[float]:
-        if math.isinf(self.rate):
-            return [0.0] * self.n_requests
-        gaps_s = np.random.default_rng(self.seed).exponential(1 / self.rate, self.n_requests)
-        return [float(when_s) for when_s in np.cumsum(gaps_s) - gaps_s[0]]
+    @property
+    def n_open(self) -> int:
+        """Requests that are open at a time at most."""
+        return self.concurrency or self.parallel
+
+
+def arrivals_s(n_requests: int, rate: float, seed: int) -> list[float]:
+    """When requests come, from the first one on: the same for the same seed."""
+    if math.isinf(rate):
+        return [0.0] * n_requests
+    gaps_s = np.random.default_rng(seed).exponential(1 / rate, n_requests)
+    return [float(when_s) for when_s in np.cumsum(gaps_s) - gaps_s[0]]
 
 
 class LoadWaiter(SimWaiter):
@@ -69,32 +79,34 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
         for number in range(load.n_requests)
     ]
     pipeline = SimPipeline(profile, choices, clock)
-    n_seq = policy.n_seq + load.parallel - 1
-    pool = SequencePool(n_seq, load.parallel * n_ctx + N_CELLS_SPARE, parked=True)
-    arrivals_s, waiter = deque(load.arrivals_s()), LoadWaiter(clock)
+    n_seq = policy.n_seq + load.n_open - 1
+    pool = SequencePool(n_seq, load.n_open * n_ctx + N_CELLS_SPARE, parked=True)
+    coming_s, waiter = deque(arrivals_s(load.n_requests, load.rate, load.seed)), LoadWaiter(clock)
     engine = Engine(
-        Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.parallel)),
+        Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.n_open)),
         SimDrafter(profile, choices, (pipeline,)) if profile.drafts else None,
         waiter, clock, run_cost=RunCost(row_costs(profile)),
     )  # fmt: skip
     metrics = [RequestMetrics() for _ in choices]
     number = n_open = 0
-    while engine.busy or arrivals_s:
+    while engine.busy or coming_s:
         if not engine.busy:
-            clock.now = max(clock.now, arrivals_s[0])
-        while arrivals_s and arrivals_s[0] <= clock.now and n_open < load.parallel:
+            clock.now = max(clock.now, coming_s[0])
+        while coming_s and coming_s[0] <= clock.now and n_open < load.n_open:
             request = Request(number, choices[number].prompt, load.predict, SamplingParams(temp=0.0), n_ctx)
             engine.add(request, policy.begin(), metrics[number])
-            metrics[number].submitted_s = arrivals_s.popleft()
+            came_s = coming_s.popleft()
+            if not load.concurrency:  # else it comes when its client has the text before it: now
+                metrics[number].submitted_s = came_s
             number, n_open = number + 1, n_open + 1
-        waiter.next_s = arrivals_s[0] if arrivals_s and n_open < load.parallel else math.inf
+        waiter.next_s = coming_s[0] if coming_s and n_open < load.n_open else math.inf
         emission = engine.step()
         n_open -= emission is not None and emission.request.finish is not None
     return _figures(load, pipeline, metrics)
 
 
 def _figures(load: Load, pipeline: SimPipeline, metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
-    throughput = Throughput()
+    throughput = Throughput(itl_s=array("d"))
     for each in metrics:
         throughput.add(each)
     first_s, last_s = min(each.token_s[0] for each in metrics), max(each.token_s[-1] for each in metrics)

@@ -13,7 +13,7 @@ from pipeinfer.cluster.costs import Profile
 from pipeinfer.observe.experiment import SAMPLING, digest, model_columns
 from pipeinfer.observe.ledger import head_time, stage_time
 from pipeinfer.observe.metrics import speculation, timings
-from pipeinfer.observe.results import Record
+from pipeinfer.observe.table import Record
 from pipeinfer.observe.trace import Message, Span, write_chrome_trace
 from pipeinfer.observe.tracks import gaps, head_spans, messages
 from pipeinfer.virtual.pipeline import SimPipeline, SimStage

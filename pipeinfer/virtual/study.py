@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,6 +72,7 @@ class Question:
         if len(profile.drafts) > 1:
             raise UserError(f"{profile.name} has {len(profile.drafts)} drafts; --requests takes pairs with one")
         asked = {"policy": policy.name, "settings": settings_text(policy), "profile": profile.name, **asdict(load)}
+        asked["rate"] = None if math.isinf(load.rate) else load.rate
         return asked | simulate_load(profile, policy, load, self._ranks(profile)[0])
 
     def _lay_out(self, has_draft: bool) -> Profile:

@@ -1,0 +1,206 @@
+"""A table of measurements in a CSV file, a row a line: appended whole, read back as it was. Knows files, not what the
+columns are about."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import io
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import UserError
+from pipeinfer.observe.columns import Column
+from pipeinfer.outputs import check_writable, write_error
+
+MAX_CELL = 1 << 16
+Record = dict[str, Any]
+"""A row: the name of a column -> its cell."""
+
+Line = tuple[int, list[str]]
+"""The number of a row's line, from 1 on, and its cells."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Its columns; `policy`, `model` and `ranks` are among them."""
+
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+    @cached_property
+    def asked(self) -> tuple[str, ...]:
+        """What makes two measurements the same one: the key of `--resume`, of the tables and of the figures."""
+        return tuple(column.name for column in self.columns if column.asked)
+
+    def key_of(self, row: Record) -> tuple[Any, ...]:
+        """What was asked, of a row as it is read: two measurements with one key are the same one."""
+        # NaN, an empty cell, does not equal itself
+        return tuple(None if row[name] != row[name] else row[name] for name in self.asked)
+
+    def check(self, path: Path) -> None:
+        """Raises UserError when a row could not be appended: the file cannot be written or has other columns; and when
+        a row of it has: what would be measured could not be read back. The cells are not looked at.
+
+        Leaves nothing behind.
+        """
+        if not path.exists():
+            check_writable(path, "--results")
+            return
+        with _locked(path) as file:
+            if self._check_appendable(path, file):
+                for number, cells in lines_of(path):
+                    self.check_count(path, number, cells)
+
+    def append(self, path: Path, row: Record) -> None:
+        """Append a row, after a header in an empty file; safe when two jobs write at once. Raises as `check`, and when
+        there is no room for the row: then the file is as it was before.
+
+        A job that is killed here leaves a row cut off at worst, never two mixed.
+        """
+        with _locked(path) as file:
+            size = self._check_appendable(path, file)
+            _write_whole(file, size, self._encode(row, with_header=not size))
+
+    def as_read(self, row: Record) -> Record:
+        """A row as `rows` would give it after it was appended."""
+        return self._row(Path("row"), 1, [str(_cell(row.get(name, ""))) for name in self.names])
+
+    def has_header(self, lines: Sequence[Line]) -> bool:
+        return bool(lines) and tuple(lines[0][1]) == self.names
+
+    def rows(self, path: Path, lines: Sequence[Line]) -> list[Record]:
+        """Those of a file with this header, each cell of its column's kind, lists as tuples; a number is NaN where its
+        cell is empty. Raises UserError, naming the line, for whatever is no such row."""
+        return [self._row(path, number, cells) for number, cells in lines[1:]]
+
+    def check_count(self, path: Path, number: int, cells: Sequence[str]) -> None:
+        check_count(path, number, cells, len(self.columns))
+
+    def _row(self, path: Path, number: int, cells: list[str]) -> Record:
+        self.check_count(path, number, cells)
+        pairs = zip(self.columns, cells, strict=True)
+        row = {column.name: value_of(path, number, column, cell) for column, cell in pairs}
+        if not row["policy"] or not row["model"] or not row["ranks"] >= 1:
+            raise UserError(f"{path}, line {number} lacks its policy, model or ranks; delete that line")
+        return row
+
+    def _check_appendable(self, path: Path, file: FileIO) -> int:
+        """The size of a file to which a row can be appended. Raises UserError when it is none."""
+        size = file.seek(0, os.SEEK_END)
+        if not size:
+            return size
+        file.seek(0)
+        wanted = ",".join(self.names)
+        header = file.read(len(wanted) + MAX_CELL).partition(b"\n")[0].decode("utf-8", "replace").strip()
+        if header != wanted:
+            raise UserError(f"--results {path} has other columns; name a new file, nothing was written")
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            n_lines = file.readall().count(b"\n") + 1
+            raise UserError(f"--results {path}, line {n_lines} is cut off; delete that line, nothing was written")
+        return size
+
+    def _encode(self, row: Record, with_header: bool) -> bytes:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        if with_header:
+            writer.writerow(self.names)
+        writer.writerow([_cell(row.get(name, "")) for name in self.names])
+        return text.getvalue().encode()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[FileIO]:
+    """The file, unbuffered and locked until it is closed. Raises UserError for any OSError."""
+    try:
+        with path.open("a+b", buffering=0) as file:
+            # over NFS too, Linux makes this a lock on the server; it ends with the process that holds it
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+    except OSError as error:
+        raise write_error(path, "--results", error) from None
+
+
+def _write_whole(file: FileIO, size: int, data: bytes) -> None:
+    """All of the data behind the first `size` bytes, or none: on a full disk the file gets its size back."""
+    left = memoryview(data)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        # a device has no size
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else " " for c in value)[:MAX_CELL]
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.9g}"
+    if isinstance(value, list | tuple):
+        return ",".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in value)
+    return value
+
+
+# -- reading
+
+
+def lines_of(path: Path) -> Iterator[Line]:
+    """Every row that is not blank. Raises UserError for a file that cannot be read, or is no table."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        # a row is a line: no cell that this program writes has a line break
+        try:
+            cells = next(csv.reader([line.decode().rstrip("\r")], strict=True), [])
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{path}, line {number}: {error}; delete that line") from None
+        if cells:
+            yield number, cells
+
+
+def check_count(path: Path, number: int, cells: Sequence[str], n_columns: int) -> None:
+    if len(cells) != n_columns:
+        raise UserError(f"{path}, line {number} has {len(cells)} of {n_columns} columns; delete that line")
+
+
+def value_of(path: Path, number: int, column: Column, cell: str) -> Any:
+    """A cell as its column has it: a text, a number (NaN if empty), or a tuple of numbers."""
+    try:
+        if column.kind == "text":
+            return cell
+        if column.kind in ("integers", "numbers"):
+            return tuple(number_of(column, part) for part in cell.split(",") if part)
+        return number_of(column, cell) if cell else math.nan
+    except ValueError:
+        shown = cell if len(cell) <= 40 else f"{cell[:40]}…"
+        wanted = "an integer" if column.kind.startswith("integer") else "a number"
+        raise UserError(
+            f"{path}, line {number}: {column.name} is {shown!r}, {wanted} from 0 on is wanted; delete that line"
+        ) from None
+
+
+def number_of(column: Column, text: str) -> float:
+    """Raises ValueError unless it is one that the column can have."""
+    # int() and float() take 1_000 too
+    value = math.nan if "_" in text else (int(text) if column.kind.startswith("integer") else float(text))
+    # what is asked may be negative: penalties, and a top-k that is switched off
+    if not (-math.inf if column.asked else 0) <= value < math.inf:
+        raise ValueError
+    return value
