@@ -27,6 +27,9 @@ What differs where the name is the same:
 * `-c 0` is as much as the prompt and `-n` need, in a chat 4096 tokens at most; a full one is not shifted.
 * `-b` is the prompt tokens of a run through the pipeline.
 * `-t` may have a value for each rank.
+* `--device` and `-ngl` may have a value for each rank; several devices of one are joined with +. A lone process takes
+  llama.cpp's commas.
+* `--numa isolate` gives the ranks of a host each its own nodes; a host's only rank keeps all.
 * `-md` may come several times: of several drafts the smallest guesses, larger ones refine.
 * `-r` is not printed; `--stop` is another name for it.
 * `-cnv` is not the default for models with a template: `run` continues a text as it stands, `run --chat` asks once.

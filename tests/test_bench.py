@@ -187,10 +187,9 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     """--resume leaves nothing out that was asked otherwise, in whichever option of `run`."""
     changed: dict[str, Any] = {
         "drafts": (TARGET,), "prompt": "one three", "predict": 9, "ctx_size": 64, "batch_size": 7, "threads": (2,),
-        "n_gpu_layers": (1,), "device": (("none",),), "backend": (Backend("torch"),), "policy": Speculative(),
-        "layer_split": "1,8",
-        "numerics": "fast", "slice_cache": tmp_path, "pace": "pipeinfer-c",
-        "sampling": SamplingParams(seed=1), "couple": False,
+        "n_gpu_layers": (1,), "device": (("none",),), "numa": "isolate", "backend": (Backend("torch"),),
+        "policy": Speculative(), "layer_split": "1,8", "numerics": "fast", "slice_cache": tmp_path,
+        "pace": "pipeinfer-c", "sampling": SamplingParams(seed=1), "couple": False,
         "cancel": False, "partitions": False, "sequences": 3, "lookup": True, "samplers": 1,
     }  # fmt: skip
     # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to

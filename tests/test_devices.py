@@ -11,13 +11,14 @@ import pytest
 
 from pipeinfer.cli.run import run
 from pipeinfer.cluster.cores import Host, gpus_given
+from pipeinfer.cluster.shares import share_of
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import UserError
 from pipeinfer.job import gpus
 from pipeinfer.job.asked import options_text
 from pipeinfer.job.backends import Backend
 from pipeinfer.job.deployment import lay_out
-from pipeinfer.job.gpus import check_present, dealt, rank_devices, ranks_fault
+from pipeinfer.job.gpus import check_present, rank_devices, ranks_fault
 from pipeinfer.job.options import ALL_LAYERS, DEFAULT, NO_DEVICE, RunOptions, check_devices, gpu_layers_asked
 from pipeinfer.job.plan_rows import plan_rows
 from pipeinfer.models.demo import TARGET
@@ -84,10 +85,10 @@ def test_ranks_of_a_host_share_its_gpus() -> None:
     names = [device.name for device in FOUR]
     for n_names in range(1, 5):
         for n_sharers in range(1, 7):
-            shares = [dealt(names[:n_names], index, n_sharers) for index in range(n_sharers)]
+            shares = [share_of(names[:n_names], index, n_sharers) for index in range(n_sharers)]
             assert all(shares) and {name for share in shares for name in share} == set(names[:n_names])
             assert n_sharers > n_names or sum(map(len, shares)) == n_names
-    assert dealt([], 0, 2) == ()
+    assert share_of([], 0, 2) == []
 
 
 def test_unless_told_a_rank_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

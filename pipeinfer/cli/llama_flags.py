@@ -72,7 +72,7 @@ _INSTEAD = {
     "--spec-draft-cpu-range --cpu-strict-draft --spec-draft-cpu-strict --prio-draft --spec-draft-prio --poll-draft "
     "--spec-draft-poll -Cbd --cpu-mask-batch-draft --spec-draft-cpu-mask-batch -Crbd --cpu-range-batch-draft "
     "--spec-draft-cpu-range-batch --cpu-strict-batch-draft --spec-draft-cpu-strict-batch --prio-batch-draft "
-    "--spec-draft-prio-batch --poll-batch-draft --spec-draft-poll-batch --numa": _CORES,
+    "--spec-draft-prio-batch --poll-batch-draft --spec-draft-poll-batch": _CORES,
     "-ub --ubatch-size": "-b is the prompt tokens of a run; a run is not cut further",
     "-cd --ctx-size-draft": "a draft has the target's context: -c",
     "--keep --context-shift": "the text ends when the context is full; -c N makes it larger",

@@ -19,7 +19,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 
 SHARED = (
-    "model", "drafts", "threads", "n_gpu_layers", "device", "backend", "layer_split", "draft_split", "numerics",
+    "model", "drafts", "threads", "n_gpu_layers", "device", "numa", "backend", "layer_split", "draft_split", "numerics",
     "slice_cache", "send_layers", "rank_timeout_s", "verbose", *HUB_NAMES,
 )  # fmt: skip
 N_TOKENS = 128

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from pipeinfer.cli.values import Devices, Listed, Number
+from pipeinfer.cluster.numa import STRATEGIES
 from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -25,6 +26,12 @@ OPTIONS = (
         "-dev", "--device", type=Listed(Devices()), default="auto", show_default=True,
         help="Devices of a rank's -ngl layers, by the names of `pipeinfer info`: CUDA0, or several, CUDA0+CUDA1; "
         "none: they stay on the CPU; auto: ranks of a host share its GPUs. One value, or one a rank: CUDA0,CUDA1,none.",
+    ),
+    click.option(
+        "--numa", type=click.Choice(STRATEGIES),
+        help="isolate: several ranks of a host share its NUMA nodes, each on the cores of its own ones; distribute: "
+        "threads of a host's only rank go to its nodes in turns; numactl, as without: cores are as the launcher gives "
+        "them. Ranks that it has bound stay where they are.",
     ),
     rank_timeout_option,
 )  # fmt: skip

@@ -23,13 +23,17 @@ PROCESSOR = ("model name", "CPU implementer", "CPU part", "cpu")
 """What /proc/cpuinfo calls a processor, on x86, ARM and POWER."""
 
 
+Cores = frozenset[int]
+"""Numbers of cores."""
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """Where a rank runs: the numbers of the cores that it may use, and as how many cores' time it may take (a container
     may be allowed less); 0 where nobody knows."""
 
     name: str
-    cores: frozenset[int]
+    cores: Cores
     n_cores: int
     room: Room = field(default_factory=Room)
     """What this rank may still take of the host's memory."""
@@ -41,6 +45,12 @@ class Host:
     """What the host says it is; empty: it does not say."""
     gpus_given: str = ""
     """Ranks of a host of which this is the same see the same GPUs; others were given their own by the launcher."""
+    nodes: tuple[tuple[int, Cores], ...] = ()
+    """Of each NUMA node that has cores of it: the node's number and those."""
+    is_bound: bool = False
+    """Whether its nodes have cores that this rank may not use."""
+    numa: str = ""
+    """The NUMA nodes, by number, that the rank keeps to; empty: it was not asked to."""
     speed: LayerSpeed | None = None
     """Of this rank, at the target's layers; None: nobody has timed it."""
     untimed: str = ""

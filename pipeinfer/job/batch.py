@@ -36,8 +36,7 @@ def run_batch(asked: BatchOptions) -> int:
     return start_job(
         lambda crew: run_prepared(crew, asked.run, prepare, lambda *head: Batch(*head).run()),
         asked,
-        asked.run.verbose,
-        asked.run.rank_timeout_s,
+        asked.run,
     )
 
 

@@ -47,8 +47,7 @@ def run_chat(options: RunOptions) -> int:
     return start_job(
         lambda crew: run_prepared(crew, options, prepare_chat, lambda *head: Chat(*head).run()),
         options,
-        options.verbose,
-        options.rank_timeout_s,
+        options,
     )
 
 

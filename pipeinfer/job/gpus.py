@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.shares import share_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.memory import gpu_layers
 from pipeinfer.job.options import (
@@ -49,7 +50,7 @@ def rank_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> tuple
     if rank not in sharers or len(sharers) == 1:
         return None
     names = [device.name for device in gpus()]
-    return dealt(names, sharers.index(rank), len(sharers)) or None
+    return tuple(share_of(names, sharers.index(rank), len(sharers))) or None
 
 
 def ranks_fault(options: RunOptions, hosts: Sequence[Host], rank: int, gather: Callable[[str], list[str]]) -> str:
@@ -85,14 +86,6 @@ def check_present(asked: Sequence[str], present: Sequence[Device]) -> None:
     there = f"libllama has {shown} there" if present else f"libllama sees no GPU there: it takes one, and {BUILD}"
     raise UserError(f"--device {missing} is not there; {there}; `pipeinfer info` lists devices, none leaves layers on "
                     "the CPU")  # fmt: skip
-
-
-def dealt(names: Sequence[str], index: int, n_sharers: int) -> tuple[str, ...]:
-    """Of devices that so many ranks share those of one: whole ones in turn, as many for each as there are; where there
-    are fewer than ranks some ranks have one together."""
-    n = len(names)
-    first, last = index * n // n_sharers, (index + 1) * n // n_sharers
-    return tuple(names[first:last]) or tuple(names[index % n : index % n + 1] if n else ())
 
 
 def _may_share(options: RunOptions, hosts: Sequence[Host], rank: int, other: int) -> bool:

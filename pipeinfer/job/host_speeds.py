@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer import __version__
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.cores import Host, share_cores
 from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.job.options import RunOptions
 from pipeinfer.kept import user_kept
@@ -31,7 +31,7 @@ def order_matters(options: RunOptions, hosts: Sequence[Host]) -> bool:
 
 def own_speed(hosts: Sequence[Host], rank: int) -> Speed:
     """What a rank reaches while the others of its host measure too."""
-    return measure_speed(max(1, hosts[rank].n_cores // _n_ranks(hosts, rank)))
+    return measure_speed(share_cores(hosts, frozenset(range(len(hosts))))[rank])
 
 
 def known_speeds(link: Link, hosts: Sequence[Host]) -> list[Speed]:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from pipeinfer.cluster.mpi_library import describe_mpi
 from pipeinfer.cluster.room import UNLIMITED
 from pipeinfer.cluster.roster import version_text
 from pipeinfer.errors import UserError
+from pipeinfer.job.options import DEFAULT
 from pipeinfer.models.llama.build import describe_build
 from pipeinfer.models.torch.library import load_torch, torch_version
 from pipeinfer.observe.info_text import info_lines
@@ -51,7 +52,8 @@ def info(question: InfoQuestion) -> int:
         return 0
     from pipeinfer.job.start import start_job  # initialises MPI
 
-    return start_job(lambda crew: _info_of_ranks(crew, question), question, False, question.rank_timeout_s)
+    options = replace(DEFAULT, rank_timeout_s=question.rank_timeout_s)
+    return start_job(lambda crew: _info_of_ranks(crew, question), question, options)
 
 
 def _info_of_ranks(crew: Crew, question: InfoQuestion) -> int:

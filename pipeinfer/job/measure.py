@@ -14,6 +14,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, check_profiled
 from pipeinfer.job.fetch import fetch_models
+from pipeinfer.job.gpus import ranks_fault
 from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.load import load_drafts, load_stage
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
@@ -35,13 +36,14 @@ another one computes beside it."""
 
 def measure(options: RunOptions, output: Path) -> int:
     """`pipeinfer measure`, on every rank; returns the exit code."""
-    return start_job(lambda crew: _measure(crew, options, output), options, options.verbose, options.rank_timeout_s)
+    return start_job(lambda crew: _measure(crew, options, output), options, options)
 
 
 def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
-    link, deployment, request, error = crew.link, None, None, ""
+    link, deployment, request = crew.link, None, None
+    error = ranks_fault(options, crew.hosts, link.rank, link.all_gather)
     hosts = with_layer_times(crew, crew.hosts, options)
-    if link.rank == 0:
+    if link.rank == 0 and not error:
         try:
             if link.size < 2:
                 raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")

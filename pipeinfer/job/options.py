@@ -92,6 +92,7 @@ class RunOptions:
     slice_cache: Path | None = None
     offline: bool = False
     send_layers: bool = True
+    numa: str | None = None
     rank_timeout_s: float | None = None
     pace: str | None = None
     couple: bool = True

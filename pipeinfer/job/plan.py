@@ -62,10 +62,7 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
         return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.start import start_job  # initialises MPI
 
-    return start_job(
-        lambda crew: _plan_ranks(crew, options, question), _Asked(options, question), options.verbose,
-        options.rank_timeout_s,
-    )  # fmt: skip
+    return start_job(lambda crew: _plan_ranks(crew, options, question), _Asked(options, question), options)
 
 
 def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:

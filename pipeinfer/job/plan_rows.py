@@ -34,6 +34,7 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
                 "rank": rank,
                 "host": node.host.name,
                 "n_cores": node.host.n_cores if node.host.n_cores != UNKNOWN_CORES else None,
+                "numa": node.host.numa or None,
                 "room_bytes": room_bytes if room_bytes < UNLIMITED else None,
                 "gpu": node.gpu or None,
                 "backend": str(deployment.backends[rank]),

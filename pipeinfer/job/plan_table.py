@@ -10,6 +10,9 @@ from pipeinfer.observe.plan_text import ALWAYS, CELLS, plan_cells
 from pipeinfer.observe.report import show_table
 from pipeinfer.virtual.nodes import Node
 
+WHERE = ("NUMA", "backend", "device")
+"""What is also shown on a narrow terminal, where a rank is told."""
+
 ENOUGH = 130
 """Characters a line in which all columns have room."""
 
@@ -23,4 +26,4 @@ def show_plan(console: Console, deployment: Deployment, about: str) -> None:
 def show_ranks_of_plan(console: Console, deployment: Deployment) -> None:
     """A row a rank, whether it fits or not."""
     rows = plan_rows(deployment, list(map(Node, deployment.hosts)))
-    show_table(console, *plan_cells(rows, tuple(CELLS) if console.width >= ENOUGH else (*ALWAYS, "backend", "device")))
+    show_table(console, *plan_cells(rows, tuple(CELLS) if console.width >= ENOUGH else (*ALWAYS, *WHERE)))

@@ -38,8 +38,7 @@ def run_serve(asked: ServeOptions, open_front: Callable[[Any], Front]) -> int:
             lambda *head: Service(*head).run(),
         ),
         asked,
-        asked.run.verbose,
-        asked.run.rank_timeout_s,
+        asked.run,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import traceback
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 from pipeinfer.cluster.cores import Host, other_clocks, this_host
 from pipeinfer.cluster.launch import check_size, end_job, is_first_here, rank_from_environment, size_from_environment
+from pipeinfer.cluster.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
 from pipeinfer.cluster.roster import check_alike, own_words, places
 from pipeinfer.cluster.speed import Speed
 from pipeinfer.cluster.transport import Link, abort
@@ -33,7 +35,7 @@ from pipeinfer.job.prepare import prepare
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.signals import on_signals
 from pipeinfer.job.stop import StopFlag, Stopper
-from pipeinfer.models.llama.ggml import load_library
+from pipeinfer.models.llama.ggml import load_library, spread_over_nodes
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.trace import Tracer
 
@@ -58,22 +60,19 @@ class Crew:
 
 def run_job(options: RunOptions) -> int:
     """`pipeinfer run`, on every rank; returns the exit code, the same on all of them when the input is at fault."""
-    return start_job(
-        lambda crew: run_prepared(crew, options, prepare, _run_head), options, options.verbose, options.rank_timeout_s
-    )
+    return start_job(lambda crew: run_prepared(crew, options, prepare, _run_head), options, options)
 
 
-def start_job(part: Callable[[Crew], int], settings: object, verbose: bool, rank_timeout_s: float | None = None) -> int:
+def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions) -> int:
     """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code.
 
-    `settings`: a dataclass of all that was asked for, which must be the same on every rank; `rank_timeout_s`: after how
-    long a rank that gives no sign ends the job, None: as usual. Raises UserError, on every rank and with MPI ended,
-    when ranks do not fit together.
+    `settings`: a dataclass of all that was asked for, which must be the same on every rank; `options`: what it says of
+    the ranks themselves. Raises UserError, on every rank and with MPI ended, when ranks do not fit together.
     """
     flag, end = StopFlag(), partial(end_job, abort=abort)
     watch = Watch(
         rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason),
-        Limits.of(rank_timeout_s),
+        Limits.of(options.rank_timeout_s),
     )  # fmt: skip
     stopper = Stopper(flag, watch, end)
     on_signals(stopper.on_signal)
@@ -86,13 +85,13 @@ def start_job(part: Callable[[Crew], int], settings: object, verbose: bool, rank
     _meet(link, watch, settings)
     with watch:
         try:
-            hosts = link.all_gather(this_host(socket.gethostname()))
+            hosts = _places(link, options)
             if link.rank:
                 _get_ready()
             with report_bus_errors(watch.fault):
                 code = part(Crew(link, flag, watch, hosts))
         except Exception:
-            if verbose:
+            if options.verbose:
                 traceback.print_exc()
             raise  # the watch says it in one line and ends the job
         link.finalize()
@@ -110,6 +109,20 @@ def _meet(link: Link, watch: Watch, settings: object) -> None:
         watch.close()
         raise
     watch.join(places(all_words), link.broadcast)
+
+
+def _places(link: Link, options: RunOptions) -> list[Host]:
+    """Where every rank runs, with cores of its own where that is asked for: before any thread computes."""
+    hosts = link.all_gather(with_nodes(this_host(socket.gethostname())))
+    if options.numa and link.rank == 0:
+        for line in unheeded(options.numa, hosts):
+            complain(line)
+    if options.numa == DISTRIBUTE and is_distributed(hosts, link.rank):
+        spread_over_nodes()
+    if options.numa == ISOLATE:
+        hosts = isolated(hosts)
+        os.sched_setaffinity(0, hosts[link.rank].cores)
+    return hosts
 
 
 def _get_ready() -> None:

@@ -15,6 +15,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import forget_peak
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.fetch import fetch_files
+from pipeinfer.job.gpus import ranks_fault
 from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.session import Session
@@ -42,16 +43,15 @@ Planner = Callable[[Sweep, Sequence[Sequence[Host]]], list[G]]
 def start_sweep(settings: object, sweep: Sweep, plan: Planner[G], lead: Callable[[Crew, list[G]], int]) -> int:
     """A job, on every rank; returns the exit code. `settings`: must be alike on all. On rank 0 `plan` says what there
     is to measure on which hosts, or raises UserError, and `lead` measures it."""
-    return start_job(
-        lambda crew: _run(crew, sweep, plan, lead), settings, sweep.base.verbose, sweep.base.rank_timeout_s
-    )
+    return start_job(lambda crew: _run(crew, sweep, plan, lead), settings, sweep.base)
 
 
 def _run(crew: Crew, sweep: Sweep, plan: Planner[G], lead: Callable[[Crew, list[G]], int]) -> int:
-    link, groups, error = crew.link, list[G](), ""
+    link, groups = crew.link, list[G]()
+    error = ranks_fault(sweep.base, crew.hosts, link.rank, link.all_gather)
     # which splits fit, rank 0 finds out: where some are given nothing is timed
     hosts_of = [crew.hosts if sweep.splits else with_layer_times(crew, crew.hosts, each) for each, _ in loads_of(sweep)]
-    if link.rank == 0:
+    if link.rank == 0 and not error:
         try:
             groups = plan(_fetched(sweep), hosts_of)
         except UserError as caught:

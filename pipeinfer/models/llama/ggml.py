@@ -28,6 +28,7 @@ from pipeinfer.models.llama.threads import spin_briefly
 LOG_ERROR = 4
 PROBE_TIMEOUT_S = 20.0
 F32, F16 = 0, 1
+NUMA_DISTRIBUTE = 1
 
 _errors: deque[str] = deque(maxlen=4)
 _keep_alive: list[Any] = []
@@ -49,6 +50,11 @@ def load_library() -> ModuleType:
     library.llama_log_set(on_log, None)
     library.llama_backend_init()
     return library
+
+
+def spread_over_nodes() -> None:
+    """Let libggml's threads go to the NUMA nodes in turns. Must come before the first of them."""
+    load_library().llama_numa_init(NUMA_DISTRIBUTE)
 
 
 def _bindings() -> ModuleType:

@@ -1,0 +1,84 @@
+"""NUMA nodes: which cores belong to each, and which of them each rank of a host has to itself. Knows no model and no
+MPI."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pipeinfer.cluster.cores import Cores, Host
+from pipeinfer.cluster.shares import share_of
+
+FOLDER = Path("/sys/devices/system/node")
+DISTRIBUTE, ISOLATE, NUMACTL = STRATEGIES = ("distribute", "isolate", "numactl")
+"""llama.cpp's: a rank's threads are spread over all nodes; ranks of a host share its nodes; each keeps the cores that
+numactl or the launcher gave it."""
+
+RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+
+
+def with_nodes(host: Host, folder: Path | None = None) -> Host:
+    """This process's host, with the nodes that have some of its cores; none where the system does not say."""
+    paths = [path for path in (folder or FOLDER).glob("node[0-9]*") if path.name[4:].isdecimal()]
+    nodes = sorted((int(path.name[4:]), _read_list(path / "cpulist")) for path in paths)
+    own = tuple((number, cores & host.cores) for number, cores in nodes if cores & host.cores)
+    return replace(host, nodes=own, is_bound=any(cores - host.cores for _, cores in nodes))
+
+
+def _read_list(path: Path) -> Cores:
+    """`0-3,8` as the system writes it."""
+    try:
+        parts = [RANGE.fullmatch(part) for part in path.read_text().strip().split(",")]
+    except (OSError, UnicodeDecodeError):
+        return frozenset()
+    ranges = (range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part)
+    return frozenset(core for each in ranges for core in each)
+
+
+def isolated(hosts: Sequence[Host]) -> list[Host]:
+    """The ranks' hosts, where several of one may use cores of several nodes each with its own: whole nodes, as many for
+    each, or where there are fewer than ranks one for neighbours together. Whom a launcher has bound keeps its cores."""
+    return [_isolated(hosts, rank) for rank in range(len(hosts))]
+
+
+def _isolated(hosts: Sequence[Host], rank: int) -> Host:
+    host, beside = hosts[rank], _beside(hosts, rank)
+    if _why_not(ISOLATE, hosts, rank):
+        return host
+    own = share_of(host.nodes, beside.index(rank), len(beside))
+    cores = frozenset[int]().union(*(cores for _, cores in own))
+    n_cores = max(1, host.n_cores * len(cores) // len(host.cores))  # of what control groups allow its part
+    return replace(host, cores=cores, n_cores=n_cores, numa="+".join(str(number) for number, _ in own))
+
+
+def _beside(hosts: Sequence[Host], rank: int) -> list[int]:
+    return [other for other, each in enumerate(hosts) if each.name == hosts[rank].name]
+
+
+def is_distributed(hosts: Sequence[Host], rank: int) -> bool:
+    """Whether a rank's threads can be spread over all nodes of its host."""
+    return not _why_not(DISTRIBUTE, hosts, rank)
+
+
+def _why_not(strategy: str, hosts: Sequence[Host], rank: int) -> str:
+    """Why a rank's threads go where they would without. libllama's spreading lets them go to all cores of a host."""
+    host, beside = hosts[rank], _beside(hosts, rank)
+    if strategy == ISOLATE and len(beside) == 1:
+        return "has one rank, which keeps all its cores"
+    if strategy == DISTRIBUTE and len(beside) > 1:
+        return f"has {len(beside)} ranks; --numa {ISOLATE} gives each its own nodes"
+    if (strategy == DISTRIBUTE and host.is_bound) or any(hosts[other].cores != host.cores for other in beside):
+        return "has ranks that were bound to cores, which they keep"
+    return "" if len(host.nodes) > 1 else "has no two NUMA nodes"
+
+
+def unheeded(strategy: str, hosts: Sequence[Host]) -> Iterator[str]:
+    """A line for each host where what is asked for changes nothing."""
+    said = set()
+    for rank, host in enumerate(hosts if strategy != NUMACTL else ()):
+        why = _why_not(strategy, hosts, rank)
+        if why and host.name not in said:
+            said.add(host.name)
+            yield f"--numa {strategy}: host {host.name} {why}"
