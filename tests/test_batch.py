@@ -121,6 +121,30 @@ def by_index(path: Path) -> dict[int, dict[str, Any]]:
 # -- texts
 
 
+def test_prompts_that_begin_alike_are_evaluated_once_and_have_the_texts_of_each_alone(
+    pair: list[str], tmp_path: Path
+) -> None:
+    """Three texts of one prompt, and others with the same system prompt, among them OpenAI's."""
+    system = "the model of a rank is in the layers of a token " * 6
+    asked: list[dict[str, Any]] = [{"prompt": system, "seed": seed, "temperature": 0.9} for seed in range(3)]
+    asked += [{"prompt": f"{system}{'the rank ' * n}", "seed": n, "temperature": 0.5} for n in (1, 9, 20)]
+    body = {"prompt": f"{system}a model", "seed": 5}
+    asked.append({"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": body})
+    source, alone, together = tmp_path / "asked.jsonl", tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
+    source.write_text("".join(json.dumps(each) + "\n" for each in asked))
+    assert not batch(1, source, alone, [*pair[:2], "--parallel", "1"])["cache_n"]
+    summary = batch(3, source, together, [*pair, "--parallel", "8"])
+    assert texts_of(together) == texts_of(alone)
+    assert summary["open_max"] == len(asked)
+    found = results_of(together).values()
+    usage = next(each["response"]["body"]["usage"] for each in found if "response" in each)
+    plain = {each["index"]: each for each in found if "index" in each}
+    n_cached = [plain[index]["tokens_cached"] for index in range(6)]
+    n_prompt = plain[0]["tokens_evaluated"]
+    assert n_cached[:3] == [0, n_prompt - 1, n_prompt - 1] and min(n_cached[3:]) >= 128, n_cached
+    assert summary["cache_n"] == sum(n_cached) + usage["prompt_tokens_details"]["cached_tokens"]
+
+
 def test_a_request_among_65_has_the_text_that_it_has_alone(
     pair: list[str], asked: Path, alone: Path, tmp_path: Path
 ) -> None:

@@ -107,6 +107,12 @@ class Engine:
         self._wake(job)
 
     @property
+    def n_reserved(self) -> int:
+        """Cells of the target that the requests that are open or wait may come to."""
+        waiting = sum(job.request.n_tokens_most for job in self._waiting)
+        return waiting + self.target.n_reserved([job.request for job in self._jobs.values()])
+
+    @property
     def busy(self) -> bool:
         """Whether a request is open or waits, a run in flight or an emission to be taken."""
         return bool(self._jobs or self._waiting or self._emissions) or any(level.busy for level in self.levels)

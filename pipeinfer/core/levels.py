@@ -151,12 +151,16 @@ class Level:
         """Whether the whole text of one more request has cells beside those of the open ones and what is kept; what it
         `continues` counts once."""
         prefix, n_shared = request.continues, 0
-        ends = {each.id: each.n_tokens_most for each in (*opened, *kept)}
+        others = {each.id: each.n_left for each in kept}
         if prefix:
             n_shared = self.n_shared(prefix)
-            ends.setdefault(prefix.source.id, n_shared)
+            others.setdefault(prefix.source.id, n_shared)
+        return self.n_reserved(opened, others) + request.n_tokens_most - n_shared <= self.pool.n_cells
+
+    def n_reserved(self, opened: Sequence[Request], others: Mapping[int, int] = {}) -> int:
+        """Cells that open requests may come to, and first tokens of `others`; what several hold counts once."""
         n_to_come = sum(each.n_tokens_most - self.pool.placed_end(each.id) for each in opened)
-        return self.pool.n_held(ends) + n_to_come + request.n_tokens_most - n_shared <= self.pool.n_cells
+        return n_to_come + self.pool.n_held({**others, **{each.id: each.n_tokens_most for each in opened}})
 
     def n_settled(self, request: Request) -> int:
         """How many of the request's tokens have cells that every stage is known to have evaluated; none where these

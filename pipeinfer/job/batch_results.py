@@ -29,7 +29,8 @@ def result_of(
         times = timings(opened.metrics)
         return {
             **_plain(id, asked), "text": text, "finish": finish, "tokens_evaluated": n_prompt,
-            "tokens_predicted": n_predicted, "seed": request.sampling.seed, **{name: times[name] for name in TIMES},
+            "tokens_cached": opened.metrics.n_kept, "tokens_predicted": n_predicted, "seed": request.sampling.seed,
+            **{name: times[name] for name in TIMES},
             **({"logprobs": logprobs} if logprobs else {}),
         }  # fmt: skip
     said = {"message": {"role": "assistant", "content": text}} if asked.url == CHAT else {"text": text}
@@ -41,6 +42,7 @@ def result_of(
         "choices": [{"index": 0, **said, "logprobs": logprobs, "finish_reason": finish}],
         "usage": {
             "prompt_tokens": n_prompt, "completion_tokens": n_predicted, "total_tokens": n_prompt + n_predicted,
+            "prompt_tokens_details": {"cached_tokens": opened.metrics.n_kept},
         },
         "seed": request.sampling.seed,
     }  # fmt: skip

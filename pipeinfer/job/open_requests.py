@@ -73,11 +73,6 @@ class OpenRequests:
         return len(self._open)
 
     @property
-    def n_reserved(self) -> int:
-        """Tokens that the open requests may come to."""
-        return sum(each.request.n_tokens_most for each in self._open.values())
-
-    @property
     def n_text(self) -> int:
         """Bytes of what they say of sampling in texts."""
         return sum(text_bytes(each.asked.sampling) for each in self._open.values())
@@ -87,7 +82,7 @@ class OpenRequests:
         n_reading = sum(each.reads_blocks for each in self._open.values())
         return (
             len(self._open) < self.options.parallel
-            and (not self._open or self.n_reserved + asked.n_ctx <= self.n_ctx)
+            and (not self._open or self.engine.n_reserved + asked.n_ctx <= self.n_ctx)
             and n_reading < self.options.n_prompts
             and self.n_text + text_bytes(asked.sampling) <= N_TEXT_MAX
         )

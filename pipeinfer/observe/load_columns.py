@@ -42,6 +42,7 @@ LOAD_COLUMNS = (
     *_shared("presence_penalty", "logit_bias", "grammar", "numerics", "pace", "pace_hash", "repetition"),
     Column("wall_s", "number", "time (s) from when the first request came to the last token"),
     Column("prompt_n", "integer", "tokens of all prompts"),
+    Column("cache_n", "integer", "of these, those that another request which begins alike had evaluated"),
     Column("predicted_n", "integer", "tokens generated, of all requests"),
     Column("requests_per_second", "number", "requests / `wall_s`"),
     Column("prompt_per_second", "number", "tokens of all prompts / `wall_s`"),

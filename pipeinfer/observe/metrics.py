@@ -26,7 +26,7 @@ class RequestMetrics(Observer):
     on_prompt: Callable[[int], None] | None = None
     submitted_s: float = math.nan
     n_prompt: int = 0
-    n_kept: int = 0  # of the prompt, what an earlier request had left
+    n_kept: int = 0  # of the prompt, what another request had evaluated
     finished_s: float | None = None
     token_s: list[float] = field(default_factory=list)  # when each token was emitted
     accepted_lengths: Counter[int] = field(default_factory=Counter)  # tokens emitted at once -> how often

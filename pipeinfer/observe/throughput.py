@@ -24,6 +24,7 @@ class Throughput:
     tpot_s: array[float] = field(default_factory=lambda: array("d"))
     itl_s: array[float] | None = None
     n_prompt: int = 0
+    n_kept: int = 0
     n_predicted: int = 0
     n_judged: int = 0
     n_matched: int = 0
@@ -31,6 +32,7 @@ class Throughput:
     def add(self, metrics: RequestMetrics) -> None:
         n = len(metrics.token_s)
         self.n_prompt += metrics.n_prompt
+        self.n_kept += metrics.n_kept
         self.n_predicted += n
         self.n_judged += metrics.n_judged
         self.n_matched += metrics.n_matched
@@ -47,6 +49,7 @@ class Throughput:
         return {
             "wall_s": wall_s,
             "prompt_n": self.n_prompt,
+            "cache_n": self.n_kept,
             "predicted_n": self.n_predicted,
             "requests_per_second": n_requests * per_s,
             "prompt_per_second": self.n_prompt * per_s,
@@ -76,6 +79,7 @@ def show_throughput(console: Console, summary: dict[str, Any]) -> None:
     console.print(
         f"throughput  {s['predicted_n']} tokens in {number(s['wall_s'])} s, {number(s['predicted_per_second'])} "
         f"tokens/s; {s['prompt_n']} prompt tokens, {number(s['prompt_per_second'])} tokens/s"
+        + (f", {s['cache_n']} of them shared" if s["cache_n"] else "")
     )
     for name in ("ttft", "tpot"):
         shares = "".join(f", p{share} {milliseconds(s[f'{name}_p{share}_s'])}" for share in SHARES)

@@ -31,8 +31,8 @@ class Metrics:
         self._decode = self._counter("llamacpp:n_decode", "Runs sent through the pipeline.")
         self._drafted = self._labelled("vllm:spec_decode_num_draft_tokens", "Guesses that got a verdict.")
         self._accepted = self._labelled("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.")
-        self._kept_asked = self._labelled("vllm:prefix_cache_queries", "Prompt tokens that could have been kept.")
-        self._kept = self._labelled("vllm:prefix_cache_hits", "Prompt tokens that had been kept.")
+        self._kept_asked = self._labelled("vllm:prefix_cache_queries", "Prompt tokens.")
+        self._kept = self._labelled("vllm:prefix_cache_hits", "Prompt tokens that another text had evaluated.")
         self._success = Counter("vllm:request_success", "Requests that have ended.", ["model_name", "finished_reason"],
                                 registry=self.registry)  # fmt: skip
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", SECONDS)
@@ -54,7 +54,8 @@ class Metrics:
 
         def used() -> float:
             open = [choice for choice in head.choices.values() if choice.is_running]
-            return sum(len(choice.asked.prompt) + choice.n_tokens for choice in open) / self.n_ctx
+            # what texts share is counted for each
+            return min(1.0, sum(len(choice.asked.prompt) + choice.n_tokens for choice in open) / self.n_ctx)
 
         def n_waiting() -> float:
             return len(head.choices) - n_running()
