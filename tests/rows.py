@@ -75,8 +75,9 @@ def make_load(policy: str = "pipeinfer", concurrency: int = 4, rate: float = flo
     latencies |= {f"{name}_percentiles_s": [at * (0.5 + n / 50) for n in range(101)] for name, at in at_s.items()}
     ranks = asked["ranks"]
     return asked | latencies | {
-        "wall_s": 128 / speed, "prompt_n": 8 * 128, "predicted_n": 128, "requests_per_second": speed / 16,
-        "prompt_per_second": 8 * speed, "predicted_per_second": speed, "draft_n_judged": 90, "draft_n_accepted": 72,
+        "wall_s": 128 / speed, "prompt_n": 8 * 128, "cache_n": 64, "predicted_n": 128,
+        "requests_per_second": speed / 16, "prompt_per_second": 8 * speed, "predicted_per_second": speed,
+        "draft_n_judged": 90, "draft_n_accepted": 72,
         "acceptance_rate": 0.8, "open_max": concurrency or 7, "busy": [0.5 + 0.1 * at for at in range(ranks - 1)],
         "busy_s": [0.5] * ranks, "cancelled_s": [0.1] * ranks, "waiting_s": [0.3] * ranks, "idle_s": [0.1] * ranks,
         "peak_rss_bytes": [2_000_000_000] * ranks, "roles": "draft;stage 0;stage 1", "version": "0.1.0",

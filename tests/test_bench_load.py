@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ from pipeinfer.cli.bench import bench
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench_load import Coming
-from pipeinfer.job.conversation import read_prompts
+from pipeinfer.job.conversation import Prompt, first_turns, read_prompts
 from pipeinfer.job.load_sweep import LoadCase, Loads
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.request import GenerationRequest
+from pipeinfer.models.demo import TARGET
+from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.load_columns import LOAD_COLUMNS, LOADS
 from pipeinfer.observe.load_figures import FACETS, FIGURES, draw_loads
 from pipeinfer.observe.loads import print_loads, summarise
@@ -30,7 +34,7 @@ from pipeinfer.observe.results import append_result
 from pipeinfer.observe.table import Record, lines_of
 from pipeinfer.virtual.load import arrivals_s
 from tests.gguf_factory import Shape, write_model
-from tests.jobs import ROOT, finish
+from tests.jobs import ROOT, finish, start
 from tests.rows import make_load, make_row
 from tests.test_plot import texts
 
@@ -99,7 +103,12 @@ def test_loads_are_measured_and_resumed(pair: list[str], tmp_path: Path) -> None
     ]
     assert len({LOADS.key_of(row) for row in rows}) == 6
     for row in rows:
-        assert row["predicted_n"] == 7 * 8 and row["parallel"] == 32 and row["prompt"] == "asked"
+        assert (
+            row["cache_n"] < row["prompt_n"]
+            and row["predicted_n"] == 7 * 8
+            and row["parallel"] == 32
+            and row["prompt"] == "asked"
+        )
         assert row["predicted_per_second"] * row["wall_s"] == pytest.approx(56)
         assert row["ttft_p50_s"] <= row["ttft_p90_s"] <= row["ttft_p99_s"] <= row["ttft_percentiles_s"][100] * 1.001
         assert len(row["itl_percentiles_s"]) == len(row["tpot_percentiles_s"]) == 101
@@ -165,6 +174,34 @@ def test_how_many_requests_a_load_has() -> None:
 def test_lines_with_a_prompt_are_questions(pair: list[str]) -> None:
     assert [prompt.text for prompt in read_prompts(pair[-1], 0)] == ["the model of a rank", "a token is in the layer",
                                                                     "of the"]  # fmt: skip
+
+
+def test_prompts_of_a_length_are_other_parts_of_a_text() -> None:
+    """Requests that are alike would share cells, and the first of them alone would read its prompt."""
+    tokenizer = Tokenizer(TARGET)
+    for n in (40, 5000):
+        found = first_turns([Prompt("pp", n_tokens=n), Prompt("a", "def f")], 9, tokenizer, 0)
+        lengths, others = found[::2], found[1::2]
+        assert {len(tokens) for tokens in lengths} == {n} and len({tokens[:30] for tokens in lengths}) == 5
+        assert {tokens[0] for tokens in lengths} == {tokenizer.bos} and len(set(others)) == 1
+    assert first_turns([Prompt("pp", n_tokens=40)], 1, tokenizer, 0)[0] == lengths[0][:40]
+    tokenizer.close()
+
+
+def test_ctrl_c_keeps_the_loads_that_are_complete(pair: list[str], tmp_path: Path) -> None:
+    results = tmp_path / "load.csv"
+    words = ["--concurrency", "2", "-n", "4,2000", "--policy", "iterative", "--results", str(results)]
+    job = start(2, ["bench", *pair, *words], start_new_session=True)
+    assert job.stderr
+    said = ""
+    while "[1] iterative, 2 clients, n 4" not in said:
+        said += (line := job.stderr.readline())
+        assert line, said
+    time.sleep(0.3)
+    job.send_signal(signal.SIGINT)
+    out, rest = job.communicate(timeout=20)
+    assert job.returncode and "--resume goes on from it" in rest, rest
+    assert len(rows_of(results)) == 1 and "2 clients" in out and "Traceback" not in rest
 
 
 # -- tables and figures

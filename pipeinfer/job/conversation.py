@@ -88,9 +88,31 @@ def _turn(name: str, tokens: Sequence[int], before: str = "") -> Turn:
 
 def _of_length(n_tokens: int, tokenizer: Tokenizer) -> list[int]:
     """The first `n_tokens` of real text, which begins anew where it ends: what is measured depends on the words too."""
-    text = SEPARATOR.join(path.read_text(encoding="utf-8") for path in TEXTS)
-    tokens, more = tokenizer.encode(text), tokenizer.encode(SEPARATOR + text, add_special=False)
+    tokens, more = _real_text(tokenizer)
     return (tokens + more * (n_tokens // len(more)))[:n_tokens]
+
+
+def _real_text(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """As it begins, and as it goes on after its end."""
+    text = SEPARATOR.join(path.read_text(encoding="utf-8") for path in TEXTS)
+    return tokenizer.encode(text), tokenizer.encode(SEPARATOR + text, add_special=False)
+
+
+def first_turns(prompts: Sequence[Prompt], n: int, tokenizer: Tokenizer, cut: int) -> list[tuple[int, ...]]:
+    """`n` prompts, these one after another and again: what each begins with. Those of a length are of other parts of
+    the text each time, as requests that are alike would share what they begin with. Raises UserError."""
+    whole = [conversation_of(prompt, tokenizer, cut).turns[0].tokens for prompt in prompts]
+    begins, more = _real_text(tokenizer)
+    n_before = int(begins[0] == tokenizer.bos)
+    found = []
+    for number in range(n):
+        again, at = divmod(number, len(prompts))
+        tokens = whole[at]
+        if again and prompts[at].n_tokens:
+            start = again * len(tokens) % len(more)
+            tokens = (*tokens[:n_before], *(more[start:] + more * (1 + len(tokens) // len(more)))[: len(tokens)])
+        found.append(tokens[: len(whole[at])])
+    return found
 
 
 def _continuation(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.asked import asked_of
-from pipeinfer.job.conversation import conversation_of
+from pipeinfer.job.conversation import first_turns
 from pipeinfer.job.deployment import Deployment, deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
@@ -96,8 +96,7 @@ def load_group(
 ) -> LoadGroup:
     """What is measured of some policies on what they share. Raises UserError for what does not fit."""
     info, tokenizer = open_models(options)
-    prompts = [conversation_of(prompt, tokenizer, sweep.cut).turns[0].tokens for prompt in sweep.prompts]
-    asked = [prompts[number % len(prompts)] for number in range(loads.n_asked(len(prompts)))]
+    asked = first_turns(sweep.prompts, loads.n_asked(len(sweep.prompts)), tokenizer, sweep.cut)
     n_predict, n_prompt = max(sweep.predicts), max(map(len, asked))
     request = make_request(replace(options, predict=n_predict, ctx_size=0), info, tokenizer, asked[0], n_prompt)
     n_ctx = options.ctx_size or min(len(asked), loads.parallel) * (n_prompt + n_predict)
