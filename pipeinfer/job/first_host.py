@@ -16,7 +16,7 @@ from pipeinfer.job.planner import ETHERNET, Planner
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.virtual.nodes import Node
 
-GAIN = 1.1
+CLEAR_GAIN = 1.1
 """What is predicted of hosts that were timed for a moment has to be so many times better to be told."""
 
 N_PROMPT = 128
@@ -62,7 +62,7 @@ def _advice(planner: Planner) -> Iterator[str]:
     now = baseline(planner).speed
     found = [(order.speed or 0.0, line, order) for line, order in orders(planner) if not order.shortage]
     best, line, order = max(found, key=lambda each: each[0], default=(0.0, "", planner))
-    if not now or best < GAIN * now:
+    if not now or best < CLEAR_GAIN * now:
         return
     old, new = (plan.nodes[0].host.name for plan in (planner, order))
     slots = line.replace(":", " slots=")

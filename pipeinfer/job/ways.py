@@ -9,7 +9,7 @@ from typing import Any
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import DoesNotFit, check_memory
-from pipeinfer.job.first_host import orders
+from pipeinfer.job.first_host import CLEAR_GAIN, baseline, orders
 from pipeinfer.job.memory import CELLS_PADDING
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.planner import ETHERNET, Planner, open_planner
@@ -127,8 +127,12 @@ def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
 
 
 def _order(planner: Planner) -> Iterator[tuple[str, Planner]]:
-    """Another host first: its first rank has the draft, and its layers are missed less."""
+    """Another host first: its first rank has the draft, and its layers are missed less. Of hosts that were timed for a
+    moment only what is clearly faster, all being split by that."""
+    now = None if planner.is_described else baseline(planner).speed
     for line, order in orders(planner):
+        if now and (order.speed or 0) < CLEAR_GAIN * now:
+            continue
         yield f"{line.partition(':')[0]} first, to draft (begin the hosts file with {line})", order
 
 
