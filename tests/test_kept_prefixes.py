@@ -243,6 +243,11 @@ def test_a_turn_of_twenty_costs_its_new_tokens(
         assert request.spans == (Span(0, 99),)
 
 
+def prefixes_of(blocks: bool) -> Prefixes:
+    """With no request open."""
+    return Prefixes(blocks, True, {}, lambda request: 0)
+
+
 def finished(tokens: Sequence[int], n_prompt: int, spans: Spans | None = None, repeat_penalty: float = 1.0) -> Request:
     params = SamplingParams(repeat_penalty=repeat_penalty, repeat_last_n=9)
     request = Request(1, tokens[:n_prompt], 500, params, 1000, spans=spans)
@@ -284,7 +289,7 @@ def test_only_rows_that_would_be_the_same_are_taken_over(wanted: Spans, n_same: 
     prompt = [*TEXT[:n_same], *[99] * 300][:250]
     request = Request(2, prompt, 9, SamplingParams(), 1000, spans=wanted)
     for blocks, n in ((True, usable), (False, min(n_same, 249))):
-        prefixes = Prefixes(blocks)
+        prefixes = prefixes_of(blocks)
         prefixes.keep(kept)
         found = prefixes.best(request)
         assert (found.n_tokens if found else 0) == n
@@ -300,7 +305,7 @@ def test_what_follows_several_spans_is_taken_over() -> None:
         (spans(0, 70, 110, 230), 100),
         (spans(0, 70, 90, 230), 90),
     ):
-        prefixes = Prefixes(blocks=True)
+        prefixes = prefixes_of(blocks=True)
         prefixes.keep(kept)
         found = prefixes.best(Request(2, TEXT[:290], 9, SamplingParams(), 1000, spans=wanted))
         assert found and found.n_tokens == usable, wanted
@@ -308,7 +313,7 @@ def test_what_follows_several_spans_is_taken_over() -> None:
 
 def test_what_looks_back_takes_over_only_what_was_noted() -> None:
     for kept_penalty, penalty, usable in ((1.0, 1.3, 0), (1.3, 1.3, 49), (1.3, 1.0, 49), (1.0, 1.0, 49)):
-        prefixes = Prefixes(blocks=False)
+        prefixes = prefixes_of(blocks=False)
         prefixes.keep(finished(TEXT, 40, repeat_penalty=kept_penalty))
         found = prefixes.best(Request(2, TEXT[:50], 9, SamplingParams(repeat_penalty=penalty, repeat_last_n=9), 1000))
         assert (found.n_tokens if found else 0) == usable

@@ -248,6 +248,24 @@ def test_a_prompt_in_blocks_is_the_same_however_it_is_cut(small: Path) -> None:
     assert all(np.array_equal(each, found[0]) for each in found)
 
 
+def test_blocks_behind_those_of_another_request_are_the_same(small: Path) -> None:
+    prompt = random_tokens(200)
+    (stage,) = open_chain(small, (), torch_params(True, n_cells=600))
+
+    def read(seq: int, first: int, tokens: Sequence[int]) -> None:
+        block = in_sequence(seq, make_batch(tokens[first:], first, None, [False] * (len(tokens) - first)))
+        block.span = Span(0, len(tokens))
+        run([stage], block)
+
+    read(0, 0, prompt[:199])
+    read(1, 0, [*prompt[:128], *random_tokens(90, seed=2)])
+    stage.apply([KvOp(OpKind.COPY, 1, 2, 0, 128)])
+    read(2, 128, prompt[:199])
+    stage.apply([KvOp(OpKind.SHARED, 1, 2, 0, 128), KvOp(OpKind.COMPACT, 0), KvOp(OpKind.REMOVE, 1)])
+    alone, shared = (run([stage], in_sequence(seq, make_batch(prompt[199:], 199))) for seq in (0, 2))
+    assert np.array_equal(alone, shared)
+
+
 def in_sequence(seq: int, batch: Batch) -> Batch:
     batch.seqs = [(seq,)] * len(batch.tokens)
     return batch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from types import MappingProxyType
 
 from pipeinfer.core.blocks import BLOCK, Span
 from pipeinfer.core.opened import Opened
@@ -21,11 +20,7 @@ class Prefixes:
     of one's tokens every stage has evaluated."""
 
     def __init__(
-        self,
-        blocks: bool,
-        rewinds: bool = True,
-        opened: Mapping[int, Opened] = MappingProxyType({}),
-        n_settled: Callable[[Request], int] = lambda request: 0,
+        self, blocks: bool, rewinds: bool, opened: Mapping[int, Opened], n_settled: Callable[[Request], int]
     ) -> None:
         self.blocks, self.rewinds = blocks, rewinds
         self._opened, self._n_settled = opened, n_settled
@@ -61,8 +56,9 @@ class Prefixes:
     def waits(self, request: Request, is_worth: Callable[[int], bool]) -> bool:
         """Whether an open request has yet to evaluate so many tokens that this one begins with too, that it better
         waits for them."""
-        best = self.best(request)
-        n_most = max((self._n_usable(each, request, len(each.prompt) - 1) for each in self._sources), default=0)
+        reading = (each for each in self._sources if not each.n_generated)
+        n_most = max((self._n_usable(each, request, len(each.prompt) - 1) for each in reading), default=0)
+        best = self.best(request) if n_most else None
         n_saved = n_most - (best.n_tokens if best else 0)
         return n_saved > 0 and is_worth(n_saved)
 
@@ -85,7 +81,7 @@ class Prefixes:
         """How many of a request's tokens need not be evaluated: its root, the last of its prompt, always is."""
         if request.sampling.needs_history and not source.sampling.needs_history:
             return 0  # what sampling looks back on was not noted
-        n = min(common(source.tokens, request.prompt), n_there, len(request.prompt) - 1)
+        n = min(common(source.tokens, request.tokens), n_there, len(request.prompt) - 1)
         n = _n_alike(source.spans or (), request.spans or (), n) if self.blocks else n
         return n if self.rewinds or n == n_there else 0
 
