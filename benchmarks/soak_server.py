@@ -1,7 +1,8 @@
 """Thousands of requests to a real server, some of them abandoned: every finished text is that of the request alone.
 
 `python benchmarks/soak_server.py --requests 10000` starts `pipeinfer serve` on two ranks; plain, streamed and chats,
-greedy and sampled, with stop strings and penalties, from many clients at a time. What was left behind is printed.
+greedy and sampled, short and with long beginnings in common, with stop strings and penalties, from many clients at a
+time. What was left behind is printed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ IDLE_S = 6.0  # until connections on which nothing is asked any more are closed
 def request(number: int) -> tuple[str, dict[str, Any]]:
     """(path, what is asked)"""
     rng = random.Random(number)
-    text = "def read_lines(path):\n    return " * rng.choice((1, 1, 1, 8)) + "ab"[: number % 3]
+    text = "def read_lines(path):\n    return " * rng.choice((1, 1, 1, 8, 30)) + "ab"[: number % 3]
     asked: dict[str, Any] = {"max_tokens": rng.randint(1, 24), "seed": number, "temperature": rng.choice((0, 0.7, 1.2))}
     asked |= {"stop": rng.choice(("\n", "self", ")"))} if rng.random() < 0.2 else {}
     asked |= {"repeat_penalty": 1.2, "presence_penalty": 0.1} if rng.random() < 0.2 else {}
