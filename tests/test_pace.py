@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.costs import LinkCost, ModelCost, Work
 from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.wire import encode
@@ -162,6 +163,9 @@ def test_messages_are_due_after_latency_and_transfer_one_after_the_other() -> No
     full = np.concatenate([bare, np.zeros(4 * 2 * 4, np.uint8)])
     second = courier.stamp(full, 1, True)
     assert courier.due_s(second) == pytest.approx(100.001 + 2 * bare_s + 8000 / 1e6)
+    rounded = Courier(LinkCost(0.001, 1e6), time, n_embd=4, modelled_embd=1000, wire_type=WireType.BF16)
+    third = rounded.stamp(np.concatenate([bare, np.zeros(2 * 2 * 4, np.uint8)]), 1, True)
+    assert rounded.due_s(third) == pytest.approx(100.001 + bare_s + 4000 / 1e6)
     verdict = courier.stamp(np.zeros(3, np.int32), 1, False)
     assert courier.due_s(verdict) == pytest.approx(100.001 + 12e-6), "another stream, not behind the runs"
 

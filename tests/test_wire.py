@@ -63,7 +63,7 @@ def test_run_survives(run: Run, n_embd: int) -> None:
     n_extra = sum(len(row.seqs) - 1 for row in run.rows)
     bare_bytes = bytes_before_activations(len(run.ops), len(run.rows), n_extra, len(run.opens))
     assert 0 <= len(encode(run)) - bare_bytes <= sum(map(text_bytes, run.opens.values()))
-    transaction.activations[:] = np.arange(len(run.rows) * n_embd, dtype=np.float32).reshape(-1, n_embd)
+    transaction.activations = np.arange(len(run.rows) * n_embd, dtype=np.float32).reshape(-1, n_embd)
     received = Transaction(np.concatenate([transaction.message, np.full(9, 7, np.uint8)]), n_embd)
     assert np.array_equal(received.activations, transaction.activations)
     received.cancel()

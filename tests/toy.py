@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import Transaction, decode_guess_verdict, decode_verdict, encode, encode_verdict
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
@@ -250,7 +251,10 @@ class LatePrunings:
 class ToyPipeline:
     """Stages joined by queues; at every look a random number of them take a step. Prunings arrive late."""
 
-    def __init__(self, models: Sequence[StageModel], rng: random.Random, late: float = 0.5) -> None:
+    def __init__(
+        self, models: Sequence[StageModel], rng: random.Random, late: float = 0.5, wire_type: WireType = WireType.F32
+    ) -> None:
+        self.wire_type = wire_type
         self.n_stages, self.rng, self.n_embd = len(models), rng, models[0].n_embd
         self.prunings = [LatePrunings(rng, late) for _ in models]
         self.workers = [self._worker(index, model) for index, model in enumerate(models)]
@@ -277,7 +281,7 @@ class ToyPipeline:
             return
         index = self.rng.choice(ready)
         message = self.queues[index].popleft()
-        transaction = room_for(message, self.n_embd) if index == 0 else Transaction(message, self.n_embd)
+        transaction = (Transaction if index else room_for)(message, self.n_embd, self.wire_type)
         verdict = self.workers[index].process(transaction)
         self.n_messages += 1
         if index + 1 == self.n_stages:

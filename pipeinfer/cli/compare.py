@@ -11,6 +11,7 @@ from pipeinfer.cli.command import Command
 from pipeinfer.cli.setting_options import policy_options, take_policies
 from pipeinfer.cli.simulate import POLICY_LIST, inputs_of, open_choices, open_profile, ranks_asked, simulate_command
 from pipeinfer.cli.values import File
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.timeline import picture_format
 from pipeinfer.outputs import check_separate, check_writable
@@ -18,8 +19,8 @@ from pipeinfer.policies.registry import POLICIES
 from pipeinfer.virtual.compare import COLUMNS, compare, table
 from pipeinfer.virtual.study import Question
 
-SHARED = ("profile_name", "pair", "nodes", "gbit", "predict", "prompt_tokens", "seed", "repetitions", "acceptances",
-          "ranks", "files")  # fmt: skip
+SHARED = ("profile_name", "pair", "nodes", "gbit", "wire_type", "predict", "prompt_tokens", "seed", "repetitions",
+          "acceptances", "ranks", "files")  # fmt: skip
 TEXT = ("policy", "settings")
 
 
@@ -28,9 +29,10 @@ TEXT = ("policy", "settings")
 @policy_options
 @click.option("-o", "--output", type=File(), help="Draw the speeds, with the limit as a line: .png, .svg or .pdf.")
 def compare_command(
-    profile_name: str | None, pair: str | None, nodes: int, gbit: float | None, policies: tuple[str, ...],
-    predict: int, prompt_tokens: int, seed: int, repetitions: int, acceptances: tuple[float, ...],
-    ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...], output: Path | None, **others: Any,
+    profile_name: str | None, pair: str | None, nodes: int, gbit: float | None, wire_type: WireType,
+    policies: tuple[str, ...], predict: int, prompt_tokens: int, seed: int, repetitions: int,
+    acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...], output: Path | None,
+    **others: Any,
 ) -> int:  # fmt: skip
     """Compare policies on a cluster described by a profile: the same texts, guesses and costs for all of them.
 
@@ -46,7 +48,7 @@ def compare_command(
         file=open_profile(profile_name), nodes=nodes, pair=pair or "", gbit=gbit,
         policies=take_policies(policies, others), predict=predict, prompt_tokens=prompt_tokens,
         by_rank=ranks_asked(acceptances, ranks, bool(files)), known=open_choices(files, ()),
-        cancel=True, partitions=True,
+        cancel=True, partitions=True, wire_type=wire_type,
     )  # fmt: skip
     found = list(compare(question, range(seed, seed + repetitions)))
     right = [column for column in COLUMNS if column not in TEXT]

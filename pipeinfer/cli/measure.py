@@ -20,6 +20,7 @@ from pipeinfer.policies import PipeInfer
 
 SHARED = (
     "model", "drafts", "threads", "n_gpu_layers", "device", "numa", "backend", "layer_split", "draft_split", "numerics",
+    "wire_type",
     "slice_cache", "send_layers", "rank_timeout_s", "verbose", *HUB_NAMES,
 )  # fmt: skip
 N_TOKENS = 128

@@ -20,8 +20,8 @@ from pipeinfer.models.demo import DRAFT, TARGET
 
 SHARED = (
     "model", "drafts", "lookup", "predict", "ctx_size", "batch_size", "threads", "n_gpu_layers", "device", "numa",
-    "backend", "policy", "layer_split", "draft_split", "numerics", "slice_cache", "partitions", "sequences",
-    "rank_timeout_s", "json", *HUB_NAMES,
+    "backend", "policy", "layer_split", "draft_split", "numerics", "wire_type", "slice_cache", "partitions",
+    "sequences", "rank_timeout_s", "json", *HUB_NAMES,
 )  # fmt: skip
 
 

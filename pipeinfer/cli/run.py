@@ -27,6 +27,7 @@ from pipeinfer.cli.values import (
     Split,
     Text,
     Whole,
+    WireName,
 )
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
@@ -149,6 +150,13 @@ from pipeinfer.policies.registry import POLICIES
     default=DEFAULT.numerics,
     show_default=True,
     help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
+)
+@click.option(
+    "--wire-type",
+    type=WireName(),
+    default="f32",
+    show_default=True,
+    help="What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).",
 )
 @click.option(
     "--slice-cache", type=Folder(), help="Keep each rank's slice in this directory of its host, for the next start."

@@ -11,7 +11,8 @@ import click
 
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.setting_options import policy_options, take_policies
-from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole
+from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole, WireName
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.errors import UserError
 from pipeinfer.observe.loads import show_loads
 from pipeinfer.observe.results import check_results
@@ -38,6 +39,10 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
 @click.option("--pair", type=Text(), help="Models of the profile. [default: its first pair]")
 @click.option("--nodes", type=Whole(0), default=0, help="Nodes of the profile to use. [default: all]")
 @click.option("--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links, in place of the profile's.")
+@click.option(
+    "--wire-type", type=WireName(), default="f32", show_default=True,
+    help="What activations travel as: f32, or bf16, half the bytes.",
+)  # fmt: skip
 @click.option("--policy", "policies", type=POLICY_LIST, default=",".join(USUAL), show_default=True, help="One or more.")
 @click.option("-n", "--predict", type=Whole(1, MAX_TOKENS), default=512, show_default=True, help="Tokens to generate.")
 @click.option(
@@ -108,7 +113,7 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
 @click.option("--results", type=File(), help="Append a row for every generation to this CSV file.")
 @click.option("--trace", type=File(), help="Write the timeline of the last generation, as Chrome trace events.")
 def simulate_command(
-    profile_name: str | None, listing: bool, pair: str | None, nodes: int, gbit: float | None,
+    profile_name: str | None, listing: bool, pair: str | None, nodes: int, gbit: float | None, wire_type: WireType,
     policies: tuple[str, ...], predict: int, prompt_tokens: int, seed: int, repetitions: int,
     acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...],
     drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
@@ -146,6 +151,7 @@ def simulate_command(
         samplers=samplers,
         ahead=not no_prepare_ahead,
         posted=not no_post_ahead,
+        wire_type=wire_type,
     )
     if requests is None and any(given is not None for given in (rate, parallel, concurrency)):
         raise UserError("--rate, --parallel and --concurrency are of many requests; give --requests too")

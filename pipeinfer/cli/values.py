@@ -15,6 +15,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.plan import parse_split
 from pipeinfer.core.logit_bias import read_one
 from pipeinfer.errors import UserError
@@ -205,6 +206,16 @@ class Devices(click.ParamType):
             self.fail(f"{value!r} is neither auto nor none nor a device, as CUDA0, or several of one rank, as "
                       "CUDA0+CUDA1", param, ctx)  # fmt: skip
         return () if names == ("auto",) else names
+
+
+class WireName(click.Choice[str]):
+    """What activations travel as."""
+
+    def __init__(self) -> None:
+        super().__init__(list(map(str, WireType)))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, WireType) else WireType(super().convert(value, param, ctx))
 
 
 class BackendName(click.ParamType):

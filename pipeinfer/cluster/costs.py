@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.interpolation import interpolate
 
 MANY_ROWS = 32
@@ -138,6 +139,8 @@ class Profile:
     host: HostWork = HostWork()
     blocks: bool = False
     """Prompts are cut into blocks; see `pipeinfer.core.blocks`."""
+    wire_type: WireType = WireType.F32
+    """What activations travel as."""
 
     def crowding(self, n_busy: int, n_rows: int) -> float:
         """By how much a run takes longer when `n_busy` ranks compute, itself among them."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import Courier
 from pipeinfer.cluster.records import Buffer
@@ -48,8 +49,9 @@ class HeadPipeline(Generic[A]):
         n_bytes: int,
         decode: Callable[[Buffer], A],
         courier: Courier | None = None,
+        wire_type: WireType = WireType.F32,
     ) -> None:
-        self.comm, self.worker = comm, worker
+        self.comm, self.worker, self.wire_type = comm, worker, wire_type
         self.decode: Callable[[Buffer], A] = decode
         self.n_stages = len(stage_ranks)
         self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
@@ -97,7 +99,7 @@ class HeadPipeline(Generic[A]):
         assert self.worker
         run = self._queue.popleft()
         start_s = time.monotonic()
-        transaction = room_for(encode(run), self.worker.model.n_embd)
+        transaction = room_for(encode(run), self.worker.model.n_embd, self.wire_type)
         verdict = self.worker.process(transaction)
         self._prunings.forget_before(run.id + 1)
         if self.remote_ranks:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pipeinfer.cluster.activations import WireType, activation_bytes
 from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost
 from pipeinfer.cluster.records import Buffer
 from pipeinfer.cluster.wire import Transaction
@@ -103,8 +104,10 @@ class Courier:
     `n_embd` is the model's, `modelled_embd` the profile's: activations count as if they had that width.
     """
 
-    def __init__(self, cost: LinkCost, clock: Clock, n_embd: int, modelled_embd: int) -> None:
-        self.cost, self.clock = cost, clock
+    def __init__(
+        self, cost: LinkCost, clock: Clock, n_embd: int, modelled_embd: int, wire_type: WireType = WireType.F32
+    ) -> None:
+        self.cost, self.clock, self.wire_type = cost, clock, wire_type
         self.n_embd, self.modelled_embd = n_embd, modelled_embd
         self._free_s: dict[tuple[int, bool], float] = {}
 
@@ -118,9 +121,11 @@ class Courier:
         return np.concatenate([content, np.array([due_s], np.float64).view(np.uint8)])
 
     def _modelled_bytes(self, content: Buffer) -> int:
-        transaction = Transaction(content, self.n_embd)
+        transaction = Transaction(content, self.n_embd, self.wire_type)
         if transaction.n_rows and content.nbytes == transaction.n_bytes_full:
-            return content.nbytes + 4 * transaction.n_rows * (self.modelled_embd - self.n_embd)
+            return content.nbytes + activation_bytes(
+                transaction.n_rows, self.modelled_embd - self.n_embd, self.wire_type
+            )
         return content.nbytes
 
     @staticmethod

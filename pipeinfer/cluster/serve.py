@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from pipeinfer.cluster.activations import WireType, activation_bytes
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import Courier
 from pipeinfer.cluster.records import Buffer
@@ -77,6 +78,7 @@ def serve(
     since_s: float | None = None,
     courier: Courier | None = None,
     n_samplers: int = 0,
+    wire_type: WireType = WireType.F32,
 ) -> None:
     """A stage's loop: receive a run, evaluate, pass on; until the shutdown, which it passes on too.
 
@@ -86,7 +88,7 @@ def serve(
     threads that answer for the last stage while it evaluates its next run.
     """
     bare = bytes_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
-    n_bytes = bare + 4 * n_rows_max * n_embd
+    n_bytes = bare + activation_bytes(n_rows_max, n_embd, wire_type)
     inbox = Inbox(comm, previous, Tag.PIPELINE, n_bytes, courier=courier)
     outbox, idle, ledger = Outbox(comm, courier), Idle(), StageLedger()
     samplers = Samplers(n_samplers, inbox.holds) if n_samplers and following is None else None
@@ -107,7 +109,7 @@ def serve(
     while True:
         buffer = idle.until(next_run)
         start_s = time.monotonic()
-        transaction = Transaction(buffer, n_embd)
+        transaction = Transaction(buffer, n_embd, wire_type)
         if transaction.kind is not Kind.RUN:
             ledger.note(0, wait_s, start_s, start_s, False)
             if following is not None:

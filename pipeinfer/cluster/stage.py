@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.history import TokenHistory
 from pipeinfer.cluster.logprobs import scored
 from pipeinfer.cluster.records import Buffer
@@ -195,12 +196,10 @@ class StageWorker:
             return [], NO_LOGITS
         if self.model.is_last:
             return self._questions(transaction, seqs), result
-        activations = transaction.activations
-        if not n_dropped:
-            activations[:] = result
-        else:
-            activations[:] = 0.0
-            activations[alive] = result
+        if n_dropped:
+            living, result = result, np.zeros((transaction.n_rows, self.model.n_embd), np.float32)
+            result[alive] = living
+        transaction.activations = result
         return [], NO_LOGITS
 
     def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
@@ -302,9 +301,9 @@ class DraftWorker(StageWorker):
         return GuessVerdict(run_id, tuple(answers), cancelled, slowest_s)
 
 
-def room_for(message: Buffer, n_embd: int) -> Transaction:
+def room_for(message: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> Transaction:
     """A transaction with the message's content and room for the activations that a first stage adds."""
-    n_bytes = Transaction(message, n_embd).n_bytes_full
+    n_bytes = Transaction(message, n_embd, wire_type).n_bytes_full
     buffer = np.empty(n_bytes, np.uint8)
     buffer[: len(message)] = message
-    return Transaction(buffer, n_embd)
+    return Transaction(buffer, n_embd, wire_type)

@@ -4,7 +4,7 @@
 |-----------|-------------------------|----------------------------------------------------------------------------|
 | a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request an int32, its      |
 |           |                         | SamplingParams and the bytes of its texts; these texts; then the           |
-|           |                         | activations, float32 (n_rows, n_embd)                                      |
+|           |                         | activations (n_rows, n_embd), of a WireType                                |
 | the end   | head, stage after stage | Header                                                                     |
 | a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
 |           |                         | of a draft; of each token with log-probabilities ScoredRow and its Likelys |
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.cluster.activations import WireType, activation_bytes, read_activations, write_activations
 from pipeinfer.cluster.logprobs import MAX_TOP, Likely, ScoredToken
 from pipeinfer.cluster.records import I32, Buffer, Record
 from pipeinfer.core.blocks import Span
@@ -136,10 +137,10 @@ class Transaction:
     """
 
     __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "_texts_at", "buffer", "kind",
-                 "n_embd", "n_rows", "rows", "run_id", "span")  # fmt: skip
+                 "n_embd", "n_rows", "rows", "run_id", "span", "wire_type")  # fmt: skip
 
-    def __init__(self, buffer: Buffer, n_embd: int) -> None:
-        self.buffer, self.n_embd = buffer, n_embd
+    def __init__(self, buffer: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> None:
+        self.buffer, self.n_embd, self.wire_type = buffer, n_embd, wire_type
         self._header = header = HEADER.read(buffer, 0)
         assert header.magic == MAGIC, f"not a transaction: starts with {header.magic:#x}"
         self.kind, self.run_id = Kind(header.kind), header.run_id
@@ -183,7 +184,7 @@ class Transaction:
 
     @property
     def n_bytes_full(self) -> int:
-        return self._end + 4 * self.n_rows * self.n_embd
+        return self._end + activation_bytes(self.n_rows, self.n_embd, self.wire_type)
 
     @property
     def message(self) -> Buffer:
@@ -193,8 +194,12 @@ class Transaction:
 
     @property
     def activations(self) -> FloatArray:
-        """(n_rows, n_embd), writable; the buffer must be long enough."""
-        return self.buffer[self._end : self.n_bytes_full].view(np.float32).reshape(-1, self.n_embd)
+        """(n_rows, n_embd); the buffer must be long enough."""
+        return read_activations(self.buffer[self._end : self.n_bytes_full], self.n_embd, self.wire_type)
+
+    @activations.setter
+    def activations(self, values: FloatArray) -> None:
+        write_activations(values, self.buffer[self._end : self.n_bytes_full], self.wire_type)
 
     @property
     def slowest_s(self) -> float:

@@ -51,13 +51,23 @@ def _drafting(options: RunOptions, draft_split: Sequence[int]) -> list[str]:
 
 def options_text(options: RunOptions) -> str:
     """The job's options that have no column of their own, where they are not as by default: `ctx-size 512`."""
-    names = ("ctx_size", "batch_size", "n_gpu_layers", "device", "numa", "backend", "sequences", "samplers")
+    names = (
+        "ctx_size",
+        "batch_size",
+        "n_gpu_layers",
+        "device",
+        "numa",
+        "backend",
+        "wire_type",
+        "sequences",
+        "samplers",
+    )
     changed = [(name, getattr(options, name)) for name in names if getattr(options, name) != getattr(DEFAULT, name)]
     shown = [f"{name.replace('_', '-')} {_listed(value)}" for name, value in changed]
     return ", ".join(shown + (["slice-cache"] if options.slice_cache else []))
 
 
-def _listed(value: int | tuple[object, ...] | None) -> str:
+def _listed(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
     return ",".join(device_text(each) if isinstance(each, tuple) else str(each) for each in value)

@@ -25,6 +25,7 @@ from pipeinfer.job.options import (
     check_devices,
     check_gpu_layers,
     check_one_backend,
+    check_wire_type,
     device_of,
     device_text,
     threads_of_rank,
@@ -176,6 +177,7 @@ def lay_out(
     check_gpu_layers(options, len(hosts))
     check_backends(options, len(hosts))
     check_devices(options, len(hosts))
+    check_wire_type(options)
     needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan = make_plan(
         len(hosts), list(map(sizes_of, drafts)), model.sizes, needs.n_cells, split, partial(needs.room, hosts),

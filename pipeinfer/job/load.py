@@ -184,4 +184,5 @@ def make_courier(context: Context, deployment: Deployment) -> Courier | None:
     pace = deployment.pace
     if pace is None:
         return None
-    return Courier(pace.link, lambda: CLOCK() + context.clock_offset_s, deployment.n_embd, pace.n_embd)
+    clock, wire_type = lambda: CLOCK() + context.clock_offset_s, context.options.wire_type
+    return Courier(pace.link, clock, deployment.n_embd, pace.n_embd, wire_type)

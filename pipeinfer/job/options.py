@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
@@ -89,6 +90,7 @@ class RunOptions:
     lookup: bool = False
     ignore_eos: bool = False
     numerics: str = "exact"
+    wire_type: WireType = WireType.F32
     slice_cache: Path | None = None
     offline: bool = False
     send_layers: bool = True
@@ -252,6 +254,15 @@ def check_one_backend(options: RunOptions, ranks: Sequence[int]) -> None:
         raise UserError(
             f"--numerics exact needs one --backend for all layers of the target, else the text depends on where it is "
             f"cut; here they have: {shown}; give one, or --numerics fast"
+        )
+
+
+def check_wire_type(options: RunOptions) -> None:
+    """Raises UserError when exact numerics are asked of activations that are rounded between stages."""
+    if options.numerics == "exact" and options.wire_type is not WireType.F32:
+        raise UserError(
+            f"--wire-type {options.wire_type} rounds activations between stages, so that the text depends on where the "
+            "model is cut, and --numerics exact says that it does not; give --numerics fast, or --wire-type f32"
         )
 
 

@@ -29,6 +29,7 @@ def plan_report(planner: Planner) -> dict[str, Any]:
         "n_ctx": planner.n_ctx,
         "prompt_n": planner.n_prompt,
         "numerics": options.numerics,
+        "wire_type": str(options.wire_type),
         "link": {"bytes_per_s": planner.link.bytes_per_s, "latency_s": planner.link.latency_s},
         "acceptance": list(planner.acceptances) or [DEFAULT_ACCEPTANCE] * len(planner.drafts_in_use),
         "fits": not planner.shortage,

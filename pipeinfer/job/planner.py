@@ -97,7 +97,7 @@ class Planner:
             file=asked, nodes=0, pair="", gbit=None, policies=[policy], predict=N_SIMULATED,
             prompt_tokens=self.n_prompt, known=(),
             by_rank=[ranks_for(share) for share in self.acceptances if policy.drafts],
-            cancel=self.options.cancel, partitions=self.options.partitions,
+            cancel=self.options.cancel, partitions=self.options.partitions, wire_type=self.options.wire_type,
         )  # fmt: skip
         return next(compare(question, range(1)))
 

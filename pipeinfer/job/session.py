@@ -145,14 +145,17 @@ class Session:
         """Make this rank's ends of the pipelines, its own stages among them."""
         context, deployment, worker = self.context, self.deployment, None
         comm, courier = context.link.comm, make_courier(context, deployment)
+        wire_type = context.options.wire_type
         if self._stage:
             worker = make_worker(context, deployment, self._stage)
         n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes)
-        self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, courier)
+        self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type)
         for number, stages in enumerate(deployment.plan.refiners, start=1):
             draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]
             asker = make_draft_worker(context, deployment, number, draft) if draft else None
-            self._larger[number] = HeadPipeline(comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier)
+            self._larger[number] = HeadPipeline(
+                comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier, wire_type
+            )
 
     @property
     def _pipelines(self) -> list[HeadPipeline[Any]]:

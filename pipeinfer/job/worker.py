@@ -56,7 +56,10 @@ def run_stage(context: Context, deployment: Deployment) -> int:
 
     n_rows, n_embd = deployment.largest_input(context.rank)
     samplers = 0 if deployment.plan.stage_of(context.rank) is None else deployment.samplers
-    serve(context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier, samplers)
+    serve(
+        context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier, samplers,
+        context.options.wire_type,
+    )  # fmt: skip
     if model:
         model.close()
     context.close_vocabulary()

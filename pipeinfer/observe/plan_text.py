@@ -70,7 +70,11 @@ def plan_cells(rows: Sequence[Row], names: Sequence[str] = tuple(CELLS)) -> tupl
 def plan_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Of `plan_report`."""
     drafts = f", drafts {', '.join(found['drafts'])}" if found["drafts"] else ""
-    yield f"{found['model']}{drafts}: policy {found['policy']}, context {found['n_ctx']}, numerics {found['numerics']}"
+    wire = "" if found["wire_type"] == "f32" else f", activations travel as {found['wire_type']}"
+    yield (
+        f"{found['model']}{drafts}: policy {found['policy']}, context {found['n_ctx']}, numerics {found['numerics']}"
+        f"{wire}"
+    )
     yield ""
     columns, cells = plan_cells(found["ranks"])
     yield from markdown_table(columns, cells, [column for column in columns if column not in WORDS])

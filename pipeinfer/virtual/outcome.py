@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer import __version__
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.observe.experiment import SAMPLING, digest, model_columns
 from pipeinfer.observe.ledger import head_time, stage_time
@@ -52,7 +53,7 @@ def simulated_columns(simulated: Simulated, drafts: Sequence[object], seed: int,
     draft = {"name": "+".join(["draft"] * len(profile.drafts)), "hash": "+".join(map(digest, drafts))} | virtual
     ranks = _ranks(simulated)
     return model_columns(model, draft if profile.drafts else None) | {
-        "options": "",
+        "options": "" if profile.wire_type is WireType.F32 else f"wire-type {profile.wire_type}",
         "ranks": len(ranks),
         "layers": [cost.layers for cost in profile.stages],
         "threads": [rank["threads"] for rank in ranks],

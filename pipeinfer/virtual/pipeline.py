@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from pipeinfer.cluster.activations import activation_bytes
 from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.wire import bytes_before_activations, verdict_bytes
@@ -153,7 +154,7 @@ class SimPipeline:
         self.clock.advance(self.profile.head.run_s)
         n_extra = sum(len(row.seqs) - 1 for row in run.rows)
         bare_bytes = bytes_before_activations(len(run.ops), len(run.rows), n_extra, len(run.opens))
-        full_bytes = bare_bytes + 4 * len(run.rows) * self.profile.n_embd
+        full_bytes = bare_bytes + activation_bytes(len(run.rows), self.profile.n_embd, self.profile.wire_type)
         tokens = tuple(
             self.choices[row.request].target(row.position + 1) if row.n_wanted else NO_TOKEN for row in run.rows
         )

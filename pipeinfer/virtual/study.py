@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
@@ -49,6 +50,7 @@ class Question:
     samplers: int = 0
     ahead: bool = True
     posted: bool = True
+    wire_type: WireType = WireType.F32
 
     def answer(self, policy: Policy, seed: int, repetition: int) -> tuple[Simulated, dict[str, Any], Record]:
         """One generation, its result object and row. Raises UserError when it cannot be simulated."""
@@ -78,7 +80,7 @@ class Question:
     def _lay_out(self, has_draft: bool) -> Profile:
         profile = self.file.lay_out(self.nodes, self.pair, has_draft)
         host = replace(profile.host, samplers=self.samplers, ahead=self.ahead, posted=self.posted)
-        profile = replace(profile, host=host)
+        profile = replace(profile, host=host, wire_type=self.wire_type)
         if self.gbit is None:
             return profile
         return replace(profile, link=replace(profile.link, bytes_per_s=self.gbit * 1e9 / 8))
