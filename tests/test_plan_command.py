@@ -18,12 +18,14 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.plan import plan_command
 from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.costs import NOTHING, Profile
 from pipeinfer.cluster.room import Memory, Room, spare_room
+from pipeinfer.cluster.slice_times import RankTimes, SliceTimes
 from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import deploy
 from pipeinfer.job.first_host import advice, orders
-from pipeinfer.job.host_speeds import _read, order_matters
+from pipeinfer.job.host_speeds import _read, order_matters, with_times
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.planned_costs import model_of, with_described_speeds
@@ -247,6 +249,34 @@ def test_a_speed_that_was_kept_and_is_none_is_found_anew(value: object) -> None:
     assert _read(value) is None and _read({"bytes_per_s": 2.0, "flop_per_s": 3.0}) == Speed(2.0, 3.0)
 
 
+def test_what_was_timed_is_what_is_predicted(tmp_path: Path, wide: Path) -> None:
+    options = RunOptions(model=wide, drafts=(DRAFT,), policy=make_policy("auto", {}))
+    draft = read_model_info(DRAFT)
+
+    def predicted(layer_s: float, draft_s: float, beside: float = 1.0, first: int = 0, names: str = "abc") -> Profile:
+        """Layers of `layer_s` on all ranks, the draft's of `draft_s` on the one that had it when it was timed."""
+        info = read_model_info(wide)
+        n_bytes, n_draft_bytes = (sum(each.layer_bytes) / each.n_layer for each in (info, draft))
+        target = SliceTimes((1.0,), (layer_s / n_bytes,), (0.5,))
+        own = SliceTimes((1.0,), (draft_s / n_draft_bytes,), (0.25,))
+        times = [RankTimes(target, own if rank == first else None, 0 if rank == first else None) for rank in range(3)]
+        if beside > 1:
+            times = [replace(each, beside=beside, n_beside=3) for each in times]
+        hosts = read_hosts(write(tmp_path, *(f"{name} {FAST}" for name in dict.fromkeys(names))))
+        by_name = {node.host.name: node for node in hosts}
+        nodes = with_times([by_name[name] for name in names], times)
+        return open_planner(options, info, nodes, ETHERNET, 128, ()).lay_out()
+
+    alone = predicted(0.01, 0.001)
+    assert [stage.layer.at(1) for stage in alone.stages] == pytest.approx([0.01, 0.01])
+    assert alone.stages[1].output.at(1) == 0.5 and alone.stages[0].output is NOTHING
+    assert alone.drafts[0].layer.at(1) == pytest.approx(0.001) and not alone.slowdowns
+    assert predicted(0.01, 0.001, first=2).drafts == alone.drafts, "timed where it is not now, on a rank that is alike"
+    together = predicted(0.01, 0.001, beside=1.5, names="aaa")
+    assert [stage.layer for stage in together.stages] == [stage.layer for stage in alone.stages]
+    assert together.slowdowns == {"a": pytest.approx((1.0, 1.25, 1.5))}
+
+
 def test_that_run_would_time_them_is_said_of_hosts_of_which_nobody_knows_how_fast(tmp_path: Path, wide: Path) -> None:
     (note,) = plan("--hosts", write(tmp_path, "a cores=4", "b cores=8"), "-m", wide)[0]["notes"]
     assert "layers go by size" in note
@@ -370,13 +400,20 @@ def test_a_job_on_hosts_that_differ_says_which_should_draft(tmp_path: Path) -> N
     assert len([path for path in tmp_path.rglob("*.json") if "speed: h" in path.read_text()]) == 3
 
 
-def test_ranks_under_mpirun_tell_what_they_have() -> None:
-    done = finish(3, ["plan", "--json"])
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [row["speed_source"] for row in found["ranks"]] == ["measured"] * 3
-    assert all(row["room_bytes"] and row["n_cores"] and row["fits"] for row in found["ranks"])
-    assert found["predictions"] and found["link"]["bytes_per_s"] > 0
+def test_ranks_under_mpirun_tell_what_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"XDG_CACHE_HOME": str(tmp_path)}
+    monkeypatch.setattr("tests.jobs.environment", lambda: environment() | own)
+    limits = []
+    for source in ("timed now", "timed before"):
+        done = finish(3, ["plan", "--json", "-t", "1"])
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert [row["speed_source"] for row in found["ranks"]] == [source] * 3
+        assert all(row["room_bytes"] and row["n_cores"] and row["fits"] for row in found["ranks"])
+        assert [row["layer_s"] for row in found["ranks"]] == [None] * 3, "alike: `run` would not time them"
+        assert found["predictions"] and found["link"]["bytes_per_s"] > 0
+        limits.append([each["limit_per_s"] for each in found["predictions"]])
+    assert limits[0] == pytest.approx(limits[1], rel=0.2), "what a single row takes was kept"
     without = finish(2, ["run", "-p", "x", "-n", "2", "-ngl", "0,3"])
     assert without.returncode == 2 and "rank 1 (" in without.stderr and "GPU" in without.stderr, (
         "as this build has none"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.interpolation import interpolate
@@ -59,6 +60,8 @@ class ModelCost:
     reshape_s: float = 0.0
     rest_s: float = 0.0
     prompt_s: float = 0.0
+    host: str = ""
+    """Whose cores and memory it shares with others of that name, where the profile says by how much that slows down."""
 
     def before_layers_s(self, reshapes: bool, rested: bool = False, begins: bool = False) -> float:
         return self.run_s + self.reshape_s * reshapes + self.rest_s * rested + self.prompt_s * begins
@@ -131,25 +134,26 @@ class Profile:
     sleeps: bool = False
     """Waiting ranks sleep between looks, as `Idle` does; measured costs have that in them already."""
     slowdown: tuple[float, ...] = ()
-    """All ranks share a host: how many times as long a row takes when 1, 2, … of them compute. Empty: undisturbed."""
+    """Of ranks that share a host: how many times as long a row takes when 1, 2, … of them compute. Empty:
+    undisturbed."""
     slowdown_of_many: tuple[float, ...] = ()
     """The same of MANY_ROWS rows and more, which keep a core's arithmetic busy, not its memory. Empty: as one row."""
     acceptance: tuple[float, ...] = ()
     """How often each draft's best guess is the target's token, as published for the pair."""
     host: HostWork = HostWork()
+    slowdowns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """The same of hosts that are named and have others."""
     blocks: bool = False
     """Prompts are cut into blocks; see `pipeinfer.core.blocks`."""
     wire_type: WireType = WireType.F32
     """What activations travel as."""
 
-    def crowding(self, n_busy: int, n_rows: int) -> float:
-        """By how much a run takes longer when `n_busy` ranks compute, itself among them."""
-        if not self.slowdown:
+    def crowding(self, n_busy: int, n_rows: int, host: str = "") -> float:
+        """By how much a run takes longer when `n_busy` ranks of its host compute, itself among them."""
+        of_one = self.slowdowns.get(host, self.slowdown)
+        if not of_one:
             return 1.0
-        one, many = (
-            times[min(max(n_busy, 1), len(times)) - 1]
-            for times in (self.slowdown, self.slowdown_of_many or self.slowdown)
-        )
+        one, many = (times[min(max(n_busy, 1), len(times)) - 1] for times in (of_one, self.slowdown_of_many or of_one))
         return interpolate((1.0, MANY_ROWS), (one, many), min(n_rows, MANY_ROWS))
 
     @property

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+NOW, BEFORE = "timed now", "timed before"
+"""Sources: the rank itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpeed:

@@ -1,14 +1,17 @@
-"""How long single rows take in the layers of a loaded slice, and after them. Knows sizes, no MPI."""
+"""How long rows take in the layers of a loaded slice, and after them. Knows sizes, no MPI."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from pipeinfer.cluster.layer_speed import LayerSpeed
-from pipeinfer.cluster.timed_runs import evaluate, forget
+from pipeinfer.cluster.slice_times import SliceTimes
+from pipeinfer.cluster.timed_runs import evaluate, forget, in_turns
 from pipeinfer.core.interfaces import StageModel
 from pipeinfer.errors import ModelFault
 
@@ -18,6 +21,16 @@ them are evaluated for so long."""
 
 N_ROWS, MOST_S = 4, 0.8
 """Rows that count, at least, and longer if need be, but not for ever: one that waited for cores takes half a second."""
+
+ROWS = (1, 2, 4, 8)
+"""Of runs of which it is asked what they cost."""
+CHUNK = ROWS[-1]
+
+N_TURNS, N_RESTS, REST_S, RESTS_S = 12, 10, 0.003, 0.1
+CONTEXT, FILLED_S = 128, 0.2
+"""Tokens before a row of which it is asked what they cost, unless evaluating so many takes longer than this."""
+
+N_BEST, BEST_S = 25, 0.06
 
 
 def time_layers(
@@ -30,33 +43,126 @@ def time_layers(
     `asks`: what the model calls between layers it calls when they are computed. Else, and where it calls nothing, all
     bytes are taken to be equally fast.
     """
-    found: list[_Row] = []
+    found: list[_Run] = []
     start_s = clock()
     while not _is_enough(len(found), clock() - start_s):
         counts = clock() - start_s >= SETTLED_S
-        row = _time_row(model, layer_bytes, output_bytes, clock, asks)
+        row = _time_run(model, 1, layer_bytes, output_bytes, clock, asks)
         if counts:
             found.append(row)
-    layers_s = sum(map(min, zip(*(row.parts_s for row in found), strict=True)))
     outputs = [row.output_s for row in found if row.output_s is not None]
-    return LayerSpeed(layers_s / found[0].n_bytes, min(outputs, default=None))
+    return LayerSpeed(_layers_s(found) / found[0].n_bytes, min(outputs, default=None))
 
 
 def _is_enough(n_rows: int, elapsed_s: float) -> bool:
     return n_rows > 0 and elapsed_s >= (SETTLED_S + TIMED_S if n_rows >= N_ROWS else MOST_S)
 
 
-class _Row(NamedTuple):
-    """Seconds of its parts, single layers where they are known, which have `n_bytes`, and of what follows the last."""
+def time_slice(
+    model: StageModel, layer_bytes: Sequence[int], output_bytes: int, clock: Callable[[], float], asks: bool,
+    sleep: Callable[[float], object] = time.sleep,
+) -> SliceTimes:  # fmt: skip
+    """What runs of ROWS take at best, while nothing else computes; of the larger ones as many as there is time for. The
+    rest is as in `time_layers`."""
+
+    def once(n_rows: int) -> _Run:
+        return _time_run(model, n_rows, layer_bytes, output_bytes, clock, asks)
+
+    def over(found: Mapping[int, object]) -> bool:
+        return bool(found) and clock() - start_s >= SETTLED_S + TIMED_S
+
+    start_s = clock()
+    once(1)
+    while clock() - start_s < SETTLED_S:
+        once(1)
+    runs = in_turns(ROWS, N_TURNS, lambda n_rows: (once(n_rows), once(n_rows)), over)
+    changed = {n_rows: [first for first, _ in found[1:] or found] for n_rows, found in runs.items()}
+    after_rest: list[_Run] = []
+    rests_s = clock()
+    while not after_rest or (len(after_rest) < N_RESTS and clock() - rests_s < RESTS_S):
+        once(1)
+        sleep(REST_S)
+        after_rest.append(once(1))
+    context_s = _time_context(model, len(layer_bytes), clock)
+    again = {n_rows: [second for _, second in found] for n_rows, found in runs.items()}
+    s_per_byte = tuple(_layers_s(found) / found[0].n_bytes for found in again.values())
+    outputs = [[run.output_s for run in found if run.output_s is not None] for found in again.values()]
+    output_s = tuple(map(min, outputs)) if all(outputs) else ()
+    layer_s = s_per_byte[0] * sum(layer_bytes) / len(layer_bytes)
+    return SliceTimes(
+        tuple(map(float, again)), s_per_byte, output_s, context_s,
+        run_s=max(0.0, min(run.first_s for run in again[1]) - layer_s),
+        reshape_s=max(0.0, min(_best_s(found) - _best_s(again[n_rows]) for n_rows, found in changed.items())),
+        rest_s=max(0.0, _best_s(after_rest) - _best_s(again[1])),
+    )  # fmt: skip
+
+
+def _time_context(model: StageModel, n_layers: int, clock: Callable[[], float]) -> float | None:
+    """What a token before a row costs in each layer; None where there was no time to evaluate so many."""
+    row_s = _best_row(model, 0, clock)
+    start_s, n_before = clock(), 0
+    while n_before < CONTEXT and clock() - start_s < FILLED_S:
+        _evaluate(model, CHUNK, n_before)
+        n_before += CHUNK
+    found = (_best_row(model, n_before, clock) - row_s) / (n_before * n_layers) if n_before == CONTEXT else None
+    forget(model)
+    return None if found is None else max(0.0, found)
+
+
+def _best_row(model: StageModel, n_before: int, clock: Callable[[], float]) -> float:
+    """Seconds of a row after so many, of the quickest: a difference of two such is looked for."""
+    start_s, best_s = clock(), math.inf
+    for _ in range(1 + N_BEST):  # the first one has another size than the run before
+        begun_s = clock()
+        _evaluate(model, 1, n_before)
+        best_s = min(best_s, clock() - begun_s)
+        forget(model, n_before)
+        if clock() - start_s > BEST_S:
+            break
+    return best_s
+
+
+def _evaluate(model: StageModel, n_rows: int, position: int) -> None:
+    with contextlib.suppress(ModelFault):  # what blank weights compute is no model's answer
+        evaluate(model, n_rows, position)
+
+
+class _Run(NamedTuple):
+    """Seconds of its parts, single layers where they are known, which have `n_bytes`; of what follows the last, of all,
+    and of the first layer where that is none of the parts, with what a run costs on top."""
 
     parts_s: list[float]
     n_bytes: int
     output_s: float | None
+    whole_s: float
+    first_s: float = 0.0
 
 
-def _time_row(
-    model: StageModel, layer_bytes: Sequence[int], output_bytes: int, clock: Callable[[], float], asks: bool
-) -> _Row:
+def time_rows_for(model: StageModel, clock: Callable[[], float], seconds: float) -> float:
+    """Seconds of a single row at best, evaluated one after the other for so long."""
+    start_s, found = clock(), list[_Run]()
+    while not found or clock() - start_s < seconds:
+        found.append(_time_run(model, 1, (1,), 0, clock, False))
+    return _best_s(found)
+
+
+def _layers_s(runs: Sequence[_Run]) -> float:
+    """Of each layer the best."""
+    return sum(map(min, zip(*(run.parts_s for run in runs), strict=True)))
+
+
+def _best_s(runs: Sequence[_Run]) -> float:
+    return min(run.whole_s for run in runs)
+
+
+def _time_run(
+    model: StageModel,
+    n_rows: int,
+    layer_bytes: Sequence[int],
+    output_bytes: int,
+    clock: Callable[[], float],
+    asks: bool,
+) -> _Run:
     marks: list[float] = []
 
     def mark() -> bool:
@@ -66,14 +172,14 @@ def _time_row(
 
     start_s = clock()
     with contextlib.suppress(ModelFault):  # what blank weights compute is no model's answer
-        evaluate(model, 1, between=mark)
+        evaluate(model, n_rows, between=mark)
     end_s = clock()
     forget(model)
-    ends = marks if model.is_last else [*marks, end_s]
+    whole_s, ends = end_s - start_s, marks if model.is_last else [*marks, end_s]
     if len(ends) != len(layer_bytes):
-        return _Row([end_s - start_s], sum(layer_bytes) + output_bytes, None)
+        return _Run([whole_s], sum(layer_bytes) + output_bytes, None, whole_s)
     output_s = end_s - ends[-1] if model.is_last else None
     if len(ends) == 1:
-        return _Row([ends[0] - start_s], layer_bytes[0], output_s)
-    # what a run costs on top is in its first layer's time
-    return _Row([end - before for before, end in pairwise(ends)], sum(layer_bytes[1:]), output_s)
+        return _Run([ends[0] - start_s], layer_bytes[0], output_s, whole_s)
+    layers_s = [end - before for before, end in pairwise(ends)]
+    return _Run(layers_s, sum(layer_bytes[1:]), output_s, whole_s, first_s=ends[0] - start_s)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from pipeinfer.cluster.layer_speed import BEFORE, NOW
 from pipeinfer.cluster.speed import Speed
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import N_CELLS_SPARE, Deployment, read_drafts
@@ -76,6 +77,6 @@ def _advice(planner: Planner) -> Iterator[str]:
 def _kind(node: Node) -> tuple[object, ...]:
     """Of hosts that are alike one is tried. What was measured is never quite the same."""
     machine, host = node.machine, node.host
-    if node.source == MEASURED:
+    if node.source in (MEASURED, NOW, BEFORE):
         return host.processor, host.n_cores
     return machine and (machine.bytes_per_s, machine.flop_per_s), host.n_cores, host.room

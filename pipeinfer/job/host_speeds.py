@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer import __version__
 from pipeinfer.cluster.cores import Host, share_cores
+from pipeinfer.cluster.slice_times import RankTimes
 from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.job.options import RunOptions
 from pipeinfer.kept import user_kept
@@ -54,6 +56,13 @@ def with_speeds(speeds: Sequence[Speed], hosts: Sequence[Host], gpus: Sequence[S
         machine = estimated_machine(host.name, host.n_cores, read, compute, host.room.host)
         nodes.append(Node(host, machine, MEASURED, ", ".join(gpus[rank]) if gpus else ""))
     return nodes
+
+
+def with_times(nodes: Sequence[Node], times: Sequence[RankTimes]) -> list[Node]:
+    """The nodes, with what was timed on each rank; as they are where nothing was."""
+    if not times:
+        return list(nodes)
+    return [replace(node, times=found, source=found.source) for node, found in zip(nodes, times, strict=True)]
 
 
 def _n_ranks(hosts: Sequence[Host], rank: int) -> int:

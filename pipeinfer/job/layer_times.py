@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeinfer import __version__
 from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.layer_speed import BEFORE, NOW, LayerSpeed
 from pipeinfer.cluster.plan import Sizes
 from pipeinfer.cluster.timed_layers import time_layers
 from pipeinfer.core.interfaces import LoadedModel
@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.start import Crew
 
 N_CELLS = 256
-NOW, BEFORE = "timed now", "timed before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def _time(
         skeleton: Skeleton | None = link.broadcast(_skeleton(info) if info else None)
         if own and skeleton:
             crew.watch.describe(f"timing layers {own[0]}-{own[1] - 1}")
-            model = _load(skeleton, own, hosts, options, link.rank)
+            model = load_blank(skeleton, own, hosts, options, link.rank)
     except UserError as caught:
         error = str(caught)
     speed, turns = None, timing_turns(hosts, planned_threads(options, hosts), asked.spans)
@@ -151,12 +150,16 @@ def _skeleton(info: ModelInfo) -> Skeleton | None:
         return None
 
 
-def _load(skeleton: Skeleton, own: Span, hosts: Sequence[Host], options: RunOptions, rank: int) -> LoadedModel:
+def load_blank(
+    skeleton: Skeleton, own: Span, hosts: Sequence[Host], options: RunOptions, rank: int, n_rows: int = 1
+) -> LoadedModel:
+    """Layers without weights, for runs of up to `n_rows`. Raises UserError where they cannot be loaded, or fill the
+    host."""
     params = LlamaParams(
         n_cells=N_CELLS,
         n_seq_max=2,
-        n_batch=1,
-        n_outputs_max=1,
+        n_batch=n_rows,
+        n_outputs_max=n_rows,
         n_threads=planned_threads(options, hosts)[rank],
         n_gpu_layers=gpu_layers(options, rank),
         exact=options.numerics == "exact",

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.cores import this_host
 from pipeinfer.cluster.costs import LinkCost
 from pipeinfer.cluster.launch import is_launched
+from pipeinfer.cluster.slice_times import RankTimes
 from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
 from pipeinfer.job.fetch import fetch_files, fetch_models, find_models
 from pipeinfer.job.gpus import gpu_names, ranks_fault
-from pipeinfer.job.host_speeds import own_speed, with_speeds
+from pipeinfer.job.host_speeds import known_speeds, own_speed, with_speeds, with_times
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.plan_report import plan_report
@@ -76,21 +77,22 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
 def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     """On every rank. Returns the exit code."""
     from pipeinfer.job.layer_times import with_layer_times  # what it loads with takes a while
+    from pipeinfer.job.run_times import known_run_times
 
-    link, code = crew.link, 0
-    link.all_gather(None)  # all at once: ranks of a host share it
-    speeds = link.all_gather(own_speed(crew.hosts, link.rank))
+    link, code, times, untimed = crew.link, 0, list[RankTimes](), ""
+    speeds = known_speeds(link, crew.hosts)
     gpus = link.all_gather(gpu_names())
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
     hosts, error = find_models(link, crew.hosts, lambda: _paths(options))
     error = error or ranks_fault(options, hosts, link.rank, link.all_gather)
     if not error:
         hosts = with_layer_times(crew, hosts, options)
+        times, untimed = known_run_times(crew, hosts, options)
     if link.rank == 0:
         try:
             if error:
                 raise UserError(error)
-            tell(options, question, with_speeds(speeds, hosts, gpus), cost)
+            tell(options, question, with_times(with_speeds(speeds, hosts, gpus), times), cost, untimed)
         except UserError as caught:
             complain(str(caught))
             code = 2
@@ -102,15 +104,18 @@ def _paths(options: RunOptions) -> list[Path]:
     return fetch_files([options.model, *options.drafts], options.offline)
 
 
-def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost) -> int:
-    """Print the plan. Returns the exit code. Raises UserError, with what is missing, where it does not fit."""
+def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost, untimed: str = "") -> int:
+    """Print the plan. Returns the exit code. Raises UserError, with what is missing, where it does not fit.
+
+    `untimed`: the rank that could not be timed, and why.
+    """
     if question.gbit is not None:
         link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
     options = fetch_models(options)
     info, tokenizer = open_models(options)
     tokenizer.close()
     is_described = bool(question.profile or question.hosts)
-    planner = open_planner(options, info, nodes, link, question.n_prompt, question.acceptances, is_described)
+    planner = open_planner(options, info, nodes, link, question.n_prompt, question.acceptances, is_described, untimed)
     found = plan_report(planner)
     print(json_text(found) if options.json else "\n".join(plan_lines(found)), flush=True)
     if not found["fits"]:

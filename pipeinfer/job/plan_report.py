@@ -78,10 +78,13 @@ def _predictions(planner: Planner) -> tuple[list[Compared], dict[str, str]]:
 
 def _notes(planner: Planner) -> Iterator[str]:
     """What the figures leave out."""
-    if any(backend.is_torch for backend in planner.options.backend):
+    are_timed = all(node.times for node in planner.nodes)
+    if planner.untimed:
+        yield f"predictions go by the hosts' speed, and are too high: {planner.untimed}"
+    if any(backend.is_torch for backend in planner.options.backend) and not are_timed:
         yield "predictions take ranks of torch to be as fast as libllama; `measure` times them"
     if any(planner.options.n_gpu_layers):
-        yield "what GPUs hold is not counted, and predictions know the speed of CPUs only"
+        yield f"what GPUs hold is not counted{'' if are_timed else ', and predictions know the speed of CPUs only'}"
     if any("_exps" in tensor.name for tensor in planner.info.tensors):
         yield "predictions read the experts of one row: guesses, of which each has experts of its own, are dearer"
     if planner.may_split_otherwise:

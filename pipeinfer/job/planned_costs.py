@@ -10,6 +10,7 @@ from pipeinfer.cluster.cores import Host, sharers
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile
 from pipeinfer.cluster.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import StagePlan
+from pipeinfer.cluster.slice_times import RankTimes, SliceTimes, slowdowns_beside
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
@@ -93,19 +94,51 @@ def planned_profile(
         raise UserError("a lone rank computes target and draft in turns, which is not simulated")
     if max(plan.draft_split, default=1) > 1:
         raise UserError("a draft on several ranks is not simulated")
-    target = model_of(info)
+    target, times = model_of(info), [node.times for node in nodes]
 
-    def cost(model: Model, part: StagePlan) -> ModelCost:
-        return machines[part.rank].slice_of(model, part.last - part.first, part.last == model.layers)
+    def cost(part: StagePlan, model: ModelInfo, own: SliceTimes | None) -> ModelCost:
+        n_layers, is_last = part.last - part.first, part.last == model.n_layer
+        host = nodes[part.rank].host.name
+        if not own:
+            return replace(machines[part.rank].slice_of(model_of(model), n_layers, is_last), host=host)
+        # what the ranks of a host take from each other is not in what one of them found alone
+        alone = nodes[part.rank].machine
+        assert alone, "whose speed is known"
+        estimate = replace(alone.slice_of(model_of(model), n_layers, is_last), host=host)
+        return own.slice_of(estimate, sum(model.layer_bytes) / model.n_layer, model.output_bytes)
 
     return Profile(
         name="the plan",
         n_embd=target.n_embd,
-        stages=tuple(cost(target, stage) for stage in plan.stages),
-        drafts=tuple(cost(model_of(draft), stages[0]) for draft, stages in zip(drafts, plan.drafts, strict=True)),
+        stages=tuple(cost(stage, info, own.target if (own := times[stage.rank]) else None) for stage in plan.stages),
+        drafts=tuple(
+            cost(own, draft, draft_times(times, number, own.rank))
+            for number, (draft, (own,)) in enumerate(zip(drafts, plan.drafts, strict=True))
+        ),
         link=link,
         head=HEAD,
         head_is_first=plan.stages[0].rank == 0,
         sleeps=True,
+        slowdowns=_slowdowns(deployment, nodes),
         blocks=deployment.blocks,
     )
+
+
+def draft_times(times: Sequence[RankTimes | None], number: int, rank: int) -> SliceTimes | None:
+    """Of a draft on its rank; where another rank timed it, which had it then, by how the two compare at the target."""
+    own, other = times[rank], next((each for each in times if each and each.draft_number == number), None)
+    if not own or not other or not other.draft:
+        return None
+    return other.draft.times(own.target.s_per_byte[0] / other.target.s_per_byte[0])
+
+
+def _slowdowns(deployment: Deployment, nodes: Sequence[Node]) -> dict[str, tuple[float, ...]]:
+    """Of each host on which several ranks compute, where its ranks were timed."""
+    found: dict[str, tuple[float, ...]] = {}
+    for name in {node.host.name for node in nodes}:
+        ranks = [rank for rank in sorted(deployment.plan.computing) if nodes[rank].host.name == name]
+        timed = [times for rank in ranks if (times := nodes[rank].times)]
+        if len(ranks) > 1 and len(timed) == len(ranks):
+            threads = [deployment.threads[rank] for rank in ranks]
+            found[name] = slowdowns_beside(timed, threads, nodes[ranks[0]].host.n_cores)
+    return found

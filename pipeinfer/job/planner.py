@@ -36,7 +36,7 @@ N_SIMULATED = 128
 class Planner:
     """`drafts`: the headers of all that are given, the smallest first. `acceptances`: how often each one's best guess
     is right; empty: as `simulate` takes it. `is_described`: nobody was on the nodes, and what is said of
-    them is believed."""
+    them is believed. `untimed`: the rank that could not be timed, and why; empty: all were that should be."""
 
     options: RunOptions
     info: ModelInfo
@@ -46,6 +46,7 @@ class Planner:
     n_prompt: int
     acceptances: Sequence[float] = ()
     is_described: bool = False
+    untimed: str = ""
 
     def changed(self, **changes: Any) -> Planner:
         """With other options."""
@@ -112,7 +113,7 @@ class Planner:
 
 def open_planner(
     options: RunOptions, info: ModelInfo, nodes: Sequence[Node], link: LinkCost, n_prompt: int,
-    acceptances: Sequence[float], is_described: bool = False,
+    acceptances: Sequence[float], is_described: bool = False, untimed: str = "",
 ) -> Planner:  # fmt: skip
     """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
     drafts = read_drafts(options.drafts)
@@ -121,4 +122,4 @@ def open_planner(
             f"--acceptance is given {len(acceptances)} times for {len(options.drafts)} drafts; give it once for each, "
             "the smallest first, or leave it out"
         )
-    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described)
+    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described, untimed)

@@ -29,18 +29,22 @@ Span = tuple[int, int]
 def ranks_to_time(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
     """The ranks that shall have layers of the target, where they are not alike and nobody says how many each; else
     none, also where the options are wrong."""
-    if options.layer_split or options.pace:
-        return []
+    ranks = stages_of_target(options, hosts) if not options.layer_split and not options.pace else []
+    threads = planned_threads(options, hosts) if ranks else ()
+    return ranks if len({_kind(options, hosts, threads, rank) for rank in ranks}) > 1 else []
+
+
+def stages_of_target(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
+    """The ranks that shall have layers of the target; none where the options are wrong, which who plans says."""
     n_ranks, n_drafts = len(hosts), len(options.drafts_in_use)
     try:
         check_backends(options, n_ranks)
         check_gpu_layers(options, n_ranks)
         check_devices(options, n_ranks)
-        ranks = stage_ranks(n_ranks, draft_widths(n_drafts, options.draft_split if n_drafts else ()))
-        threads = planned_threads(options, hosts)
-    except UserError:  # who plans says so
+        planned_threads(options, hosts)
+        return stage_ranks(n_ranks, draft_widths(n_drafts, options.draft_split if n_drafts else ()))
+    except UserError:
         return []
-    return ranks if len({_kind(options, hosts, threads, rank) for rank in ranks}) > 1 else []
 
 
 def planned_threads(options: RunOptions, hosts: Sequence[Host]) -> tuple[int, ...]:
@@ -81,3 +85,13 @@ def timing_turns(hosts: Sequence[Host], threads: Sequence[int], ranks: Collectio
         before = [other for other in turns if hosts[other].name == hosts[rank].name]
         turns[rank] = len(before) if spare_cores(hosts, everyone, threads, rank) < 0 else 0
     return turns
+
+
+def ranks_beside(hosts: Sequence[Host], threads: Sequence[int], rank: int) -> list[int]:
+    """The first ranks of a rank's host, as many as it has cores for: they can compute at once, undisturbed but by what
+    they share."""
+    here, found = [other for other, each in enumerate(hosts) if each.name == hosts[rank].name], list[int]()
+    for other in here:
+        if sum(threads[each] for each in (*found, other)) <= hosts[rank].n_cores:
+            found.append(other)
+    return found

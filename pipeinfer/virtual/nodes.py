@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.room import UNLIMITED, Room
+from pipeinfer.cluster.slice_times import RankTimes
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.profile import Machine, ProfileFile
 
@@ -20,12 +21,13 @@ LAYER_S_A_CORE, LAYER_S, RUN_S = 2e-6, 60e-6, 200e-6
 @dataclass(frozen=True, slots=True)
 class Node:
     """What one rank runs on. `machine`: of the whole host, which its ranks share; None where nobody knows its speed.
-    `source`: who says how fast it is. `gpu`: its name; empty: none."""
+    `source`: who says how fast it is. `gpu`: its name; empty: none. `times`: what was timed on it; None: nothing."""
 
     host: Host
     machine: Machine | None = None
     source: str = ""
     gpu: str = ""
+    times: RankTimes | None = None
 
     def twin(self, name: str) -> Node:
         """One more such host."""

@@ -205,15 +205,16 @@ class SimPipeline:
             self._run_until(end_s)
         return self._verdicts[0] if self._verdicts and self._verdicts[0].answered_s <= end_s else None
 
-    def crowding(self, n_rows: int) -> float:
+    def crowding(self, n_rows: int, host: str) -> float:
         """By how much a run that begins now is slowed down by ranks that compute beside it on a shared host."""
-        if not self.profile.slowdown:
+        if not self.profile.slowdown and not self.profile.slowdowns:
             return 1.0
-        n_busy = sum(
-            pipeline.drafting + sum(stage.current is not None for stage in pipeline.stages)
-            for pipeline in self.neighbours
-        )
-        return self.profile.crowding(n_busy, n_rows)
+        return self.profile.crowding(sum(each.n_busy(host) for each in self.neighbours), n_rows, host)
+
+    def n_busy(self, host: str) -> int:
+        """Ranks of it that compute now."""
+        n_drafting = int(self.drafting and self.profile.drafts[0].host == host)
+        return n_drafting + sum(stage.current is not None and stage.cost.host == host for stage in self.stages)
 
     def late_s(self, waited_s: float) -> float:
         """How late a rank that sleeps between looks notices what it waits for: half a sleep on average."""
@@ -260,7 +261,7 @@ class SimPipeline:
         else:
             flight.leave_out(now_s)
             now_s = self._prepared_s(flight, now_s)
-            stage.slower = self.crowding(flight.n_rows)
+            stage.slower = self.crowding(flight.n_rows, stage.cost.host)
             reshapes, stage.n_rows_before = flight.n_rows != stage.n_rows_before, flight.n_rows
             rested = now_s > stage.idle_since_s
             stage.layers_s = now_s + stage.slower * stage.cost.before_layers_s(reshapes, rested, flight.begins)

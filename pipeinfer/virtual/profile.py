@@ -249,8 +249,9 @@ def _measured_slice(table: Table) -> ModelCost:
         output = Work(rows, tuple(1e-3 * value for value in table.numbers("output_ms", len(rows))))
     layer = Work(rows, layer_s, _context_s(table, len(rows)))
     layers = table.count("layers", most=MAX_LAYERS)
-    fixed_s = [1e-6 * table.number(name, 0.0) for name in ("run_us", "reshape_us", "rest_us", "prompt_us")]
-    return ModelCost(f"{layers} layers", layers, layer, output, *fixed_s)
+    names = ("run_us", "reshape_us", "rest_us", "prompt_us")
+    run_s, reshape_s, rest_s, prompt_s = (1e-6 * table.number(name, 0.0) for name in names)
+    return ModelCost(f"{layers} layers", layers, layer, output, run_s, reshape_s, rest_s, prompt_s)
 
 
 def _context_s(table: Table, n: int) -> tuple[float, ...]:
