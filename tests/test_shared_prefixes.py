@@ -28,16 +28,16 @@ def some_request(id: int, prompt: Sequence[int], n: int = 10, keep: bool = False
     return Request(id, prompt, n, SamplingParams(id, 0.8), 200, keep=keep)
 
 
-def engine_of(n_seq: int, n_cells: int, n_stages: int = 2) -> Engine:
+def engine_of(n_seq: int, n_cells: int, n_stages: int = 2, drafts: bool = True) -> Engine:
     pipeline = toy_pipeline(random.Random(n_stages), n_stages, n_cells, True)
-    drafter = OracleDrafter(Reference(N_LAYERS), 0.5)
+    drafter = OracleDrafter(Reference(N_LAYERS), 0.5) if drafts else None
     return toy_engine(pipeline, SequencePool(n_seq, n_cells, parked=True), drafter, n_chunk=16)
 
 
 def add_all(engine: Engine, requests: Sequence[Request]) -> list[Counted]:
     counted = [Counted() for _ in requests]
     for request, observer in zip(requests, counted, strict=True):
-        engine.add(request, PipeInfer(microbatch=3), observer)
+        engine.add(request, PipeInfer(microbatch=3) if engine.growth.drafter else Iterative(), observer)
     return counted
 
 
@@ -46,13 +46,17 @@ def check(requests: Sequence[Request]) -> None:
         assert each.tokens[len(each.prompt) :] == Reference(N_LAYERS).generate(each.prompt, 10, each.sampling), each.id
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("n_stages", [1, 2, 4])
-def test_texts_of_one_prompt_evaluate_it_once(n_stages: int) -> None:
-    engine, requests = engine_of(31, 2000, n_stages), [some_request(number, SYSTEM) for number in range(8)]
+def test_texts_of_one_prompt_evaluate_it_once(n_stages: int, drafts: bool) -> None:
+    engine, requests = engine_of(31, 2000, n_stages, drafts), [some_request(number, SYSTEM) for number in range(8)]
     counted = add_all(engine, requests)
     assert len(engine._jobs) == 1, "the others wait for the first"
+    most = 0
     for _ in engine.generate():
+        most = max(most, len(engine._jobs))
         engine.audit()
+    assert most == 8, "they wait for its prompt alone"
     check(requests)
     assert [each.n_context for each in counted] == [99, *[0] * 7]
     assert [each.n_kept for each in counted] == [0, *[99] * 7]

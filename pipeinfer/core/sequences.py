@@ -9,46 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from pipeinfer.core.paths import Base, Path, Placement
 from pipeinfer.core.requests import Prefix
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.shared import Cells, fork, give_up, n_held
 from pipeinfer.core.tree import Node, State, with_ancestors
-
-
-@dataclass(slots=True)
-class _Path:
-    """One leased sequence: cells [0, end), the last of them those of `chain`, the nodes that were placed on it."""
-
-    request_id: int
-    end: int = 0
-    chain: list[Node] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Base:
-    """A request's certain tokens below the root: cells [0, end) of `seq`, which is the root's once it is placed."""
-
-    seq: int
-    cells: Cells = field(default_factory=Cells)
-
-    @property
-    def end(self) -> int:
-        return self.cells.end
-
-
-class Placement(NamedTuple):
-    """Operations to apply first; the sequence of all context rows; the sequences of each node. Undone as a whole."""
-
-    request_id: int
-    ops: list[KvOp]
-    n_context: int
-    context_seq: int
-    nodes: Sequence[Node]
-    node_seqs: list[tuple[int, ...]]
-    leased: list[int]
 
 
 class SequencePool:
@@ -63,9 +29,9 @@ class SequencePool:
                  n_guesses: int = 0) -> None:  # fmt: skip
         self.n_seq, self.n_cells, self.parked, self.rewinds, self.n_guesses = n_seq, n_cells, parked, rewinds, n_guesses
         self._free = deque(range(n_seq))
-        self._paths: dict[int, _Path] = {}
+        self._paths: dict[int, Path] = {}
         self._seqs_of: dict[int, set[int]] = {}  # the sequences of each request
-        self._bases: dict[int, _Base] = {}
+        self._bases: dict[int, Base] = {}
         self._seq_of: dict[Node, int] = {}
         self._left: set[int] = set()  # requests that have ended and left their certain tokens
         self._pending: list[KvOp] = []
@@ -155,7 +121,7 @@ class SequencePool:
             self._take_over(prefix.source.id, request_id, prefix.n_tokens)
             return
         self._seqs_of[request_id] = set()
-        base = self._bases[request_id] = _Base(self._lease(request_id))
+        base = self._bases[request_id] = Base(self._lease(request_id))
         if prefix and (n_tokens := min(prefix.n_tokens, self.placed_end(prefix.source.id))):
             source = self._bases[prefix.source.id]
             base.cells, self._paths[base.seq].end = fork(source.cells, n_tokens), n_tokens
@@ -194,7 +160,7 @@ class SequencePool:
         self._paths[base.seq].request_id = request_id
         self._cut(base, n_tokens)
 
-    def _cut(self, base: _Base, n_tokens: int) -> None:
+    def _cut(self, base: Base, n_tokens: int) -> None:
         """Keep no more than so many certain tokens of a request of which nothing else is placed."""
         path, end = self._paths[base.seq], min(base.end, n_tokens)
         if end < path.end:
@@ -257,9 +223,7 @@ class SequencePool:
         for seq in placement.leased:
             self._release(seq)
 
-    def _seq_for(
-        self, node: Node, base: _Base, batch: dict[Node, list[int]], ops: list[KvOp], leased: list[int]
-    ) -> int:
+    def _seq_for(self, node: Node, base: Base, batch: dict[Node, list[int]], ops: list[KvOp], leased: list[int]) -> int:
         parent = node.parent
         if parent is None:
             return base.seq
@@ -314,7 +278,7 @@ class SequencePool:
         for seq in sorted(seqs):
             self._trim(seq, base)
 
-    def _trim(self, seq: int, base: _Base) -> None:
+    def _trim(self, seq: int, base: Base) -> None:
         path = self._paths[seq]
         live: list[Node] = []
         gone: list[Node] = []
@@ -338,7 +302,7 @@ class SequencePool:
 
     def _lease(self, request_id: int) -> int:
         seq = self._free.popleft()
-        self._paths[seq] = _Path(request_id)
+        self._paths[seq] = Path(request_id)
         self._seqs_of[request_id].add(seq)
         return seq
 
