@@ -97,15 +97,9 @@ def planned_profile(
     target, times = model_of(info), [node.times for node in nodes]
 
     def cost(part: StagePlan, model: ModelInfo, own: SliceTimes | None) -> ModelCost:
-        n_layers, is_last = part.last - part.first, part.last == model.n_layer
-        host = nodes[part.rank].host.name
-        if not own:
-            return replace(machines[part.rank].slice_of(model_of(model), n_layers, is_last), host=host)
-        # what the ranks of a host take from each other is not in what one of them found alone
-        alone = nodes[part.rank].machine
-        assert alone, "whose speed is known"
-        estimate = replace(alone.slice_of(model_of(model), n_layers, is_last), host=host)
-        return own.slice_of(estimate, sum(model.layer_bytes) / model.n_layer, model.output_bytes)
+        estimate = machines[part.rank].slice_of(model_of(model), part.last - part.first, part.last == model.n_layer)
+        estimate = replace(estimate, host=nodes[part.rank].host.name)
+        return own.slice_of(estimate, sum(model.layer_bytes) / model.n_layer, model.output_bytes) if own else estimate
 
     return Profile(
         name="the plan",

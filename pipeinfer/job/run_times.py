@@ -67,15 +67,17 @@ def known_run_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> t
     asked: _Asked | None = link.broadcast(_ask(models, options, hosts) if models else None)
     if asked is None:
         return [], ""
-    names: list[str] = link.all_gather(_name(asked, hosts, options, link.rank))
-    found: list[RankTimes | None] = link.all_gather(_read(kept.get(names[link.rank])))
+    places = [_place(asked, hosts, options, rank) for rank in range(link.size)]
+    draft = asked.drafts.get(link.rank)
+    name = f"{places[link.rank]}, {draft.name if draft else 'no draft'}"
+    found: list[RankTimes | None] = link.all_gather(_read(kept.get(name)))
     if all(found):
         return [each for each in found if each], ""
-    timed, error = _time(crew, hosts, options, asked, names, models)
+    timed, error = _time(crew, hosts, options, asked, places, models)
     errors = [f"rank {rank} ({hosts[rank].name}): {each}" for rank, each in enumerate(link.all_gather(error)) if each]
     if errors or timed is None:
         return [], next(iter(errors), "")
-    kept.put(names[link.rank], asdict(timed))
+    kept.put(name, asdict(timed))
     return link.all_gather(timed), ""
 
 
@@ -108,20 +110,19 @@ def _part(models: Sequence[ModelInfo], model: int, n_stages: int, is_last: bool)
     return _Part(models[model].fingerprint, sizes, span, model) if span else None
 
 
-def _name(asked: _Asked, hosts: Sequence[Host], options: RunOptions, rank: int) -> str:
-    """Under which a rank's times are kept: all that they depend on. Ranks of one host and name are alike."""
+def _place(asked: _Asked, hosts: Sequence[Host], options: RunOptions, rank: int) -> str:
+    """All that a rank's times depend on but the draft: ranks of which this is the same are alike."""
     host, threads = hosts[rank], planned_threads(options, hosts)
     beside = [str(threads[other]) for other, each in enumerate(hosts) if each.name == host.name]
-    draft = asked.drafts.get(rank)
     return (
-        f"runs: {asked.targets[rank].name}, {draft.name if draft else 'no draft'}, {options.numerics}, "
-        f"{host.processor}, {place_text(options, host, threads[rank], rank)}, threads there {' '.join(beside)}, "
+        f"runs: {asked.targets[rank].name}, {options.numerics}, {host.processor}, "
+        f"{place_text(options, host, threads[rank], rank)}, threads there {' '.join(beside)}, "
         f"pipeinfer {__version__}, {describe_build()}"
     )
 
 
 def _time(
-    crew: Crew, hosts: Sequence[Host], options: RunOptions, asked: _Asked, names: Sequence[str],
+    crew: Crew, hosts: Sequence[Host], options: RunOptions, asked: _Asked, places: Sequence[str],
     models: Sequence[ModelInfo],
 ) -> tuple[RankTimes | None, str]:  # fmt: skip
     """What this rank found, and why it found nothing. Collective. `models`: rank 0's."""
@@ -136,7 +137,7 @@ def _time(
     target: SliceTimes | None = None
     ratio = 1.0
     if not any(link.all_gather(error)):
-        target, row_s = _time_in_turns(crew, hosts, options, names, own, model)
+        target, row_s = _time_in_turns(crew, hosts, options, places, own, model)
         if model and link.rank in beside and n_beside > 1:
             ratio = max(1.0, time_rows_for(model, time.monotonic, BESIDE_S) / row_s)
         link.all_gather(None)
@@ -148,7 +149,8 @@ def _time(
     model, error = _loaded(skeletons, part, hosts, options, link.rank) if part else (None, "")
     draft = None
     if not any(link.all_gather(error)):
-        draft, _ = _time_in_turns(crew, hosts, options, names, part, model)
+        each_draft = [f"rank {rank}" for rank in range(link.size)]
+        draft, _ = _time_in_turns(crew, hosts, options, each_draft, part, model)
     _close(model)
     crew.watch.describe("")
     number = part.model - 1 if part and draft else None
@@ -178,21 +180,17 @@ def _close(model: LoadedModel | None) -> None:
         forget_peak()  # it is no part of what the job holds
 
 
-def _leads(names: Sequence[str], rank: int) -> bool:
-    """Of ranks of a host that are alike the first is timed."""
-    return names.index(names[rank]) == rank
-
-
 def _time_in_turns(
-    crew: Crew, hosts: Sequence[Host], options: RunOptions, names: Sequence[str], part: _Part | None,
+    crew: Crew, hosts: Sequence[Host], options: RunOptions, alike: Sequence[str], part: _Part | None,
     model: LoadedModel | None,
 ) -> tuple[SliceTimes | None, float]:  # fmt: skip
-    """This rank's, or those of the one that is like it, and seconds of a row of these layers. Of a host one rank
-    computes at a time."""
+    """This rank's, and seconds of a row of these layers; of ranks that are `alike` those of the first. Of a host one
+    rank computes at a time. Collective."""
     link, found, row_s = crew.link, None, 0.0
-    leaders = [rank for rank in range(link.size) if _leads(names, rank)]
+    loaded: list[bool] = link.all_gather(model is not None)
+    leaders = [rank for rank in range(link.size) if loaded[rank] and alike.index(alike[rank]) == rank]
     turns = {rank: sum(hosts[other].name == hosts[rank].name for other in leaders if other < rank) for rank in leaders}
-    for turn in range(1 + max(turns.values())):
+    for turn in range(1 + max(turns.values(), default=-1)):
         if model and part and turns.get(link.rank) == turn:
             sizes = part.sizes
             output_bytes = sizes.output_bytes if model.is_last else 0
@@ -201,7 +199,7 @@ def _time_in_turns(
             row_s = time_rows_for(model, time.monotonic, BESIDE_S / 2)
         link.all_gather(None)
     everyone: list[tuple[SliceTimes | None, float]] = link.all_gather((found, row_s))
-    return everyone[names.index(names[link.rank])]
+    return everyone[alike.index(alike[link.rank])]
 
 
 # -- what was kept
