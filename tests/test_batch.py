@@ -121,6 +121,25 @@ def by_index(path: Path) -> dict[int, dict[str, Any]]:
 # -- texts
 
 
+def test_texts_are_those_of_each_alone_where_cells_run_out(pair: list[str], tmp_path: Path) -> None:
+    """Four texts of 450 tokens in a cache that holds two of them: who came last waits and goes on."""
+    asked: list[dict[str, Any]] = []
+    for number in range(4):
+        prompt = "the model of a rank is in the layers of a token " * (5 if number == 1 else 1) + str(number)
+        asked.append({"prompt": prompt, "max_tokens": 450, "ignore_eos": True, "seed": number, "temperature": 0.8})
+    asked[3] |= {"repeat_penalty": 1.3, "repeat_last_n": 200}
+    asked[2] |= {"grammar": 'root ::= "the" [ a-z]+', "ignore_eos": False, "max_tokens": 200}
+    source, alone = tmp_path / "asked.jsonl", tmp_path / "alone.jsonl"
+    source.write_text("".join(json.dumps(each) + "\n" for each in asked))
+    assert not batch(1, source, alone, [*pair[:2], "--parallel", "1"])["preempted_n"]
+    for n_ranks, draft in ((1, []), (3, pair[2:])):
+        together = tmp_path / f"{n_ranks}.jsonl"
+        words = [*pair[:2], *draft, "--parallel", "8", "-c", "640"]
+        assert batch(n_ranks, source, together, words)["preempted_n"]
+        assert texts_of(together) == texts_of(alone)
+        assert all(each["tokens_predicted"] <= 450 for each in results_of(together).values())
+
+
 def test_prompts_that_begin_alike_are_evaluated_once_and_have_the_texts_of_each_alone(
     pair: list[str], tmp_path: Path
 ) -> None:

@@ -65,11 +65,13 @@ def with_common_prefixes(rng: random.Random, requests: Sequence[Request], n_ctx:
 
 
 class Counts(NamedTuple):
-    """Of a case: settled trees; tokens of prompts of requests that were opened, and how many of them were others'."""
+    """Of a case: settled trees; tokens of prompts of requests that were opened, and how many of them were others'; how
+    often one was preempted."""
 
     n_trees: int
     n_prompt: int
     n_shared: int
+    n_preempted: int
 
 
 class PacedWaiter(ToyWaiter):
@@ -116,7 +118,8 @@ def run_case(seed: int) -> Counts:
     assert all(pool.n_free == pool.n_seq for pool in pools), "a sequence leaks"
     assert all(pool.n_free_cells + pool.n_parked == pool.n_cells for pool in pools), "a cell leaks"
     opened = [(len(request.prompt), each.n_kept) for request, each in zip(requests, metrics, strict=True)]
-    return Counts(n_trees, sum(n_prompt for n_prompt, _ in opened), sum(n_kept for _, n_kept in opened))
+    n_preempted = sum(each.n_preempted for each in metrics)
+    return Counts(n_trees, sum(n_prompt for n_prompt, _ in opened), sum(n_kept for _, n_kept in opened), n_preempted)
 
 
 def check(requests: Sequence[Request], stopped: set[int], reference: Reference) -> None:
@@ -132,7 +135,8 @@ def check(requests: Sequence[Request], stopped: set[int], reference: Reference) 
 def test_each_of_many_requests_gets_its_own_text(block: int) -> None:
     found = [run_case(seed) for seed in range(block * 18, block * 18 + 18)]
     assert sum(each.n_trees for each in found) > 1600
-    assert sum(each.n_shared for each in found) > 0.1 * sum(each.n_prompt for each in found)
+    assert sum(each.n_shared for each in found) > 0.08 * sum(each.n_prompt for each in found)
+    assert any(each.n_preempted for each in found)
 
 
 def test_who_shared_a_run_that_was_given_up_is_asked_again() -> None:

@@ -132,7 +132,7 @@ def test_a_prefix_that_is_not_all_wanted_stays_where_there_is_room() -> None:
                 engine.audit()
             assert counted.n_kept == n_there
         check([first, second])
-        assert len(engine._admission.prefixes.kept()) == n_kept, "where there is no room it has moved"
+        assert len(engine.admission.prefixes.kept()) == n_kept, "where there is no room it has moved"
 
 
 def test_what_a_larger_draft_has_not_evaluated_is_not_shared_there() -> None:

@@ -1,8 +1,10 @@
-"""Whether a request may begin: cells for its whole text, sequences, and what it begins with. Opens none."""
+"""Which requests may begin, when, and which of them wait again: cells, sequences, what they begin with. Opens none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import insort
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from pipeinfer.core.growth import Growth
 from pipeinfer.core.levels import Level
@@ -11,15 +13,82 @@ from pipeinfer.core.prefixes import Prefixes
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
 
+AHEAD, SHARE_AHEAD = 64, 1 / 16
+"""Tokens beyond its text so far for which a request must have cells to begin, at most, and as a share of all cells.
+With more, requests wait that could have been done; with fewer, they are preempted soon."""
+
+RANK = attrgetter("rank")
+
 
 class Admission:
-    """`levels`: the target first. `opened`: the open requests by id."""
+    """`levels`: the target first. `opened`: the open requests by id. `n_prompts`: of requests that read blocks at a
+    time, at most. `waiting`: in the order in which they are to be opened."""
 
     def __init__(
-        self, levels: Sequence[Level], growth: Growth, opened: Mapping[int, Opened], run_cost: RunCost | None
+        self,
+        levels: Sequence[Level],
+        growth: Growth,
+        opened: Mapping[int, Opened],
+        run_cost: RunCost | None,
+        n_prompts: int,
     ) -> None:
-        self.levels, self.growth, self.opened, self.run_cost, target = levels, growth, opened, run_cost, levels[0]
-        self.prefixes = Prefixes(target.blocks, target.pool.rewinds, opened, target.n_settled)
+        self.levels, self.growth, self.opened, self.run_cost, self.target = levels, growth, opened, run_cost, levels[0]
+        self.n_prompts, self.ahead = n_prompts, min(AHEAD, int(self.target.pool.n_cells * SHARE_AHEAD))
+        self.prefixes = Prefixes(self.target.blocks, self.target.pool.rewinds, opened, self.target.n_settled)
+        self.waiting: list[Opened] = []
+        self._n_arrived = 0
+
+    # -- who waits
+
+    def wait(self, job: Opened) -> None:
+        """It is to be opened, for the first time or again: then before those that have come after it."""
+        if not job.arrival:
+            self._n_arrived += 1
+            job.arrival = self._n_arrived
+        insort(self.waiting, job, key=RANK)
+
+    def give_up(self, request: Request) -> Opened | None:
+        """Nobody wants it any more; the one that has waited, if it is one of those."""
+        job = next((job for job in self.waiting if job.request is request), None)
+        if job:
+            self.waiting.remove(job)
+            for level in self.levels:
+                level.end(request)
+        return job
+
+    def ready(self) -> Iterator[Opened]:
+        """Those that may begin now, each to be opened before the next is asked for: the first that wait, while there is
+        room; passed over are those that better wait until another one has evaluated what they begin with."""
+        for job in list(self.waiting):
+            if self.prefixes.waits(job.request, self._is_worth_waiting):
+                continue
+            if self._reads_enough(job.request) or not self._make_room(job.request):
+                break
+            self.waiting.remove(job)
+            yield job
+
+    @property
+    def n_reserved(self) -> int:
+        """Cells of the target that the requests that are open or wait need soon."""
+        waiting = sum(job.request.n_soon(self.ahead) for job in self.waiting)
+        return waiting + self.target.n_reserved(self._open, {}, self.ahead)
+
+    def _is_worth_waiting(self, n_rows: int) -> bool:
+        """Whether evaluating so many rows again takes the slowest stage longer than all stages take for one: about so
+        long a request waits for what another one evaluates."""
+        cost = self.run_cost
+        return not cost or cost.seconds(n_rows, 0) > self.target.pipeline.n_stages * cost.seconds(1, 0)
+
+    def _reads_enough(self, request: Request) -> bool:
+        """Whether as many prompts in blocks are read as may be, and this is a further one."""
+        is_read = self.target.reads_blocks
+        return bool(self.target.blocks and request.spans) and sum(map(is_read, self._open)) >= self.n_prompts
+
+    # -- room
+
+    @property
+    def _open(self) -> list[Request]:
+        return [job.request for job in self.opened.values()]
 
     def forget_oldest(self, but: Prefix | None = None) -> bool:
         """Give up what the first of the finished requests has left; whether there was one, other than `but`."""
@@ -29,17 +98,19 @@ class Admission:
                 level.pool.close(request.id)
         return request is not None
 
-    def better_waits(self, request: Request) -> bool:
-        """Whether it does, for an open one that evaluates what it begins with too."""
-        return self.prefixes.waits(request, self._is_worth_waiting)
+    def to_preempt(self) -> Opened | None:
+        """Who has to give its cells up so that others have enough for their next tokens: of those that are open the
+        one that came last, but never all. What finished ones have left is given up before."""
+        pool = self.target.pool
+        while len(self.opened) > 1 or self.prefixes.kept():
+            left = {each.id: each.n_left for each in self.prefixes.kept()}
+            if self.target.n_reserved(self._open, left, self.ahead) <= pool.n_cells:
+                break
+            if not self.forget_oldest():
+                return max(self.opened.values(), key=RANK)
+        return None
 
-    def _is_worth_waiting(self, n_rows: int) -> bool:
-        """Whether evaluating so many rows again takes the slowest stage longer than all stages take for one: about so
-        long a request waits for what another one evaluates."""
-        cost = self.run_cost
-        return not cost or cost.seconds(n_rows, 0) > self.levels[0].pipeline.n_stages * cost.seconds(1, 0)
-
-    def make_room(self, request: Request) -> bool:
+    def _make_room(self, request: Request) -> bool:
         """Whether there is room for the request, which notes what it `continues`; what finished ones have left is given
         up for it, at last by moving there."""
         while self.growth.has_heard:  # else it will have when its step is done
@@ -53,8 +124,8 @@ class Admission:
 
     def _has_room(self, request: Request, prefix: Prefix | None) -> bool:
         request.continues = prefix
-        opened, kept = [job.request for job in self.opened.values()], self.prefixes.kept(but=prefix)
-        if (opened or kept) and not all(level.has_room(request, opened, kept) for level in self.levels):
+        opened, kept = self._open, self.prefixes.kept(but=prefix)
+        if (opened or kept) and not all(level.has_room(request, opened, kept, self.ahead) for level in self.levels):
             return False
         return bool(prefix and prefix.moves) or (
             all(level.pool.n_free for level in self.levels) and self.growth.can_open

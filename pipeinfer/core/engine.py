@@ -27,7 +27,8 @@ class Engine:
 
     `drafts`: larger drafts, the smallest of them first; what `drafter` guesses they refine. `run_cost`: what runs cost
     the slowest stage, learned further here; with it a run is held back until a stage is about to want it, so that what
-    goes is the best known then. Requests beyond what cells and sequences allow wait for their turn.
+    goes is the best known then. Requests for which there are no cells or sequences wait, the youngest again when cells
+    run out. `n_prompts`: requests whose prompts are read in blocks at a time at most.
     """
 
     def __init__(
@@ -39,15 +40,16 @@ class Engine:
         *,
         drafts: Sequence[Level] = (),
         run_cost: RunCost | None = None,
+        n_prompts: int = 1 << 30,
     ) -> None:
         self.target, self.levels = target, (target, *drafts)
         self.waiter, self.clock, self.run_cost = waiter, clock, run_cost
         self._pacer = Pacer(run_cost, clock)
         self._room = Room.for_load(1, target.pipeline.n_stages, 1, target.n_rows, target.n_chunk)
-        self._drains = False  # nothing is sent until the parked cells can be won back
+        self._drains = False  # nothing is sent until cells can be won back
         self._jobs: dict[int, Opened] = {}
         self.growth = Growth(drafter, drafts, clock, self._jobs, self._wake, target.n_inflight)
-        self._waiting, self._admission = deque[Opened](), Admission(self.levels, self.growth, self._jobs, run_cost)
+        self.admission = Admission(self.levels, self.growth, self._jobs, run_cost, n_prompts)
         self._senders, self._emissions = Rota[Opened](), deque[Emission]()  # whom to ask for a run; what came of it
 
     # -- requests
@@ -61,7 +63,7 @@ class Engine:
         )  # fmt: skip
         job = Opened(request, policy, observer or Observer(), view)
         job.observer.submitted(self.clock(), len(request.prompt))
-        self._waiting.append(job)
+        self.admission.wait(job)
         self._admit()
 
     def stop(self, request: Request, reason: Finish = Finish.STOPPED) -> None:
@@ -70,30 +72,22 @@ class Engine:
             request.finish = reason
         if request.id in self._jobs:
             self._close(self._jobs[request.id])
-        for job in [job for job in self._waiting if job.request is request]:
-            self._waiting.remove(job)
+        elif job := self.admission.give_up(request):
             job.observer.finished(self.clock())
 
     def forget(self) -> None:
         """Give up all that finished requests have left."""
-        while self._admission.forget_oldest():
+        while self.admission.forget_oldest():
             pass
 
     def _admit(self) -> None:
-        """Open the requests that have waited longest, while their whole texts have cells and there is a sequence;
-        passed over are those that better wait until another one has evaluated what they begin with."""
-        for job in list(self._waiting):
-            if self._admission.better_waits(job.request):
-                continue
-            if not self._admission.make_room(job.request):
-                break
-            self._waiting.remove(job)
+        for job in self.admission.ready():
             self._open(job)
 
     def _open(self, job: Opened) -> None:
         request, prefix = job.request, job.request.continues
         if prefix:
-            self._admission.prefixes.take(prefix)
+            self.admission.prefixes.take(prefix)
         for level in self.levels:
             level.open(request)
             # attention costs what the cells between the first and the last in use do, packing what those do
@@ -102,20 +96,17 @@ class Engine:
         self.growth.open(request)
         request.continues = None  # or it would keep the other, and so on
         job.n_heard = prefix.n_tokens if prefix else 0
-        job.observer.opened(job.n_heard)
+        if not job.was_open:
+            job.observer.opened(job.n_heard)
+        job.was_open = True
         self._jobs[request.id] = job
         self._wake(job)
 
     @property
-    def n_reserved(self) -> int:
-        """Cells of the target that the requests that are open or wait may come to."""
-        waiting = sum(job.request.n_tokens_most for job in self._waiting)
-        return waiting + self.target.n_reserved([job.request for job in self._jobs.values()])
-
-    @property
     def busy(self) -> bool:
         """Whether a request is open or waits, a run in flight or an emission to be taken."""
-        return bool(self._jobs or self._waiting or self._emissions) or any(level.busy for level in self.levels)
+        has_requests = bool(self._jobs or self.admission.waiting)
+        return has_requests or bool(self._emissions) or any(level.busy for level in self.levels)
 
     def generate(self) -> Iterator[Emission]:
         """Run until all requests are finished and nothing is in flight."""
@@ -152,7 +143,7 @@ class Engine:
     def _draft(self) -> bool:
         """Let the draft take a step; what comes meanwhile is taken in, and what it frees is sent at once."""
         drafted = self.growth.draft(self._meanwhile)
-        if drafted and self._waiting:
+        if drafted and self.admission.waiting:
             self._admit()  # the drafter may have heard of a request that ended meanwhile
         return drafted
 
@@ -183,7 +174,7 @@ class Engine:
             if verdict.cancelled:
                 job.observer.run_spared()
                 continue
-            if part.n_context:
+            if part.n_context and not part.request.n_generated:
                 job.n_heard += part.n_context
                 job.observer.prompt_evaluated(job.n_heard)
             tree = part.request.tree
@@ -213,15 +204,24 @@ class Engine:
     def _close(self, job: Opened) -> None:
         request = job.request
         job.observer.finished(self.clock())
-        request.n_left = self._admission.prefixes.n_to_leave(request, self.target.n_settled(request))
+        request.n_left = self.admission.prefixes.n_to_leave(request, self.target.n_settled(request))
+        self._give_back(request)
+        if request.n_left:
+            self.admission.prefixes.keep(request)
+        self._admit()
+
+    def _preempt(self, job: Opened) -> None:
+        """Others need its cells: it waits, and is evaluated anew, each row in the way it was."""
+        self._give_back(job.request)
+        job.observer.preempted()
+        self.admission.wait(job)
+
+    def _give_back(self, request: Request) -> None:
         for level in self.levels:
             self._count_given_up(level, level.close(request))
         del self._jobs[request.id]
         self._senders.discard(request.id)
         self.growth.close(request)
-        if request.n_left:
-            self._admission.prefixes.keep(request)
-        self._admit()
 
     def _count_given_up(self, level: Level, flights: Sequence[Flight]) -> None:
         if level is not self.target or not flights:  # nobody waits for a larger draft to be free
@@ -257,13 +257,12 @@ class Engine:
     def _wanted(self, job: Opened, alone: bool) -> Part | None:
         """What the request would send now; it is not asked again until something changes if that is nothing."""
         request, root, target = job.request, job.request.tree.root, self.target
-        answered = root.position >= len(request.prompt)  # then the target has seen all of the prompt
-        if not answered and target.n_context_left(request):
+        if n_left := target.n_context_left(request):
             if target.n_inflight(request) <= 2 * target.pipeline.n_stages:
                 n_context, span = target.next_context(request)
-                is_last = not span and n_context == target.n_context_left(request)
+                is_last = not span and n_context == n_left
                 return Part(request, n_context, [root] if is_last else [], is_last, span)
-        elif not answered and root.run_id is None and len(request.prompt) > 1:
+        elif root.run_id is None and 1 < len(request.prompt) == root.position + 1:
             return Part(request, 0, [root], True)  # right behind the prompt
         elif nodes := job.policy.send(job.view):
             return Part(request, 0, nodes, nodes[0] is root)
@@ -276,11 +275,11 @@ class Engine:
     def _submit(self, parts: Sequence[Part]) -> bool:
         flight = self.target.submit(parts)
         sent = flight.parts if flight else []
-        # guesses can do without cells, certain tokens cannot
-        left_out = len(sent) < len(parts) and any(part.certain and part not in sent for part in parts)
-        self._drains = left_out and self.target.pool.n_parked > 0
-        if flight is None:
-            return False
+        if len(sent) < len(parts):  # guesses can do without cells, certain tokens cannot
+            n_lacking = sum(max(1, part.n_context) for part in parts if part.certain and part not in sent)
+            self._drains = n_lacking > (0 if self.target.pool.n_parked else self.target.pool.n_free_cells)
+        if flight is None:  # where nothing will come back that frees cells, others give them up now
+            return self._drains and not self.target.pool.has_nodes and self._send()
         for part in sent:
             self._note_sent(self._jobs[part.request.id], part, flight)
         flight.cost_s, flight.sent_s = self._pacer.sent(flight.n_rows, flight.context), self.clock()
@@ -298,11 +297,16 @@ class Engine:
         self._senders.rotate(job.request.id)
 
     def _drained(self) -> bool:
-        """Whether the parked cells have been won back, for which nothing may be in flight."""
-        if self.target.pool.can_compact:
-            self.target.pool.compact()
-            self._drains = False
-        return not self._drains
+        """Whether cells have been won back, while no node is in flight: parked ones, and the youngest requests'."""
+        pool = self.target.pool
+        if pool.has_nodes:
+            return False
+        while job := self.admission.to_preempt():
+            self._preempt(job)
+        if pool.can_compact:
+            pool.compact()
+        self._drains = False
+        return True
 
     def _measure_room(self) -> Room:
         target, n_cheap = self.target, self.run_cost.n_cheap_rows(0) if self.run_cost else self.target.n_rows

@@ -82,7 +82,7 @@ class Growth:
         self._flush()
 
     def close(self, request: Request) -> None:
-        """The request has ended. Until the drafter has heard of it there is no more room than before."""
+        """The request is open no longer. Until the drafter has heard of it there is no more room than before."""
         for rota in (self._drafters, *self._askers):
             rota.discard(request.id)
         if self.drafter:
@@ -127,7 +127,7 @@ class Growth:
         end_s = self.clock()
         self._steps_s.append(end_s - start_s)
         job.observer.draft_stepped(start_s, end_s, len(nodes), n_inflight, guesses is None)
-        if guesses is not None and job.request.finish is None:
+        if guesses is not None and job.request.id in self._opened:
             self._take(job, nodes, guesses)
         self._flush()
         return True
@@ -172,9 +172,10 @@ class Growth:
 
     def _ask_about(self, job: Opened, draft: int, level: Level) -> bool:
         request, rota = job.request, self._askers[draft - 1]
-        n_context = min(level.n_context_left(request), level.n_chunk, level.pool.n_free_cells)
-        asked = {} if level.n_context_left(request) else job.policy.refine(job.view, draft)
-        nodes = level.pool.unplaced(list(asked))[: level.n_rows]
+        n_left = level.n_context_left(request)
+        n_context = min(n_left, level.n_chunk, level.pool.n_free_cells)
+        asked = {} if n_context else job.policy.refine(job.view, draft)
+        nodes = [] if n_left else level.pool.unplaced(list(asked))[: level.n_rows]
         # nodes above them that the level has yet to see are asked about too: they are evaluated anyway
         width = max(asked.values(), default=0)
         widths = {node: asked.get(node, width) for node in nodes}

@@ -116,6 +116,7 @@ class Level:
         self._flights: dict[int, Flight] = {}
         self._of_request: dict[int, dict[int, Flight]] = {}
         self._opens: dict[int, SamplingParams] = {}  # of requests that no run has carried yet
+        self._known: set[int] = set()  # those that one has, until the stages hear that they have ended
         self._closes: list[KvOp] = []
         self._n_dead = 0  # of the runs in flight, those that were given up
 
@@ -126,10 +127,12 @@ class Level:
         prefix = request.continues
         self.pool.open(request.id, prefix and prefix._replace(n_tokens=self.n_shared(prefix)))
         self._of_request[request.id] = {}
-        self._opens[request.id] = request.sampling
+        if request.id not in self._known:
+            self._opens[request.id] = request.sampling
 
     def close(self, request: Request) -> list[Flight]:
-        """The request has finished: free what it holds, but for what it leaves. Returns the runs that were given up."""
+        """Free what the request holds, but for what it leaves; it may be opened again if it has not finished. Returns
+        the runs that were given up."""
         n_left = min(request.n_left, self.n_settled(request))
         given_up = self._give_up(request)
         if request.n_left:
@@ -137,9 +140,15 @@ class Level:
         else:
             self.pool.close(request.id)
         del self._of_request[request.id]
-        if self._opens.pop(request.id, None) is None:
-            self._closes.append(KvOp(OpKind.CLOSE, request.id))
+        if request.finish:
+            self.end(request)
         return given_up
+
+    def end(self, request: Request) -> None:
+        """Nothing more comes of the request, which holds nothing."""
+        if self._opens.pop(request.id, None) is None and request.id in self._known:
+            self._known.remove(request.id)
+            self._closes.append(KvOp(OpKind.CLOSE, request.id))
 
     def n_shared(self, prefix: Prefix) -> int:
         """How many of its tokens there are here for another request."""
@@ -147,19 +156,20 @@ class Level:
         n_there = self.n_settled(source) if source.id in self._of_request else self.pool.placed_end(source.id)
         return min(prefix.n_tokens, n_there)
 
-    def has_room(self, request: Request, opened: Sequence[Request], kept: Sequence[Request]) -> bool:
-        """Whether the whole text of one more request has cells beside those of the open ones and what is kept; what it
-        `continues` counts once."""
+    def has_room(self, request: Request, opened: Sequence[Request], kept: Sequence[Request], ahead: int) -> bool:
+        """Whether one more request has cells for its text so far and `ahead` tokens more, beside the same of the open
+        ones and what is kept; what it `continues` counts once."""
         prefix, n_shared = request.continues, 0
         others = {each.id: each.n_left for each in kept}
         if prefix:
             n_shared = self.n_shared(prefix)
             others.setdefault(prefix.source.id, n_shared)
-        return self.n_reserved(opened, others) + request.n_tokens_most - n_shared <= self.pool.n_cells
+        return self.n_reserved(opened, others, ahead) + request.n_soon(ahead) - n_shared <= self.pool.n_cells
 
-    def n_reserved(self, opened: Sequence[Request], others: Mapping[int, int] = {}) -> int:
-        """Cells that open requests may come to, and first tokens of `others`; what several hold counts once."""
-        n_to_come = sum(each.n_tokens_most - self.pool.placed_end(each.id) for each in opened)
+    def n_reserved(self, opened: Sequence[Request], others: Mapping[int, int], ahead: int) -> int:
+        """Cells that open requests come to with `ahead` tokens more each, and first tokens of `others`; what several
+        hold counts once."""
+        n_to_come = sum(each.n_soon(ahead) - self.pool.placed_end(each.id) for each in opened)
         return n_to_come + self.pool.n_held({**others, **{each.id: each.n_tokens_most for each in opened}})
 
     def n_settled(self, request: Request) -> int:
@@ -184,6 +194,10 @@ class Level:
     def n_context_left(self, request: Request) -> int:
         """Certain tokens below the root that this level has yet to see."""
         return request.tree.root.position - self.pool.placed_end(request.id)
+
+    def reads_blocks(self, request: Request) -> bool:
+        """Whether blocks of its prompt have yet to be sent."""
+        return self.blocks and any(self.pool.placed_end(request.id) < span.end for span in request.spans or ())
 
     def next_context(self, request: Request) -> tuple[int, Span | None]:
         """How many certain tokens the next run may carry, and, if they are whole blocks, of which span.
@@ -216,6 +230,7 @@ class Level:
                 sent.append(part)
                 if part.request.id in self._opens:
                     run.opens[part.request.id] = self._opens.pop(part.request.id)
+                    self._known.add(part.request.id)
         if not sent:
             return None
         self._next_run_id += 1

@@ -14,6 +14,9 @@ class Observer:
     def opened(self, n_kept: int) -> None:
         """There is room for it. `n_kept`: tokens of its prompt that need not be evaluated."""
 
+    def preempted(self) -> None:
+        """Others need its cells: it waits again, and goes on from what it has emitted."""
+
     def prompt_evaluated(self, n_rows: int) -> None:
         """So many rows of its prompt, from the first on, have been evaluated by every stage."""
 

@@ -11,10 +11,17 @@ from pipeinfer.core.requests import Request
 
 @dataclass(slots=True, eq=False)
 class Opened:
-    """A request that is open, or waits to be."""
+    """A request that is open, or waits to be, for the first time or again."""
 
     request: Request
     policy: Policy
     observer: Observer
     view: View
     n_heard: int = 0  # rows of the prompt that every stage has evaluated
+    arrival: int = 0  # the how manieth of all it is
+    was_open: bool = False  # it was preempted since, if it waits
+
+    @property
+    def rank(self) -> int:
+        """Lower ones are opened first and preempted last."""
+        return self.arrival

@@ -78,10 +78,10 @@ class Prefixes:
         return [job.request for job in self._opened.values()] if self.rewinds else []
 
     def _n_usable(self, source: Request, request: Request, n_there: int) -> int:
-        """How many of a request's tokens need not be evaluated: its root, the last of its prompt, always is."""
+        """How many of a request's tokens need not be evaluated: its root, the last one, always is."""
         if request.sampling.needs_history and not source.sampling.needs_history:
             return 0  # what sampling looks back on was not noted
-        n = min(common(source.tokens, request.tokens), n_there, len(request.prompt) - 1)
+        n = min(common(source.tokens, request.tokens), n_there, len(request.tokens) - 1)
         n = _n_alike(source.spans or (), request.spans or (), n) if self.blocks else n
         return n if self.rewinds or n == n_there else 0
 

@@ -79,6 +79,10 @@ class Request:
         """How many more tokens can still come; a guess deeper than this below the root is of no use."""
         return min(self.n_predict - self.n_generated, self.n_ctx - len(self.tokens))
 
+    def n_soon(self, ahead: int) -> int:
+        """Tokens of the text once there are `ahead` more, or all that may come."""
+        return min(self.n_tokens_most, len(self.tokens) + ahead)
+
     def take(self, tokens: list[int]) -> list[int]:
         """Append what the target emitted, up to the first reason to finish; return what was taken."""
         for n_taken, token in enumerate(tokens, 1):

@@ -96,6 +96,11 @@ class SequencePool:
         """Compaction keeps certain tokens alone, each request's in a sequence of its own: no node may be placed."""
         return self.n_parked > 0 and not self._seq_of
 
+    @property
+    def has_nodes(self) -> bool:
+        """Whether anything but certain tokens below roots is placed."""
+        return bool(self._seq_of)
+
     def compact(self) -> None:
         """Win the parked cells back, with the next placement's operations."""
         assert self.can_compact, f"{len(self._seq_of)} nodes placed, {self.n_parked} cells parked"

@@ -54,6 +54,7 @@ class Summary:
             "failed": self.n_failed,
             "left": self.work.n_requests - self.n_written,
             "open_max": self.open_max,
+            "preempted_n": self.throughput.n_preempted,
             **self.throughput.figures(self.end_s - self.start_s, self.n_completed),
             "version": __version__,
             "model": describe_model(deployment.model),

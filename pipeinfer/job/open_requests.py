@@ -82,10 +82,14 @@ class OpenRequests:
         n_reading = sum(each.reads_blocks for each in self._open.values())
         return (
             len(self._open) < self.options.parallel
-            and (not self._open or self.engine.n_reserved + asked.n_ctx <= self.n_ctx)
+            and (not self._open or self.engine.admission.n_reserved + self._n_soon(asked) <= self.n_ctx)
             and n_reading < self.options.n_prompts
             and self.n_text + text_bytes(asked.sampling) <= N_TEXT_MAX
         )
+
+    def _n_soon(self, asked: GenerationRequest) -> int:
+        """Cells that it needs to begin: others give theirs up when it comes to more."""
+        return min(asked.n_ctx, len(asked.prompt) + self.engine.admission.ahead)
 
     def begin(self, asked: GenerationRequest, policy: Policy) -> Open:
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)

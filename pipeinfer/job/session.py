@@ -185,6 +185,7 @@ class Session:
         return Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=drafts, run_cost=RunCost(slowest, deployment.crowding) if slowest else None,
+            n_prompts=options.n_prompts,
         )  # fmt: skip
 
     def generate(

@@ -27,6 +27,7 @@ class RequestMetrics(Observer):
     submitted_s: float = math.nan
     n_prompt: int = 0
     n_kept: int = 0  # of the prompt, what another request had evaluated
+    n_preempted: int = 0  # how often others needed its cells, so that it waited again
     finished_s: float | None = None
     token_s: list[float] = field(default_factory=list)  # when each token was emitted
     accepted_lengths: Counter[int] = field(default_factory=Counter)  # tokens emitted at once -> how often
@@ -55,6 +56,9 @@ class RequestMetrics(Observer):
 
     def opened(self, n_kept: int) -> None:
         self.n_kept = n_kept
+
+    def preempted(self) -> None:
+        self.n_preempted += 1
 
     def prompt_evaluated(self, n_rows: int) -> None:
         if self.on_prompt:
@@ -185,8 +189,10 @@ def speeds(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
-    """What an answer of a service tells: speeds, and what guesses were worth, by llama.cpp's names."""
-    return {**speeds(metrics), "draft_n": metrics.n_judged, "draft_n_accepted": metrics.n_matched}
+    """What an answer of a service tells: speeds, and what guesses were worth, by llama.cpp's names; how often it was
+    preempted."""
+    guesses = {"draft_n": metrics.n_judged, "draft_n_accepted": metrics.n_matched}
+    return {**speeds(metrics), **guesses, "preempted_n": metrics.n_preempted}
 
 
 def speculation(metrics: RequestMetrics) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Throughput:
     itl_s: array[float] | None = None
     n_prompt: int = 0
     n_kept: int = 0
+    n_preempted: int = 0
     n_predicted: int = 0
     n_judged: int = 0
     n_matched: int = 0
@@ -33,6 +34,7 @@ class Throughput:
         n = len(metrics.token_s)
         self.n_prompt += metrics.n_prompt
         self.n_kept += metrics.n_kept
+        self.n_preempted += metrics.n_preempted
         self.n_predicted += n
         self.n_judged += metrics.n_judged
         self.n_matched += metrics.n_matched
@@ -75,6 +77,7 @@ def show_throughput(console: Console, summary: dict[str, Any]) -> None:
     console.print(
         f"requests    {s['completed']} completed, {s['failed']} not served, {s['done_before']} done before, "
         f"{s['left']} left; {number(s['requests_per_second'])} a second, {s['open_max']} at a time at most"
+        + (f", preempted {s['preempted_n']} times" if s["preempted_n"] else "")
     )
     console.print(
         f"throughput  {s['predicted_n']} tokens in {number(s['wall_s'])} s, {number(s['predicted_per_second'])} "

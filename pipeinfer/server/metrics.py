@@ -33,6 +33,7 @@ class Metrics:
         self._accepted = self._labelled("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.")
         self._kept_asked = self._labelled("vllm:prefix_cache_queries", "Prompt tokens.")
         self._kept = self._labelled("vllm:prefix_cache_hits", "Prompt tokens that another text had evaluated.")
+        self._preempted = self._labelled("vllm:num_preemptions", "How often a text gave its cells to others.")
         self._success = Counter("vllm:request_success", "Requests that have ended.", ["model_name", "finished_reason"],
                                 registry=self.registry)  # fmt: skip
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", SECONDS)
@@ -102,6 +103,7 @@ class Metrics:
         self._accepted.inc(timings.get("draft_n_accepted", 0))
         self._kept_asked.inc(n_prompt)
         self._kept.inc(timings.get("cache_n", 0))
+        self._preempted.inc(timings.get("preempted_n", 0))
 
     def shown(self, picture: Picture) -> None:
         for rank in picture.ranks:

@@ -1,0 +1,123 @@
+"""More is open than the cells can hold to the end: the youngest wait again, and each text is what it is alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.prefixes import spans_to_continue
+from pipeinfer.core.requests import Request
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.lookup import LookupDrafter
+from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.policies import Iterative
+from tests.test_engine import random_policy, toy_engine
+from tests.test_kept_prefixes import BlockStage, check_answers, expected, some_drafter
+from tests.test_levels import draft_levels
+from tests.toy import N_LAYERS, N_VOCAB, Reference, ToyPipeline
+
+
+@dataclass
+class Counts:
+    """Of cases: how often something was so."""
+
+    n_preempted: int = 0
+    after_tokens: int = 0  # when some were emitted
+    in_blocks: int = 0  # of prompts in blocks
+    shared: int = 0  # of those that began with what another one had evaluated
+    by_request: Counter[int] = field(default_factory=Counter)
+
+    def watch(self, engine: Engine) -> None:
+        preempt = engine._preempt
+
+        def counted(job: object) -> None:
+            request: Request = job.request  # type: ignore[attr-defined]
+            self.n_preempted += 1
+            self.after_tokens += request.n_generated > 0
+            self.in_blocks += bool(request.spans) and engine.target.blocks
+            self.shared += bool(job.observer.n_kept)  # type: ignore[attr-defined]
+            self.by_request[request.id] += 1
+            preempt(job)  # type: ignore[arg-type]
+
+        engine._preempt = counted  # type: ignore[method-assign]
+
+
+def some_requests(rng: random.Random, n_ctx: int, blocks: bool) -> list[Request]:
+    """Texts much longer than what is set aside for them, of prompts of which some begin alike."""
+    found = list[Request]()
+    system = [rng.randrange(N_VOCAB) for _ in range(rng.choice([0, 5, 70]))]
+    for number in range(rng.randint(2, 10)):
+        prompt = [*system, *(rng.randrange(N_VOCAB) for _ in range(rng.choice([1, 3, 20, 70])))]
+        penalty = 1.0 if blocks else rng.choice([1.0, 1.0, 1.3])
+        params = SamplingParams(rng.randrange(9), rng.choice([0.0, 0.8]), repeat_last_n=9, repeat_penalty=penalty)
+        spans = None
+        if found and rng.random() < 0.4:
+            other = rng.choice(found)
+            prompt = [*other.prompt[: rng.choice([5, 80, 300])], *prompt[: rng.choice([0, 1, 66])]]
+            spans = spans_to_continue(other.spans or (), len(prompt), len(prompt) - 1, len(prompt))
+        n_predict = rng.choice([5, 40, 80])
+        found.append(Request(number, prompt, n_predict, params, n_ctx, frozenset(), spans, rng.random() < 0.3))
+    return [each for each in found if len(each.prompt) < n_ctx - 2]
+
+
+def run_case(seed: int, counts: Counts) -> None:
+    rng, reference = random.Random(seed), Reference(N_LAYERS)
+    blocks, parked, n_ctx = rng.random() < 0.6, rng.random() < 0.6, 160
+    rewinds = rng.random() < 0.9
+    n_cells, n_seq = n_ctx + rng.choice([1, 10, 60]), rng.choice([4, 9, 31])
+    cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), rng.randrange(N_LAYERS))), N_LAYERS]
+    stages = [BlockStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
+    for stage in stages:
+        stage.rewinds = rewinds
+    pipeline = ToyPipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
+    drafter = some_drafter(rng, reference, n_seq, n_cells + 64) if rewinds else None
+    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1, 2]))]) if rewinds else []
+    for level in drafts:
+        check_answers(level)
+    pool = SequencePool(n_seq, n_cells, parked, rewinds)
+    options = {"n_chunk": rng.choice([3, 64, 128]), "n_rows": rng.choice([3, 32]), "cancel": rng.random() < 0.9}
+    engine = toy_engine(pipeline, pool, drafter, drafts, blocks=blocks, **options)
+    engine.admission.ahead, engine.admission.n_prompts = rng.choice([0, 1, 4, 15]), rng.choice([1, 2, 99])
+    counts.watch(engine)
+    requests = some_requests(rng, n_ctx, blocks)
+    metrics, to_come, stopped = {each.id: RequestMetrics() for each in requests}, list(requests), set[int]()
+    while engine.busy or to_come:
+        while to_come and (not engine.busy or rng.random() < 0.1):
+            request = to_come.pop(0)
+            policy = random_policy(rng) if drafter else Iterative()
+            engine.add(request, policy, metrics[request.id])
+        if rng.random() < 0.001 and len(to_come) < len(requests):
+            victim = rng.choice(requests[: len(requests) - len(to_come)])
+            stopped.add(victim.id)
+            engine.stop(victim)
+        if engine.busy:
+            engine.step()
+        if rng.random() < 0.2:
+            engine.audit()
+            n_read = sum(engine.target.reads_blocks(job.request) for job in engine._jobs.values())
+            assert n_read <= engine.admission.n_prompts
+    for request in requests:
+        text, said = expected(reference, request, blocks), request.tokens[len(request.prompt) :]
+        assert said == (text[: len(said)] if request.id in stopped else text), f"request {request.id}"
+        assert len(metrics[request.id].token_s) == len(said), "what was emitted is emitted again"
+    engine.forget()
+    engine.audit()
+    model = drafter.model if isinstance(drafter, LookupDrafter) else drafter
+    pools = [level.pool for level in engine.levels] + ([model.pool] if isinstance(model, ModelDrafter) else [])
+    assert all(pool.n_free == pool.n_seq and not pool.n_certain for pool in pools), "a sequence or a cell leaks"
+    assert all(not level._known and not level._opens for level in engine.levels), "what is known of requests stays"
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_who_is_preempted_goes_on_with_the_same_text(block: int) -> None:
+    counts = Counts()
+    for seed in range(block * 14, block * 14 + 14):
+        run_case(seed, counts)
+    assert counts.n_preempted > 9 and counts.after_tokens > 5 and counts.in_blocks and counts.shared
