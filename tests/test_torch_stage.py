@@ -37,6 +37,7 @@ from tests.test_llama_stage import (
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
 from pipeinfer.models.torch.cells import CacheFull  # noqa: E402
+from pipeinfer.models.torch.int8 import FEW_ROWS, multiply, quantised  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage, find_device  # noqa: E402
 from pipeinfer.models.torch.weights import Weights  # noqa: E402
 
@@ -142,6 +143,36 @@ def test_logits_in_bf16_are_nearly_those_of_libllama(
     assert np.median([difference(*rows) for rows in zip(found, expected, strict=True)]) < 1e-2
 
 
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_in_int8_are_nearly_those_of_libllama(
+    folder: Path, reference: Callable[[Path], FloatStage], name: str
+) -> None:
+    path = write_model(folder / f"{name}-8.gguf", replace(FAMILY[name], n_layer=2), "F32")
+    batch = make_batch(random_tokens(33), 0)
+    expected = run([reference(path)], batch)
+    found = run(open_chain(path, (1,), torch_params(dtype="int8")), batch)
+    apart = np.median([difference(*rows) for rows in zip(found, expected, strict=True)])
+    assert 1e-3 < apart < 5e-2
+
+
+@pytest.mark.parametrize("n_in", [64, 100, 7])
+@pytest.mark.parametrize("n_rows", [1, 7, FEW_ROWS, FEW_ROWS + 1])
+def test_int8_multiplies_with_the_nearest_of_255_numbers_a_row(
+    monkeypatch: pytest.MonkeyPatch, n_rows: int, n_in: int
+) -> None:
+    monkeypatch.setattr("pipeinfer.models.torch.int8.PIECE", n_in * 10)
+    generator = torch.Generator().manual_seed(n_rows)
+    matrix = torch.randn((33, n_in), generator=generator) * torch.logspace(-6, 6, 33)[:, None]
+    matrix[5] = 0.0
+    kept, rows = quantised(matrix), torch.randn((n_rows, n_in), generator=generator).bfloat16()
+    again = kept.values.float() * kept.scales.float()[:, None]
+    assert ((again - matrix).abs() <= matrix.abs().amax(1)[:, None] / 250).all()
+    assert not kept.values[5].any() and int(kept.values.abs().max()) == 127
+    sizes = again.norm(dim=1).clamp_min(1e-30)  # so that every row of the matrix counts
+    found, expected = multiply(rows.float(), kept) / sizes, rows.float() @ again.T / sizes
+    assert difference(found.numpy(), expected.numpy()) < 4e-3
+
+
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "F16", "Q4_K_M", "Q6_K", "Q3_K_M"])
 def test_weights_are_what_their_quantisation_says(folder: Path, type_name: str) -> None:
     path = write_model(folder / f"weights-{type_name}.gguf", Shape(n_layer=2), type_name)
@@ -149,8 +180,12 @@ def test_weights_are_what_their_quantisation_says(folder: Path, type_name: str) 
     weights = Weights(open_slice(read_model_info(path), 1, 2), torch.float32, torch.device("cpu"))
     for name in ("attn_q", "attn_v", "ffn_down"):
         source = read[f"blk.1.{name}.weight"]
-        expected = gguf.quants.dequantize(source.data, source.tensor_type)
-        assert np.array_equal(weights.matrix(f"blk.0.{name}.weight").numpy(), expected), (name, source.tensor_type)
+        expected, found = (
+            gguf.quants.dequantize(source.data, source.tensor_type),
+            weights.matrix(f"blk.0.{name}.weight"),
+        )
+        assert isinstance(found, torch.Tensor)
+        assert np.array_equal(found.numpy(), expected), (name, source.tensor_type)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +225,7 @@ def test_greedy_text_of_the_shipped_target(folder: Path, reference: Callable[[Pa
 # --- exact numerics ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"])
+@pytest.fixture(scope="module", params=["f32", "bf16", "int8"])
 def plain(request: pytest.FixtureRequest, small: Path) -> tuple[str, list[int], FloatArray]:
     """Some hundred random tokens and the logits after each, evaluated one row at a time."""
     (stage,) = open_chain(small, (), torch_params(True, request.param))
@@ -232,12 +267,13 @@ def test_rows_of_experts_and_biases_are_the_same_in_every_batch(folder: Path, na
         assert np.array_equal(run(other, make_batch(tokens[first:end], first)), alone[first:end])
 
 
-def test_a_prompt_in_blocks_is_the_same_however_it_is_cut(small: Path) -> None:
+@pytest.mark.parametrize("dtype", ["f32", "int8"])
+def test_a_prompt_in_blocks_is_the_same_however_it_is_cut(small: Path, dtype: str) -> None:
     """In one batch or block by block, in an empty cache or beside others, on one core or two: the row after it has one
     result."""
     prompt, span, found = random_tokens(200), Span(0, 199), []
     for n_threads in (1, 2):
-        (stage,) = open_chain(small, (), torch_params(True, n_threads=n_threads, n_cells=900))
+        (stage,) = open_chain(small, (), torch_params(True, dtype, n_threads, 900))
         for seq, edges in enumerate(([0, 199], [0, 64, 199], [0, 128, 199], [0, 64, 128, 199])):
             for first, end in pairwise(edges):
                 block = in_sequence(seq, make_batch(prompt[first:end], first, None, [False] * (end - first)))

@@ -9,7 +9,7 @@ from pipeinfer.job.backends import Backend
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import feed_forward_length
-from pipeinfer.models.torch.params import AUTO, BF16, BYTES, F32
+from pipeinfer.models.torch.params import AUTO, BF16, CACHE_BYTES, F32, WEIGHT_BYTES
 
 RUNTIME_BYTES = 290_000_000
 """What Python, MPI, libllama and torch's build for CPUs take on a rank before any model is there (measured)."""
@@ -25,7 +25,8 @@ def torch_memory(
     """Of layers [first, last) with one context. `in_file`: on a disk, else a slice is in memory while it is loaded; a
     whole model that `is_sent` stays there, for its tokens. What a GPU holds is not counted; `auto` may be on one, and
     is taken to be on none."""
-    n_bytes = BYTES[F32 if backend.dtype == AUTO and not backend.wants_gpu else backend.dtype.replace(AUTO, BF16)]
+    dtype = F32 if backend.dtype == AUTO and not backend.wants_gpu else backend.dtype.replace(AUTO, BF16)
+    n_bytes = CACHE_BYTES[dtype]
     is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
     loading, kept = 0 if in_file or is_whole else slice_bytes(info, first, last), info.n_bytes * (is_whole and is_sent)
     if backend.wants_gpu:
@@ -36,7 +37,7 @@ def torch_memory(
     # keys and values of one layer are gathered in the order of positions
     gathered = n_cells * n_bytes // 2 * max(info.kv_bytes_per_cell[first:last])
     return Memory(
-        weights=kept + n_weights(info, first, last) * n_bytes,
+        weights=kept + n_weights(info, first, last) * WEIGHT_BYTES[dtype],
         kv=n_cells * n_bytes // 2 * sum(info.kv_bytes_per_cell[first:last]),
         buffers=rows + logits + mask + gathered,
         loading=loading,

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import pad, silu
+
+from pipeinfer.models.torch.int8 import Weight, multiply
 
 SIZES = (8, 4, 2)
 """Of groups, the first that computes every row alike is taken; else rows are computed one by one."""
@@ -53,7 +55,7 @@ def gated_apart(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def rows_together(matrices: Sequence[torch.Tensor], n_threads: int) -> int:
+def rows_together(matrices: Sequence[Weight], n_threads: int) -> int:
     """How many rows may be multiplied at once so that each row has the same bits in every place, beside any others and
     with any number of threads; 1 where there is no such number. There are `n_threads` afterwards."""
     try:
@@ -62,19 +64,19 @@ def rows_together(matrices: Sequence[torch.Tensor], n_threads: int) -> int:
         torch.set_num_threads(n_threads)
 
 
-def _is_alike(matrix: torch.Tensor, size: int, n_threads: int) -> bool:
+def _is_alike(matrix: Weight, size: int, n_threads: int) -> bool:
     """Whether each of `size` rows has one result: as they are, moved round, alone among zeros, and on more threads."""
     generator = torch.Generator().manual_seed(size)
-    rows = torch.randn(size, matrix.shape[1], generator=generator).to(matrix.device, matrix.dtype)
+    rows = torch.randn(size, matrix.shape[1], generator=generator).to(matrix.device)
     torch.set_num_threads(n_threads)
-    expected, alone = linear(rows, matrix), torch.zeros_like(rows)
+    expected, alone = multiply(rows, matrix), torch.zeros_like(rows)
     alone[size - 1] = rows[0]
-    if not torch.equal(linear(alone, matrix)[size - 1], expected[0]):
+    if not torch.equal(multiply(alone, matrix)[size - 1], expected[0]):
         return False
-    if not all(torch.equal(linear(rows.roll(shift, 0), matrix).roll(-shift, 0), expected) for shift in range(size)):
+    if not all(torch.equal(multiply(rows.roll(shift, 0), matrix).roll(-shift, 0), expected) for shift in range(size)):
         return False
     for other in THREADS:  # the same on every rank, so that all come to one answer
         torch.set_num_threads(other)
-        if not torch.equal(linear(rows, matrix), expected):
+        if not torch.equal(multiply(rows, matrix), expected):
             return False
     return True

@@ -13,6 +13,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from pipeinfer.models.torch.groups import gated_apart, in_groups
 from pipeinfer.models.torch.hyperparameters import Hyperparameters
+from pipeinfer.models.torch.int8 import Weight, multiply
 from pipeinfer.models.torch.rope import apart_order, rotate
 from pipeinfer.models.torch.weights import Weights
 
@@ -39,7 +40,7 @@ class Matrix:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """(n_rows, n_in) -> (n_rows, n_out) in float32."""
-        found = linear(rows.to(self.weight.dtype), self.weight).float()
+        found = multiply(rows, self.weight)
         return found if self.bias is None else found + self.bias
 
 
@@ -71,7 +72,7 @@ class Layer:
             self._down = Matrix(weights, [f"{at}ffn_down"], _as_is)
 
     @property
-    def matrices(self) -> list[torch.Tensor]:
+    def matrices(self) -> list[Weight]:
         """What rows are multiplied with, (n_out, n_in) each; of experts those of one."""
         if self._router is not None:
             return [self._qkv.weight, self._out.weight, self._router, *(each[0] for each in self._experts)]
@@ -117,9 +118,7 @@ class Layer:
 
     def _of_expert(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         gate, up, down = (each[expert] for each in self._experts)
-        rows = rows.to(gate.dtype)
-        inner = self._gate(linear(rows, gate).float(), linear(rows, up).float())
-        return linear(inner.to(down.dtype), down).float()
+        return multiply(self._gate(multiply(rows, gate), multiply(rows, up)), down)
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

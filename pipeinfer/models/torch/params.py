@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
-F32, BF16 = "f32", "bf16"
-BYTES = {F32: 4, BF16: 2}
-"""Of a number of weights, keys and values."""
+F32, BF16, INT8 = "f32", "bf16", "int8"
+WEIGHT_BYTES = {F32: 4, BF16: 2, INT8: 1}
+CACHE_BYTES = {F32: 4, BF16: 2, INT8: 2}
+"""Of a number of weights, of one of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class TorchParams:
     n_threads      at most; fewer while other processes want the cores
     device         where weights, keys and values are and layers are computed: `cpu`, `cuda` or `cuda:N`; `auto`: a GPU
                    where there is one
-    dtype          what they are kept as: `f32` or `bf16`; `auto`: bf16 on a GPU, else f32
+    dtype          what they are kept as: `f32`, `bf16`, or `int8`, of which keys and values are bf16; `auto`: bf16 on a
+                   GPU, else f32
     local_rank     which of the ranks of its host this is, for `auto` and `cuda`: ranks take the GPUs in turns
     padded         runs are filled up to a few sizes, as they are on a GPU, whose graphs want that
     exact          the same row gives the same bits in every batch and tree, on the CPU

@@ -21,12 +21,13 @@ from pipeinfer.models.torch.cells import CellTable
 from pipeinfer.models.torch.groups import in_groups, rows_together
 from pipeinfer.models.torch.hyperparameters import read_hyperparameters
 from pipeinfer.models.torch.layer import Layer, Matrix
-from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, TorchParams
+from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, INT8, TorchParams
 from pipeinfer.models.torch.replays import Inputs, Replays
 from pipeinfer.models.torch.rope import RopeTable
 from pipeinfer.models.torch.weights import Weights
 
-TYPES = {F32: torch.float32, BF16: torch.bfloat16}
+TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.int8}
+CACHE_TYPES = TYPES | {INT8: torch.bfloat16}
 
 
 def never() -> bool:
@@ -69,7 +70,8 @@ class TorchStage:
         # one more cell, for rows that fill up a run
         size = (numbers.n_head_kv, params.n_cells + 1, numbers.head_dim)
         self._keys, self._values = (
-            [torch.zeros(size, dtype=TYPES[self.dtype], device=self.device) for _ in self._layers] for _ in range(2)
+            [torch.zeros(size, dtype=CACHE_TYPES[self.dtype], device=self.device) for _ in self._layers]
+            for _ in range(2)
         )
         self._replays: Replays | None = None
         if (self.device.type == CUDA or params.padded) and not numbers.n_expert_used:
@@ -134,7 +136,7 @@ class TorchStage:
         if self._exact:
             after = self._evaluate_exactly(batch, rows, cos, sin, cells, stop)
         elif self._replays is None and self.device.type == CPU and BySequence.pays(batch, self._cells.end):
-            apart = BySequence(batch, self._cells, self._n_group, TYPES[self.dtype])
+            apart = BySequence(batch, self._cells, self._n_group, CACHE_TYPES[self.dtype])
             after = self._through_layers(apart, 0, rows, cos, sin, cells, stop)
         else:
             seen = torch.from_numpy(self._cells.mask(batch)).to(self.device)
@@ -155,7 +157,7 @@ class TorchStage:
 
     def _compute_until(self, inputs: Inputs, stop: Callable[[], bool]) -> torch.Tensor | None:
         rows, cos, sin, cells, seen = inputs
-        part = MaskedCells(seen, self._n_group, TYPES[self.dtype])
+        part = MaskedCells(seen, self._n_group, CACHE_TYPES[self.dtype])
         return self._through_layers(part, 0, rows, cos, sin, cells, stop)
 
     def _evaluate_exactly(
@@ -170,7 +172,7 @@ class TorchStage:
         for first, end in blocks_of(batch):
             own, positions = slice(first, end), batch.positions[first:end].tolist()
             block = BlockOfPrompt(
-                positions, batch.seqs[0][0], self._cells, self._n_group, TYPES[self.dtype], self.device
+                positions, batch.seqs[0][0], self._cells, self._n_group, CACHE_TYPES[self.dtype], self.device
             )
             after = self._through_layers(block, 0, rows[own], cos[own], sin[own], cells[own], stop)
             if after is None:
