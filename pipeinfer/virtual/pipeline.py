@@ -207,8 +207,6 @@ class SimPipeline:
 
     def crowding(self, n_rows: int, host: str) -> float:
         """By how much a run that begins now is slowed down by ranks that compute beside it on a shared host."""
-        if not self.profile.slowdown and not self.profile.slowdowns:
-            return 1.0
         return self.profile.crowding(sum(each.n_busy(host) for each in self.neighbours), n_rows, host)
 
     def n_busy(self, host: str) -> int:
