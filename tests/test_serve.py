@@ -374,6 +374,29 @@ def test_what_has_no_room_waits_and_what_has_no_room_to_wait_is_refused(served: 
             assert waiting.result(timeout=20)
 
 
+def test_who_waits_begins_by_priority() -> None:
+    with Served(1, ["--parallel", "1", "-md", "none"]) as served, ThreadPoolExecutor(3) as pool:
+        ended: list[int] = []
+
+        def ask(priority: int) -> str:
+            text = served.text(**ASKED, priority=priority)
+            ended.append(priority)
+            return text
+
+        with served.stream(**LONG) as answer:
+            lines = lines_of(answer)  # to be kept: with it the connection would end
+            next(lines)
+            asked = []
+            for n_before, priority in enumerate((1, 0, -1)):
+                asked.append(pool.submit(ask, priority))
+                served.until(lambda n=n_before: len(slots(served)) == n + 2)
+            answer.close()
+            texts = {each.result(timeout=20) for each in asked}
+        assert ended == [-1, 0, 1] and len(texts) == 1
+        refused = served.http.post("/v1/completions", json={**ASKED, "priority": "high"})
+        assert refused.status_code == 400 and "priority is" in refused.json()["error"]["message"]
+
+
 def test_clients_that_err_lie_leave_and_dawdle_disturb_nobody(served: Served) -> None:
     """The first cases of benchmarks/fuzz_server.py."""
     text = served.text(**ASKED)

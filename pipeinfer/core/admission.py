@@ -41,7 +41,7 @@ class Admission:
     # -- who waits
 
     def wait(self, job: Opened) -> None:
-        """It is to be opened, for the first time or again: then before those that have come after it."""
+        """It is to be opened, for the first time or again: of one priority before those that have come after it."""
         if not job.arrival:
             self._n_arrived += 1
             job.arrival = self._n_arrived
@@ -100,7 +100,7 @@ class Admission:
 
     def to_preempt(self) -> Opened | None:
         """Who has to give its cells up so that others have enough for their next tokens: of those that are open the
-        one that came last, but never all. What finished ones have left is given up before."""
+        last by priority, then by when it came, but never all. What finished ones have left is given up before."""
         pool = self.target.pool
         while len(self.opened) > 1 or self.prefixes.kept():
             left = {each.id: each.n_left for each in self.prefixes.kept()}

@@ -22,6 +22,6 @@ class Opened:
     was_open: bool = False  # it was preempted since, if it waits
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> tuple[int, int]:
         """Lower ones are opened first and preempted last."""
-        return self.arrival
+        return self.request.priority, self.arrival

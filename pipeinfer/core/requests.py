@@ -50,6 +50,9 @@ class Request:
     keep: bool = False
     """When it has finished its cells stay while there is room, for a request that begins with the same tokens."""
 
+    priority: int = 0
+    """Lower ones begin first, and are the last to give their cells to others."""
+
     tokens: list[int] = field(init=False)
     tree: TokenTree = field(init=False)
     finish: Finish | None = field(default=None, init=False)

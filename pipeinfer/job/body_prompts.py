@@ -87,6 +87,7 @@ class BodyPrompts:
         return GenerationRequest(
             tuple(prompt), n_predict, n_ctx, body.sampling.settled, frozenset() if body.ignore_eos else self._ends,
             stops, markers=bool(body.messages), spans=spans_of_turns([*earlier, prompt]) if earlier else None,
+            priority=body.priority,
         )  # fmt: skip
 
     def _tokens(self, body: Body) -> Sequence[int]:

@@ -26,6 +26,7 @@ class Ask:
     markers: bool
     spans: tuple[Span, ...] | None
     keep: bool
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

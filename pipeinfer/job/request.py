@@ -42,11 +42,15 @@ class GenerationRequest:
     keep: bool = False
     """Its cells stay for one that begins with the same tokens."""
 
+    priority: int = 0
+    """See `core.requests`."""
+
     def open(self, id: int) -> Request:
         """Its state in an engine."""
         return Request(
-            id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens, self.spans, self.keep
-        )
+            id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens, self.spans, self.keep,
+            self.priority,
+        )  # fmt: skip
 
 
 def make_request(

@@ -66,6 +66,7 @@ class Body:
     sampling: SamplingParams
     stops: tuple[str, ...]
     ignore_eos: bool
+    priority: int = 0
 
 
 def read_json(text: bytes) -> dict[str, Any]:
@@ -104,6 +105,7 @@ def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Bo
         "logit_bias",
         "logprobs",
         "top_logprobs",
+        "priority",
     }
     if unknown := set(given) - known:
         refuse(f"{min(unknown)} is no field that is known here; leave it out")
@@ -121,7 +123,7 @@ def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Bo
     return Body(
         prompt, messages, _length(given, defaults.n_predict),
         replace(defaults.sampling, **sampling), _stops(given.get("stop"), defaults.stops),
-        flag(given, "ignore_eos", defaults.ignore_eos),
+        flag(given, "ignore_eos", defaults.ignore_eos), _priority(given.get("priority", 0)),
     )  # fmt: skip
 
 
@@ -164,7 +166,13 @@ def _length(given: Mapping[str, Any], default: int) -> int:
     if is_whole(value) and value == -1:  # as llama.cpp's clients write it
         return default
     if not is_whole(value) or not 1 <= value <= INT32_MAX:
-        refuse(f"{names[0]} is {shown(value)}; give a whole number from 1 on, for which room is set aside, or nothing")
+        refuse(f"{names[0]} is {shown(value)}; give a whole number from 1 on, or nothing")
+    return int(value)
+
+
+def _priority(value: Any) -> int:
+    if not is_whole(value) or abs(value) > INT32_MAX:
+        refuse(f"priority is {shown(value)}; give a whole number from {-INT32_MAX} to {INT32_MAX}, lower ones first")
     return int(value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -51,7 +51,7 @@ class Service:
         self.console = stderr_console()
         self.session = Session(context, deployment, lambda rank, loaded_s: None, self._is_called)
         self.pictures = Pictures(self.session, deployment)
-        self._waiting: deque[tuple[Ask, GenerationRequest]] = deque()
+        self._waiting: list[tuple[Ask, GenerationRequest]] = []  # by priority, then as they came
         self._open: dict[int, Open] = {}  # by the front's ids
         self._ids: dict[Open, int] = {}
         self._is_draining = False
@@ -125,7 +125,7 @@ class Service:
                      f"{self.drain.limit_s:g} s, a second signal stops them")  # fmt: skip
         for message in self.front.take():
             if isinstance(message, Ask):
-                self._waiting.append((message, self._generation(message)))
+                insort(self._waiting, (message, self._generation(message)), key=lambda each: each[0].priority)
             elif isinstance(message, Drop):
                 self._drop(message.id)
             elif isinstance(message, Watch):
@@ -139,6 +139,7 @@ class Service:
         return GenerationRequest(
             ask.prompt, ask.n_predict, len(ask.prompt) + ask.n_predict, ask.sampling,
             self.work.ends if ask.ends else frozenset(), ask.stops, ask.markers, ask.spans, ask.keep,
+            ask.priority,
         )  # fmt: skip
 
     def _drop(self, id: int) -> None:
@@ -146,14 +147,14 @@ class Service:
             del self._ids[opened]
             self.requests.stop(opened)
         else:
-            self._waiting = deque(each for each in self._waiting if each[0].id != id)
+            self._waiting = [each for each in self._waiting if each[0].id != id]
 
     # -- what becomes of it
 
     def _admit(self) -> None:
-        """Begin what has waited longest, while there is room."""
+        """Begin those that wait, in their order, while there is room."""
         while self._waiting and self.requests.has_room(self._waiting[0][1]):
-            ask, asked = self._waiting.popleft()
+            ask, asked = self._waiting.pop(0)
             opened = self.requests.begin(asked, self.options.policy.begin())
             self._open[ask.id], self._ids[opened] = opened, ask.id
             self.front.tell(Begun(ask.id))

@@ -228,5 +228,5 @@ class Head:
 def _ask(id: int, asked: GenerationRequest) -> Ask:
     return Ask(
         id, asked.prompt, asked.n_predict, asked.sampling, bool(asked.end_tokens), asked.stops, asked.markers,
-        asked.spans, asked.keep,
+        asked.spans, asked.keep, asked.priority,
     )  # fmt: skip
