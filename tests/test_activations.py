@@ -185,6 +185,16 @@ def test_exact_numerics_refuse_it() -> None:
         assert "--wire-type bf16 rounds" in done.stderr and "give --numerics fast, or --wire-type f32" in done.stderr
 
 
+def test_a_batch_does_not_go_on_with_texts_of_the_other_type(tmp_path: Path) -> None:
+    source, output = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    source.write_text('{"prompt": "def f(", "max_tokens": 4}\n')
+    words = ["batch", str(source), "-o", str(output), "-md", "none", "-m", str(TARGET), "-t", "1", "--numerics", "fast"]
+    assert finish(1, words).returncode == 0
+    refused = finish(1, [*words, "--wire-type", "bf16"])
+    assert refused.returncode == 2 and str(output) in refused.stderr, refused.stderr
+    assert len(output.read_text().splitlines()) == 1
+
+
 def test_simulate_counts_the_bytes() -> None:
     words = ["--profile", "pipeinfer-c", "--gbit", "0.1", "--policy", "iterative", "-n", "8", "--json"]
     plain, rounded = (

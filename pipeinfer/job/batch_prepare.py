@@ -95,7 +95,7 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deploymen
 def _defaults(asked: BatchOptions, info: ModelInfo) -> Defaults:
     options = asked.run
     others = "".join(f" {backend}" for backend in options.backend if backend.is_torch)
-    salt = f"{info.fingerprint} {options.numerics} {options.chat}{others}"
+    salt = f"{info.fingerprint} {options.rounding} {options.chat}{others}"
     return Defaults(options.sampling, options.predict, options.stops, options.ignore_eos, asked.as_chat, salt)
 
 

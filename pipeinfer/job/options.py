@@ -121,6 +121,11 @@ class RunOptions:
         return max(N_GUESS_ROWS, self.parallel)
 
     @property
+    def rounding(self) -> str:
+        """Numerics, and what else rounds: where these differ a text may be another one."""
+        return self.numerics if self.wire_type is WireType.F32 else f"{self.numerics}-{self.wire_type}"
+
+    @property
     def may_have_samplers(self) -> bool:
         """Whether threads may choose tokens beside the last stage: unasked for many requests, where not all cores
         compute."""

@@ -59,7 +59,7 @@ def prepare_serve(
         raise
     setup = Setup(
         options, n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // options.parallel),
-        f"{info.fingerprint[:12]}-{options.numerics}",
+        f"{info.fingerprint[:12]}-{options.rounding}",
     )  # fmt: skip
     return deployment, ServeWork(front, setup, tokenizer, end_tokens(options, tokenizer), asked.drain_s)
 
