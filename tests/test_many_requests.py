@@ -144,6 +144,11 @@ def test_who_shared_a_run_that_was_given_up_is_asked_again() -> None:
     assert run_case(1465).n_trees
 
 
+def test_the_end_of_a_prompt_for_whose_root_there_is_no_cell_is_made_room_for() -> None:
+    """Of the last chunk the context would fit, without the root that comes with it; nothing is in flight."""
+    assert run_case(4076).n_preempted
+
+
 def test_parked_cells_are_won_back_while_other_requests_are_open() -> None:
     """Two requests of 400 tokens in a cache that their wrong guesses fill several times over."""
     rng, n_cells = random.Random(1), 840

@@ -276,7 +276,7 @@ class Engine:
         flight = self.target.submit(parts)
         sent = flight.parts if flight else []
         if len(sent) < len(parts):  # guesses can do without cells, certain tokens cannot
-            n_lacking = sum(max(1, part.n_context) for part in parts if part.certain and part not in sent)
+            n_lacking = sum(max(1, part.n_rows) for part in parts if part.certain and part not in sent)
             self._drains = n_lacking > (0 if self.target.pool.n_parked else self.target.pool.n_free_cells)
         if flight is None:  # where nothing will come back that frees cells, others give them up now
             return self._drains and not self.target.pool.has_nodes and self._send()
