@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.bench import bench
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.cores import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
@@ -197,8 +198,10 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose", "chat", "stops", "parallel"}
     not_asked |= {"grammar", "offline", "send_layers", "rank_timeout_s"}
     assert not set(changed) & not_asked
-    assert {field.name for field in fields(RunOptions)} == set(changed) | {"draft_split"} | not_asked
+    elsewhere = {"draft_split", "wire_type"}
+    assert {field.name for field in fields(RunOptions)} == set(changed) | elsewhere | not_asked
     keys = {"": key_with()} | {name: key_with(**{name: value}) for name, value in changed.items()}
+    keys["wire_type"] = key_with(numerics="fast", wire_type=WireType.BF16)
     for split in ((1, 2), (2, 1)):  # of as many ranks, so that the target has as many stages
         keys[f"draft_split {split}"] = key_with(hosts="abcde", drafts=(DRAFT, TARGET, TARGET), draft_split=split)
     for kind in POLICIES.values():

@@ -374,10 +374,11 @@ from dataclasses import replace
 from pipeinfer.cli.main import main
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.cluster.speed import Speed
-from pipeinfer.job import host_speeds, start
+from pipeinfer.job import host_speeds, run_times, start
 rank, found = rank_from_environment(), start.this_host
 start.this_host = lambda name: replace(found(name), name=f"h{rank}", processor=["x", "x", "y"][rank])
 host_speeds.measure_speed = lambda n_threads: [Speed(1e8, 1e9), Speed(1e8, 1e9), Speed(1e7, 1e8)][rank]
+run_times.known_run_times = lambda *given: ([], "")  # or its ranks would all be as fast as they are
 main()
 """
 """Three hosts, the last of which is slow."""
