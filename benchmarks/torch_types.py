@@ -1,11 +1,11 @@
-"""What torch's types of weights cost in logits, and how long rows take with them: float32, bf16 and int8 on a CPU.
+"""What torch's types of weights cost in logits, and how long rows take with them on a CPU.
 
     python benchmarks/torch_types.py
 
 Logits are compared with those of float32 weights of the same file, and of each quantisation also with those of the file
-in float32 that it was made from: what int8 adds is to be seen beside what the quantisation itself does. `argmax`: how
-often the likeliest token is the same. Times are the least of some, of runs of so many rows in one thread, with exact
-and with fast numerics.
+in float32 that it was made from: what int8 and int4 add is to be seen beside what the quantisation itself does.
+`argmax`: how often the likeliest token is the same. Times are the least of some, of runs of so many rows in one thread,
+with exact and with fast numerics.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pipeinfer.models.agreement import TEXTS
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.tokenizer import Tokenizer
-from pipeinfer.models.torch.params import BF16, F32, INT8, TorchParams
+from pipeinfer.models.torch.params import BF16, F32, INT4, INT8, TorchParams
 from pipeinfer.models.torch.stage import TorchStage
 from tests.gguf_factory import Shape, quantise, write_model
 
 WIDE = Shape(n_layer=4, n_embd=1024, n_head=16, n_head_kv=4, n_ff=2816, n_vocab=512)
-DTYPES, SIZES, N_CHUNK, REPEATS = (F32, BF16, INT8), (1, 8, 32, 128), 32, 7
+DTYPES, SIZES, N_CHUNK, REPEATS = (F32, BF16, INT8, INT4), (1, 8, 32, 128), 32, 7
 
 
 def open_stage(path: Path, dtype: str, exact: bool = False) -> TorchStage:
@@ -61,14 +61,14 @@ def apart(found: FloatArray, expected: FloatArray) -> str:
 
 def compare(name: str, plain: Path, folder: Path, tokens: list[int], kinds: list[str]) -> None:
     original = logits_of(plain, tokens)
-    click.echo(f"{name:8} {'':7} bf16                  int8                  the quantisation's own")
+    click.echo(f"{name:8} {'':7} {'  '.join(f'{dtype:20}' for dtype in DTYPES[1:])}  the quantisation's own")
     for kind in kinds:
         path = plain if kind == "F32" else folder / f"{name}-{kind}.gguf"
         if kind != "F32":
             quantise(plain, path, kind)
         own = logits_of(path, tokens)
-        bf16, int8 = (apart(logits_of(path, tokens, dtype), own) for dtype in (BF16, INT8))
-        click.echo(f"{name:8} {kind:7} {bf16}  {int8}  {apart(own, original) if kind != 'F32' else '-'}")
+        each = "  ".join(apart(logits_of(path, tokens, dtype), own) for dtype in DTYPES[1:])
+        click.echo(f"{name:8} {kind:7} {each}  {apart(own, original) if kind != 'F32' else '-'}")
 
 
 def seconds(stage: TorchStage, n_rows: int) -> float:

@@ -47,6 +47,7 @@ def plan(text: str, model: Path = TARGET, **options: Any) -> Any:
         ("torch:bf16", Backend("torch", dtype="bf16")),
         ("torch:cpu:f32", Backend("torch", "cpu", "f32")),
         ("torch:int8", Backend("torch", dtype="int8")),
+        ("torch:cpu:int4", Backend("torch", "cpu", "int4")),
     ],
 )
 def test_names_of_backends(text: str, expected: Backend) -> None:
@@ -66,14 +67,17 @@ def test_what_a_rank_has_is_in_the_plan() -> None:
 
 
 def test_torch_takes_the_memory_of_its_types() -> None:
-    """Weights and cache in float32, 4 bytes a number, or bf16, 2, or 1 and 2; of libllama's as in the file, and 2."""
+    """Weights and cache in float32, 4 bytes a number, or bf16, 2, or less; of libllama's as in the file, and 2."""
     full, half, plain = plan("torch").memory, plan("torch:bf16").memory, plan("llama", numerics="fast").memory
-    quarter = plan("torch:int8").memory
+    quarter, eighth = plan("torch:int8").memory, plan("torch:int4").memory
     for rank in range(3):
         assert full[rank].weights == 2 * half[rank].weights == 4 * quarter[rank].weights
-        assert quarter[rank].kv == half[rank].kv
+        assert quarter[rank].kv == half[rank].kv == eighth[rank].kv
         assert full[rank].kv == 2 * half[rank].kv == 2 * plain[rank].kv
         assert full[rank].runtime > plain[rank].runtime
+    # 4 bits, and 32 for every 32; the head of the last rank has 8
+    assert [eighth[rank].weights / quarter[rank].weights for rank in range(2)] == pytest.approx([0.625] * 2)
+    assert 0.625 < eighth[2].weights / quarter[2].weights < 1
     assert full[0].weights > 3 * plain[0].weights
     assert sum(memory.weights for memory in plan("torch:cuda").memory) == 0
 

@@ -37,7 +37,8 @@ from tests.test_llama_stage import (
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
 from pipeinfer.models.torch.cells import CacheFull  # noqa: E402
-from pipeinfer.models.torch.int8 import FEW_ROWS, multiply, quantised  # noqa: E402
+from pipeinfer.models.torch.int8 import FEW_ROWS, quantised  # noqa: E402
+from pipeinfer.models.torch.matrices import multiply  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage, find_device  # noqa: E402
 from pipeinfer.models.torch.weights import Weights  # noqa: E402
 
@@ -177,7 +178,7 @@ def test_int8_multiplies_with_the_nearest_of_255_numbers_a_row(
 def test_weights_are_what_their_quantisation_says(folder: Path, type_name: str) -> None:
     path = write_model(folder / f"weights-{type_name}.gguf", Shape(n_layer=2), type_name)
     read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    weights = Weights(open_slice(read_model_info(path), 1, 2), torch.float32, torch.device("cpu"))
+    weights = Weights(open_slice(read_model_info(path), 1, 2), "f32", torch.device("cpu"))
     for name in ("attn_q", "attn_v", "ffn_down"):
         source = read[f"blk.1.{name}.weight"]
         expected, found = (
@@ -225,7 +226,7 @@ def test_greedy_text_of_the_shipped_target(folder: Path, reference: Callable[[Pa
 # --- exact numerics ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16", "int8"])
+@pytest.fixture(scope="module", params=["f32", "bf16", "int8", "int4"])
 def plain(request: pytest.FixtureRequest, small: Path) -> tuple[str, list[int], FloatArray]:
     """Some hundred random tokens and the logits after each, evaluated one row at a time."""
     (stage,) = open_chain(small, (), torch_params(True, request.param))

@@ -126,7 +126,8 @@ from pipeinfer.policies.registry import POLICIES
     default="llama",
     show_default=True,
     help="What computes a rank's layers: llama, or torch (needs PyTorch): on a GPU in bf16 where there is one, else on "
-    "the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16, torch:int8 say which. One value, or one a rank.",
+    "the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16, torch:int8, torch:int4 say which. One value, or one a "
+    "rank.",
 )
 @rank_options
 @click.option("--policy", type=click.Choice(POLICIES), help="[default: auto with a draft, iterative without]")

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pipeinfer.models.torch.params import AUTO, CPU, CUDA
 
 LLAMA, TORCH = "llama", "torch"
-SPELLING = re.compile(r"torch(?::(auto|cpu|cuda(?::[0-9]{1,3})?))?(?::(f32|bf16|int8))?")
+SPELLING = re.compile(r"torch(?::(auto|cpu|cuda(?::[0-9]{1,3})?))?(?::(f32|bf16|int8|int4))?")
 WANTED = (
-    "llama, torch, or torch with a device (cpu, cuda, cuda:N) or a type (f32, bf16, int8) behind it: torch:cpu:bf16"
+    "llama, torch, or torch with a device (cpu, cuda, cuda:N) or a type (f32, bf16, int8, int4) behind it: "
+    "torch:cpu:bf16"
 )
 
 

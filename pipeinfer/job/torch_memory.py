@@ -9,7 +9,7 @@ from pipeinfer.job.backends import Backend
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import feed_forward_length
-from pipeinfer.models.torch.params import AUTO, BF16, CACHE_BYTES, F32, WEIGHT_BYTES
+from pipeinfer.models.torch.params import AUTO, BF16, CACHE_BYTES, F32, HEAD_BYTES, WEIGHT_BYTES
 
 RUNTIME_BYTES = 290_000_000
 """What Python, MPI, libllama and torch's build for CPUs take on a rank before any model is there (measured)."""
@@ -37,7 +37,7 @@ def torch_memory(
     # keys and values of one layer are gathered in the order of positions
     gathered = n_cells * n_bytes // 2 * max(info.kv_bytes_per_cell[first:last])
     return Memory(
-        weights=kept + n_weights(info, first, last) * WEIGHT_BYTES[dtype],
+        weights=kept + weight_bytes(info, first, last, dtype),
         kv=n_cells * n_bytes // 2 * sum(info.kv_bytes_per_cell[first:last]),
         buffers=rows + logits + mask + gathered,
         loading=loading,
@@ -46,15 +46,16 @@ def torch_memory(
 
 
 @lru_cache(maxsize=1 << 16)
-def n_weights(info: ModelInfo, first: int, last: int) -> int:
-    """Numbers in layers [first, last), with the output head and norm on the last slice."""
+def weight_bytes(info: ModelInfo, first: int, last: int, dtype: str) -> int:
+    """Of layers [first, last) on a CPU, with the output head and norm on the last slice."""
     own = sum(
         tensor.n_elements
         for tensor in info.tensors
         if (layer := layer_of(tensor.name)) is not None and first <= layer < last
     )
     head = info.tensor("token_embd.weight" if info.tied else "output.weight")
-    return own + (head.n_elements if head is not None and last == info.n_layer else 0)
+    n_head = head.n_elements if head is not None and last == info.n_layer else 0
+    return int(own * WEIGHT_BYTES[dtype] + n_head * HEAD_BYTES[dtype])
 
 
 def _group(info: ModelInfo) -> int:

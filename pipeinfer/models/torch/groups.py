@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import pad, silu
 
-from pipeinfer.models.torch.int8 import Weight, multiply
+from pipeinfer.models.torch.matrices import Weight, multiply
 
 SIZES = (8, 4, 2)
 """Of groups, the first that computes every row alike is taken; else rows are computed one by one."""

@@ -6,9 +6,7 @@ and all on GPUs, are multiplied with a piece of the matrix at a time that is mad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch.nn.functional import linear
@@ -43,9 +41,6 @@ class Int8:
         return Int8(self.values[index], self.scales[index])
 
 
-Weight: TypeAlias = torch.Tensor | Int8
-
-
 def quantised(rows: torch.Tensor) -> Int8:
     """(n_out, n_in) in float32, each row to the nearest of 255 numbers."""
     scales = (rows.abs().amax(-1) / LARGEST).bfloat16()
@@ -53,21 +48,8 @@ def quantised(rows: torch.Tensor) -> Int8:
     return Int8(steps.round().clamp(-LARGEST, LARGEST).to(torch.int8), scales)
 
 
-def under_each_other(parts: Sequence[Weight]) -> Weight:
-    """Matrices of equal width, all of one kind, as one."""
-    if len(parts) == 1:
-        return parts[0]
-    if all(isinstance(part, Int8) for part in parts):
-        found = [part for part in parts if isinstance(part, Int8)]
-        return Int8(torch.cat([each.values for each in found]), torch.cat([each.scales for each in found]))
-    return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
-
-
-def multiply(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """(n_rows, n_in) -> (n_rows, n_out) in float32; rows are rounded to what the weight's kernels take."""
-    if isinstance(weight, torch.Tensor):
-        return linear(rows.to(weight.dtype), weight).float()
-    rows = rows.bfloat16()
+def multiply_int8(rows: torch.Tensor, weight: Int8) -> torch.Tensor:
+    """(n_rows, n_in) bf16 -> (n_rows, n_out) in float32."""
     if rows.device.type == "cpu" and len(rows) <= FEW_ROWS and rows.shape[1] % WHOLE == 0:
         return torch._weight_int8pack_mm(rows, weight.values, weight.scales).float()
     step = max(1, PIECE // weight.values.shape[1])

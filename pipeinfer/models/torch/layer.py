@@ -13,7 +13,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from pipeinfer.models.torch.groups import gated_apart, in_groups
 from pipeinfer.models.torch.hyperparameters import Hyperparameters
-from pipeinfer.models.torch.int8 import Weight, multiply
+from pipeinfer.models.torch.matrices import Weight, multiply
 from pipeinfer.models.torch.rope import apart_order, rotate
 from pipeinfer.models.torch.weights import Weights
 

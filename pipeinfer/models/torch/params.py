@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
-F32, BF16, INT8 = "f32", "bf16", "int8"
-WEIGHT_BYTES = {F32: 4, BF16: 2, INT8: 1}
-CACHE_BYTES = {F32: 4, BF16: 2, INT8: 2}
-"""Of a number of weights, of one of keys and values."""
+F32, BF16, INT8, INT4 = "f32", "bf16", "int8", "int4"
+WEIGHT_BYTES = {F32: 4.0, BF16: 2.0, INT8: 1.0, INT4: 0.625}
+HEAD_BYTES = WEIGHT_BYTES | {INT4: 1.0}
+CACHE_BYTES = {F32: 4, BF16: 2, INT8: 2, INT4: 2}
+"""Of a weight, of one that makes logits, and of a key or value. Of 4 bits every 32 have a scale and an offset."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class TorchParams:
     n_threads      at most; fewer while other processes want the cores
     device         where weights, keys and values are and layers are computed: `cpu`, `cuda` or `cuda:N`; `auto`: a GPU
                    where there is one
-    dtype          what they are kept as: `f32`, `bf16`, or `int8`, of which keys and values are bf16; `auto`: bf16 on a
-                   GPU, else f32
+    dtype          what they are kept as: `f32`, `bf16`, or `int8` or `int4`, of which keys and values are bf16; `auto`:
+                   bf16 on a GPU, else f32
     local_rank     which of the ranks of its host this is, for `auto` and `cuda`: ranks take the GPUs in turns
     padded         runs are filled up to a few sizes, as they are on a GPU, whose graphs want that
     exact          the same row gives the same bits in every batch and tree, on the CPU

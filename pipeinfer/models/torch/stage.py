@@ -20,14 +20,14 @@ from pipeinfer.models.torch.attention import BlockOfPrompt, BySequence, MaskedCe
 from pipeinfer.models.torch.cells import CellTable
 from pipeinfer.models.torch.groups import in_groups, rows_together
 from pipeinfer.models.torch.hyperparameters import read_hyperparameters
+from pipeinfer.models.torch.int4 import check_device
 from pipeinfer.models.torch.layer import Layer, Matrix
-from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, INT8, TorchParams
+from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, INT4, INT8, TorchParams
 from pipeinfer.models.torch.replays import Inputs, Replays
 from pipeinfer.models.torch.rope import RopeTable
 from pipeinfer.models.torch.weights import Weights
 
-TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.int8}
-CACHE_TYPES = TYPES | {INT8: torch.bfloat16}
+CACHE_TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.bfloat16, INT4: torch.bfloat16}
 
 
 def never() -> bool:
@@ -63,6 +63,8 @@ class TorchStage:
         self._n_group = numbers.n_head // numbers.n_head_kv  # query heads of a key head
         self.device = find_device(params.device, params.local_rank)
         self.dtype = BF16 if params.dtype == AUTO and self.device.type == CUDA else params.dtype.replace(AUTO, F32)
+        if self.dtype == INT4:
+            check_device(self.device)
         self._exact = params.exact and self.device.type == CPU
         self.threads = ThreadShare(params.n_threads, tries=self._exact)
         self._cells = CellTable(params.n_cells, params.n_seq_max)
@@ -82,7 +84,7 @@ class TorchStage:
         n_threads, no_order = self.params.n_threads, lambda name: None
         torch.set_num_threads(1)  # the threads that read are enough
         self._layers: list[Layer] = []
-        with closing(Weights(slice_file, TYPES[self.dtype], self.device, n_threads)) as weights:
+        with closing(Weights(slice_file, self.dtype, self.device, n_threads)) as weights:
             for index in range(self._n_layer):
                 self._layers.append(Layer(weights, index, self._numbers, self._exact))
                 if on_progress is not None and not on_progress((index + 1) / self._n_layer):

@@ -1,0 +1,38 @@
+"""A matrix, whatever its numbers are kept as: float32, bf16, or whole numbers of 8 or 4 bits. Knows no layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch.nn.functional import linear
+
+from pipeinfer.models.torch.int4 import Int4, Int4Rows, multiply_int4, packed
+from pipeinfer.models.torch.int8 import Int8, multiply_int8
+
+Weight: TypeAlias = torch.Tensor | Int8 | Int4
+Loaded: TypeAlias = torch.Tensor | Int8 | Int4Rows
+
+
+def under_each_other(parts: Sequence[Loaded]) -> Weight:
+    """Matrices of equal width, all of one kind, as one."""
+    first = parts[0]
+    if isinstance(first, Int8):
+        return first if len(parts) == 1 else Int8(_joined(parts, "values"), _joined(parts, "scales"))
+    if isinstance(first, Int4Rows):
+        return packed(first if len(parts) == 1 else Int4Rows(_joined(parts, "pairs"), _joined(parts, "steps")))
+    return first if len(parts) == 1 else torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
+
+
+def _joined(parts: Sequence[Loaded], name: str) -> torch.Tensor:
+    return torch.cat([getattr(part, name) for part in parts])
+
+
+def multiply(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """(n_rows, n_in) -> (n_rows, n_out) in float32; rows are rounded to what the weight's kernels take."""
+    if isinstance(weight, torch.Tensor):
+        return linear(rows.to(weight.dtype), weight).float()
+    if isinstance(weight, Int8):
+        return multiply_int8(rows.bfloat16(), weight)
+    return multiply_int4(rows.bfloat16(), weight)
