@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -94,8 +95,9 @@ def run_case(seed: int) -> Counts:
     if seed % 2:  # runs are held back, as where it is known what rows cost
         cost, ticks = RunCost({1: 0.02, 4: 0.03, 16: 0.2}), count()
         engine = Engine(
-            engine.target, drafter, PacedWaiter(pipeline.rng), lambda: 1e-3 * next(ticks), drafts=drafts, run_cost=cost
-        )
+            engine.target, drafter, PacedWaiter(pipeline.rng), lambda: 1e-3 * next(ticks), drafts=drafts, run_cost=cost,
+            max_delay_s=random.Random(~seed).choice([math.inf, 0.2, 0.01]),
+        )  # fmt: skip
     to_come, stopped, n_trees = random_requests(rng, n_ctx), set[int](), 0
     if seed % 4 > 1:
         to_come = with_common_prefixes(random.Random(-seed), to_come, n_ctx)

@@ -119,7 +119,7 @@ def extremes(name: str, which: str, *policies: str) -> list[str]:
             continue
         if not isinstance(param.type, (Whole, Number)) or param.name in (
             "predict", "prompt_tokens", "repetitions", "ctx_size", "nodes", "gbit", "acceptances", "requests", "rate",
-            "parallel", "concurrency",
+            "parallel", "concurrency", "max_delay_s",
         ):  # fmt: skip
             continue
         limit = param.type.min if which == "min" else param.type.max

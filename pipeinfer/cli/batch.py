@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.run import run, run_options, warn_of_variables
 from pipeinfer.cli.values import File, Whole
 from pipeinfer.errors import UserError
@@ -38,6 +39,7 @@ HELP = {
     show_default=True,
     help="Requests that are open at a time, as far as the context has room for them.",
 )
+@max_delay_option
 @click.option(
     "-n",
     "--predict",

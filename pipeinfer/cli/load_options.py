@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.values import Listed, Number, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.job.load_sweep import Loads
@@ -34,6 +35,7 @@ OPTIONS = (
         help="Requests of loads at a time at most, for which there is to be room. [default: the largest --concurrency, "
         f"with --rate {PARALLEL} at least]",
     ),
+    max_delay_option,
 )  # fmt: skip
 
 
@@ -48,8 +50,8 @@ def take_loads(given: dict[str, Any]) -> Loads | None:
     concurrencies, rates = given.pop("concurrencies"), given.pop("rates")
     n_requests, parallel, sequences = given.pop("requests"), given.pop("parallel"), given["sequences"]
     if not concurrencies and not rates:
-        if n_requests or parallel:
-            raise UserError("--requests and --parallel are of loads; give --concurrency or --rate too")
+        if n_requests or parallel or given["max_delay_s"]:
+            raise UserError("--requests, --parallel and --max-delay are of loads; give --concurrency or --rate too")
         return None
     most = max(concurrencies, default=0)
     parallel = parallel or max(most, PARALLEL if rates else 0)

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.environment import read_variables
 from pipeinfer.cli.run import run, run_options, warn_of_variables
 from pipeinfer.cli.values import File, Number, Text, Whole
@@ -50,6 +51,7 @@ SECONDS = Number(0, 1e6, above=True)
     "--queue", "n_queue", type=Whole(0, 1 << 20), default=DEFAULT.n_queue, show_default=True,
     help="Texts that may wait for room; for more the answer is 429.",
 )  # fmt: skip
+@max_delay_option
 @click.option(
     "-n",
     "--predict",

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from pipeinfer.cli.command import Command
+from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.setting_options import policy_options, take_policies
 from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole, WireName
 from pipeinfer.cluster.activations import WireType
@@ -90,6 +91,7 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     "--concurrency", type=Whole(1, MAX_REQUESTS),
     help="Instead: so many clients, each of whom asks for the next text when it has one.",
 )  # fmt: skip
+@max_delay_option
 @click.option(
     "--sampler-threads",
     "samplers",
@@ -118,7 +120,7 @@ def simulate_command(
     acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...],
     drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
     results: Path | None, trace: Path | None, requests: int | None, rate: float | None, parallel: int | None,
-    concurrency: int | None,
+    concurrency: int | None, max_delay_s: float | None,
     samplers: int, no_prepare_ahead: bool, no_post_ahead: bool, **others: Any,
 ) -> int:  # fmt: skip
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
@@ -153,8 +155,8 @@ def simulate_command(
         posted=not no_post_ahead,
         wire_type=wire_type,
     )
-    if requests is None and any(given is not None for given in (rate, parallel, concurrency)):
-        raise UserError("--rate, --parallel and --concurrency are of many requests; give --requests too")
+    if requests is None and any(given is not None for given in (rate, parallel, concurrency, max_delay_s)):
+        raise UserError("--rate, --parallel, --concurrency and --max-delay are of many requests; give --requests too")
     if concurrency is not None and (rate is not None or parallel is not None):
         raise UserError("--concurrency says when requests come and how many at a time; leave --rate and --parallel out")
     if requests is not None:
@@ -170,6 +172,7 @@ def simulate_command(
                 math.inf if rate is None else rate,
                 each,
                 concurrency or 0,
+                max_delay_s,
             )
             for each in range(seed, seed + repetitions)
         ]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeinfer.cluster.timed_runs import evaluate, forget, in_turns
+from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.interfaces import StageModel
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.kept import Kept
@@ -80,6 +81,23 @@ def _time(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
     evaluate(model, n_rows)
     forget(model)
     return clock() - start_s
+
+
+def time_chunk(model: StageModel, n_rows: int, blocks: bool, clock: Callable[[], float]) -> float:
+    """Seconds of so many rows of a prompt, the best of two; `blocks`: they are a block, behind another one.
+
+    The cache must be empty and is empty afterwards.
+    """
+    first, n_blocks = (BLOCK, 3 * BLOCK) if blocks else (0, 0)
+    times = []
+    for _ in range(2):
+        if blocks:
+            evaluate(model, BLOCK, 0, 0, n_blocks)
+        start_s = clock()
+        evaluate(model, n_rows, first, int(not blocks), n_blocks)
+        times.append(clock() - start_s)
+        forget(model)
+    return min(times)
 
 
 def slowest_stage(costs: Sequence[dict[int, float]]) -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,9 +16,9 @@ from pipeinfer.core.opened import Opened
 from pipeinfer.core.pacer import Pacer
 from pipeinfer.core.policy import Policy, View
 from pipeinfer.core.requests import Emission, Finish, Request
+from pipeinfer.core.rooms import Rooms
 from pipeinfer.core.rota import Rota
 from pipeinfer.core.run_cost import RunCost
-from pipeinfer.core.scheduler import Room, as_many_as_go, choose
 from pipeinfer.core.tree import Node, Settled, TokenTree
 
 
@@ -28,7 +29,7 @@ class Engine:
     `drafts`: larger drafts, the smallest of them first; what `drafter` guesses they refine. `run_cost`: what runs cost
     the slowest stage, learned further here; with it a run is held back until a stage is about to want it, so that what
     goes is the best known then. Requests for which there are no cells or sequences wait, the youngest again when cells
-    run out. `n_prompts`: requests whose prompts are read in blocks at a time at most.
+    run out. `n_prompts`: requests whose prompts are read in blocks at a time at most. `max_delay_s`: as in `rooms`.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class Engine:
         drafts: Sequence[Level] = (),
         run_cost: RunCost | None = None,
         n_prompts: int = 1 << 30,
+        max_delay_s: float = math.inf,
     ) -> None:
         self.target, self.levels = target, (target, *drafts)
         self.waiter, self.clock, self.run_cost = waiter, clock, run_cost
         self._pacer = Pacer(run_cost, clock)
-        self._room = Room.for_load(1, target.pipeline.n_stages, 1, target.n_rows, target.n_chunk)
         self._drains = False  # nothing is sent until cells can be won back
         self._jobs: dict[int, Opened] = {}
+        self._rooms = Rooms(target, run_cost, self._jobs, max_delay_s)
         self.growth = Growth(drafter, drafts, clock, self._jobs, self._wake, target.n_inflight)
         self.admission = Admission(self.levels, self.growth, self._jobs, run_cost, n_prompts)
         self._senders, self._emissions = Rota[Opened](), deque[Emission]()  # whom to ask for a run; what came of it
@@ -58,7 +60,7 @@ class Engine:
         """Take a request in; its tokens come out of `step`, and the observer hears what becomes of it."""
         view = View(
             request, self.target, self.growth.n_drafts, self.growth.drafts, partial(self._holds, request.tree),
-            self._n_rows_for_guesses, partial(self._run_s, request.tree), lambda: self.growth.step_s,
+            self._rooms.n_rows_for_guesses, partial(self._run_s, request.tree), lambda: self.growth.step_s,
             self._verdict_in_s,
         )  # fmt: skip
         job = Opened(request, policy, observer or Observer(), view)
@@ -164,8 +166,9 @@ class Engine:
         now_s = self.clock()
         if flight.whole and not flight.n_context:
             self._pacer.answered(now_s - flight.sent_s)
-            if self.run_cost and verdict.slowest_s:
-                self.run_cost.learn(flight.n_rows, flight.context, verdict.slowest_s)
+        if flight.whole and self.run_cost and verdict.slowest_s:
+            learn = self.run_cost.learn_chunk if flight.n_context else self.run_cost.learn
+            learn(flight.n_rows, flight.context, verdict.slowest_s)
         for part in flight.parts:
             job = self._jobs.get(part.request.id)
             if job is None:
@@ -244,22 +247,17 @@ class Engine:
         alone = len(self._jobs) == 1
         if not alone and self._pacer.is_early(0):
             return False
-        self._room = self._measure_room()
+        self._rooms.measure()
         wants = [part for job in self._senders if (part := self._wanted(job, alone))]
-        found = choose(wants, self._room, alone, self.run_cost.n_chunk_rows if self.run_cost else as_many_as_go)
-        chosen = [part.cut(n_context, n_nodes) for part, n_context, n_nodes in found]
-        return bool(chosen) and (alone or self._has_place(chosen)) and self._submit(chosen)
-
-    def _has_place(self, parts: Sequence[Part]) -> bool:
-        n_roots, n_inflight = sum(part.has_root for part in parts), self.target.n_useful_flights
-        return not self.run_cost or self._room.has_place(n_roots, any(part.certain for part in parts), n_inflight)
+        chosen = self._rooms.choose(wants, alone)
+        return bool(chosen) and self._submit(chosen)
 
     def _wanted(self, job: Opened, alone: bool) -> Part | None:
         """What the request would send now; it is not asked again until something changes if that is nothing."""
         request, root, target = job.request, job.request.tree.root, self.target
         if n_left := target.n_context_left(request):
             if target.n_inflight(request) <= 2 * target.pipeline.n_stages:
-                n_context, span = target.next_context(request)
+                n_context, span = target.next_context(request, self._rooms.n_chunk(root.position - n_left))
                 is_last = not span and n_context == n_left
                 return Part(request, n_context, [root] if is_last else [], is_last, span)
         elif root.run_id is None and 1 < len(request.prompt) == root.position + 1:
@@ -308,10 +306,6 @@ class Engine:
         self._drains = False
         return True
 
-    def _measure_room(self) -> Room:
-        target, n_cheap = self.target, self.run_cost.n_cheap_rows(0) if self.run_cost else self.target.n_rows
-        return Room.for_load(len(self._jobs), target.pipeline.n_stages, n_cheap, target.n_rows, target.n_chunk)
-
     # -- what policies see
 
     def _holds(self, tree: TokenTree) -> bool:
@@ -327,11 +321,10 @@ class Engine:
             return self._pacer.answer_s
         return max(0.0, self.target.sent_s(node.run_id) + self._pacer.answer_s - self.clock())
 
-    def _n_rows_for_guesses(self, context: int) -> int:
-        """Rows of a run that cost hardly more than one and that other requests' roots leave."""
-        if self.run_cost is None:
-            return 1
-        return self.run_cost.n_cheap_rows(context) if len(self._jobs) == 1 else self._room.n_guesses
+    @property
+    def delay_too_short(self) -> str:
+        """As in `rooms`."""
+        return self._rooms.too_short
 
     def audit(self) -> None:
         """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""

@@ -199,18 +199,16 @@ class Level:
         """Whether blocks of its prompt have yet to be sent."""
         return self.blocks and any(self.pool.placed_end(request.id) < span.end for span in request.spans or ())
 
-    def next_context(self, request: Request) -> tuple[int, Span | None]:
-        """How many certain tokens the next run may carry, and, if they are whole blocks, of which span.
-
-        Where they are not, a run may carry fewer.
-        """
+    def next_context(self, request: Request, n_chunk: int) -> tuple[int, Span | None]:
+        """How many certain tokens the next run may carry, and, if they are whole blocks, of which span: as many as
+        `n_chunk` holds, but one at least. Where they are not, a run may carry fewer."""
         n_left = self.n_context_left(request)
         start = self.pool.placed_end(request.id) if n_left else 0
         spans = request.spans if n_left and self.blocks else None
         span = next((span for span in spans or () if start < span.end), None)
         if span is None:
             return n_left, None
-        return (span.start - start, None) if start < span.start else (span.chunk_end(start, self.n_chunk) - start, span)
+        return (span.start - start, None) if start < span.start else (span.chunk_end(start, n_chunk) - start, span)
 
     # -- runs
 
@@ -286,7 +284,7 @@ class Level:
     @property
     def cost_in_flight_s(self) -> float:
         """What the runs in flight that were not given up are thought to take the slowest stage."""
-        return sum([flight.cost_s for flight in self._flights.values() if not flight.dead])
+        return sum([flight.cost_s for flight in self.useful_flights])
 
     @property
     def busy(self) -> bool:
@@ -304,9 +302,9 @@ class Level:
         return len(self._flights)
 
     @property
-    def n_useful_flights(self) -> int:
+    def useful_flights(self) -> list[Flight]:
         """Those that were not given up."""
-        return len(self._flights) - self._n_dead
+        return [flight for flight in self._flights.values() if not flight.dead]
 
     # -- settling
 

@@ -24,6 +24,9 @@ LARGEST_EXCESS = 3.0
 
 PER_TOKENS = 1000.0
 
+CHUNK_MEMORY = 4
+"""Chunks of prompts over which it is averaged what such cost: a long prompt has a dozen."""
+
 CHUNKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 """Sizes of chunks that are thought about besides those timed."""
 
@@ -38,12 +41,15 @@ class RunCost:
     """Seconds of a run of n rows after a context: scale × timed(n) + slope × n × context.
 
     `timed`: rows -> seconds at an empty cache, in the slowest stage; 1 must be among the rows. Runs of other sizes:
-    straight lines, the last one continued. `crowding`: threads that compute on each core. The scale is how much slower
-    than at loading everything is now, the slope is attention's share; both are fitted to what was observed by recursive
-    least squares with forgetting.
+    straight lines, the last one continued. `crowding`: threads that compute on each core. `chunk`: rows and seconds of
+    a chunk of a prompt, whose kernels are others; without it chunks are thought to be as any run. The scale is how much
+    slower than at loading everything is now, the slope is attention's share; both are fitted to what was observed by
+    recursive least squares with forgetting.
     """
 
-    def __init__(self, timed: Mapping[int, float], crowding: float = 1.0) -> None:
+    def __init__(
+        self, timed: Mapping[int, float], crowding: float = 1.0, chunk: tuple[int, float] | None = None
+    ) -> None:
         self._row_s, self._crowding = timed[1], crowding
         self._rows = tuple(timed)
         self._known: dict[int, float] = {}  # what `_timed` said
@@ -54,6 +60,7 @@ class RunCost:
         self._tt, self._tx, self._xx = 0.0, 0.0, 0.0
         self._ty, self._xy = 0.0, 0.0
         self._cheap: tuple[int, int] | None = None  # context, rows
+        self._chunk_scale = chunk[1] / self.seconds(chunk[0], 0) if chunk else 1.0
 
     def seconds(self, n_rows: int, context: int) -> float:
         """`context`: tokens before the run."""
@@ -102,6 +109,14 @@ class RunCost:
         self._slope = max(0.0, (tt * self._xy - self._tx * ty) / (tt * xx - self._tx**2))
         self._scale = max(0.0, (ty - self._tx * self._slope) / tt)
         self._cheap = None
+
+    def chunk_seconds(self, n_rows: int, context: int) -> float:
+        """Of rows of a prompt, by how much longer or shorter such took before than runs of guesses would."""
+        return self._chunk_scale * self.seconds(n_rows, context)
+
+    def learn_chunk(self, n_rows: int, context: int, seconds: float) -> None:
+        """A run with rows of a prompt has taken the slowest stage so long."""
+        self._chunk_scale += (seconds / self.seconds(n_rows, context) - self._chunk_scale) / CHUNK_MEMORY
 
     def _expected(self, timed: float, x: float) -> float:
         return self._scale * timed + self._slope * x

@@ -65,36 +65,28 @@ class Room:
         return n_more < 0 or (n_more == 0 and n_roots >= self.n_roots)
 
 
-ChunkRows = Callable[[int, int, int], int]
-"""(rows of prompts that wait, stages, most) -> of how many the next chunk shall be."""
-
-
-def as_many_as_go(n_left: int, n_stages: int, most: int) -> int:
-    """Chunks where nobody knows what rows cost."""
-    return most
-
-
 def choose(
-    wants: Sequence[W], room: Room, alone: bool, chunk_rows: ChunkRows = as_many_as_go
+    wants: Sequence[W], room: Room, alone: bool, chunk_rows: Callable[[W, int], int] | None = None
 ) -> list[tuple[W, int, int]]:
     """The next run: wants, and how many of their certain tokens and of their nodes go. They come in the order in which
     requests are due.
 
     The request that is due decides whether the run carries prompts or nodes: a run of both would make every root in it
     wait for a whole chunk. Of nodes roots come first, guesses fill what is left of the rows that cost little; `alone`:
-    a single request's policy decides by itself how many guesses pay.
+    a single request's policy decides by itself how many guesses pay. `chunk_rows`: (who is due, rows of prompts that
+    wait) -> of how many the next chunk shall be; without it as many as go.
     """
     if not wants:
         return []
     return _prompts(wants, room, chunk_rows) if wants[0].n_context else _nodes(wants, room, alone)
 
 
-def _prompts(wants: Sequence[W], room: Room, chunk_rows: ChunkRows) -> list[tuple[W, int, int]]:
+def _prompts(wants: Sequence[W], room: Room, chunk_rows: Callable[[W, int], int] | None) -> list[tuple[W, int, int]]:
     first = wants[0]
     if first.span:
         return [(first, first.n_context, 0)]
     n_left = sum(want.n_context for want in wants if not want.span)
-    most = chunk_rows(n_left, room.n_stages, room.n_context)
+    most = chunk_rows(first, n_left) if chunk_rows else room.n_context
     shares, left, n_nodes_left = [], most + 1, room.n_rows
     for want in wants:
         n_context = 0 if want.span else min(want.n_context, most, left)

@@ -61,9 +61,10 @@ def options_text(options: RunOptions) -> str:
         "wire_type",
         "sequences",
         "samplers",
+        "max_delay_s",
     )
     changed = [(name, getattr(options, name)) for name in names if getattr(options, name) != getattr(DEFAULT, name)]
-    shown = [f"{name.replace('_', '-')} {_listed(value)}" for name, value in changed]
+    shown = [f"{name.removesuffix('_s').replace('_', '-')} {_listed(value)}" for name, value in changed]
     return ", ".join(shown + (["slice-cache"] if options.slice_cache else []))
 
 

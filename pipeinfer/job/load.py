@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
-from pipeinfer.cluster.calibrate import recall_rows, time_rows
+from pipeinfer.cluster.calibrate import recall_rows, time_chunk, time_rows
 from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker
 from pipeinfer.cluster.wire import verdict_bytes
+from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.sequences import SequencePool
@@ -163,6 +164,14 @@ def time_loaded(
     place = place_text(options, deployment.hosts[rank], deployment.threads[rank], rank)
     name = f"rows: {part}, {place}, pipeinfer {__version__}"
     return recall_rows(model, CLOCK, user_kept(), name)
+
+
+def time_prompt(context: Context, deployment: Deployment, model: LoadedModel) -> tuple[int, float] | None:
+    """Rows and seconds of a chunk of a prompt in this rank's stage, where it is asked how long such may take."""
+    if context.options.max_delay_s is None:
+        return None
+    n_rows = BLOCK if deployment.blocks else min(BLOCK, deployment.n_batch)
+    return n_rows, time_chunk(model, n_rows, deployment.blocks, CLOCK)
 
 
 def make_drafter(context: Context, deployment: Deployment, options: RunOptions, model: LoadedModel) -> ModelDrafter:

@@ -102,6 +102,7 @@ class RunOptions:
     partitions: bool = True
     sequences: int = 0
     parallel: int = 1
+    max_delay_s: float | None = None
     results: Path | None = None
     trace: Path | None = None
     json: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -35,6 +36,7 @@ from pipeinfer.job.load import (
     make_drafter,
     make_worker,
     time_loaded,
+    time_prompt,
 )
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.request import GenerationRequest
@@ -96,6 +98,7 @@ class Session:
         self._stage: LoadedModel | None = None
         self._drafts: dict[int, LoadedModel] = {}  # by number
         self._costs: dict[int, dict[int, float]] = {}  # of each stage's rank: rows of a run -> seconds
+        self._chunk_s: dict[int, tuple[int, float] | None] = {}  # of each stage's rank: a chunk of a prompt
         self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each larger draft, by number
         self._pipeline: HeadPipeline[Verdict] | None = None
         self._larger: dict[int, HeadPipeline[GuessVerdict]] = {}  # of the larger drafts, by number
@@ -116,6 +119,7 @@ class Session:
                 complain(NO_AMX)
             if self._stage:
                 self._costs[0] = time_loaded(self.context, self.deployment, self._stage)
+                self._chunk_s[0] = time_prompt(self.context, self.deployment, self._stage)
             self._refiner_costs = {
                 number: time_loaded(self.context, self.deployment, draft, number)
                 for number, draft in self._drafts.items()
@@ -126,6 +130,7 @@ class Session:
         reports = self._reports()
         costs = {rank: report.get("cost_s", {}) for rank, report in reports.items()}
         self._costs |= {rank: costs[rank] for rank in self._ranks if rank}
+        self._chunk_s |= {rank: reports[rank].get("chunk_s") for rank in self._ranks if rank}
         for number, stages in enumerate(self.deployment.plan.refiners, start=1):
             if number not in self._drafts:
                 self._refiner_costs[number] = slowest_stage([costs.get(stage.rank, {}) for stage in stages])
@@ -135,6 +140,8 @@ class Session:
             self.close()
             raise UserError(error)
         self._engine = self._make_engine()
+        if line := self._engine.delay_too_short:
+            complain(line)
         here = is_on_gpu(self.context.options, self.deployment.hosts, 0)
         on_gpu = {0: here} | {rank: each["on_gpu"] for rank, each in reports.items()}
         line = inexact_line(self.context.options.numerics, [rank for rank in self._ranks if on_gpu[rank]])
@@ -182,10 +189,11 @@ class Session:
             self._drafter = make_drafter(context, deployment, options, self._drafts[0])
         drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter
         slowest = slowest_stage(list(self._costs.values()))
+        chunk = max(filter(None, self._chunk_s.values()), default=None)  # all have as many rows
         return Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
-            drafts=drafts, run_cost=RunCost(slowest, deployment.crowding) if slowest else None,
-            n_prompts=options.n_prompts,
+            drafts=drafts, run_cost=RunCost(slowest, deployment.crowding, chunk) if slowest else None,
+            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s or math.inf,
         )  # fmt: skip
 
     def generate(

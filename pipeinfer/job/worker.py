@@ -19,6 +19,7 @@ from pipeinfer.job.load import (
     make_draft_worker,
     make_worker,
     time_loaded,
+    time_prompt,
 )
 from pipeinfer.job.stages import is_on_gpu
 from pipeinfer.observe.ledger import StageLedger
@@ -39,9 +40,10 @@ def run_stage(context: Context, deployment: Deployment) -> int:
             ((number, model),) = drafts.items()
         loaded_s = CLOCK() - start_s
         cost_s = time_loaded(context, deployment, model, number) if model else {}
+        chunk_s = time_prompt(context, deployment, model) if model and number is None else None
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
         on_gpu = is_on_gpu(context.options, deployment.hosts, context.rank)
-        context.link.report({"loaded_s": loaded_s, "cost_s": cost_s, "on_gpu": on_gpu})
+        context.link.report({"loaded_s": loaded_s, "cost_s": cost_s, "chunk_s": chunk_s, "on_gpu": on_gpu})
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
     ranks = [stage.rank for stage in deployment.plan.pipeline_of(context.rank)]

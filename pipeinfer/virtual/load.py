@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.cluster.costs import Profile
+from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
@@ -32,7 +33,7 @@ from pipeinfer.virtual.simulation import N_CELLS_SPARE, N_CHUNK, N_GUESS_ROWS, r
 class Load:
     """Requests with prompts and texts of so many tokens, `parallel` of them open at a time at most. They come at
     random, `rate` a second in the mean (a Poisson process), or all at once; or, where there is a `concurrency`, from so
-    many clients, each of whom asks for the next text when it has one."""
+    many clients, each of whom asks for the next text when it has one. `max_delay_s`: as in `core.rooms`."""
 
     n_requests: int
     prompt_tokens: int
@@ -41,6 +42,7 @@ class Load:
     rate: float = math.inf
     seed: int = 0
     concurrency: int = 0
+    max_delay_s: float | None = None
 
     @property
     def n_open(self) -> int:
@@ -71,7 +73,7 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
     right; every request has a text of its own.
 
     `busy`: each stage's share of the time between the first and the last token in which it was not idle; `evaluating`:
-    without what its host does before and after.
+    without what its host does before and after. `notice`: why the load's limit of delays cannot be held, if so.
     """
     clock, n_ctx = VirtualClock(), load.prompt_tokens + load.predict
     choices = [
@@ -82,10 +84,12 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
     n_seq = policy.n_seq + load.n_open - 1
     pool = SequencePool(n_seq, load.n_open * n_ctx + N_CELLS_SPARE, parked=True)
     coming_s, waiter = deque(arrivals_s(load.n_requests, load.rate, load.seed)), LoadWaiter(clock)
+    chunk_s = max(stage.seconds(BLOCK, 0) for stage in profile.stages)
     engine = Engine(
-        Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.n_open)),
+        Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.n_open), blocks=profile.blocks),
         SimDrafter(profile, choices, (pipeline,)) if profile.drafts else None,
-        waiter, clock, run_cost=RunCost(row_costs(profile)),
+        waiter, clock, run_cost=RunCost(row_costs(profile), chunk=(BLOCK, chunk_s)),
+        max_delay_s=load.max_delay_s or math.inf,
     )  # fmt: skip
     metrics = [RequestMetrics() for _ in choices]
     number = n_open = 0
@@ -102,7 +106,8 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
         waiter.next_s = coming_s[0] if coming_s and n_open < load.n_open else math.inf
         emission = engine.step()
         n_open -= emission is not None and emission.request.finish is not None
-    return _figures(load, pipeline, metrics)
+    notice = {"notice": engine.delay_too_short} if engine.delay_too_short else {}
+    return _figures(load, pipeline, metrics) | notice
 
 
 def _figures(load: Load, pipeline: SimPipeline, metrics: Sequence[RequestMetrics]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -75,7 +76,10 @@ class Question:
             raise UserError(f"{profile.name} has {len(profile.drafts)} drafts; --requests takes pairs with one")
         asked = {"policy": policy.name, "settings": settings_text(policy), "profile": profile.name, **asdict(load)}
         asked["rate"] = None if math.isinf(load.rate) else load.rate
-        return asked | simulate_load(profile, policy, load, self._ranks(profile)[0])
+        found = simulate_load(profile, policy, load, self._ranks(profile)[0])
+        if "notice" in found:
+            print(f"pipeinfer: {found['notice']}", file=sys.stderr)
+        return asked | found
 
     def _lay_out(self, has_draft: bool) -> Profile:
         profile = self.file.lay_out(self.nodes, self.pair, has_draft)

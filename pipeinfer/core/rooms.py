@@ -1,0 +1,114 @@
+"""What the next run may carry, by the load and by what runs cost: roots, guesses, rows of prompts. Sends nothing.
+
+A token waits for the chunks of prompts that are in front of it, in every stage. A chunk goes no sooner than a stage
+wants it, so that chunks follow each other at a distance, and who comes behind the last of them waits for about one
+chunk in each stage, however many there are.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pipeinfer.core.blocks import BLOCK
+from pipeinfer.core.levels import Level, Part
+from pipeinfer.core.opened import Opened
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.scheduler import Room, choose
+
+
+class Rooms:
+    """`opened`: the open requests by id. `max_delay_s`: by so much at most a token shall come later, in all stages
+    together, because prompts of other requests are read."""
+
+    def __init__(
+        self, target: Level, run_cost: RunCost | None, opened: Mapping[int, Opened], max_delay_s: float = math.inf
+    ) -> None:
+        self.target, self.run_cost, self.opened, self.max_delay_s = target, run_cost, opened, max_delay_s
+        self._passed: set[int] = set()  # requests whose roots waited when the last chunk went
+        self.measure()
+
+    def measure(self) -> None:
+        """To be called before what a run shall carry is asked."""
+        target = self.target
+        n_cheap = self.run_cost.n_cheap_rows(0) if self.run_cost else target.n_rows
+        n_stages = target.pipeline.n_stages
+        self._room = Room.for_load(max(1, len(self.opened)), n_stages, n_cheap, target.n_rows, target.n_chunk)
+        self._delays: bool | None = None
+
+    def n_chunk(self, context: int) -> int:
+        """Certain tokens that a run may carry at most, after so many."""
+        most, cost = self.target.n_chunk, self.run_cost
+        if cost is None or not self._delays_others():
+            return most
+        limit_s = self.max_delay_s / self.target.pipeline.n_stages
+        return max(1, bisect_right(range(1, most + 1), limit_s, key=lambda n: cost.chunk_seconds(n, context)))
+
+    @property
+    def too_short(self) -> str:
+        """Why the limit cannot be held, in a line; empty if it can."""
+        cost, n_stages, blocks = self.run_cost, self.target.pipeline.n_stages, self.target.blocks
+        least_s = n_stages * cost.chunk_seconds(BLOCK if blocks else 1, 0) if cost else 0.0
+        if self.max_delay_s >= least_s:
+            return ""
+        limit, stages = f"--max-delay {self.max_delay_s:g} cannot be held", f"{n_stages} stage{'s' * (n_stages > 1)}"
+        if not blocks:
+            return f"{limit}: a single row of a prompt takes {stages} {least_s:.3g} s"
+        return (
+            f"{limit}: exact numerics read prompts in blocks of {BLOCK} rows, and one takes {stages} {least_s:.3g} s, "
+            "a prompt's last block up to twice as long; so much later tokens of others may come. --numerics fast has "
+            "shorter chunks"
+        )
+
+    def n_rows_for_guesses(self, context: int) -> int:
+        """Rows of a run that cost hardly more than one and that other requests' roots leave."""
+        if self.run_cost is None:
+            return 1
+        return self.run_cost.n_cheap_rows(context) if len(self.opened) == 1 else self._room.n_guesses
+
+    def choose(self, wants: Sequence[Part], alone: bool) -> list[Part]:
+        """What the next run carries of what requests want, in the order in which they are due; nothing where none shall
+        go now."""
+        limited, room = self.max_delay_s < math.inf and not alone, self._room
+        if limited and self._roots_go_first(wants):
+            wants = sorted(wants, key=lambda part: not _is_root(part))
+            room = replace(room, n_roots=room.n_rows)  # for those left behind the next run may be a chunk
+        found = choose(wants, room, alone, self._n_chunk_rows)
+        chosen = [part.cut(n_context, n_nodes) for part, n_context, n_nodes in found]
+        if not alone and not self._has_place(chosen):
+            return []
+        if limited and any(part.n_context for part in chosen):
+            self._passed = {part.request.id for part in wants if _is_root(part)}
+        elif limited:
+            self._passed.difference_update(part.request.id for part in chosen)
+        return chosen
+
+    def _roots_go_first(self, wants: Sequence[Part]) -> bool:
+        """Whether roots would wait for a second chunk: one is in flight, or has gone before one of them."""
+        if any(flight.n_context for flight in self.target.useful_flights):
+            return True
+        return any(part.request.id in self._passed for part in wants if _is_root(part))
+
+    def _n_chunk_rows(self, first: Part, n_left: int) -> int:
+        """Of how many rows the next chunk shall be; `first`: whose it is. `n_left`: rows of all prompts that wait."""
+        most = min(self._room.n_context, self.n_chunk(self.target.pool.placed_end(first.request.id)))
+        return self.run_cost.n_chunk_rows(n_left, self._room.n_stages, most) if self.run_cost else most
+
+    def _has_place(self, parts: Sequence[Part]) -> bool:
+        n_roots, n_inflight = sum(part.has_root for part in parts), len(self.target.useful_flights)
+        return not self.run_cost or self._room.has_place(n_roots, any(part.certain for part in parts), n_inflight)
+
+    def _delays_others(self) -> bool:
+        """Whether a chunk's time matters: there is a limit, and somebody who has read the prompt."""
+        if self._delays is None:
+            self._delays = self.max_delay_s < math.inf and any(
+                not self.target.n_context_left(job.request) for job in self.opened.values()
+            )
+        return self._delays
+
+
+def _is_root(part: Part) -> bool:
+    """Whether it is a token that somebody waits for, and no prompt."""
+    return part.has_root and not part.n_context
