@@ -12,6 +12,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.gguf.pages import reserve_large_pages
 from pipeinfer.models.gguf.skeleton import Skeleton, put_up
 from pipeinfer.models.gguf.slice import COPY_BYTES, TABLE, Feed, SliceFile, is_cached, open_slice, slice_data
 from pipeinfer.models.gguf.slice_cache import CachedSlice
@@ -177,7 +178,9 @@ class RemoteModel:
     def _write_memory(self, feed: Feed) -> None:
         fd = os.memfd_create("pipeinfer-model", os.MFD_CLOEXEC)
         self._fds.append(fd)
-        _write_fed(fd, feed, self.skeleton.states[0].n_bytes, "memory for the model")
+        n_bytes = self.skeleton.states[0].n_bytes
+        reserve_large_pages(fd, n_bytes, [(0, n_bytes)])
+        _write_fed(fd, feed, n_bytes, "memory for the model")
 
     def _open_whole(self) -> SliceFile:
         path = Path(f"/proc/self/fd/{self._fds[0]}") if self._fds else None

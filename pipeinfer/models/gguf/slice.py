@@ -16,7 +16,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import FileState, SourceFile
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, read_model_info
-from pipeinfer.models.gguf.pages import collapse
+from pipeinfer.models.gguf.pages import Span, reserve_large_pages
 from pipeinfer.models.gguf.slice_cache import CachedSlice
 from pipeinfer.models.gguf.values import encode_number, encode_text
 from pipeinfer.models.gguf.writer import (
@@ -100,6 +100,15 @@ class _Form(NamedTuple):
     def n_bytes(self) -> int:
         return len(self.head) + sum(padded(part.tensor.n_bytes) for part in self.parts)
 
+    def spans(self) -> Iterator[Span]:
+        """Where bytes are that take room, holes left out."""
+        start = end = len(self.head)
+        yield 0, end
+        for part in self.parts:
+            start, end = end, end + padded(part.tensor.n_bytes)
+            if not part.is_hole:
+                yield start, end
+
 
 class Feed(Protocol):
     """Data of another host, in order."""
@@ -170,11 +179,11 @@ def open_slice(
     fd = os.memfd_create(f"pipeinfer-{first}-{last}", os.MFD_CLOEXEC)
     slice_file = SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), form.n_bytes, fd)
     try:
+        reserve_large_pages(fd, form.n_bytes, form.spans())
         cut(fd, f"memory for {form.n_bytes} bytes of layers {first}-{last - 1}")
     except BaseException:
         slice_file.close()
         raise
-    collapse(fd)
     return slice_file
 
 
@@ -186,13 +195,12 @@ def open_blank(info: ModelInfo, first: int, last: int) -> SliceFile:
     form = _form(info, first, last)
     fd = os.memfd_create(f"pipeinfer-blank-{first}-{last}", os.MFD_CLOEXEC)
     try:
+        reserve_large_pages(fd, form.n_bytes, form.spans() if form.n_bytes <= BLANK_GATHERED else ())
         os.write(fd, form.head)
         os.ftruncate(fd, form.n_bytes)
     except OSError as error:
         os.close(fd)
         raise UserError(f"no memory for {form.n_bytes} bytes to be timed: {error.strerror}") from None
-    if form.n_bytes <= BLANK_GATHERED:
-        collapse(fd)
     return SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), form.n_bytes, fd)
 
 
