@@ -6,9 +6,11 @@ Knows ranks and messages; what is done with a run is `stage`'s.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from pipeinfer.cluster.activations import WireType, activation_bytes
+from pipeinfer.cluster.begun import BegunTransaction
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import Courier
 from pipeinfer.cluster.records import Buffer
@@ -28,6 +30,10 @@ from pipeinfer.observe.ledger import StageLedger
 N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 256  # room in a transaction, far above what 256 sequences need
 N_TEXT_MAX = 1 << 20
 """Bytes of what requests that are open at a time say of sampling in texts, see `wire.text_bytes`."""
+
+
+N_UNDER_WAY = 2
+"""Runs that a model which `RunsAhead` may have begun: while it computes one, the next is prepared."""
 
 
 class HeardPrunings:
@@ -102,25 +108,14 @@ def serve(
         answer()
         return inbox.poll()
 
-    prunings = HeardPrunings(comm, courier, answer)
-    if worker:
-        worker.pruned, worker.samplers = prunings, samplers
+    under_way: deque[tuple[Buffer, BegunTransaction, float]] = deque()
 
-    while True:
-        buffer = idle.until(next_run)
-        start_s = time.monotonic()
-        transaction = Transaction(buffer, n_embd, wire_type)
-        if transaction.kind is not Kind.RUN:
-            ledger.note(0, wait_s, start_s, start_s, False)
-            if following is not None:
-                outbox.send(transaction.message, following, Tag.PIPELINE)
-            if transaction.kind is Kind.SHUTDOWN:
-                break
-            report(outbox, ledger)
-            ledger, wait_s = StageLedger(), time.monotonic()
-            continue
-        assert worker, "a run arrived at a rank whose model did not load"
-        verdict = worker.process(transaction)
+    def finish_oldest() -> None:
+        """Wait for its result and pass that on."""
+        nonlocal wait_s
+        assert worker
+        buffer, begun, start_s = under_way.popleft()
+        verdict, transaction = worker.finish(begun), begun.transaction
         end_s = time.monotonic()  # before it is sent: whoever gets it may be quicker than this rank
         if following is not None:
             inbox.give_back(buffer, outbox.send_run(transaction.message, following))
@@ -129,8 +124,36 @@ def serve(
             if verdict:
                 outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
             inbox.give_back(buffer)
-        ledger.note(transaction.run_id, wait_s, start_s, end_s, transaction.cancelled)
+        ledger.note(transaction.run_id, wait_s, max(start_s, wait_s), end_s, transaction.cancelled)
         wait_s = end_s
+
+    prunings = HeardPrunings(comm, courier, answer)
+    if worker:
+        worker.pruned, worker.samplers = prunings, samplers
+
+    while True:
+        next_here = next_run() if under_way else idle.until(next_run)
+        if next_here is None:
+            finish_oldest()
+            continue
+        buffer = next_here
+        start_s = time.monotonic()
+        transaction = Transaction(buffer, n_embd, wire_type)
+        if transaction.kind is not Kind.RUN:
+            while under_way:
+                finish_oldest()
+            ledger.note(0, wait_s, max(start_s, wait_s), max(start_s, wait_s), False)
+            if following is not None:
+                outbox.send(transaction.message, following, Tag.PIPELINE)
+            if transaction.kind is Kind.SHUTDOWN:
+                break
+            report(outbox, ledger)
+            ledger, wait_s = StageLedger(), time.monotonic()
+            continue
+        assert worker, "a run arrived at a rank whose model did not load"
+        under_way.append((buffer, worker.begin(transaction), start_s))
+        if len(under_way) == N_UNDER_WAY or under_way[0][1].is_done:
+            finish_oldest()
     if samplers:
         samplers.close()
         answer()

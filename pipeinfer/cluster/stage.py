@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from pipeinfer.cluster.activations import WireType
+from pipeinfer.cluster.begun import BegunTransaction, Evaluated, Question
 from pipeinfer.cluster.history import TokenHistory
 from pipeinfer.cluster.logprobs import scored
 from pipeinfer.cluster.records import Buffer
 from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.wire import SentRow, Transaction
 from pipeinfer.core.drafting import guess_next
-from pipeinfer.core.interfaces import Allowed, Batch, Constraint, FloatArray, StageModel
+from pipeinfer.core.interfaces import Allowed, Batch, Constraint, FloatArray, RunsAhead, StageModel, UnderWay
 from pipeinfer.core.runs import NO_TOKEN, Guess, GuessVerdict, OpKind, Verdict
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.observe.trace import NO_TRACE, Tracer
@@ -76,17 +78,6 @@ class StageStats:
 NO_LOGITS = np.empty((0, 0), np.float32)
 
 
-class Question(NamedTuple):
-    """What follows a row of a run?"""
-
-    row: int
-    params: SamplingParams
-    position: int
-    history: Sequence[int]
-    n_wanted: int
-    allowed: Allowed | None
-
-
 class StageWorker:
     """One stage, first or not, last or not. `n_layers` is the model's, for the statistics. `constrain`: makes a
     Constraint of a request's grammar; without it, as for drafts, grammars are passed over."""
@@ -108,6 +99,7 @@ class StageWorker:
         self.model, self.pruned, self.clock, self.is_first, self.tracer = model, pruned, clock, is_first, tracer
         self.samplers: Samplers | None = None
         self.n_layers, self._n_asked = n_layers, 0
+        self._free_s = -math.inf  # when the last run was done
         self.stats = StageStats()
         self._sampling: dict[int, SamplingParams] = {}
         self._constraints: dict[int, Constraint] = {}
@@ -115,15 +107,14 @@ class StageWorker:
         self._history: TokenHistory | None = None  # kept only once a request looks back
 
     def process(self, transaction: Transaction) -> Verdict | GuessVerdict | None:
-        """Bring the transaction to the state in which the next stage wants it; the last stage returns the verdict, if
-        that is not left to its samplers.
+        """Both `begin` and `finish`."""
+        return self.finish(self.begin(transaction))
 
-        A cancellation is in `transaction.cancelled`; then the verdict says nothing of the rows. Other stages return
-        None and leave the residual in `activations`.
-        """
-        start_s = self.clock()
+    def begin(self, transaction: Transaction) -> BegunTransaction:
+        """Begin to bring the transaction to the state in which the next stage wants it. Another may begin before this
+        one is finished, in the same order, where the model `RunsAhead`; elsewhere it is done when this returns."""
+        begun = BegunTransaction(transaction, self.clock())
         self._keep_books(transaction)
-        questions, logits = list[Question](), NO_LOGITS
         if not transaction.cancelled and self.pruned.is_cancelled(transaction.run_id):
             transaction.cancel()
         if transaction.cancelled:
@@ -131,10 +122,21 @@ class StageWorker:
             self.stats.n_layers_saved += self.n_layers
         else:
             self._n_asked = 0
-            questions, logits = self._evaluate(transaction)
+            self._evaluate(begun)
             if transaction.cancelled:
                 self.stats.n_stopped += 1
                 self.stats.n_layers_saved += max(0, self.n_layers - self._n_asked)
+        return begun
+
+    def finish(self, begun: BegunTransaction) -> Verdict | GuessVerdict | None:
+        """Wait for the result. The last stage returns the verdict, if that is not left to its samplers.
+
+        A cancellation is in `transaction.cancelled`; then the verdict says nothing of the rows. Other stages return
+        None and leave the residual in `activations`.
+        """
+        transaction, questions, logits = begun.transaction, begun.questions, NO_LOGITS
+        if not transaction.cancelled:
+            logits = self._result(begun)
         answers: list[Any] = [] if transaction.cancelled else [self._no_answer] * transaction.n_rows
 
         def answer(index: int, row_logits: FloatArray) -> None:
@@ -148,7 +150,9 @@ class StageWorker:
             else:
                 answer(index, logits[index])
         self.stats.n_runs += 1
-        busy_s = self.clock() - start_s
+        # of runs that are under way at a time, the later one has taken what came after the first
+        end_s, start_s = self.clock(), max(begun.start_s, self._free_s)
+        self._free_s, busy_s = end_s, end_s - start_s
         transaction.took(busy_s)
         self.stats.busy_s += busy_s
         self.tracer.evaluated(start_s, self.UNIT, transaction.run_id, transaction.n_rows, transaction.cancelled)
@@ -178,29 +182,34 @@ class StageWorker:
         if self._history:
             self._history.apply(ops)
 
-    def _evaluate(self, transaction: Transaction) -> tuple[list[Question], FloatArray]:
-        """On the last stage what is asked about the rows, and the logits for each question."""
+    def _evaluate(self, begun: BegunTransaction) -> None:
+        transaction = begun.transaction
         seqs = transaction.seqs
         if pruned := self.pruned.rows(transaction.run_id):
             transaction.rows["dropped"][list(pruned)] = True
-        alive = self._alive(transaction, seqs)
-        n_dropped = transaction.n_rows - len(alive)
-        if n_dropped:
+        alive = begun.alive = self._alive(transaction, seqs)
+        if n_dropped := transaction.n_rows - len(alive):
             transaction.rows["dropped"][sorted(set(range(transaction.n_rows)) - set(alive))] = True
             self.stats.n_rows_pruned += n_dropped
-        result = (
-            self._evaluate_rows(transaction, alive, seqs) if alive else np.empty((0, self.model.n_embd), np.float32)
-        )
-        if result is None:
-            transaction.cancel()
-            return [], NO_LOGITS
+        if alive:
+            begun.rows = self._begin_rows(transaction, alive, seqs)
+            if begun.rows is None:
+                transaction.cancel()
+                return
         if self.model.is_last:
-            return self._questions(transaction, seqs), result
-        if n_dropped:
+            begun.questions = self._questions(transaction, seqs)
+
+    def _result(self, begun: BegunTransaction) -> FloatArray:
+        """On the last stage the logits for each question."""
+        transaction, alive = begun.transaction, begun.alive
+        result = begun.rows.result() if begun.rows else np.empty((0, self.model.n_embd), np.float32)
+        if self.model.is_last:
+            return result
+        if len(alive) < transaction.n_rows:
             living, result = result, np.zeros((transaction.n_rows, self.model.n_embd), np.float32)
             result[alive] = living
         transaction.activations = result
-        return [], NO_LOGITS
+        return NO_LOGITS
 
     def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
         """Rows that can be evaluated here: not dropped before, and their prefix was evaluated on this stage.
@@ -219,16 +228,20 @@ class StageWorker:
                     ends[owner] = position + 1
         return alive
 
-    def _evaluate_rows(
+    def _begin_rows(
         self, transaction: Transaction, alive: list[int], seqs: Sequence[tuple[int, ...]]
-    ) -> FloatArray | None:
+    ) -> UnderWay | None:
         rows, hidden = transaction.rows, None if self.is_first else transaction.activations
         if len(alive) < transaction.n_rows:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
         wanted = rows["n_wanted"] > 0
         batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span)
-        return self.model.evaluate(batch, lambda: self._asked(transaction.run_id))
+        stop = partial(self._asked, transaction.run_id)
+        if isinstance(self.model, RunsAhead):
+            return self.model.begin(batch, stop)
+        result = self.model.evaluate(batch, stop)
+        return None if result is None else Evaluated(result)
 
     def _asked(self, run_id: int) -> bool:
         """Between two layers: is the run cancelled?"""

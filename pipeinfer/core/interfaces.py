@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,27 @@ class StageModel(Protocol):
         `stop` is asked between layers; once it answers True the evaluation ends, leaves the KV cache as it was before,
         and returns None. The result is only valid until the next call; the caller may change it.
         """
+        ...
+
+
+class UnderWay(Protocol):
+    """A batch that a device has been told to evaluate."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def result(self) -> FloatArray:
+        """What `evaluate` would have returned. Waits for the device; the caller may change it."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A StageModel that may be given its next batch before the last one's result is there."""
+
+    def begin(self, batch: Batch, stop: Callable[[], bool]) -> UnderWay | None:
+        """As `evaluate`, but for the result, which comes later; `stop` is asked before this returns. The next batch,
+        and the operations before it, may come at once: they are done in the order in which they came."""
         ...
 
 

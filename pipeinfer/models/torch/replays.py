@@ -1,15 +1,24 @@
 """Runs filled up to a few sizes, so that on a GPU each size is recorded once, as a CUDA graph, and then replayed. Knows
 what a run's inputs are, no layer.
 
+A run's inputs are written into memory of the host, of which there are as many versions as runs may be under way: the
+device copies a version, in the order of its work, to where the graph reads. A version is written again when the device
+is done with the run that it was for.
+
 No GPU has run the recording yet. Filling up is the same on a CPU, where tests look at what it must not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 import torch
+
+from pipeinfer.models.torch.device_queue import DeviceQueue, Mark, Past
 
 MOST_ROWS = 64
 """Of a run that is filled up; larger ones, chunks of prompts, keep a GPU busy without."""
@@ -18,62 +27,112 @@ LEAST_CELLS = 256
 N_WARM_UP = 2
 """Runs before a recording: libraries choose their kernels and buffers then."""
 
+N_VERSIONS = 2
+"""Runs that may be under way on the device while the host prepares none."""
+
 
 class Inputs(NamedTuple):
-    """rows      (n_rows, n_embd), the residual stream before the slice
+    """cells     (n_rows,), where keys and values go
+    wanted    (n_wanted,), the rows whose logits are wanted; on a last slice
+    rows      (n_rows, n_embd), the residual stream before the slice
     cos, sin  (n_rows, 1, n_rot / 2)
-    cells     (n_rows,), where keys and values go
     seen      (n_rows, n_cells), which cells each row sees
     """
 
+    cells: torch.Tensor
+    wanted: torch.Tensor
     rows: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    cells: torch.Tensor
     seen: torch.Tensor
+
+
+@dataclass(slots=True)
+class Version:
+    """A run's inputs on the host, and where the device is done with them."""
+
+    memory: torch.Tensor
+    done: Mark = field(default_factory=Past)
 
 
 class Replays:
     """`compute` makes of inputs the residual stream after the slice. `spare`: the cell that rows of no use write to."""
 
-    def __init__(self, compute: Callable[[Inputs], torch.Tensor], spare: int, records: bool) -> None:
-        self._compute, self._spare, self._records = compute, spare, records
+    def __init__(
+        self, compute: Callable[[Inputs], torch.Tensor], spare: int, queue: DeviceQueue, records: bool
+    ) -> None:
+        self._compute, self._spare, self._queue, self._records = compute, spare, queue, records
         self._frames: dict[tuple[int, int], Frame] = {}
+        self._versions = [Version(torch.empty(0, dtype=torch.uint8)) for _ in range(N_VERSIONS)]
 
-    def takes(self, inputs: Inputs) -> bool:
-        return len(inputs.rows) <= MOST_ROWS
+    def takes(self, n_rows: int) -> bool:
+        return n_rows <= MOST_ROWS
 
-    def run(self, inputs: Inputs) -> torch.Tensor:
-        """(n_rows, n_embd), valid until the next run."""
+    def begin(
+        self, inputs: Inputs, finish: Callable[[torch.Tensor], torch.Tensor] | None, n_out: int
+    ) -> tuple[torch.Tensor, Mark]:
+        """Of inputs on the host the residual stream, (n_rows, n_out), or what `finish` makes of the rows that are
+        wanted, (n_wanted, n_out); on the host too, complete when the mark is past."""
         n_rows, n_cells = inputs.seen.shape
         size = _next_power(n_rows), min(self._spare, max(LEAST_CELLS, _next_power(n_cells)))
         if size not in self._frames:
-            self._frames[size] = Frame(self._compute, _filled(inputs, *size, self._spare), self._records)
-        frame = self._frames[size]
-        frame.take(inputs, self._spare)
-        return frame.replay()[:n_rows]
+            self._frames[size] = Frame(self._compute, inputs, size, self._spare, self._queue, self._records)
+        frame, version = self._frames[size], self._versions[0]
+        self._versions.append(self._versions.pop(0))
+        version.done.synchronize()
+        if len(version.memory) < frame.n_bytes:
+            version.memory = self._queue.host_memory((frame.n_bytes,), torch.uint8)
+        fill(frame.views(version.memory), inputs, self._spare)
+        source, n_wanted = version.memory[: frame.n_bytes], len(inputs.wanted)
+        found = self._queue.host_memory((n_wanted if finish else n_rows, n_out), torch.float32)
+
+        def work() -> None:
+            frame.memory.copy_(source, non_blocking=True)
+            after = frame.replay()
+            if finish:
+                found.copy_(finish(after.index_select(0, frame.inputs.wanted[:n_wanted])), non_blocking=True)
+            else:
+                found.copy_(after[:n_rows], non_blocking=True)
+
+        self._queue.do(work)
+        version.done = self._queue.mark()
+        return found, version.done
 
 
 class Frame:
-    """Inputs of one size, at places that do not change, and what is made of them."""
+    """Inputs of one size, at places on the device that do not change, and what is made of them."""
 
-    def __init__(self, compute: Callable[[Inputs], torch.Tensor], inputs: Inputs, records: bool) -> None:
-        self.inputs, self._compute = inputs, compute
+    def __init__(
+        self, compute: Callable[[Inputs], torch.Tensor], like: Inputs, size: tuple[int, int], spare: int,
+        queue: DeviceQueue, records: bool,
+    ) -> None:  # fmt: skip
+        """`size`: rows and cells, of inputs as `like`."""
+        n_rows, n_cells = size
+        # the widest numbers first, so that each part begins where its numbers may
+        self._parts = [(part.dtype, (n_rows, *part.shape[1:])) for part in like[:-1]]
+        self._parts.append((like.seen.dtype, (n_rows, n_cells)))
+        sizes = [dtype.itemsize * prod(shape) for dtype, shape in self._parts]
+        self._ends = list(accumulate(sizes, initial=0))
+        self.n_bytes = self._ends[-1]
+        neutral = torch.zeros(self.n_bytes, dtype=torch.uint8)
+        fill(self.views(neutral), Inputs(*(part[:0] for part in like)), spare)
+        self.memory = neutral.to(queue.device)
+        self.inputs, self._compute = self.views(self.memory), compute
         self._graph: torch.cuda.CUDAGraph | None = None
         if records:
             self._record()
 
-    def take(self, inputs: Inputs, spare: int) -> None:
-        """Put a run's rows in; those after them see all cells, and write to the spare one."""
-        n_rows, n_cells = inputs.seen.shape
-        for own, given in zip(self.inputs[:3], inputs[:3], strict=True):
-            own[:n_rows] = given
-        self.inputs.cells[:n_rows] = inputs.cells
-        self.inputs.cells[n_rows:] = spare
-        self.inputs.seen[:n_rows, :n_cells] = inputs.seen
-        self.inputs.seen[:n_rows, n_cells:] = False
+    def views(self, memory: torch.Tensor) -> Inputs:
+        """The parts of bytes."""
+        return Inputs(
+            *(
+                memory[first:end].view(dtype).view(shape)
+                for (dtype, shape), first, end in zip(self._parts, self._ends, self._ends[1:], strict=False)
+            )
+        )
 
     def replay(self) -> torch.Tensor:
+        """(n_rows, n_embd), valid until the next time."""
         if self._graph is None:
             return self._compute(self.inputs)
         self._graph.replay()
@@ -91,11 +150,16 @@ class Frame:
             self._out = self._compute(self.inputs)
 
 
-def _filled(inputs: Inputs, n_rows: int, n_cells: int, spare: int) -> Inputs:
-    """Inputs of this size; before `take` nothing of them is of use."""
-    rows, cos, sin = (each.new_zeros((n_rows, *each.shape[1:])) for each in inputs[:3])
-    cells = inputs.cells.new_full((n_rows,), spare)
-    return Inputs(rows, cos, sin, cells, inputs.seen.new_ones((n_rows, n_cells)))
+def fill(frame: Inputs, inputs: Inputs, spare: int) -> None:
+    """Put a run's rows in; those after them see all cells, and write to the spare one."""
+    n_rows, n_cells = inputs.seen.shape
+    for own, given in zip(frame[:-1], inputs[:-1], strict=True):
+        own[: len(given)] = given
+        own[len(given) :] = 0
+    frame.cells[n_rows:] = spare
+    frame.seen[:n_rows, :n_cells] = inputs.seen
+    frame.seen[:n_rows, n_cells:] = False
+    frame.seen[n_rows:] = True
 
 
 def _next_power(n: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from pipeinfer.models.llama.loading import token_table
 from pipeinfer.models.llama.parts import blocks_of
 from pipeinfer.models.llama.threads import ThreadShare
 from pipeinfer.models.torch.attention import BlockOfPrompt, BySequence, MaskedCells, RowByRow, Seen
+from pipeinfer.models.torch.begun import BegunRun
 from pipeinfer.models.torch.cells import CellTable
+from pipeinfer.models.torch.device_queue import DeviceQueue, Mark
 from pipeinfer.models.torch.groups import in_groups, rows_together
 from pipeinfer.models.torch.hyperparameters import read_hyperparameters
 from pipeinfer.models.torch.int4 import check_device
@@ -65,6 +68,7 @@ class TorchStage:
         self.dtype = BF16 if params.dtype == AUTO and self.device.type == CUDA else params.dtype.replace(AUTO, F32)
         if self.dtype == INT4:
             check_device(self.device)
+        self._queue = DeviceQueue(self.device)
         self._exact = params.exact and self.device.type == CPU
         self.threads = ThreadShare(params.n_threads, tries=self._exact)
         self._cells = CellTable(params.n_cells, params.n_seq_max)
@@ -77,7 +81,7 @@ class TorchStage:
         )
         self._replays: Replays | None = None
         if (self.device.type == CUDA or params.padded) and not numbers.n_expert_used:
-            self._replays = Replays(self._compute, params.n_cells, self.device.type == CUDA)
+            self._replays = Replays(self._compute, params.n_cells, self._queue, self.device.type == CUDA)
         self._table = token_table(slice_file) if self.is_first else None
 
     def _load(self, slice_file: SliceFile, on_progress: Callable[[float], bool] | None) -> None:
@@ -110,57 +114,63 @@ class TorchStage:
 
         ModelFault when the model's file was changed, or the result is no number.
         """
+        begun = self.begin(batch, stop)
+        return None if begun is None else begun.result()
+
+    def begin(self, batch: Batch, stop: Callable[[], bool]) -> BegunRun | None:
+        """See RunsAhead. On a CPU the run is done when this returns."""
         self._check(batch)
         rows = self._table.lookup(batch.tokens) if self._table else batch.hidden
         assert rows is not None, "a stage that is not the first without activations"
         self._cells.place(batch)
         torch.set_num_threads(self.threads.begin(len(batch.positions)))
-        result = None
+        begun = None
         try:
-            with torch.inference_mode():
-                result = self._evaluate(batch, torch.from_numpy(np.ascontiguousarray(rows, np.float32)), stop)
+            with torch.inference_mode(), self._queue.current():
+                begun = self._begin(batch, torch.from_numpy(np.ascontiguousarray(rows, np.float32)), stop)
         except BaseException:
             self._cells.forget(batch)
             raise
         finally:
-            self.threads.end(result is not None)
-        if result is None:
+            self.threads.end(begun is not None)
+        if begun is None:
             self._cells.forget(batch)
             return None
-        found: FloatArray = result.numpy()
-        check_result(found, self.is_last, self._where)
-        return found
+        return BegunRun(*begun, partial(check_result, are_logits=self.is_last, where=self._where))
 
-    def _evaluate(self, batch: Batch, rows: torch.Tensor, stop: Callable[[], bool]) -> torch.Tensor | None:
-        cos, sin = self._rope.at(batch.positions).to(self.device)
-        cells = torch.from_numpy(self._cells.of_rows(batch)).to(self.device)
-        rows = rows.to(self.device)
-        if self._exact:
-            after = self._evaluate_exactly(batch, rows, cos, sin, cells, stop)
-        elif self._replays is None and self.device.type == CPU and BySequence.pays(batch, self._cells.end):
-            apart = BySequence(batch, self._cells, self._n_group, CACHE_TYPES[self.dtype])
-            after = self._through_layers(apart, 0, rows, cos, sin, cells, stop)
-        else:
-            seen = torch.from_numpy(self._cells.mask(batch)).to(self.device)
-            after = self._evaluate_at_once(Inputs(rows, cos, sin, cells, seen), stop)
+    def _begin(self, batch: Batch, rows: torch.Tensor, stop: Callable[[], bool]) -> tuple[torch.Tensor, Mark] | None:
+        """Where the result will be on the host, and when."""
+        cells, wanted = torch.from_numpy(self._cells.of_rows(batch)), torch.from_numpy(np.flatnonzero(batch.wanted))
+        cos, sin = self._rope.at(batch.positions)
+        if self._replays is not None and self._replays.takes(len(rows)):
+            if stop():
+                return None
+            inputs = Inputs(cells, wanted, rows, cos, sin, torch.from_numpy(self._cells.mask(batch)))
+            return self._replays.begin(inputs, *((self._logits, self.n_vocab) if self.is_last else (None, self.n_embd)))
+        rows, cos, sin, cells, wanted = map(self._queue.upload, (rows, cos, sin, cells, wanted))
+        after = self._evaluate(batch, rows, cos, sin, cells, stop)
         if after is None:
             return None
-        return (self._logits(after[torch.from_numpy(batch.wanted)]) if self.is_last else after).cpu()
+        return self._queue.download(self._logits(after.index_select(0, wanted)) if self.is_last else after)
 
-    def _evaluate_at_once(self, inputs: Inputs, stop: Callable[[], bool]) -> torch.Tensor | None:
-        if self._replays is None or not self._replays.takes(inputs):
-            return self._compute_until(inputs, stop)
-        return None if stop() else self._replays.run(inputs)
-
-    def _compute(self, inputs: Inputs) -> torch.Tensor:
-        found = self._compute_until(inputs, never)
-        assert found is not None, "nobody asked to stop"
-        return found
-
-    def _compute_until(self, inputs: Inputs, stop: Callable[[], bool]) -> torch.Tensor | None:
-        rows, cos, sin, cells, seen = inputs
+    def _evaluate(
+        self, batch: Batch, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cells: torch.Tensor,
+        stop: Callable[[], bool],
+    ) -> torch.Tensor | None:  # fmt: skip
+        if self._exact:
+            return self._evaluate_exactly(batch, rows, cos, sin, cells, stop)
+        if self.device.type == CPU and BySequence.pays(batch, self._cells.end):
+            apart = BySequence(batch, self._cells, self._n_group, CACHE_TYPES[self.dtype])
+            return self._through_layers(apart, 0, rows, cos, sin, cells, stop)
+        seen = self._queue.upload(torch.from_numpy(self._cells.mask(batch)))
         part = MaskedCells(seen, self._n_group, CACHE_TYPES[self.dtype])
         return self._through_layers(part, 0, rows, cos, sin, cells, stop)
+
+    def _compute(self, inputs: Inputs) -> torch.Tensor:
+        part = MaskedCells(inputs.seen, self._n_group, CACHE_TYPES[self.dtype])
+        found = self._through_layers(part, 0, inputs.rows, inputs.cos, inputs.sin, inputs.cells, never)
+        assert found is not None, "nobody asked to stop"
+        return found
 
     def _evaluate_exactly(
         self, batch: Batch, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cells: torch.Tensor,
@@ -202,7 +212,7 @@ class TorchStage:
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """(n_wanted, n_vocab)."""
         if not len(rows):
-            return torch.empty((0, self.n_vocab))
+            return torch.empty((0, self.n_vocab), device=rows.device)
         return in_groups(self._head_group, self._to_logits, rows)[0]
 
     def _to_logits(self, rows: torch.Tensor) -> torch.Tensor:

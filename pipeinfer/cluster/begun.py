@@ -1,0 +1,48 @@
+"""A transaction that a stage has begun and whose result may not be there yet. Knows no MPI, and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipeinfer.cluster.wire import Transaction
+from pipeinfer.core.interfaces import Allowed, FloatArray, UnderWay
+from pipeinfer.core.sampling import SamplingParams
+
+
+class Question(NamedTuple):
+    """What follows a row of a run?"""
+
+    row: int
+    params: SamplingParams
+    position: int
+    history: Sequence[int]
+    n_wanted: int
+    allowed: Allowed | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """UnderWay, of a model that has waited for the result."""
+
+    rows: FloatArray
+    is_done = True
+
+    def result(self) -> FloatArray:
+        return self.rows
+
+
+@dataclass(slots=True, eq=False)
+class BegunTransaction:
+    """A transaction whose result may not be there yet. `rows`: those `alive`, if any are evaluated."""
+
+    transaction: Transaction
+    start_s: float
+    alive: list[int] = field(default_factory=list)
+    rows: UnderWay | None = None
+    questions: list[Question] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return self.rows is None or self.rows.is_done

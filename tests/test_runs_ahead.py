@@ -1,0 +1,169 @@
+"""A stage whose model computes while the host goes on: it begins its next run before the last result is there, and what
+it sends is the same, in the same order."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from pipeinfer.cluster.serve import serve
+from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.transport import Comm, Inbox, Tag
+from pipeinfer.cluster.wire import (
+    Kind,
+    Transaction,
+    decode_verdict,
+    encode,
+    encode_last_prunings,
+    encode_order,
+    encode_prunings,
+)
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.runs import KvOp, Row, Run
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.observe.ledger import StageLedger
+
+N_EMBD, N_VOCAB = 4, 50
+
+
+@dataclass
+class LateRun:
+    model: LateModel
+    number: int
+    rows: FloatArray
+
+    @property
+    def is_done(self) -> bool:
+        return False
+
+    def result(self) -> FloatArray:
+        self.model.heard.append(f"result {self.number}")
+        return self.rows
+
+
+@dataclass
+class LateModel:
+    """Tokens of a row follow from its position. A run is never done before its result is asked for."""
+
+    is_last: bool
+    n_embd: int = N_EMBD
+    heard: list[str] = field(default_factory=list)
+    end: int = 0
+    n_begun: int = 0
+
+    def apply(self, ops: Sequence[KvOp]) -> None: ...
+
+    def next_position(self, seq: int) -> int:
+        return self.end
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        raise AssertionError("begin is there")
+
+    def begin(self, batch: Batch, stop: Callable[[], bool]) -> LateRun | None:
+        self.n_begun += 1
+        self.heard.append(f"begin {self.n_begun}")
+        if stop():
+            return None
+        self.end += len(batch.positions)
+        if not self.is_last:
+            return LateRun(self, self.n_begun, np.repeat(batch.positions[:, None], N_EMBD, 1).astype(np.float32))
+        logits = np.zeros((int(batch.wanted.sum()), N_VOCAB), np.float32)
+        logits[np.arange(len(logits)), batch.positions[batch.wanted] % N_VOCAB] = 5.0
+        return LateRun(self, self.n_begun, logits)
+
+
+class Delivered:
+    """A request of MPI's. Of a receive without a message for it none ever comes."""
+
+    def __init__(self, buffer: np.ndarray | None = None, queue: deque[np.ndarray] | None = None) -> None:
+        self.buffer, self.queue, self.is_over = buffer, queue, False
+
+    def Test(self, status: object = None) -> bool:
+        if not self.is_over and self.buffer is not None and self.queue:
+            message = self.queue.popleft()
+            self.buffer[: len(message)] = message
+            self.is_over = True
+        return self.is_over or self.queue is None
+
+    def Cancel(self) -> None:
+        self.is_over = True
+
+
+class AllHere:
+    """Every message that will come has come; what is sent is kept."""
+
+    def __init__(self, coming: dict[Tag, list[np.ndarray]]) -> None:
+        self.coming = {tag: deque(messages) for tag, messages in coming.items()}
+        self.sent: list[tuple[int, Tag, np.ndarray]] = []
+
+    def Irecv(self, buffer: Sequence[Any], source: int, tag: int) -> Delivered:
+        return Delivered(buffer[0], self.coming[Tag(tag)])
+
+    def Isend(self, message: Sequence[Any], dest: int, tag: int) -> Delivered:
+        self.sent.append((dest, Tag(tag), message[0].copy()))
+        return Delivered()
+
+
+def make_runs(n_runs: int) -> list[Run]:
+    found, position = [], 0
+    for number in range(1, n_runs + 1):
+        rows = [Row(1, 3, position + index, (0,), n_wanted=1) for index in range(1 + number % 3)]
+        found.append(Run(number, rows, opens={1: SamplingParams(temp=0.0)} if number == 1 else {}))
+        position += len(rows)
+    return found
+
+
+def arrived(run: Run) -> np.ndarray:
+    """As the stage before sends it."""
+    transaction = room_for(encode(run), N_EMBD)
+    transaction.activations = np.ones((len(run.rows), N_EMBD), np.float32)
+    return transaction.message
+
+
+def serve_runs(model: LateModel, runs: Sequence[Run], cancelled: Sequence[int] = ()) -> tuple[AllHere, StageLedger]:
+    """What is sent, and how the time was spent."""
+    orders = [encode_order(Kind.REPORT), encode_order(Kind.SHUTDOWN)]
+    prunings = [*encode_prunings(dict.fromkeys(cancelled)), encode_last_prunings()]
+    comm, ledgers = AllHere({Tag.PIPELINE: [*map(arrived, runs), *orders], Tag.CANCEL: prunings}), list[StageLedger]()
+    worker = StageWorker(model, LocalPrunings(), time.monotonic, is_first=False, n_layers=3)
+    following = None if model.is_last else 2
+    serve(cast(Comm, comm), worker, 0, following, 16, N_EMBD, lambda outbox, ledger: ledgers.append(ledger))
+    return comm, ledgers[0]
+
+
+@pytest.fixture(autouse=True)
+def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it nobody can ask whether a buffer is free again: each message gets a new one."""
+    monkeypatch.setattr(Inbox, "give_back", lambda *buffer_and_request: None)
+
+
+def test_the_next_run_is_begun_while_one_is_computed() -> None:
+    model, runs = LateModel(is_last=False), make_runs(4)
+    comm, ledger = serve_runs(model, runs)
+    assert model.heard == ["begin 1", "begin 2", "result 1", "begin 3", "result 2", "begin 4", "result 3", "result 4"]
+    passed_on = [Transaction(message, N_EMBD) for dest, tag, message in comm.sent if tag is Tag.PIPELINE]
+    assert [each.kind for each in passed_on] == [Kind.RUN] * 4 + [Kind.REPORT, Kind.SHUTDOWN]
+    for transaction, run in zip(passed_on[:4], runs, strict=True):
+        assert transaction.run_id == run.id
+        assert transaction.activations[:, 0].tolist() == [row.position for row in run.rows]
+    spans = [(start_s, end_s) for _, _, start_s, end_s, _ in ledger.moved(0.0)]
+    assert all(before[1] <= after[0] for before, after in pairwise(spans)), "a moment counts once"
+
+
+def test_verdicts_are_those_of_each_run() -> None:
+    """What is asked about a run is noted when it begins; a cancelled one begins and ends beside others."""
+    model, runs = LateModel(is_last=True), make_runs(5)
+    comm, ledger = serve_runs(model, runs, cancelled=[5])
+    verdicts = [decode_verdict(message) for _, tag, message in comm.sent if tag is Tag.VERDICT]
+    assert [verdict.run_id for verdict in verdicts] == [1, 2, 3, 4, 5]
+    for verdict, run in zip(verdicts[:4], runs, strict=False):
+        assert list(verdict.tokens) == [row.position % N_VOCAB for row in run.rows] and not verdict.cancelled
+    assert verdicts[4].cancelled and model.n_begun == 4
+    assert [cancelled for *_, cancelled in ledger.moved(0.0)] == [False] * 4 + [True, False]
