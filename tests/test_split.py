@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,6 +84,7 @@ def test_slices_that_were_cut_on_another_host_are_taken_there(model: Path, tmp_p
         (["--layer-split", "2,2"], "adds up to 4 layers; the model has 5"),
         (["--layer-split", "5"], "one stage has the whole model"),
         (["--stages", "6"], "6 stages for 5 layers"),
+        (["--stages", "2", "--only", "1,2"], "--only 2: there are stages 0 to 1"),
         (["--plan", "no.json"], "--plan no.json cannot be read"),
         (["--plan", "setup.cfg"], "--plan setup.cfg is no plan; write one with: pipeinfer plan … --json > plan.json"),
     ],
@@ -92,6 +98,51 @@ def test_a_place_that_is_no_directory(model: Path) -> None:
     error = split(model, "--stages", "2", "-o", model).exception
     assert isinstance(error, UserError) and str(error).endswith("File exists; name another one"), error
     assert str(error).startswith(f"--output {model} cannot be a directory")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """With room for one slice of two, not for both."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "pipeinfer-test", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be made here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of some 140 kB, so that four of them are more than the small disk has."""
+    return write_model(tmp_path_factory.mktemp("large") / "model.gguf", Shape(n_layer=4, n_embd=128, n_ff=512))
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_written(large: Path, small_disk: Path) -> None:
+    words = [large, "--stages", "2", "-o", small_disk]
+    error = split(*words).exception
+    assert isinstance(error, UserError) and not list(small_disk.iterdir())
+    amounts = r"lacks [1-9][0-9]+ kB: 1\.[1-3] MB are to be written, 1\.0 MB are left; .* --only 0 fits$"
+    assert re.search(amounts, str(error)), error
+    assert split(*words, "--only", "0").exception is None
+    assert set(slices(small_disk)) == {"0-2"} and len(list(small_disk.glob("*-tokens.bin"))) == 1
+    error = split(*words).exception
+    assert isinstance(error, UserError) and "--only 0 fits" in str(error), "what is there takes no more room"
+
+
+def test_what_a_killed_writer_left_is_no_reason_to_refuse(large: Path, small_disk: Path) -> None:
+    with tempfile.NamedTemporaryFile(prefix=".x.gguf.", suffix=f".{socket.gethostname()}.part", dir=small_disk,
+                                     delete=False) as left:  # fmt: skip
+        left.write(bytes(800 << 10))
+    assert split(large, "--stages", "2", "--only", "0", "-o", small_disk).exception is None
+
+
+def test_a_slice_cache_without_room_says_how_much_is_lacking(large: Path, small_disk: Path) -> None:
+    info = read_model_info(large)
+    (small_disk / "other").write_bytes(bytes(800 << 10))
+    with pytest.raises(UserError, match=r"no room in the slice cache .*/disk \([0-9.]+ MB are needed, 0.2.. MB left\)"):
+        open_slice(info, 0, 2, small_disk)
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
 def test_a_job_reads_them(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.values import MAX_LAYERS, File, Folder, Split, Whole
+from pipeinfer.cli.values import MAX_LAYERS, File, Folder, Listed, Split, Whole
 from pipeinfer.cluster.plan import parse_split
 from pipeinfer.errors import UserError
 
@@ -20,7 +20,13 @@ from pipeinfer.errors import UserError
 @click.option(
     "--stages", type=Whole(2, MAX_LAYERS), help="So many stages, by size, as `run` cuts for ranks that are alike."
 )
-def split_command(target: Path, output: Path, layer_split: str | None, plan: Path | None, stages: int | None) -> None:
+@click.option(
+    "--only", type=Listed(Whole(0, MAX_LAYERS - 1)), default=(),
+    help="Slices of these stages alone, counted from 0 as in the plan: for a host with some of the ranks.",
+)  # fmt: skip
+def split_command(
+    target: Path, output: Path, layer_split: str | None, plan: Path | None, stages: int | None, only: tuple[int, ...]
+) -> None:
     """Write the slices of TARGET's layers into a directory: ranks of `run --slice-cache` read them and cut nothing.
 
     The directory may be copied to the ranks' hosts. Slices are verified before they are used: that they are whole, and
@@ -33,6 +39,6 @@ def split_command(target: Path, output: Path, layer_split: str | None, plan: Pat
 
     (path,) = fetch_files([target])
     split = parse_split(layer_split) if layer_split else split_of_plan(plan) if plan else None
-    for each in write_slices(path, split, stages or 0, output):
+    for each in write_slices(path, split, stages or 0, output, only):
         state = "written" if each.is_new else "is there"
         click.echo(f"{each.path}: layers {each.first}-{each.last - 1}, {each.n_bytes / 1e6:.1f} MB, {state}")

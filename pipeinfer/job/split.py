@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from shutil import disk_usage
 
-from pipeinfer.cluster.plan import make_plan
+from pipeinfer.cluster.plan import StagePlan, make_plan
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import sizes_of
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
-from pipeinfer.models.gguf.remote import write_table
-from pipeinfer.models.gguf.slice import open_slice, slice_path
+from pipeinfer.models.gguf.remote import cached_table, write_table
+from pipeinfer.models.gguf.slice import is_cached, open_slice, slice_bytes, slice_path
+from pipeinfer.models.gguf.slice_cache import sweep
+from pipeinfer.observe.report import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +41,52 @@ def split_of_plan(path: Path) -> list[float]:
         raise UserError(f"--plan {path} is no plan; write one with: pipeinfer plan … --json > plan.json") from None
 
 
-def write_slices(target: Path, split: list[float] | None, n_stages: int, output: Path) -> Iterator[Written]:
-    """One after another; `n_stages` where no split says how many: by size. Beside them the token table, for hosts of a
-    first stage that have no file of the model. Raises UserError."""
+def write_slices(
+    target: Path, split: list[float] | None, n_stages: int, output: Path, only: Sequence[int] = ()
+) -> Iterator[Written]:
+    """One after another; `n_stages` where no split says how many: by size. `only`: those of these stages, else of all.
+    Beside a first stage's the token table, for hosts that have no file of the model. Raises UserError, before anything
+    is written where the disk has no room for all of it."""
     info = read_model_info(target)
     plan = make_plan(len(split) if split else n_stages, [], sizes_of(info), 0, split)
     if len(plan.stages) == 1:
         raise UserError("one stage has the whole model, which is read from its own file; split it for 2 stages or more")
+    if unknown := [number for number in only if number >= len(plan.stages)]:
+        raise UserError(f"--only {unknown[0]}: there are stages 0 to {len(plan.stages) - 1}")
+    stages = {number: plan.stages[number] for number in sorted(set(only)) or range(len(plan.stages))}
     try:
         output.mkdir(parents=True, exist_ok=True)
+        sweep(output)
+        _check_room({number: _missing(info, stage, output) for number, stage in stages.items()}, output)
     except OSError as error:
         raise UserError(f"--output {output} cannot be a directory: {error.strerror}; name another one") from None
-    for stage in plan.stages:
+    for stage in stages.values():
         yield _write(info, stage.first, stage.last, output)
-    write_table(info, output)
+    if 0 in stages:
+        write_table(info, output)
+
+
+def _missing(info: ModelInfo, stage: StagePlan, output: Path) -> int:
+    """Bytes that are to be written for a stage."""
+    n_bytes = 0 if is_cached(info, stage.first, stage.last, output, ()) else slice_bytes(info, stage.first, stage.last)
+    if stage.first == 0 and not (table := cached_table(info, output)).is_good:
+        n_bytes += table.n_bytes
+    return n_bytes
+
+
+def _check_room(missing: Mapping[int, int], output: Path) -> None:
+    """`missing`: bytes of each stage. Raises UserError, with the stages that would fit, when these are too many."""
+    needed, left = sum(missing.values()), disk_usage(output).free
+    if needed <= left:
+        return
+    fitting = [number for number, total in zip(missing, accumulate(missing.values()), strict=True) if total <= left]
+    ways = "make room, or name another directory"
+    if fitting:
+        ways = f"{ways}, or write what ranks of this host need alone: --only {','.join(map(str, fitting))} fits"
+    raise UserError(
+        f"--output {output} lacks {size_text(needed - left)}: {size_text(needed)} are to be written, "
+        f"{size_text(left)} are left; {ways}"
+    )
 
 
 def _write(info: ModelInfo, first: int, last: int, output: Path) -> Written:

@@ -12,6 +12,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.gguf.no_room import no_room
 from pipeinfer.models.gguf.pages import reserve_large_pages
 from pipeinfer.models.gguf.skeleton import Skeleton, put_up
 from pipeinfer.models.gguf.slice import COPY_BYTES, TABLE, Feed, SliceFile, is_cached, open_slice, slice_data
@@ -56,7 +57,7 @@ def write_table(info: ModelInfo, cache: Path) -> Path:
             with open(fd, "wb", closefd=False) as file:
                 file.writelines(pieces)
         except OSError as error:
-            raise UserError(f"no room in {place} for {n_bytes} bytes: {error.strerror}; give another") from None
+            raise no_room(fd, place, n_bytes, error, "make room, or give another") from None
         info.check_unchanged()
 
     place = cached_table(info, cache)
@@ -202,5 +203,5 @@ def _write_fed(fd: int, feed: Feed, n_bytes: int, place: str) -> None:
             for piece in feed.take(n_bytes):
                 file.write(piece)
     except OSError as error:
-        raise UserError(f"no room in {place}: {error.strerror}; use --slice-cache, or more ranks") from None
+        raise no_room(fd, place, n_bytes, error, "use --slice-cache with room, or more ranks") from None
     feed.finish()

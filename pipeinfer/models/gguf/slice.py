@@ -16,6 +16,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import FileState, SourceFile
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, read_model_info
+from pipeinfer.models.gguf.no_room import no_room
 from pipeinfer.models.gguf.pages import Span, reserve_large_pages
 from pipeinfer.models.gguf.slice_cache import CachedSlice
 from pipeinfer.models.gguf.values import encode_number, encode_text
@@ -247,7 +248,8 @@ def _cut(fd: int, form: _Form, place: str, info: ModelInfo, feed: Feed | None) -
             data = (part.tensor.n_bytes if part.is_hole else part_data(part, feed) for part in form.parts)
             write_gguf(file, form.head, data)
     except OSError as error:
-        raise UserError(f"no room in {place}: {error.strerror}; use more ranks, or put slices elsewhere") from None
+        needed = sum(end - start for start, end in form.spans())
+        raise no_room(fd, place, needed, error, "make room, put slices elsewhere, or use more ranks") from None
     if feed:
         feed.finish()
     else:

@@ -40,7 +40,7 @@ class CachedSlice:
 
     def open(self, write: Write, on_notice: Callable[[str], object]) -> SourceFile:
         """The file, verified, or written by `write`. Leftovers of killed writers are removed. Raises UserError."""
-        _sweep(self.path.parent)
+        sweep(self.path.parent)
         fault = self._fault()
         if fault:
             on_notice(f"slice {self.path} {fault}; it is written anew")
@@ -134,7 +134,7 @@ def _suffix() -> str:
     return f".{socket.gethostname()}.part"
 
 
-def _sweep(folder: Path) -> None:
+def sweep(folder: Path) -> None:
     """Remove what killed writers on this host left: temporary files that nobody holds a lock on."""
     for path in folder.glob(f".*.gguf.*{_suffix()}"):
         with contextlib.suppress(OSError):
