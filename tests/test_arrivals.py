@@ -139,8 +139,8 @@ def test_who_does_not_want_it_is_told_which_file_is_missing(folder: Path) -> Non
 
 
 STREAMS = """
-from hashlib import sha256
 from types import SimpleNamespace
+from zlib import crc32
 
 from pipeinfer.cluster import streams
 from pipeinfer.cluster.transport import Link
@@ -183,7 +183,7 @@ for n in (0, 1, 999, 1000, 1001, 5000):
             break
         stream.close()  # who gives up leaves nothing behind
 if link.rank:
-    streams.hashlib = SimpleNamespace(sha256=lambda: sha256(b"as if a bit had changed"))
+    streams.zlib = SimpleNamespace(crc32=lambda data, before: crc32(data, before) ^ 1)  # as if a bit had changed
 try:
     if link.rank == 0:
         streams.send_stream(link, 1, 1700, pieces(1700), lambda n: None)

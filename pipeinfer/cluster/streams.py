@@ -1,11 +1,11 @@
-"""Many bytes from one rank to another, such as layers: in pieces of bounded memory, with a digest behind them.
+"""Many bytes from one rank to another, such as layers: in pieces of bounded memory, with a checksum behind them.
 
 Knows what bytes follow each other, not what they are.
 """
 
 from __future__ import annotations
 
-import hashlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -20,7 +20,10 @@ CHUNK_BYTES = 8 << 20
 LENGTH = np.dtype(np.int64)
 """What a message begins with: how many bytes follow, or FAILED."""
 
-FAILED, N_DIGEST = -1, 32
+FAILED = -1
+
+CHECKSUM = np.dtype(np.uint32)
+"""CRC-32 of all bytes: against faults, at 6 GB/s where SHA-256, which ranks that know each other need not, had 1.8."""
 
 
 def n_chunks(n_bytes: int) -> int:
@@ -35,12 +38,12 @@ def send_stream(
 
     Raises the UserError that getting a piece raises, when the other rank has been told.
     """
-    digest, sent = hashlib.sha256(), [link.comm.Isend(_message(0), rank, Tag.STREAM)]
+    checksum, sent = 0, [link.comm.Isend(_message(0), rank, Tag.STREAM)]
     buffers = [_message(CHUNK_BYTES), _message(CHUNK_BYTES)]
     try:
         for number, length in enumerate(_filled(buffers, pieces)):
             buffer = buffers[number % 2]
-            digest.update(buffer[LENGTH.itemsize : LENGTH.itemsize + length].data)
+            checksum = zlib.crc32(buffer[LENGTH.itemsize : LENGTH.itemsize + length].data, checksum)
             _set_length(buffer, length)
             sent.append(link.comm.Isend(buffer[: LENGTH.itemsize + length], rank, Tag.STREAM))
             link.wait_awake(sent.pop(0))  # so the other buffer is free
@@ -50,8 +53,8 @@ def send_stream(
             link.wait_awake(request)
         link.wait_awake(link.comm.Isend(_message(0, FAILED), rank, Tag.STREAM))
         raise
-    last = _message(N_DIGEST)
-    last[LENGTH.itemsize :] = np.frombuffer(digest.digest(), np.uint8)
+    last = _message(CHECKSUM.itemsize)
+    last[LENGTH.itemsize :] = np.frombuffer(CHECKSUM.type(checksum).tobytes(), np.uint8)
     for request in (*sent, link.comm.Isend(last, rank, Tag.STREAM)):
         link.wait_awake(request)
 
@@ -62,7 +65,7 @@ def receive_stream(link: Link, rank: int, n_bytes: int) -> Iterator[memoryview]:
     Takes everything in, also if the caller gives up before the end. Raises UserError when the other rank failed, or the
     bytes are not those that were sent.
     """
-    left, digest, failed = n_chunks(n_bytes) + 2, hashlib.sha256(), False  # the first one is empty, the last a digest
+    left, checksum, failed = n_chunks(n_bytes) + 2, 0, False  # the first one is empty, the last the checksum
     posted = []
 
     def post() -> None:
@@ -83,9 +86,9 @@ def receive_stream(link: Link, rank: int, n_bytes: int) -> Iterator[memoryview]:
             if left:
                 post()
             else:
-                failed = content.tobytes() != digest.digest()
+                failed = content.tobytes() != CHECKSUM.type(checksum).tobytes()
             if left and length:
-                digest.update(content.data)
+                checksum = zlib.crc32(content.data, checksum)
                 yield content.data
     finally:
         while left and posted:
