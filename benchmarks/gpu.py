@@ -1,12 +1,15 @@
 """What there is to find out on a GPU, in a few runs of some minutes: `python benchmarks/gpu.py [--parts check,speed]`.
 
-check   layers on the device against those on the CPU: torch's in float32 and bf16, single rows, chunks, trees, recorded
-        runs again; libllama's where its build has a GPU; torch's against transformers', where that is installed
+check   layers on the device against those on the CPU: torch's in every type, single rows, chunks, trees, recorded runs
+        again; libllama's where its build has a GPU; torch's against transformers', where that is installed
 speed   a model of 1B's or 8B's shape with random weights in bf16: one row of torch's without messages, with recorded
-        graphs and without; on 1, 2 and 4 ranks of one GPU time per token of one text, throughput of many, and `auto`
-        with a draft; beside a figure what reading the weights takes at least
+        graphs and without, and begun before the last one's result is there; on 1, 2 and 4 ranks of one GPU time per
+        token of one text, throughput of many, and `auto` with a draft
+others  the same text by others, in one process: a plain llama under `torch.compile` with a cache of fixed size, and
+        transformers, also with the draft (assisted generation), where that is installed
 
-`--device cpu --sizes tiny` tries the script itself. Needs no network; a line of JSON a figure goes to `--output`.
+Beside a figure of one text stands what reading the weights takes at least. `--quick` tries the script itself with a
+tiny model, with `--device cpu` anywhere. Needs no network; a line of JSON a figure goes to `--output`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +36,13 @@ from gpu_check import check_devices
 from random_model import SIZES, Size, write_random
 
 from pipeinfer.cluster.timed_runs import evaluate
+from pipeinfer.core.interfaces import Batch, RunsAhead
+from pipeinfer.job.torch_memory import weight_bytes
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.torch.library import load_torch
-from pipeinfer.models.torch.params import TorchParams
+from pipeinfer.models.torch.params import BF16, F32, TorchParams
 from tests.jobs import COMMAND, environment, launcher
 
 N_CELLS, N_CONTEXT, N_ROWS = 512, 64, 32
@@ -42,39 +50,45 @@ PROMPT = "the token of the model"
 
 
 @click.command(help=__doc__)
-@click.option("--parts", default="check,speed", show_default=True)
+@click.option("--parts", default="check,speed,others", show_default=True)
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--sizes", default="1b,8b", show_default=True, help=f"Of {', '.join(SIZES)}.")
 @click.option("--ranks", default="1,2,4", show_default=True)
-@click.option("--backends", default="torch,llama", show_default=True, help="Of part speed.")
+@click.option("--backends", default="torch,llama", show_default=True, help="Of part speed; torch:int8, torch:int4 too.")
 @click.option("--tokens", default=128, show_default=True, help="Of a text.")
 @click.option("--requests", default=32, show_default=True, help="Of many texts.")
+@click.option("--compiler", default="inductor", show_default=True, help="torch.compile's, of part others.")
+@click.option("--quick", is_flag=True, help="A tiny model, one rank, few tokens.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep models, traces and pictures here.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append figures to this file, a line of JSON each.")
 def main(
-    parts: str, device: str, sizes: str, ranks: str, backends: str, tokens: int, requests: int, folder: Path | None,
-    output: Path | None,
+    parts: str, device: str, sizes: str, ranks: str, backends: str, tokens: int, requests: int, compiler: str,
+    quick: bool, folder: Path | None, output: Path | None,
 ) -> None:  # fmt: skip
-    wrong = 0
+    wrong, wanted = 0, set(parts.split(","))
+    if quick:
+        sizes, ranks, tokens, requests = "tiny", "1", 6, 3
     with tempfile.TemporaryDirectory() as scratch:
         kept = folder or Path(scratch)
         kept.mkdir(parents=True, exist_ok=True)
-        if "check" in parts.split(","):
+        if "check" in wanted:
             for found in check_devices(kept, device):
                 wrong += not found["right"]
                 tell(found, output)
-        if "speed" in parts.split(","):
+        if wanted & {"speed", "others"}:
             bandwidth = device_bandwidth(device)
             tell({"what": "bandwidth", "device": device, "bytes_per_s": bandwidth}, output)
             for name in sizes.split(","):
                 model, draft = models_of(kept, name, SIZES[name])
-                for backend in backends.split(","):
-                    for found in speeds(
-                        model, draft, backend, device, list(map(int, ranks.split(","))), tokens, requests, kept
-                    ):
-                        tell(
-                            {"size": name, **found, **limits(read_model_info(model), device, bandwidth, found)}, output
-                        )
+                figures = list[Iterator[dict[str, Any]]]()
+                if "speed" in wanted:
+                    at = list(map(int, ranks.split(",")))
+                    figures = [speeds(model, draft, each, device, at, tokens, requests, kept)
+                               for each in backends.split(",")]  # fmt: skip
+                if "others" in wanted:
+                    figures.append(others(model, draft, device, tokens, compiler))
+                for found in chain.from_iterable(figures):
+                    tell({"size": name, **found, **limits(read_model_info(model), device, bandwidth, found)}, output)
     sys.exit(1 if wrong else 0)
 
 
@@ -107,8 +121,8 @@ def speeds(
     if where is None:
         yield {"what": "skipped", "backend": backend, "why": "this llama-cpp-python has no GPU support"}
         return
-    if backend == "torch":
-        yield from row_alone(model, device)
+    if backend.startswith("torch"):
+        yield from row_alone(model, device, backend)
     common = ["-m", str(model), "--numerics", "fast", *where]
     one = ["-p", PROMPT, "-n", str(tokens), "--ignore-eos", "--temp", "0", "--json"]
     plain = []
@@ -122,7 +136,7 @@ def speeds(
             "ranks": n_ranks,
             **batch(n_ranks, common, tokens, requests, folder),
         }
-    trace = folder / f"{model.stem}-{backend}.json"
+    trace = folder / f"{model.stem}-{backend.replace(':', '-')}.json"
     guessed = run(2, ["run", *common, *one, "-md", str(draft), "--policy", "auto", "--trace", str(trace)])
     subprocess.run([*COMMAND, "timeline", str(trace), "-o", str(trace.with_suffix(".png"))], check=True,
                    env=environment(), stdout=subprocess.DEVNULL)  # fmt: skip
@@ -131,14 +145,15 @@ def speeds(
     yield found | rates | {"over_one_text": plain[0]["tpot_s"] / found["tpot_s"], "timeline": str(trace)}
 
 
-def row_alone(model: Path, device: str) -> Iterator[dict[str, Any]]:
+def row_alone(model: Path, device: str, backend: str) -> Iterator[dict[str, Any]]:
     """Seconds of one row after some, in this process: what a rank computes, without messages. As graphs that were
-    recorded, as it is on GPUs, and operation by operation."""
+    recorded, as it is on GPUs, begun while the last is computed, and operation by operation."""
     load_torch()
     from pipeinfer.models.torch.stage import TorchStage
 
     info = read_model_info(model)
-    params = TorchParams(N_CELLS, 2, N_CONTEXT, 1, len(os.sched_getaffinity(0)), device, exact=False, padded=True)
+    params = TorchParams(N_CELLS, 2, N_CONTEXT, 1, len(os.sched_getaffinity(0)), device, type_of(backend, device),
+                         exact=False, padded=True)  # fmt: skip
     stage = TorchStage(open_slice(info, 0, info.n_layer), params)
     for recorded in (True, False):
         if not recorded:
@@ -150,14 +165,53 @@ def row_alone(model: Path, device: str) -> Iterator[dict[str, Any]]:
             start_s = time.perf_counter()
             evaluate(stage, 1, at)
             times.append(time.perf_counter() - start_s)
-        yield {"what": "one row", "backend": "torch", "filled_up": recorded, "tpot_s": float(np.median(times))}
+        yield {"what": "one row", "backend": backend, "filled_up": recorded, "tpot_s": float(np.median(times))}
+        if recorded:
+            tpot_s = seconds_ahead(stage, N_CONTEXT + N_ROWS)
+            yield {"what": "one row", "backend": backend, "filled_up": True, "begun_ahead": True, "tpot_s": tpot_s}
     stage.close()
+
+
+def seconds_ahead(stage: RunsAhead, first: int) -> float:
+    """Of rows that are known beforehand, each begun before the last one's result is there, as a full pipeline has
+    them."""
+    start_s, under_way = time.perf_counter(), deque[Any]()
+    for at in range(first, first + N_ROWS):
+        batch = Batch(np.array([5], np.int32), np.array([at], np.int32), [(0,)], None, np.ones(1, bool))
+        under_way.append(stage.begin(batch, lambda: False))
+        if len(under_way) == 2:
+            under_way.popleft().result()
+    under_way.popleft().result()
+    return (time.perf_counter() - start_s) / N_ROWS
+
+
+def type_of(backend: str, device: str) -> str:
+    """What the weights of torch are kept as."""
+    return backend.partition(":")[2] or (F32 if device == "cpu" else BF16)
+
+
+def others(model: Path, draft: Path, device: str, tokens: int, compiler: str) -> Iterator[dict[str, Any]]:
+    """One text by torch.compile and by transformers. `distinct`: of its tokens; a text that repeats one is easily
+    guessed."""
+    from gpu_others import compiled, transformers_figures
+
+    torch = load_torch()
+    waits = partial(wait, torch, device)
+    for what, figures in (("torch.compile", compiled(model, device, tokens, waits, compiler)),
+                          ("transformers", transformers_figures(model, draft, device, tokens, waits))):  # fmt: skip
+        try:
+            for found, text in figures:
+                yield {**found, "distinct": len(set(text))}
+        except Exception as error:  # whatever theirs is, the figures after it are wanted
+            yield {"what": what, "distinct": 0, "why": f"{type(error).__name__}: {error}"[:500]}
+        if device != "cpu":
+            torch.cuda.empty_cache()
 
 
 def place(backend: str, device: str) -> list[str] | None:
     """The options that put a rank's layers on the device; None where the build cannot."""
-    if backend == "torch":
-        return ["--backend", f"torch:{device}"]
+    if backend.startswith("torch"):
+        return ["--backend", f"torch:{device}{backend[len('torch') :]}"]
     if device == "cpu":
         return ["--backend", "llama"]
     return ["-ngl", "all"] if load_library().llama_supports_gpu_offload() else None
@@ -205,15 +259,17 @@ def batch(n_ranks: int, common: Sequence[str], tokens: int, requests: int, folde
 
 
 def limits(info: ModelInfo, device: str, bandwidth: float, found: dict[str, Any]) -> dict[str, Any]:
-    """Of a text token by token: how long the weights take to be read once, in bf16, but float32 for torch on a CPU, and
-    the share of that speed."""
-    if found["what"] not in ("one row", "one text"):
+    """Of one text: how long the weights take to be read once, as they are kept, and the share of that speed; guesses
+    share a reading, and may be faster."""
+    if not found.get("tpot_s"):
         return {}
-    table = info.tensor("token_embd.weight")
-    assert table is not None
-    n_bytes = 4 if device == "cpu" and found["backend"] == "torch" else 2
-    limit_s = n_bytes * (info.n_params - (0 if info.tied else table.n_elements)) / bandwidth
-    return {"limit_tpot_s": limit_s, "of_limit": limit_s / found["tpot_s"] if found["tpot_s"] else None}
+    backend = found.get("backend", "torch")
+    if backend.startswith("torch"):
+        n_bytes = weight_bytes(info, 0, info.n_layer, type_of(backend, device))
+    else:
+        n_bytes = weight_bytes(info, 0, info.n_layer, BF16)
+    limit_s = n_bytes / bandwidth
+    return {"limit_tpot_s": limit_s, "of_limit": limit_s / found["tpot_s"]}
 
 
 def device_bandwidth(device: str) -> float:

@@ -26,7 +26,7 @@ SHAPES = {
     "qwen3": Shape("qwen3"),
     "qwen3moe": Shape("qwen3moe", n_expert=4),
 }
-ALLOWED = {"f32": 2e-3, "bf16": 2e-2, "libllama": 2e-2, "again": 1e-3, "transformers": 1e-4}
+ALLOWED = {"f32": 2e-3, "bf16": 2e-2, "int8": 2e-2, "int4": 4e-2, "libllama": 2e-2, "again": 1e-3, "transformers": 1e-4}
 """Of the median row's difference. libllama's caches are in float16; of rows that are undecided between two experts one
 may get another."""
 
@@ -46,6 +46,9 @@ def check_devices(folder: Path, device: str) -> Iterator[dict[str, Any]]:
             yield finding(
                 f"{name}, torch {dtype} again", "again", logits_of(stage), logits_of(open_torch(path, device, dtype))
             )
+        for dtype in ("int8", "int4"):
+            found, there = (logits_of(open_torch(path, where, dtype)) for where in (device, "cpu"))
+            yield finding(f"{name}, torch {dtype} on {device} and on the CPU", dtype, found, there)
         if device != "cpu" and load_library().llama_supports_gpu_offload():
             yield finding(f"{name}, libllama on its GPU", "libllama", logits_of(open_llama(path, -1)), expected)
     if find_spec("transformers"):

@@ -9,27 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.torch.params import TorchParams
 from tests.jobs import ROOT, environment
+from tests.test_llama_stage import make_batch, random_tokens, run
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
+
+from pipeinfer.models.torch.stage import TorchStage
 
 
 def test_the_script_for_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
     output = tmp_path / "figures.jsonl"
-    words = [
-        "--device",
-        "cpu",
-        "--sizes",
-        "tiny",
-        "--ranks",
-        "1",
-        "--backends",
-        "torch",
-        "--tokens",
-        "6",
-        "--requests",
-        "3",
-    ]
+    words = ["--quick", "--device", "cpu", "--backends", "torch:int4", "--compiler", "eager"]
     command = [
         sys.executable,
         str(ROOT / "benchmarks/gpu.py"),
@@ -43,9 +35,31 @@ def test_the_script_for_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in output.read_text().splitlines()]
     checked = [each for each in found if "right" in each]
-    assert len(checked) >= 16 and all(each["right"] for each in checked)
+    assert len(checked) >= 24 and all(each["right"] for each in checked)
     speeds = {each["what"]: each for each in found if "backend" in each}
     assert set(speeds) == {"one row", "one text", "many texts", "auto with a draft"}
     assert all(each["tokens_per_s"] > 0 for what, each in speeds.items() if what != "one row")
     assert 0 < speeds["one text"]["of_limit"] < 1
-    assert (tmp_path / "tiny-torch.png").stat().st_size > 1000
+    assert (tmp_path / "tiny-torch-int4.png").stat().st_size > 1000
+    assert any(each.get("begun_ahead") for each in found)
+    others = {each["what"]: each for each in found if "distinct" in each}
+    assert 0 < others["torch.compile"]["of_limit"] < 1 and "transformers" in others
+
+
+def test_the_plain_llama_is_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with others must compute the same: its choice after every token of a text is torch's."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import torch
+    from gpu_others import PlainLlama
+    from random_model import SIZES, write_random
+
+    path, tokens = write_random(tmp_path / "tiny.gguf", SIZES["tiny"]), random_tokens(60)
+    info = read_model_info(path)
+    stage = TorchStage(open_slice(info, 0, info.n_layer), TorchParams(64, 2, 64, 64, 1, "cpu", "f32", exact=False))
+    expected = run([stage], make_batch(tokens, 0)).argmax(1).tolist()
+    plain, position, found = PlainLlama(path, "cpu", "f32", 64), torch.zeros(1, dtype=torch.int64), []
+    with torch.inference_mode():
+        for token in tokens:
+            following, position = plain(torch.tensor([token]), position)
+            found.append(int(following))
+    assert found == expected and len(set(found)) > 20
