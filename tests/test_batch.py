@@ -164,6 +164,17 @@ def test_prompts_that_begin_alike_are_evaluated_once_and_have_the_texts_of_each_
     assert summary["cache_n"] == sum(n_cached) + usage["prompt_tokens_details"]["cached_tokens"]
 
 
+def test_who_can_begin_does_while_others_wait_for_a_prompt(pair: list[str], tmp_path: Path) -> None:
+    """Seven of eight texts of one prompt wait until it is read; the short one behind them has ended then."""
+    brief = {"max_tokens": 1, "ignore_eos": True}
+    asked = [{"prompt": "the model of a rank is in the layers " * 60, "seed": n, **brief} for n in range(8)]
+    asked.append({"prompt": "of the", **brief})
+    source, output = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(each) + "\n" for each in asked))
+    assert batch(1, source, output, [*pair[:2], "--parallel", "16"])["open_max"] == len(asked)
+    assert json.loads(output.read_text().splitlines()[0])["index"] == 8
+
+
 def test_a_request_among_65_has_the_text_that_it_has_alone(
     pair: list[str], asked: Path, alone: Path, tmp_path: Path
 ) -> None:

@@ -34,11 +34,6 @@ class Open:
     n_heard: int = 0
 
     @property
-    def reads_blocks(self) -> bool:
-        """Whether its prompt takes a context of its own now."""
-        return bool(self.request.spans) and not self.metrics.token_s
-
-    @property
     def has_ended(self) -> bool:
         return self.printer.was_cut or (bool(self.request.finish) and self.n_heard == self.request.n_generated)
 
@@ -78,12 +73,10 @@ class OpenRequests:
         return sum(text_bytes(each.asked.sampling) for each in self._open.values())
 
     def has_room(self, asked: GenerationRequest) -> bool:
-        """Whether one more may begin now."""
-        n_reading = sum(each.reads_blocks for each in self._open.values())
+        """Whether one more may be handed to the engine now, where it may have to wait for another one's prompt."""
         return (
             len(self._open) < self.options.parallel
             and (not self._open or self.engine.admission.n_reserved + self._n_soon(asked) <= self.n_ctx)
-            and n_reading < self.options.n_prompts
             and self.n_text + text_bytes(asked.sampling) <= N_TEXT_MAX
         )
 
