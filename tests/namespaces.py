@@ -74,6 +74,22 @@ class Hosts:
         """Nothing gets to this host any more, nor from it; nobody is told."""
         _ip("-n", f"{self.prefix}bridge", "link", "set", name, "down")
 
+    @contextmanager
+    def parted(self, name: str, other: str) -> Iterator[None]:
+        """Nothing gets from one of these to the other any more, and all else does; nobody is told."""
+        ways = [(name, other), (other, name)]
+        for here, there in ways:
+            self._neighbour(here, "replace", there, "lladdr", "02:00:00:00:00:01", "nud", "permanent")
+        try:
+            yield
+        finally:
+            for here, there in ways:
+                self._neighbour(here, "del", there)
+
+    def _neighbour(self, here: str, what: str, there: str, *words: str) -> None:
+        address = f"{NETWORK}.{self.names.index(there) + 1}"
+        _ip("-n", self.prefix + here, "neigh", what, address, "dev", "eth0", *words)
+
     def start(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """A job with a rank on each, launched from the first one."""
         hydra = [str(MPIRUN), "-f", str(self.folder / "hosts"), "-iface", "eth0", "-launcher", "ssh",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -77,17 +78,37 @@ def test_the_speed_is_what_simulate_foretells_of_the_links(three: Hosts, asked: 
     assert found["timings"]["predicted_per_second"] == pytest.approx(foretold["predicted_per_second"], rel=0.15)
 
 
+def test_a_way_that_is_cut_between_two_ranks_ends_the_job_with_both_names(three: Hosts) -> None:
+    """Both reach rank 0; MPI between them waits for ever."""
+    job = three.start(["run", *ASKED, "-n", "6000", "-c", "7000", "--rank-timeout", "5"])
+    assert job.stdout and job.stdout.read(20)
+    with three.parted("node2", "node3"):
+        cut_s = time.monotonic()
+        errors = _errors(three, job)
+        assert time.monotonic() - cut_s < NOTICED_S
+    (line,) = [line for line in errors.splitlines() if line.startswith("pipeinfer: ")]
+    between = r"nothing comes from rank 1 \(host node2, stage 0, .*\) to rank 2 \(host node3, stage 1, .*\) any more"
+    assert re.match(f"pipeinfer: {between}: a message has not come for 5 s", line), errors
+
+
+def _errors(three: Hosts, job: subprocess.Popen[str]) -> str:
+    """Of a job that has failed; one that goes on fails the test."""
+    try:
+        errors = job.communicate(timeout=2 * NOTICED_S)[1]
+    except subprocess.TimeoutExpired:
+        three.end_all()
+        pytest.fail(f"it goes on: {job.communicate()[1]}")
+    assert job.returncode != 0
+    return errors
+
+
 def test_a_cut_link_ends_the_job_with_the_name_of_the_silent_rank(three: Hosts) -> None:
     plain = run_json(1, [*ASKED, "-n", "8"])["text"]
     job = three.start(["run", *ASKED, "-n", "6000", "-c", "7000"])
     assert job.stdout and job.stdout.read(len(plain)) == plain
     three.cut("node3")
     cut_s = time.monotonic()
-    try:
-        _, errors = job.communicate(timeout=2 * NOTICED_S)
-    except subprocess.TimeoutExpired:
-        three.end_all()
-        pytest.fail(f"it goes on: {job.communicate()[1]}")
-    assert job.returncode != 0 and time.monotonic() - cut_s < NOTICED_S
+    errors = _errors(three, job)
+    assert time.monotonic() - cut_s < NOTICED_S
     (line,) = [line for line in errors.splitlines() if line.startswith("pipeinfer: ")]
     assert line.startswith("pipeinfer: rank 2 (host node3, stage 1, ") and "cannot be reached any more" in line, errors

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.cluster.watch.flow import Flow, Flows
 from pipeinfer.cluster.watch.handshake import answer, new_nonce
 from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
 from pipeinfer.cluster.watch.meeting import Meeting, _own_addresses, go_to, own_place
@@ -187,6 +188,25 @@ def test_who_is_silent_is_known_from_times_alone() -> None:
     silence.begin([0, 1], 300)
     silence.hear(1, 400)  # who listens was stopped itself
     assert silence.look(400) is None
+
+
+def test_a_message_that_does_not_come_is_told_from_counts_alone() -> None:
+    flows = Flows(n_beats=3)
+
+    def beat(taken: int, passed: int, waits: tuple[bool, bool] = (True, True)) -> tuple[int, int] | None:
+        """Of rank 2, after rank 1's: how many messages it has taken of those that rank 1 passed on."""
+        assert flows.hear(0, Flow()) is None, "the head is in no pipeline"
+        assert flows.hear(1, Flow(0, 2, passed, passed, waits[0])) is None
+        return flows.hear(2, Flow(1, -1, taken, 0, waits[1]))
+
+    assert [beat(7, 7) for _ in range(9)] == [None] * 9, "nothing to do"
+    assert [beat(7, 8) for _ in range(3)] == [None, None, (1, 2)], "after three beats that show no change"
+    for taken, waits in ((8, (True, True)), (8, (False, True)), (8, (True, False))):
+        assert beat(taken, 9, waits) is None, "it took one in, or one of them computes"
+        assert [beat(taken, 9) for _ in range(3)][:2] == [None, None], "it is counted anew"
+    mine = Flow(1, -1, 7, 0, True)
+    flows = Flows(1)
+    assert flows.hear(2, mine) is None and flows.hear(2, mine) is None, "rank 1 has said nothing"
 
 
 def test_limits_are_what_kernels_take() -> None:

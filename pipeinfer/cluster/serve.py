@@ -17,6 +17,7 @@ from pipeinfer.cluster.records import Buffer
 from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
+from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.cluster.wire import (
     N_PRUNINGS_BYTES,
     Kind,
@@ -85,14 +86,17 @@ def serve(
     courier: Courier | None = None,
     n_samplers: int = 0,
     wire_type: WireType = WireType.F32,
+    flow: Flow | None = None,
 ) -> None:
     """A stage's loop: receive a run, evaluate, pass on; until the shutdown, which it passes on too.
 
     `following` is None on the last stage, which answers the head instead. Without a worker (its model did not load) the
     rank only waits for the shutdown. `report` is called, once the order to do so has been passed on, with what was sent
     and how the time was spent since the last time. The ledger's first wait begins at `since_s`, or now. `n_samplers`:
-    threads that answer for the last stage while it evaluates its next run.
+    threads that answer for the last stage while it evaluates its next run. `flow`: of this rank, for the watch.
     """
+    flow = flow or Flow()
+    flow.source, flow.dest = previous, -1 if following is None else following
     bare = bytes_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
     n_bytes = bare + activation_bytes(n_rows_max, n_embd, wire_type)
     inbox = Inbox(comm, previous, Tag.PIPELINE, n_bytes, courier=courier)
@@ -108,6 +112,12 @@ def serve(
         answer()
         return inbox.poll()
 
+    def wait() -> Buffer:
+        flow.waits = True
+        buffer = idle.until(next_run)
+        flow.waits = False
+        return buffer
+
     under_way: deque[tuple[Buffer, BegunTransaction, float]] = deque()
 
     def finish_oldest() -> None:
@@ -119,6 +129,7 @@ def serve(
         end_s = time.monotonic()  # before it is sent: whoever gets it may be quicker than this rank
         if following is not None:
             inbox.give_back(buffer, outbox.send_run(transaction.message, following))
+            flow.n_passed += 1
         else:
             assert verdict or samplers, "the last stage has no verdict"
             if verdict:
@@ -132,11 +143,12 @@ def serve(
         worker.pruned, worker.samplers = prunings, samplers
 
     while True:
-        next_here = next_run() if under_way else idle.until(next_run)
+        next_here = next_run() if under_way else wait()
         if next_here is None:
             finish_oldest()
             continue
         buffer = next_here
+        flow.n_taken += 1
         start_s = time.monotonic()
         transaction = Transaction(buffer, n_embd, wire_type)
         if transaction.kind is not Kind.RUN:
@@ -145,6 +157,7 @@ def serve(
             ledger.note(0, wait_s, max(start_s, wait_s), max(start_s, wait_s), False)
             if following is not None:
                 outbox.send(transaction.message, following, Tag.PIPELINE)
+                flow.n_passed += 1
             if transaction.kind is Kind.SHUTDOWN:
                 break
             report(outbox, ledger)
@@ -157,6 +170,7 @@ def serve(
     if samplers:
         samplers.close()
         answer()
+    flow.waits = True
     outbox.flush(idle)
     inbox.close(idle)
     prunings.close(idle)

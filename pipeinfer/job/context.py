@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeinfer.cluster.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox
+from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.stop import StopFlag
 from pipeinfer.models.gguf.slice import SliceFile
@@ -30,6 +31,9 @@ class Context:
     link: Link
     flag: StopFlag
     tracer: Tracer
+    flow: Flow
+    """What the watch knows of this rank's part in a pipeline."""
+
     clock_offset_s: float = 0.0
     arrived: dict[int, SliceFile] = field(default_factory=dict)
     """What this rank hosts and came from rank 0, by the number of a draft, or -1, as `arrivals` has it."""

@@ -55,7 +55,8 @@ class Crew:
         """What this rank needs for its part of a plan. Collective: clocks that may differ are compared."""
         self.watch.describe(deployment.plan.describe(self.link.rank))
         tracer = Tracer(CLOCK, on=options.trace is not None)
-        return Context(options, self.link, self.flag, tracer, self.link.clock_offset_s(CLOCK, other_clocks(self.hosts)))
+        offset_s = self.link.clock_offset_s(CLOCK, other_clocks(self.hosts))
+        return Context(options, self.link, self.flag, tracer, self.watch.flow, offset_s)
 
 
 def run_job(options: RunOptions) -> int:

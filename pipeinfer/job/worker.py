@@ -60,7 +60,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     samplers = 0 if deployment.plan.stage_of(context.rank) is None else deployment.samplers
     serve(
         context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier, samplers,
-        context.options.wire_type,
+        context.options.wire_type, context.flow,
     )  # fmt: skip
     if model:
         model.close()

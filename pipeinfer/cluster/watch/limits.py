@@ -12,6 +12,9 @@ JOIN_S = 60.0
 
 JOIN_VARIABLE = "PIPEINFER_JOIN_TIMEOUT"
 
+BEATS = 6
+"""So many times in `silent_s` a rank says that it is there."""
+
 LEAST_S, MOST_S = 3, 86400
 """What may be asked for: a host that is busy starting a large model says nothing for a second now and then."""
 
@@ -32,7 +35,7 @@ class Limits:
     @property
     def beat_s(self) -> float:
         """A rank says so often that it is there."""
-        return self.silent_s / 6
+        return self.silent_s / BEATS
 
     @property
     def keepalive(self) -> dict[str, int]:

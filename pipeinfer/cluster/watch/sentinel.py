@@ -18,8 +18,9 @@ from pathlib import Path
 
 from pipeinfer.cluster.watch.deaths import Process, ranks_beside
 from pipeinfer.cluster.watch.door import Door
+from pipeinfer.cluster.watch.flow import Flow, Flows
 from pipeinfer.cluster.watch.handshake import MAX_LINE_BYTES, Message, decode, encode, title, write_line
-from pipeinfer.cluster.watch.limits import Limits
+from pipeinfer.cluster.watch.limits import BEATS, Limits
 from pipeinfer.cluster.watch.segments import remove_dead, segments_of, sweep
 from pipeinfer.cluster.watch.silence import Silence
 
@@ -47,7 +48,7 @@ class Sentinel:
         self._join_s = join_s
         self._until_s = time.monotonic() + join_s
         self._limits = limits
-        self._silence = Silence(limits.silent_s)
+        self._silence, self._flows = Silence(limits.silent_s), Flows(BEATS)
         self._key = ""
         self._door: Door | None = None
         self._links: dict[int, socket.socket] = {0: head}
@@ -148,6 +149,9 @@ class Sentinel:
             self._abouts[rank] = message["about"]
             if rank == 0:
                 self._tell_all({"head": self._title(0)})
+        elif "flow" in message:
+            if cut := self._flows.hear(rank, Flow(*message["flow"])):
+                self._end_of_way(*cut)
         elif "pid" in message:
             self._processes[rank] = Process(message["pid"])
         elif "key" in message:  # from rank 0: MPI has started, the others may come
@@ -176,6 +180,13 @@ class Sentinel:
         if not self._complete and how == KILLED:
             self._end("", died=True)  # as the launcher does with the others when one ended: it says which
         self._end(f"{self._who_died(rank)} died{how}; ending the job", died=True)
+
+    def _end_of_way(self, source: int, dest: int) -> None:
+        self._end(
+            f"nothing comes from {self._title(source)} to {self._title(dest)} any more: a message has not come for "
+            f"{self._limits.silent_s:g} s (--rank-timeout) though both are there; the way between their hosts is cut; "
+            "ending the job", died=False,
+        )  # fmt: skip
 
     def _end(self, line: str, died: bool) -> None:
         if line:

@@ -4,7 +4,8 @@ Launchers kill the rest of a job when a rank dies, but say neither which machine
 would kill a thread of ours before it could. So rank 0 starts a *sentinel*, a small process of its own, before MPI,
 which may wait for a rank that never comes. Every rank holds a TCP connection to it (rank 0 a socket pair) on which the
 kernel reports a death at once; keepalive reports a vanished host. A process that stands still is one that does not say
-any more that it is there, which each rank does a few times in the time that it is given.
+any more that it is there, which each rank does a few times in the time that it is given; it also says what it has taken
+in and passed on, so that a way is noticed that is cut between two others (`flow`).
 
     rank 1..n ── TCP ──> sentinel <── socket pair ── rank 0
 """
@@ -20,11 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.launch import is_launched
 from pipeinfer.cluster.watch.deaths import Process
+from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.cluster.watch.handshake import Message, encode, messages, title, write_line
 from pipeinfer.cluster.watch.limits import Limits, join_limit_s
 from pipeinfer.cluster.watch.meeting import Meeting, Place, go_to, open_door
@@ -58,6 +61,8 @@ class Watch:
         self._link: socket.socket | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._about = ""
+        self.flow = Flow()
+        """What this rank does in a pipeline, which the others are told with every sign of life."""
         self._about_head = title(0, "", "")
         self._closing = False
         self._sending = threading.RLock()  # a signal's thread may send too
@@ -161,7 +166,7 @@ class Watch:
 
     def _beat(self) -> None:
         """Say now and then that this process runs: any thread of it that holds the interpreter's lock lets it go."""
-        while not self._closed.wait(self._limits.beat_s) and self._send({"here": True}):
+        while not self._closed.wait(self._limits.beat_s) and self._send({"flow": astuple(self.flow)}):
             pass
 
     def _await_joining(self) -> None:
