@@ -101,7 +101,10 @@ def serve(
     n_bytes = bare + activation_bytes(n_rows_max, n_embd, wire_type)
     inbox = Inbox(comm, previous, Tag.PIPELINE, n_bytes, courier=courier)
     outbox, idle, ledger = Outbox(comm, courier), Idle(), StageLedger()
-    samplers = Samplers(n_samplers, inbox.holds) if n_samplers and following is None else None
+    under_way: deque[tuple[Buffer, BegunTransaction, float]] = deque()
+    samplers = (
+        Samplers(n_samplers, lambda: bool(under_way) or inbox.holds()) if n_samplers and following is None else None
+    )
     wait_s = time.monotonic() if since_s is None else since_s
 
     def answer() -> None:
@@ -117,8 +120,6 @@ def serve(
         buffer = idle.until(next_run)
         flow.waits = False
         return buffer
-
-    under_way: deque[tuple[Buffer, BegunTransaction, float]] = deque()
 
     def finish_oldest() -> None:
         """Wait for its result and pass that on."""
