@@ -4,12 +4,16 @@ token."""
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from pipeinfer.cluster.begun import BegunTransaction
+from pipeinfer.cluster.stage import room_for
+from pipeinfer.cluster.wire import Transaction, encode_verdict
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level
@@ -31,14 +35,17 @@ from tests.toy import OracleDrafter, Reference, ToyPipeline, ToyWaiter, mix
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
 from pipeinfer.models.torch.stage import TorchStage
+from tests.test_torch_queue import LateQueue
 
 N_LAYER, N_CELLS, N_PREDICT = 3, 140, 24
 TINY = Shape(n_layer=N_LAYER, n_embd=64, n_ff=96, n_vocab=320, peaky=5.0)
 
 
-def open_stages(path: Path, cuts: Sequence[int], n_cells: int, exact: bool = True) -> list[TorchStage]:
+def open_stages(
+    path: Path, cuts: Sequence[int], n_cells: int, exact: bool = True, padded: bool = False
+) -> list[TorchStage]:
     info = read_model_info(path)
-    params = TorchParams(n_cells, 64, 160, 64, 1, "cpu", exact=exact)
+    params = TorchParams(n_cells, 64, 160, 64, 1, "cpu", exact=exact, padded=padded)
     return [TorchStage(open_slice(info, *edges), params) for edges in pairwise([0, *cuts, info.n_layer])]
 
 
@@ -46,10 +53,14 @@ def open_stages(path: Path, cuts: Sequence[int], n_cells: int, exact: bool = Tru
 
 
 @pytest.fixture(scope="module")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[TorchStage]]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf", TINY, "F32")
+
+
+@pytest.fixture(scope="module")
+def chains(tiny: Path) -> dict[int, list[TorchStage]]:
     """By their number of stages."""
-    path = write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf", TINY, "F32")
-    return {n: open_stages(path, range(1, n), N_CELLS) for n in range(1, N_LAYER + 1)}
+    return {n: open_stages(tiny, range(1, n), N_CELLS) for n in range(1, N_LAYER + 1)}
 
 
 class KnownText(Reference):
@@ -74,13 +85,16 @@ def make_request(seed: int) -> Request:
     return Request(0, prompt, N_PREDICT, params, 100)
 
 
-def write_text(stages: Sequence[TorchStage], request: Request, policy: Policy, seed: int, known: list[int]) -> None:
+def write_text(
+    stages: Sequence[TorchStage], request: Request, policy: Policy, seed: int, known: list[int],
+    make_pipeline: type[ToyPipeline] = ToyPipeline,
+) -> None:  # fmt: skip
     """Run one request to its end, audited after every step. `known`: the text that guesses are made from."""
     rng = random.Random(seed)
     for stage in stages:
         stage.clear()
     parked = rng.random() < 0.5
-    pipeline = ToyPipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
+    pipeline = make_pipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
     pool = SequencePool(rng.choice([2, 4, 60]), N_CELLS, parked)
     target = Level(pipeline, pool, n_chunk=rng.choice([3, 64]), n_rows=32, blocks=True)
     engine = Engine(target, OracleDrafter(KnownText(known), rng.random(), seed), ToyWaiter(rng), lambda: 0.0)
@@ -100,6 +114,49 @@ def test_any_tree_split_and_cancellation_gives_the_plain_text(chains: dict[int, 
         write_text(chains[1 + seed % N_LAYER], other, random_policy(rng), seed, plain.tokens)
         assert other.tokens == plain.tokens, f"seed {seed}"
         assert len(plain.tokens) > N_PREDICT
+
+
+# --- runs begun ahead -------------------------------------------------------------------------------------------------
+
+
+class AheadPipeline(ToyPipeline):
+    """Stages begin a run, or wait for the oldest that they have begun, as a coin says; two at most. Messages stay in
+    their queue until then."""
+
+    n_ahead = 0
+
+    def __init__(self, stages: Sequence[TorchStage], rng: random.Random, late: float) -> None:
+        super().__init__(stages, rng, late)
+        self.begun: list[deque[BegunTransaction]] = [deque() for _ in stages]
+
+    def advance(self) -> None:
+        index = self.rng.choice([index for index in range(self.n_stages) if self.queues[index]] or [-1])
+        if index < 0:
+            return
+        queue, begun, worker = self.queues[index], self.begun[index], self.workers[index]
+        if len(begun) < min(2, len(queue)) and (not begun or self.rng.random() < 0.7):
+            AheadPipeline.n_ahead += len(begun)
+            message = queue[len(begun)]
+            begun.append(worker.begin((Transaction if index else room_for)(message, self.n_embd, self.wire_type)))
+            return
+        oldest, _ = begun.popleft(), queue.popleft()
+        verdict = worker.finish(oldest)
+        done = encode_verdict(verdict) if verdict else oldest.transaction.message.copy()
+        self.queues[index + 1].append(done)
+
+
+def test_runs_begun_ahead_on_late_devices_give_the_plain_text(
+    chains: dict[int, list[TorchStage]], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations, trees, cancelled runs and pruned rows come while the device has not begun the runs before them."""
+    monkeypatch.setattr("pipeinfer.models.torch.stage.DeviceQueue", lambda device: LateQueue())
+    late = open_stages(tiny, [1], N_CELLS, exact=False, padded=True)
+    for seed in range(30, 42):
+        plain, other = make_request(seed), make_request(seed)
+        write_text(chains[1], plain, Iterative(), seed, [])
+        write_text(late, other, random_policy(random.Random(seed)), seed, plain.tokens, AheadPipeline)
+        assert other.tokens == plain.tokens, f"seed {seed}"
+    assert AheadPipeline.n_ahead > 50
 
 
 # --- every policy on the shipped pair ---------------------------------------------------------------------------------
