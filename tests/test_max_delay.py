@@ -123,6 +123,8 @@ def test_what_chunks_take_is_learned() -> None:
     for _ in range(12):
         cost.learn_chunk(64, 0, 0.16)
     assert cost.chunk_seconds(128, 0) == pytest.approx(0.32, rel=0.1)
+    cost.learn_chunk(64, 0, 60.0)
+    assert cost.chunk_seconds(128, 0) < 0.6, "a rank was interrupted"
     assert cost.seconds(64, 0) == pytest.approx(0.64), "runs of guesses are not what is learned of"
 
 

@@ -44,7 +44,8 @@ class Rooms:
         if cost is None or not self._delays_others():
             return most
         limit_s = self.max_delay_s / self.target.pipeline.n_stages
-        return max(1, bisect_right(range(1, most + 1), limit_s, key=lambda n: cost.chunk_seconds(n, context)))
+        n_rows = bisect_right(range(1, most + 1), limit_s, key=lambda n: cost.chunk_seconds(n, context))
+        return n_rows or min(most, cost.n_cheap_rows(context))  # what one row exceeds, few hardly exceed by more
 
     @property
     def too_short(self) -> str:

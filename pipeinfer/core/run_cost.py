@@ -116,7 +116,9 @@ class RunCost:
 
     def learn_chunk(self, n_rows: int, context: int, seconds: float) -> None:
         """A run with rows of a prompt has taken the slowest stage so long."""
-        self._chunk_scale += (seconds / self.seconds(n_rows, context) - self._chunk_scale) / CHUNK_MEMORY
+        if (guesses_s := self.seconds(n_rows, context)) > 0:
+            scale = min(seconds / guesses_s, LARGEST_EXCESS * self._chunk_scale)
+            self._chunk_scale += (scale - self._chunk_scale) / CHUNK_MEMORY
 
     def _expected(self, timed: float, x: float) -> float:
         return self._scale * timed + self._slope * x
