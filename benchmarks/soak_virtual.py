@@ -89,11 +89,14 @@ def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str
     for pipeline in pipelines:
         pipeline.neighbours = pipelines
     pool = SequencePool(n_seq, n_cells, parked=rng.random() < 0.5)
+    drafter = SimDrafter(profile, [choices], pipelines) if profile.drafts else None
     engine = AuditedEngine(
         Level(target, pool, n_chunk=some(rng, 16, 128), n_rows=some(rng, 3, 32), cancel=rng.random() < 0.85),
-        SimDrafter(profile, [choices], pipelines) if profile.drafts else None, SimWaiter(clock), clock,
+        drafter, SimWaiter(clock), clock,
         drafts=drafts, run_cost=RunCost(row_costs(profile)) if rng.random() < 0.8 else None,
     )  # fmt: skip
+    if drafter:
+        drafter.timeout_s = engine.timeout_s
     engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), policy)
     for _ in engine.generate():
         pass

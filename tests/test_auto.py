@@ -54,7 +54,7 @@ def test_a_guess_whose_verdict_is_about_to_come_goes_last() -> None:
     class View:
         def __init__(self) -> None:
             self.tree, self.n_inflight, self.n_stages, self.n_cheap_rows, self.depth_left = tree, 3, 4, 1, 50
-            self.hold = lambda: False
+            self.hold, self.drafting = lambda patience: False, lambda: ((), 0.0)
             self.verdict_in_s = left_s.__getitem__
 
         @staticmethod
@@ -64,6 +64,30 @@ def test_a_guess_whose_verdict_is_about_to_come_goes_last() -> None:
     assert Auto().send(View()) == [below_late]  # type: ignore[arg-type]
     left_s[early] = 0.9
     assert Auto().send(View()) == [below_early]  # type: ignore[arg-type]
+
+
+def test_a_run_waits_for_better_guesses_while_that_is_worth_the_stage_s_time() -> None:
+    """The draft expands a likely node; all that is unsent is unlikely. Rows: one, which the better guess would need."""
+    tree = TokenTree(1, 0)
+    likely, other = tree.grow(tree.root, [Guess(2, 0.9), Guess(3, 0.1)], [math.log(0.9), math.log(0.1)])
+    tree.root.run_id, likely.run_id = 1, 2
+    at_work, left_s = [likely], 0.0
+
+    class View:
+        def __init__(self) -> None:
+            self.tree, self.n_inflight, self.n_stages, self.n_cheap_rows, self.depth_left = tree, 2, 4, 1, 50
+            self.hold, self.drafting = lambda patience: False, lambda: (at_work, left_s)
+            self.run_s = lambda n_rows: 0.1
+
+        @staticmethod
+        def fitting(nodes: list[object]) -> list[object]:
+            return nodes
+
+    assert Auto().send(View()) == []  # type: ignore[arg-type]
+    left_s = 10.0
+    assert Auto().send(View()) == [other]  # type: ignore[arg-type]
+    left_s, at_work = 0.0, []
+    assert Auto().send(View()) == [other]  # type: ignore[arg-type]
 
 
 def test_requests_of_a_session_share_what_was_learned_and_nothing_else() -> None:

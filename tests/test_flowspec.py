@@ -20,7 +20,7 @@ FOLLOWS = {
 }  # fmt: skip
 HIT = GivenChoices(FOLLOWS)
 MISS = GivenChoices({**FOLLOWS, 1: {10: 0.6, 20: 0.4}})
-FIRST_TREE = [(2.0, [1, 2, 3]), (3.0, [10, 12, 13]), (5.0, [11])]
+FIRST_TREE = [(2.0, [1, 2, 3]), (3.999, [10, 12, 13]), (5.999, [11])]
 
 
 def segments(
@@ -30,7 +30,8 @@ def segments(
 
 
 def test_a_first_tree_goes_in_segments_of_descending_score() -> None:
-    """Two steps of the draft, then three rows a run, across the tree's layers: 3 (0.54) before 10 (0.4)."""
+    """Two steps of the draft, then three rows a run, each just before the first stage is free, across the tree's
+    layers: 3 (0.54) before 10 (0.4)."""
     assert segments(SMALL)[:3] == FIRST_TREE
 
 
@@ -41,7 +42,7 @@ def test_without_scores_it_goes_layer_by_layer() -> None:
 
 def test_only_the_best_of_what_was_drafted_are_sent() -> None:
     sent = segments(replace(SMALL, tree_size=4, expansion=False))
-    assert sent[:2] == [(2.0, [1, 2, 3]), (3.0, [10])]
+    assert sent[:2] == [(2.0, [1, 2, 3]), (3.999, [10])]
     assert sent[2][1][0] == 4, "12, 13 and 11 were drafted, but are not among the best four"
 
 
@@ -56,17 +57,17 @@ def test_parents_go_before_their_children() -> None:
 
 
 def test_while_nothing_is_accepted_the_tree_gets_deeper() -> None:
-    """Section III-D, score-aware: at 5 s all is sent, and no verdict has come. Two layers more, and of all that is not
-    in the tree yet the best: 4 (0.43), 5 (0.35), 14 (0.11), and 124 (0.1), which 4 at 8 s rules out."""
+    """Section III-D, score-aware: just before 6 s all is sent, and no verdict has come. Two layers more, and of all
+    that is not in the tree yet the best: 4 (0.43), 5 (0.35), 14 (0.11), and 124 (0.1), which 4 at 8 s rules out."""
     sent = segments(SMALL)
-    assert sent[3] == (7.0, [4, 5, 14])
+    assert sent[3] == (7.999, [4, 5, 14])
     assert 124 not in [token for _, run in sent for token in run]
 
 
 def test_after_an_acceptance_a_fresh_tree_adds_what_is_new() -> None:
-    """Section III-D, context-aware: at 8 s the root is 4, which was sent at 7 s as 5 was. What follows 4 is known, what
-    follows 5 and 15, and then 6 and 16, takes two steps of the draft. The best four nodes of that tree are 4, 5 (0.8),
-    6 (0.64) and 112 (0.32), and only the latter two go."""
+    """Section III-D, context-aware: at 8 s the root is 4, which was sent just before as 5 was. What follows 4 is known,
+    what follows 5 and 15, and then 6 and 16, takes two steps of the draft. The best four nodes of that tree are 4, 5
+    (0.8), 6 (0.64) and 112 (0.32), and only the latter two go."""
     sent = segments(SMALL)
     assert sent[4] == (10.0, [6, 112])
 
@@ -82,7 +83,7 @@ def test_a_miss_begins_a_new_round() -> None:
 @pytest.mark.parametrize(("cancel", "again_s"), [(True, 10.0), (False, 14.0)])
 def test_without_expansion_a_round_is_one_tree(cancel: bool, again_s: float) -> None:
     """Table III's baselines. Pruned, a miss at 8 s begins the next round at once; else ("Chunk-PP") the last segment of
-    the tree, which enters at 5 s and waits for those before it, comes back at 12 s."""
+    the tree, which enters behind those before it just before 6 s, comes back at 12 s."""
     sent = segments(replace(SMALL, expansion=False), MISS, cancel=cancel)
     assert len(sent[2][1]) == 1 and sent[3] == (again_s, [2, 3, 4])
 

@@ -66,7 +66,9 @@ def timesteps(
     pipeline.submit = noted  # type: ignore[method-assign]
     level = Level(pipeline, SequencePool(31, 200), cancel=cancel)
     cost = RunCost({1: stage_s, 64: stage_s}) if known else None
-    engine = Engine(level, SimDrafter(profile, [choices], [pipeline]), SimWaiter(clock), clock, run_cost=cost)
+    drafter = SimDrafter(profile, [choices], [pipeline])
+    engine = Engine(level, drafter, SimWaiter(clock), clock, run_cost=cost)
+    drafter.timeout_s = engine.timeout_s
     request = Request(0, TEXT[:1], n_predict, SamplingParams(temp=0.0), 50)
     engine.add(request, policy)
     for _ in engine.generate():

@@ -61,7 +61,7 @@ class Engine:
         view = View(
             request, self.target, self.growth.n_drafts, self.growth.drafts, partial(self._holds, request.tree),
             self._rooms.n_rows_for_guesses, partial(self._run_s, request.tree), lambda: self.growth.step_s,
-            self._verdict_in_s,
+            partial(self.growth.at_work, request), self._verdict_in_s,
         )  # fmt: skip
         job = Opened(request, policy, observer or Observer(), view)
         job.observer.submitted(self.clock(), len(request.prompt))
@@ -129,8 +129,12 @@ class Engine:
         """Answer the first of the questions that has an answer; wait if none has."""
         answered = self._emissions or self._hear() or self._send() or self.growth.ask() or self._draft()
         if not answered:
-            self.waiter.wait([level.pipeline for level in self.levels], self._pacer.timeout_s)
+            self.waiter.wait([level.pipeline for level in self.levels], self.timeout_s())
         return self._emissions.popleft() if self._emissions else None
+
+    def timeout_s(self) -> float | None:
+        """How long until a run is due that was held back when it was asked for last; None if none was."""
+        return self._pacer.timeout_s
 
     def _wake(self, job: Opened) -> None:
         """Something has changed for the request: ask its policy again."""
@@ -150,9 +154,8 @@ class Engine:
         return drafted
 
     def _meanwhile(self) -> None:
-        while self._hear():
-            while self._send() or self.growth.ask():
-                pass
+        while self._hear() or self._send() or self.growth.ask():
+            pass
 
     # -- verdicts
 
@@ -166,6 +169,8 @@ class Engine:
         now_s = self.clock()
         if flight.whole and not flight.n_context:
             self._pacer.answered(now_s - flight.sent_s)
+            if verdict.slowest_s:
+                self._pacer.reported(flight.cost_s, verdict.slowest_s)
         if flight.whole and self.run_cost and verdict.slowest_s:
             learn = self.run_cost.learn_chunk if flight.n_context else self.run_cost.learn
             learn(flight.n_rows, flight.context, verdict.slowest_s)
@@ -308,9 +313,11 @@ class Engine:
 
     # -- what policies see
 
-    def _holds(self, tree: TokenTree) -> bool:
+    def _holds(self, tree: TokenTree, patience: float = 0.0) -> bool:
         """Whether a request that is alone should keep its guesses back for now."""
-        return len(self._jobs) == 1 and self._pacer.is_early(tree.root.position)
+        if len(self._jobs) > 1:
+            return False
+        return self._pacer.is_early(tree.root.position, self.target.oldest_sent_s, patience)
 
     def _run_s(self, tree: TokenTree, n_rows: int) -> float:
         """What a run of so many rows takes the slowest stage; 0 if nobody knows."""

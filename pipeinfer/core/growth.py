@@ -45,6 +45,8 @@ class Growth:
         self._askers = [Rota[Opened]() for _ in self.drafts]  # and for nodes that a larger draft shall judge
         self.n_drafts = (drafter is not None) + len(self.drafts)
         self._drafting: Collection[Node] | None = None
+        self._served: Request | None = None  # whose nodes these are
+        self._begun_s = 0.0
         self._unsettled: dict[int, tuple[Request, list[Node]]] = {}  # what the drafter has yet to hear
         self._ended: list[tuple[Callable[[Request], None], Request]] = []
         self._steps_s: deque[float] = deque(maxlen=N_TIMED)
@@ -118,8 +120,8 @@ class Growth:
             self._drafters.discard(job.request.id)
             return False
         self._drafters.rotate(job.request.id)
-        start_s = self.clock()
-        self._drafting = nodes
+        start_s = self._begun_s = self.clock()
+        self._drafting, self._served = nodes, job.request
         try:
             guesses = drafter.expand(job.request, nodes, lambda: self._interrupted(nodes, meanwhile))
         finally:
@@ -136,6 +138,12 @@ class Growth:
     def step_s(self) -> float:
         """What a step of the smallest draft takes; 0 before the first one."""
         return statistics.median(self._steps_s) if self._steps_s else 0.0
+
+    def at_work(self, request: Request) -> tuple[Collection[Node], float]:
+        """What of the request the smallest draft expands at the moment, and how long its step still takes."""
+        if self._drafting is None or self._served is not request:
+            return (), 0.0
+        return self._drafting, max(0.0, self._begun_s + self.step_s - self.clock())
 
     @staticmethod
     def _interrupted(nodes: Iterable[Node], meanwhile: Callable[[], None]) -> bool:

@@ -298,6 +298,11 @@ class Level:
         return self._flights[run_id].sent_s if run_id in self._flights else -math.inf
 
     @property
+    def oldest_sent_s(self) -> float:
+        """When the run was sent whose verdict comes next, of those that count; infinite if there is none."""
+        return next((flight.sent_s for flight in self._flights.values() if not flight.dead), math.inf)
+
+    @property
     def n_flights(self) -> int:
         return len(self._flights)
 

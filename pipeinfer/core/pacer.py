@@ -7,11 +7,12 @@ import math
 from pipeinfer.core.interfaces import Clock
 from pipeinfer.core.run_cost import RunCost
 
-ANSWER_MEMORY = 8
-"""Verdicts over which it is averaged how long they take."""
+MEMORY = 8
+"""Observations over which it is averaged."""
 
-LOOKAHEAD = 0.5
-"""A run is due when the slowest stage has this much of a one-row run left to do: it must be there in time."""
+MARGIN_S, OFF, LOOKAHEAD = 1e-3, 2.0, 0.5
+"""A run is due before the slowest stage is free, so that it is there in time: by MARGIN_S, and OFF times what costs and
+the head were off by lately, but by LOOKAHEAD of a one-row run at most. Who sends later knows more verdicts."""
 
 
 class Pacer:
@@ -21,20 +22,33 @@ class Pacer:
         self.run_cost, self.clock = run_cost, clock
         self._free_s = -math.inf  # when the slowest stage will have done what was sent
         self._due_s: float | None = None
+        self._off_s = self._late_s = 0.0  # running means: costs against what was reported; asked after a run was due
+        self._awaited_s: float | None = None  # when what was held back was due
         self.answer_s = 0.0  # from a run that was not pruned to its verdict, a running mean; 0 before the first
 
     def begin(self) -> None:
         """A round of questions begins: nothing is held back yet."""
         self._due_s = None
 
-    def is_early(self, context: int) -> bool:
-        """Whether a run sent now would only lie in a queue. `context`: tokens before it."""
+    def is_early(self, context: int, oldest_sent_s: float = math.inf, patience: float = 0.0) -> bool:
+        """Whether a run sent now would only lie in a queue, or miss a verdict that is about to come.
+
+        `context`: tokens before it. `oldest_sent_s`: when that was sent whose verdict comes next. `patience`: so much
+        of a one-row run the slowest stage may be idle if the verdict is there by then.
+        """
         if self.run_cost is None:
             return False
-        due_s = self._free_s - LOOKAHEAD * self.run_cost.seconds(1, context)
-        if self.clock() >= due_s:
+        row_s = self.run_cost.seconds(1, context)
+        due_s = self._free_s - min(LOOKAHEAD * row_s, MARGIN_S + OFF * (self._off_s + self._late_s))
+        if oldest_sent_s + self.answer_s <= due_s + patience * row_s:
+            due_s += patience * row_s
+        now_s = self.clock()
+        if self._awaited_s is not None and now_s >= self._awaited_s:
+            self._late_s = _mean(self._late_s, min(now_s - self._awaited_s, row_s))
+            self._awaited_s = None
+        if now_s >= due_s:
             return False
-        self._due_s = due_s
+        self._due_s = self._awaited_s = due_s
         return True
 
     @property
@@ -62,8 +76,17 @@ class Pacer:
 
     def answered(self, took_s: float) -> None:
         """The verdict of a run that every stage evaluated as a whole took so long."""
-        self.answer_s += (took_s - self.answer_s) / ANSWER_MEMORY if self.answer_s else took_s
+        self.answer_s = _mean(self.answer_s, took_s) if self.answer_s else took_s
+
+    def reported(self, expected_s: float, took_s: float) -> None:
+        """What a run that every stage evaluated as a whole took the slowest one."""
+        self._off_s = _mean(self._off_s, abs(took_s - expected_s))
 
     def given_up(self) -> None:
         """Runs were cancelled: the stages are free as soon as they hear of it."""
         self._free_s = -math.inf
+        self._awaited_s = None
+
+
+def _mean(mean: float, value: float) -> float:
+    return mean + (value - mean) / MEMORY

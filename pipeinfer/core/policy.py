@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -22,8 +22,9 @@ class View:
     target: Level
     n_drafts: int
     larger: Sequence[Level]  # drafts, without the smallest
-    hold: Callable[[], bool]
-    """Whether a run sent now would only lie in a queue. The policy is asked again when it would not: who sends as late
+    hold: Callable[..., bool]
+    """Whether a run sent now would only lie in a queue, or, given a `patience` (one-row runs that the slowest stage may
+    be idle), miss a verdict that will be there by then. The policy is asked again when it would not: who sends as late
     as possible sends the best that is known then."""
 
     rows_for_guesses: Callable[[int], int]  # by the tokens of context
@@ -32,6 +33,9 @@ class View:
 
     draft_s: Callable[[], float]
     """What a step of the draft takes, as measured; 0 while nobody knows."""
+
+    drafting: Callable[[], tuple[Collection[Node], float]]
+    """What of the request the smallest draft expands at the moment, and how long its step still takes."""
 
     verdict_in_s: Callable[[Node], float]
     """How long until the verdict of a node is here, as long as verdicts take lately; of one that was not sent: if it

@@ -14,9 +14,13 @@ about to want one, and shall carry what saves the most. What is estimated, and h
   did not. Where memory bandwidth is the limit, as on GPUs, that makes wide trees; where arithmetic is, single chains;
   where other requests want the pipeline it is what their roots leave, down to nothing.
 
-A run therefore carries the n_cheap_rows of the largest P(node) r(node). The draft expands as many nodes as that in a
-step, the likeliest first, if their guesses could belong to the next run. When hardly any guess is right, there are none
-(`Silence`). PipeInfer's, PipeDec's and FlowSpec's trees are what comes of this at their authors' costs.
+A run therefore carries the n_cheap_rows of the largest P(node) r(node). It goes as late as the slowest stage allows,
+and up to PATIENCE of a run later if a verdict will be there by then (`Pacer`): it says what is needed. If the draft is
+at work on better guesses than the run would carry, it waits for them if that is worth the time that the stage may lose:
+P(best) × what is left of the draft's step < EARLIER × a one-row run × what P is won. The draft expands as many nodes as
+a run carries in a step, the likeliest first, if their guesses could belong to the next run. When hardly any guess is
+right, there are none (`Silence`). PipeInfer's, PipeDec's and FlowSpec's trees are what comes of this at their authors'
+costs.
 """
 
 from __future__ import annotations
@@ -36,6 +40,13 @@ from pipeinfer.policies.silence import Silence
 
 LEAST = 0.01
 """A guess that is less probable does not enter the tree."""
+
+PATIENCE = 0.2
+"""One-row runs for which the slowest stage may wait for a verdict that is expected: it says what is needed."""
+
+EARLIER = 0.5
+"""One-row runs that a guess gains which goes with this run and not with the next one. Not a whole one: a verdict
+between the two may refute it."""
 
 SOON_S = 1e-9
 """How long a verdict that is overdue still takes: guesses below it come last, and in their order."""
@@ -63,9 +74,20 @@ class Auto(Policy):
         root = view.tree.root
         if root.run_id is None:
             return [root, *self._best(view, view.n_cheap_rows - 1)]
-        if view.n_inflight > view.n_stages or (view.n_inflight and view.hold()):
+        if view.n_inflight > view.n_stages or (view.n_inflight and view.hold(PATIENCE)):
             return []
-        return self._best(view, view.n_cheap_rows)
+        best = self._best(view, view.n_cheap_rows)
+        return [] if best and view.n_inflight and self._awaits_draft(view, best) else best
+
+    def _awaits_draft(self, view: View, best: list[Node]) -> bool:
+        """Whether what the draft is about to guess saves more than the slowest stage loses that waits for it."""
+        nodes, left_s = view.drafting()
+        scores = [node.score for node in nodes if node.live]
+        if not scores:
+            return False
+        promised = math.exp(max(scores)) * self.confidence.hit_rate
+        replaced = math.exp(best[-1].score) if len(best) == view.n_cheap_rows else 0.0
+        return EARLIER * view.run_s(1) * (promised - replaced) > left_s * math.exp(best[0].score)
 
     @staticmethod
     def _best(view: View, n_rows: int) -> list[Node]:

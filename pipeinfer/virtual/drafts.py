@@ -39,6 +39,8 @@ class SimDrafter:
         self.cost, self.choices, self.pipelines, self.n_batch = profile.drafts[0], choices, pipelines, n_batch
         self.pipeline = pipelines[0]
         self.clock, self.settle_s = self.pipeline.clock, profile.head.draft_s
+        self.timeout_s: Callable[[], float | None] = lambda: None
+        """The engine's: how long until it wants to send something."""
         self.n_rows = 0
         self._n_rows_before = 0
         self._caches: dict[int, _Cache] = {}
@@ -81,7 +83,8 @@ class SimDrafter:
         return True
 
     def _compute(self, n_rows: int, context: int, interrupted: Callable[[], bool]) -> bool:
-        """Let the time of one evaluation pass; verdicts that come meanwhile are seen between layers."""
+        """Let the time of one evaluation pass; between layers verdicts that come meanwhile are seen, and sent what is
+        due."""
         self.n_rows += n_rows
         cost, clock = self.cost, self.clock
         self.pipeline.drafting = True
@@ -90,8 +93,8 @@ class SimDrafter:
         reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
         begun_s = clock.now + slower * cost.before_layers_s(reshapes)
         end_s = clock.now + slower * cost.seconds(n_rows, context, reshapes)
-        while (verdict_s := self._next_verdict_s(end_s)) < end_s:
-            n_layers = max(1, math.ceil((verdict_s - begun_s) / layer_s)) if layer_s else cost.layers
+        while (next_s := self._next_s(end_s)) < end_s:
+            n_layers = max(1, math.ceil((next_s - begun_s) / layer_s)) if layer_s else cost.layers
             clock.now = max(clock.now, min(begun_s + n_layers * layer_s, end_s))
             asked_s = clock.now
             if interrupted():
@@ -103,7 +106,10 @@ class SimDrafter:
         self.pipeline.drafting = False
         return True
 
-    def _next_verdict_s(self, end_s: float) -> float:
+    def _next_s(self, end_s: float) -> float:
+        timeout_s = self.timeout_s()
+        if timeout_s is not None:
+            end_s = min(end_s, self.clock.now + timeout_s)
         return max(soonest_s(self.pipelines, end_s), min(end_s, self.clock.now))
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:

@@ -85,12 +85,14 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
     pool = SequencePool(n_seq, load.n_open * n_ctx + N_CELLS_SPARE, parked=True)
     coming_s, waiter = deque(arrivals_s(load.n_requests, load.rate, load.seed)), LoadWaiter(clock)
     chunk_s = max(stage.seconds(BLOCK, 0) for stage in profile.stages)
+    drafter = SimDrafter(profile, choices, (pipeline,)) if profile.drafts else None
     engine = Engine(
         Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.n_open), blocks=profile.blocks),
-        SimDrafter(profile, choices, (pipeline,)) if profile.drafts else None,
-        waiter, clock, run_cost=RunCost(row_costs(profile), chunk=(BLOCK, chunk_s)),
+        drafter, waiter, clock, run_cost=RunCost(row_costs(profile), chunk=(BLOCK, chunk_s)),
         max_delay_s=load.max_delay_s or math.inf,
     )  # fmt: skip
+    if drafter:
+        drafter.timeout_s = engine.timeout_s
     metrics = [RequestMetrics() for _ in choices]
     number = n_open = 0
     while engine.busy or coming_s:

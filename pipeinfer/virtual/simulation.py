@@ -76,6 +76,8 @@ def simulate(
         Level(target, pool, n_chunk=n_chunk, n_rows=N_GUESS_ROWS, cancel=cancel, blocks=profile.blocks), drafter,
         SimWaiter(clock), clock, drafts=drafts, run_cost=RunCost(row_costs(profile)),
     )  # fmt: skip
+    if drafter:
+        drafter.timeout_s = engine.timeout_s
     request = Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)
     metrics = RequestMetrics(tracer)
     engine.add(request, policy, metrics)

@@ -1,0 +1,90 @@
+"""When a run is due: as late as the slowest stage allows, earlier where times are not what they were thought to be."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.core.pacer import LOOKAHEAD, MARGIN_S, Pacer
+from pipeinfer.core.run_cost import RunCost
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pacer(clock: Clock) -> Pacer:
+    """Of a stage that takes a tenth of a second a row, with one run on its way."""
+    pacer = Pacer(RunCost({1: 0.1, 8: 0.2}), clock)
+    pacer.begin()
+    pacer.sent(1, 0)
+    return pacer
+
+
+def due_s(pacer: Pacer, **given: float) -> float:
+    pacer.begin()
+    assert pacer.is_early(0, **given)
+    assert pacer.timeout_s is not None
+    return pacer.clock() + pacer.timeout_s
+
+
+def test_a_run_is_due_just_before_the_slowest_stage_is_free(pacer: Pacer, clock: Clock) -> None:
+    assert due_s(pacer) == pytest.approx(0.1 - MARGIN_S)
+    clock.now = 0.1 - MARGIN_S
+    pacer.begin()
+    assert not pacer.is_early(0) and not pacer.holds
+
+
+def test_it_is_due_earlier_where_costs_are_off_but_not_ever_earlier(pacer: Pacer) -> None:
+    pacer.reported(0.1, 0.12)
+    first_s = due_s(pacer)
+    assert 0.1 - 0.5 * 0.1 < first_s < 0.1 - MARGIN_S
+    for _ in range(100):
+        pacer.reported(0.1, 0.3)
+    assert due_s(pacer) == pytest.approx(0.1 - LOOKAHEAD * 0.1)
+
+
+def test_it_is_due_earlier_where_the_head_is_late(pacer: Pacer, clock: Clock) -> None:
+    """A busy machine, or a draft whose layers take long: asked 10 ms after it was due."""
+    clock.now = due_s(pacer) + 0.010
+    pacer.begin()
+    assert not pacer.is_early(0)
+    pacer.landed(0.0)
+    pacer.sent(1, 0)
+    assert due_s(pacer) < clock.now + 0.1 - MARGIN_S - 0.002
+
+
+def test_a_head_that_is_asked_in_time_is_not_late(pacer: Pacer, clock: Clock) -> None:
+    before_s = due_s(pacer)
+    clock.now = before_s / 2  # a verdict came
+    assert due_s(pacer) == before_s
+    clock.now = before_s
+    pacer.begin()
+    assert not pacer.is_early(0)
+    pacer.landed(0.0)
+    pacer.sent(1, 0)
+    assert due_s(pacer) == pytest.approx(clock.now + 0.1 - MARGIN_S)
+
+
+def test_a_verdict_that_is_expected_is_waited_for_but_not_for_long(pacer: Pacer) -> None:
+    plain_s = due_s(pacer)
+    pacer.answered(plain_s + 0.02)
+    assert due_s(pacer, oldest_sent_s=0.0, patience=0.2) == pytest.approx(plain_s + 0.02)
+    assert due_s(pacer, oldest_sent_s=0.001, patience=0.2) == plain_s  # it comes too late
+    assert due_s(pacer) == plain_s
+
+
+def test_nothing_is_early_where_no_costs_are_known_or_runs_were_given_up(pacer: Pacer, clock: Clock) -> None:
+    assert not Pacer(None, clock).is_early(0)
+    assert due_s(pacer) > 0
+    pacer.given_up()
+    pacer.begin()
+    assert not pacer.is_early(0)
