@@ -82,7 +82,8 @@ def _check_room(missing: Mapping[int, int], output: Path) -> None:
     fitting = [number for number, total in zip(missing, accumulate(missing.values()), strict=True) if total <= left]
     ways = "make room, or name another directory"
     if fitting:
-        ways = f"{ways}, or write what ranks of this host need alone: --only {','.join(map(str, fitting))} fits"
+        fits = f"--only {','.join(map(str, fitting))} fits"
+        ways = f"make room, name another directory, or write what ranks of this host need alone: {fits}"
     raise UserError(
         f"--output {output} lacks {size_text(needed - left)}: {size_text(needed)} are to be written, "
         f"{size_text(left)} are left; {ways}"
