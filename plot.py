@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeinfer.errors import UserError
+from pipeinfer.job.streams import take_streams
 from pipeinfer.observe.load_columns import LOADS
 from pipeinfer.observe.results import read_results
 from pipeinfer.observe.table import lines_of
@@ -29,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("results", nargs="?", type=Path, default=Path("results.csv"), help="[default: results.csv]")
     parser.add_argument("-o", "--output", type=Path, help="Folder for the pictures. [default: beside the table]")
+    take_streams()  # names that nobody reads are no loss: the files are written all the same
     options = parser.parse_args()
     try:
         write_figures(options.results, options.output or options.results.parent)
