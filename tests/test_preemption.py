@@ -139,6 +139,34 @@ def test_who_waits_begins_by_priority_then_as_it_came() -> None:
     assert first == [0, 3, 5, 2, 1, 4]
 
 
+def test_a_lower_priority_begins_before_the_preempted() -> None:
+    engine, begun = engine_of(160), list[int]()
+    requests = [Request(number, [number + 1] * 9, 60, SamplingParams(temp=0.0), 160) for number in range(4)]
+    for request in requests[:3]:
+        engine.add(request, Iterative(), RequestMetrics())
+    while not engine.admission.waiting:
+        engine.step()
+    assert [job.request.id for job in engine.admission.waiting] == [2]
+    requests[3].priority = -1
+    assert engine.admission.would_pass(-1) and not engine.admission.would_pass(0)
+    engine.add(requests[3], Iterative(), RequestMetrics())
+    while engine.busy:
+        engine.step()
+        begun += [id for id in engine._jobs if id not in begun and id > 1]
+    assert begun == [3, 2]
+
+
+def test_no_more_are_open_than_may_be() -> None:
+    engine, n_open = engine_of(400), set[int]()
+    engine.admission.n_open = 2
+    for number in range(4):
+        engine.add(Request(number, [number + 1] * 9, 9, SamplingParams(temp=0.0), 160), Iterative())
+    while engine.busy:
+        engine.step()
+        n_open.add(len(engine._jobs))
+    assert max(n_open) == 2
+
+
 @pytest.mark.parametrize(("priorities", "preempted"), [((0, 0, 0), {2}), ((0, 1, 0), {1}), ((2, 1, 0), {0})])
 def test_the_lowest_priority_is_preempted_then_the_youngest(priorities: tuple[int, ...], preempted: set[int]) -> None:
     engine, counts = engine_of(160), Counts()

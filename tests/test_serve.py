@@ -397,6 +397,27 @@ def test_who_waits_begins_by_priority() -> None:
         assert refused.status_code == 400 and "priority is" in refused.json()["error"]["message"]
 
 
+def test_a_low_priority_passes_preempted_texts() -> None:
+    """Of three texts two have cells for all they are to have, so the third one has given its own up by then."""
+    with Served(1, ["--parallel", "4", "-c", "400", "-md", "none"]) as served, ThreadPoolExecutor(4) as pool:
+        ended: list[int] = []
+
+        def ask(priority: int, n: int) -> int:
+            body = {**ASKED, "ignore_eos": True, "max_tokens": n, "priority": priority}
+            said = served.http.post("/v1/completions", json=body, timeout=60).json()
+            ended.append(priority)
+            return int(said["timings"]["preempted_n"])
+
+        asked = []
+        for n_before in range(3):
+            asked.append(pool.submit(ask, 3, 380))
+            served.until(lambda n=n_before: sum(slot["is_processing"] for slot in slots(served)) == n + 1)
+        served.until(lambda: max(slot["n_decoded"] for slot in slots(served)) > 340)
+        pool.submit(ask, -3, 20).result(timeout=60)
+        assert [each.result(timeout=60) for each in asked] == [0, 0, 1]
+        assert ended == [-3, 3, 3, 3]
+
+
 def test_clients_that_err_lie_leave_and_dawdle_disturb_nobody(served: Served) -> None:
     """The first cases of benchmarks/fuzz_server.py."""
     text = served.text(**ASKED)

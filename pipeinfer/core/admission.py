@@ -14,15 +14,20 @@ from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
 
 AHEAD, SHARE_AHEAD = 64, 1 / 16
-"""Tokens beyond its text so far for which a request must have cells to begin, at most, and as a share of all cells.
+"""Tokens beyond its text so far for which a request must have cells to begin, at most, and as a share of what all have.
 With more, requests wait that could have been done; with fewer, they are preempted soon."""
 
 RANK = attrgetter("rank")
 
 
+def ahead_of(n_tokens: int) -> int:
+    """Tokens beyond its text so far for which a request must have room, where all have so many together."""
+    return min(AHEAD, int(n_tokens * SHARE_AHEAD))
+
+
 class Admission:
     """`levels`: the target first. `opened`: the open requests by id. `n_prompts`: of requests that read blocks at a
-    time, at most. `waiting`: in the order in which they are to be opened."""
+    time, at most. `n_open`: of all requests. `waiting`: in the order in which they are to be opened."""
 
     def __init__(
         self,
@@ -33,7 +38,7 @@ class Admission:
         n_prompts: int,
     ) -> None:
         self.levels, self.growth, self.opened, self.run_cost, self.target = levels, growth, opened, run_cost, levels[0]
-        self.n_prompts, self.ahead = n_prompts, min(AHEAD, int(self.target.pool.n_cells * SHARE_AHEAD))
+        self.n_prompts, self.n_open, self.ahead = n_prompts, 1 << 30, ahead_of(self.target.pool.n_cells)
         self.prefixes = Prefixes(self.target.blocks, self.target.pool.rewinds, opened, self.target.n_settled)
         self.waiting: list[Opened] = []
         self._n_arrived = 0
@@ -46,6 +51,10 @@ class Admission:
             self._n_arrived += 1
             job.arrival = self._n_arrived
         insort(self.waiting, job, key=RANK)
+
+    def would_pass(self, priority: int) -> bool:
+        """Whether a request of this priority is to be opened before one that waits."""
+        return bool(self.waiting) and priority < self.waiting[-1].request.priority
 
     def give_up(self, request: Request) -> Opened | None:
         """Nobody wants it any more; the one that has waited, if it is one of those."""
@@ -60,6 +69,8 @@ class Admission:
         """Those that may begin now, each to be opened before the next is asked for: the first that wait, while there is
         room; passed over are those that better wait until another one has evaluated what they begin with."""
         for job in list(self.waiting):
+            if len(self.opened) >= self.n_open:
+                break
             if self.prefixes.waits(job.request, self._is_worth_waiting):
                 continue
             if self._reads_enough(job.request) or not self._make_room(job.request):

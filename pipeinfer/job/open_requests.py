@@ -11,6 +11,7 @@ from itertools import chain
 
 from pipeinfer.cluster.serve import N_TEXT_MAX
 from pipeinfer.cluster.wire import text_bytes
+from pipeinfer.core.admission import ahead_of
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.job.context import Context
@@ -62,6 +63,7 @@ class OpenRequests:
         self.context, self.session, self.tokenizer, self.n_ctx = context, session, tokenizer, n_ctx
         self.options = context.options
         self.engine = session.set_up(self.options)
+        self.engine.admission.ahead, self.engine.admission.n_open = ahead_of(n_ctx), self.options.parallel
         self._open: dict[int, Open] = {}
 
     def __len__(self) -> int:
@@ -73,11 +75,13 @@ class OpenRequests:
         return sum(text_bytes(each.asked.sampling) for each in self._open.values())
 
     def has_room(self, asked: GenerationRequest) -> bool:
-        """Whether one more may be handed to the engine now, where it may have to wait for another one's prompt."""
-        return (
-            len(self._open) < self.options.parallel
-            and (not self._open or self.engine.admission.n_reserved + self._n_soon(asked) <= self.n_ctx)
-            and self.n_text + text_bytes(asked.sampling) <= N_TEXT_MAX
+        """Whether one more may be handed to the engine now. There it may have to wait for another one's prompt; where
+        preempted ones wait that it is to begin before, it waits in front of them, or the next room were theirs."""
+        admission = self.engine.admission
+        return self.n_text + text_bytes(asked.sampling) <= N_TEXT_MAX and (
+            not self._open
+            or admission.would_pass(asked.priority)
+            or (len(self._open) < self.options.parallel and admission.n_reserved + self._n_soon(asked) <= self.n_ctx)
         )
 
     def _n_soon(self, asked: GenerationRequest) -> int:
