@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from pipeinfer.core.admission import ahead_of
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.prefixes import spans_to_continue
@@ -154,6 +155,10 @@ def test_a_lower_priority_begins_before_the_preempted() -> None:
         engine.step()
         begun += [id for id in engine._jobs if id not in begun and id > 1]
     assert begun == [3, 2]
+
+
+def test_what_texts_must_have_room_for_ahead_is_a_share_of_their_context() -> None:
+    assert [ahead_of(n_ctx) for n_ctx in (300, 1024, 100_000)] == [18, 64, 64]
 
 
 def test_no_more_are_open_than_may_be() -> None:

@@ -43,6 +43,7 @@ class BatchRequest:
         """The same for the same question at the same place, or with the same custom_id."""
         asked = asdict(self)
         asked |= asked.pop("body")
+        del asked["priority"]  # no text depends on it
         sampling = asked["sampling"].items()
         asked["sampling"] = {name: value for name, value in sampling if NOT_ASKED.get(name) != value}
         if self.custom_id is not None:
