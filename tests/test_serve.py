@@ -395,6 +395,10 @@ def test_who_waits_begins_by_priority() -> None:
         assert ended == [-1, 0, 1] and len(texts) == 1
         refused = served.http.post("/v1/completions", json={**ASKED, "priority": "high"})
         assert refused.status_code == 400 and "priority is" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["param"] == "priority"
+        refused = served.http.post("/v1/completions", json={**ASKED, "grammar": 'root ::= "a"', "ignore_eos": True})
+        assert refused.json()["error"]["message"].startswith("ignore_eos goes on")
+        assert refused.json()["error"]["param"] == "ignore_eos"
 
 
 def test_a_low_priority_passes_preempted_texts() -> None:

@@ -70,7 +70,7 @@ class BodyPrompts:
             raise rendered[-1]
         earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, str)]
         prompt = encode_rendered(self.tokenizer, str(rendered[-1])) if rendered else self._tokens(body)
-        check_constraints(body.sampling, body.ignore_eos, self.tokenizer)
+        check_constraints(body.sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
         if not prompt:
             raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
         n_predict = body.n_predict if body.n_predict >= 0 else max(1, min(self.share, self.n_ctx - len(prompt)))

@@ -21,14 +21,16 @@ def constrained(options: RunOptions, tokenizer: Tokenizer) -> RunOptions:
     return replace(options, sampling=sampling)
 
 
-def check_constraints(sampling: SamplingParams, ignore_eos: bool, tokenizer: Tokenizer) -> None:
-    """Raises UserError for what cannot be had with this vocabulary."""
+def check_constraints(
+    sampling: SamplingParams, ignore_eos: bool, tokenizer: Tokenizer, flag: str = "--ignore-eos"
+) -> None:
+    """`flag`: what says `ignore_eos`. Raises UserError for what cannot be had with this vocabulary."""
     ids, _ = read_biases(sampling.logit_bias)
     if len(ids) and ids[-1] >= tokenizer.n_vocab:
         raise UserError(f"a logit bias is for token {ids[-1]}, and the vocabulary has {tokenizer.n_vocab}, from 0 on; "
                         "`pipeinfer run --json` and POST /tokenize tell a text's tokens")  # fmt: skip
     if sampling.grammar and ignore_eos:
-        raise UserError("ignore-eos goes on behind the end of the text, where a grammar lets nothing follow; "
+        raise UserError(f"{flag} goes on behind the end of the text, where a grammar lets nothing follow; "
                         "leave one of them out")  # fmt: skip
     if sampling.grammar:
         check_grammar(tokenizer.path, sampling.grammar)

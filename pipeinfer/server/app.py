@@ -175,9 +175,10 @@ class Api:
         except asyncio.TimeoutError:
             raise Refusal(408, f"the request was not complete after {self.http.timeout_s:g} s") from None
         try:
-            return read_json(data)
+            request.state.given = given = read_json(data)
         except UserError as error:
             raise UserError(f"the body {error}") from None
+        return given
 
 
 async def _read(request: Request, n_most: int) -> bytes:
@@ -219,7 +220,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _wrong(request: Request, error: Exception) -> Response:
-    return JsonResponse(error_body(400, str(error)), 400)
+    field = str(error).removeprefix("the ").partition(" ")[0]
+    given = getattr(request.state, "given", ())
+    return JsonResponse(error_body(400, str(error), field if field in given else None), 400)
 
 
 async def _not_rendered(request: Request, error: Exception) -> Response:

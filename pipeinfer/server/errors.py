@@ -31,8 +31,10 @@ class Refusal(Exception):
         return error_body(self.status, self.message)
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": TYPES.get(status, "server_error"), "param": None, "code": status}}
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """`param`: the field of the request that the message is about, if it is about one."""
+    kind = TYPES.get(status, "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def lost() -> Refusal:
