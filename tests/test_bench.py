@@ -460,7 +460,7 @@ def test_csv_and_json_say_the_same(pair: list[str]) -> None:
     integers = {"ranks": 1, "prompt_n": 16, "predicted_n": 4, "model_bytes": one["model_bytes"], "top_k": 40}
     for name, value in integers.items():
         assert one[name] == value and isinstance(one[name], int) and other[name] == str(value)
-    assert one["layers"] == "6" and one["threads"] == "1"
+    assert one["layers"] == [6] and one["threads"] == [1] and other["layers"] == "6" and other["threads"] == "1"
     assert one["acceptance_rate"] is None and other["acceptance_rate"] == ""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeinfer.observe.columns import ASKED
 from pipeinfer.observe.facets import without_suffixes
-from pipeinfer.observe.json_text import without_nan
+from pipeinfer.observe.json_text import json_text, without_nan
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.metrics import percentiles
 from pipeinfer.observe.report import number, size_text
@@ -66,23 +66,19 @@ def print_records(
     elif output == "csv" and summaries:
         writer = csv.DictWriter(sys.stdout, list(summaries[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(_plain(summary) for summary in summaries)
+        writer.writerows({name: _cell(value) for name, value in summary.items()} for summary in summaries)
     elif output == "json":
-        print(json.dumps([_plain(summary) for summary in summaries], indent=1))
+        print(json.dumps(without_nan(summaries), indent=1))
     elif output == "jsonl":
         for summary in summaries:
-            print(json.dumps(_plain(summary)))
+            print(json_text(summary))
     sys.stdout.flush()
 
 
-def _plain(summary: dict[str, Any]) -> dict[str, Any]:
-    """No NaN, which JSON does not know; lists as text."""
-    return {name: _plain_value(value) for name, value in summary.items()}
-
-
-def _plain_value(value: Any) -> Any:
+def _cell(value: Any) -> Any:
+    """Empty for NaN; of a list all whole numbers with all their digits."""
     if isinstance(value, tuple | list):
-        return ",".join(f"{item:g}" for item in value)
+        return ",".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in value)
     return without_nan(value)
 
 
