@@ -392,6 +392,8 @@ def test_who_waits_begins_by_priority() -> None:
                 served.until(lambda n=n_before: len(slots(served)) == n + 2)
             answer.close()
             texts = {each.result(timeout=20) for each in asked}
+        timings = served.http.post("/v1/completions", json=ASKED).json()["timings"]
+        assert 0 <= timings["queued_s"] < 1
         assert ended == [-1, 0, 1] and len(texts) == 1
         refused = served.http.post("/v1/completions", json={**ASKED, "priority": "high"})
         assert refused.status_code == 400 and "priority is" in refused.json()["error"]["message"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.complain import complain
-from pipeinfer.job.context import Context
+from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.drain import Drain
 from pipeinfer.job.front import Ask, Begun, Came, Draining, Drop, Ended, Front, Listening, Ready, Watch
@@ -51,9 +51,10 @@ class Service:
         self.console = stderr_console()
         self.session = Session(context, deployment, lambda rank, loaded_s: None, self._is_called)
         self.pictures = Pictures(self.session, deployment)
-        self._waiting: list[tuple[Ask, GenerationRequest]] = []  # by priority, then as they came
+        self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then as they came; when
         self._open: dict[int, Open] = {}  # by the front's ids
         self._ids: dict[Open, int] = {}
+        self._queued_s: dict[int, float] = {}  # before the engine had them
         self._is_draining = False
 
     def run(self) -> int:
@@ -106,7 +107,7 @@ class Service:
         """Give up what is still open, in order. Returns the exit code."""
         lost = self.front.lost()
         self.requests.stop_all()
-        for id in [*self._open, *(ask.id for ask, _ in self._waiting)]:
+        for id in [*self._open, *(ask.id for ask, *_ in self._waiting)]:
             self.front.tell(Ended(id, ""))
         self.session.take_figures()  # or what was asked for would come when nobody takes it
         self.session.close()
@@ -125,7 +126,8 @@ class Service:
                      f"{self.drain.limit_s:g} s, a second signal stops them")  # fmt: skip
         for message in self.front.take():
             if isinstance(message, Ask):
-                insort(self._waiting, (message, self._generation(message)), key=lambda each: each[0].priority)
+                waiting = message, self._generation(message), CLOCK()
+                insort(self._waiting, waiting, key=lambda each: each[0].priority)
             elif isinstance(message, Drop):
                 self._drop(message.id)
             elif isinstance(message, Watch):
@@ -144,7 +146,7 @@ class Service:
 
     def _drop(self, id: int) -> None:
         if opened := self._open.pop(id, None):
-            del self._ids[opened]
+            del self._ids[opened], self._queued_s[id]
             self.requests.stop(opened)
         else:
             self._waiting = [each for each in self._waiting if each[0].id != id]
@@ -154,9 +156,10 @@ class Service:
     def _admit(self) -> None:
         """Begin those that wait, in their order, while there is room."""
         while self._waiting and self.requests.has_room(self._waiting[0][1]):
-            ask, asked = self._waiting.pop(0)
+            ask, asked, came_s = self._waiting.pop(0)
             opened = self.requests.begin(asked, self.options.policy.begin())
             self._open[ask.id], self._ids[opened] = opened, ask.id
+            self._queued_s[ask.id] = opened.metrics.submitted_s - came_s
             self.front.tell(Begun(ask.id))
 
     def _tell(self, news: list[News]) -> None:
@@ -167,5 +170,5 @@ class Service:
             if each.ended:
                 id = self._ids.pop(each.opened)
                 del self._open[id]
-                timings = without_nan(service_timings(each.opened.metrics))
+                timings = without_nan(service_timings(each.opened.metrics)) | {"queued_s": self._queued_s.pop(id)}
                 self.front.tell(Ended(id, each.opened.finish, timings, self.pictures.n_runs))
