@@ -91,6 +91,7 @@ class SweepHead(Generic[G]):
     def __init__(self, crew: Crew, groups: list[G], table: Table) -> None:
         self.crew, self.groups, self.table = crew, groups, table
         self.rows: list[Record] = []
+        self.n_kept = 0  # of them in --results
         self.noticed: set[str] = set()
         self.console = stderr_console()
         # plain lines where there is no terminal to draw on
@@ -128,11 +129,13 @@ class SweepHead(Generic[G]):
 
     def _kept(self) -> str:
         """What an interruption leaves, and where."""
-        if not self.rows:
-            return "nothing had been measured"
         results = self.groups[0].options.results
+        if not self.rows:
+            return f"nothing {'more ' if results else ''}had been measured"
         if results is None:
             return "the table has what was measured, and without --results FILE nothing else keeps it"
+        if not self.n_kept:
+            return f"the table has what was measured, {results} has nothing of it"
         return f"what was measured is in {results}, --resume goes on from it"
 
     def _measure_group(self, group: G) -> int:
@@ -156,6 +159,7 @@ class SweepHead(Generic[G]):
         if options.results:
             try:
                 self.table.append(options.results, measured)
+                self.n_kept += 1
             except UserError as error:  # a full disk: nothing more could be kept
                 self.crew.flag.note(str(error), 2)
         return row
