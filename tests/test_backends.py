@@ -117,7 +117,7 @@ def test_a_model_that_torch_does_not_compute_is_refused_before_anything_loads(tm
 
 def test_results_tell_experiments_with_other_backends_apart() -> None:
     assert options_text(replace(DEFAULT, backend=backends("llama,torch:bf16"))) == "backend llama,torch:bf16"
-    assert options_text(DEFAULT) == ""
+    assert options_text(DEFAULT) == "" and options_text(replace(DEFAULT, samplers=1)) == "sampler-threads 1"
 
 
 def test_ranks_of_a_host_take_its_gpus_in_turns() -> None:

@@ -257,6 +257,7 @@ def test_what_llama_cpp_has_and_we_lack_is_named() -> None:
         (["-ngld", "3"], "-ngl"),
         (["-fa", "off"], "on, 1"),
         (["-fa"], "on, 1"),
+        (["--flash-attn", "-n", "3"], "--flash-attn has no value"),
         (["--mirostat", "2"], "no such sampler"),
         (["--lora", "x"], "merge"),
         (["-zz"], "-zz"),

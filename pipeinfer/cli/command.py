@@ -101,6 +101,8 @@ def _check_harmless(name: str, values: tuple[str, ...] | None, words: Iterator[s
     if values is None:
         return
     value = next(words, "")
+    if value not in values and (not value or value.startswith("-")):
+        raise click.UsageError(f"{name} has no value; leave it out, or give one without effect: {', '.join(values)}")
     if value not in values:
         raise click.UsageError(f"{name} {value}: {INSTEAD.get(name, 'it cannot be had here')}; "
                                f"accepted, and without effect: {', '.join(values)}")  # fmt: skip

@@ -49,6 +49,10 @@ def _drafting(options: RunOptions, draft_split: Sequence[int]) -> list[str]:
     return cut + ["lookup"] * options.lookup
 
 
+WRITTEN = {"samplers": "sampler_threads"}
+"""Options that the command line calls otherwise."""
+
+
 def options_text(options: RunOptions) -> str:
     """The job's options that have no column of their own, where they are not as by default: `ctx-size 512`."""
     names = (
@@ -64,7 +68,8 @@ def options_text(options: RunOptions) -> str:
         "max_delay_s",
     )
     changed = [(name, getattr(options, name)) for name in names if getattr(options, name) != getattr(DEFAULT, name)]
-    shown = [f"{name.removesuffix('_s').replace('_', '-')} {_listed(value)}" for name, value in changed]
+    written = [(WRITTEN.get(name, name).removesuffix("_s").replace("_", "-"), value) for name, value in changed]
+    shown = [f"{name} {_listed(value)}" for name, value in written]
     return ", ".join(shown + (["slice-cache"] if options.slice_cache else []))
 
 
