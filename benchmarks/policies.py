@@ -91,7 +91,7 @@ several tokens can pass it.
   one.
 * Where every row costs, as on CPUs, `pipeinfer` with narrow runs of the likeliest guesses wins, and `pipedec` and
   `flowspec` are fast only with their widths cut down.
-* With a draft that is right one time in twenty CPUs gain 5 to 24 percent, the longer the pipeline the more.
+* With a draft that is right one time in twenty CPUs gain 6 to 26 percent, the longer the pipeline the more.
 
 ![PipeDec's 14 stages](policies.png)
 """
