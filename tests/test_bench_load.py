@@ -209,7 +209,7 @@ def test_ctrl_c_keeps_the_loads_that_are_complete(pair: list[str], tmp_path: Pat
 
 
 def test_every_column_is_documented() -> None:
-    page = (ROOT / "docs" / "load.md").read_text().splitlines()
+    page = (ROOT / "docs" / "load.md").read_text().partition("## The columns")[2].splitlines()
     documented = [line for line in page if line.startswith("| `")]
     assert documented == [
         f"| `{column.name}` | {column.kind} | {'yes' if column.asked else ''} | {column.meaning} |"
@@ -247,6 +247,28 @@ def test_every_figure_of_loads_and_no_overlapping_text() -> None:
             clashes = [other for other, later in boxes[index + 1 :] if box.shrunk(0.98, 0.9).overlaps(later)]
             assert not clashes, f"{name}: {first!r} over {clashes}"
     assert drawn == list(FIGURES)
+
+
+def test_ablations_are_lines_of_their_own_and_a_policy_looks_the_same_everywhere() -> None:
+    rows = [
+        LOADS.as_read(make_load("speculative", n, variant=variant)) for n in (1, 4) for variant in ("", "no-cancel")
+    ]
+    colours = []
+    for found in (rows, [*rows, LOADS.as_read(make_load("iterative", 1))]):
+        for name, figure in draw_loads(found):
+            drawn = {str(line.get_label()): line.get_color() for panel in figure.axes for line in panel.lines}
+            assert drawn["speculative"] != drawn["speculative, no-cancel"], name
+            colours.append((drawn["speculative"], drawn["speculative, no-cancel"]))
+    assert len(set(colours)) == 1 and len(colours) == 2 * len(FIGURES)
+
+
+def test_the_busiest_stage_is_the_same_in_table_and_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [LOADS.as_read(make_load(repetition=n, busy=busy)) for n, busy in ((1, [0.5, 0.9]), (2, [0.8, 0.2]))]
+    print_loads(rows, "md")
+    figure = FIGURES["load_utilisation"](rows)
+    assert figure and "65.0%" in capsys.readouterr().out
+    assert pytest.approx([65.0]) in [numbers(line.get_ydata()) for line in figure.axes[0].lines]
+    plt.close("all")
 
 
 def numbers(data: Any) -> list[float]:

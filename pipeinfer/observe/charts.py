@@ -17,12 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeinfer.observe.facets import Bar, Series, grouped
+from pipeinfer.observe.looks import Look
 from pipeinfer.observe.table import Record
 
-# Okabe and Ito's palette: told apart with any colour vision; hatches serve those who print in grey
-KNOWN = {"iterative": ("#999999", ""), "speculative": ("#E69F00", "//"), "pipeinfer": ("#0072B2", "")}
-COLOURS = (("#009E73", "\\\\"), ("#D55E00", ""), ("#CC79A7", ".."), ("#56B4E9", ""), ("#F0E442", "xx"))
-FURTHER = tuple((colour, hatch + more) for more in ("", "--", "oo", "++") for colour, hatch in COLOURS)
 USES = {"busy_s": ("busy", "#009E73"), "cancelled_s": ("cancelled runs", "#D55E00"),
         "waiting_s": ("waiting for a run", "#56B4E9"), "idle_s": ("idle", "#DDDDDD")}  # fmt: skip
 LEGEND_WIDTH = 1.5  # inches an entry takes at least
@@ -45,13 +42,6 @@ Value = Callable[[Record], float]
 def text_width(texts: Sequence[str]) -> float:
     """Inches the longest line needs, about."""
     return max((0.08 * len(line) for text in texts for line in text.split("\n")), default=0.0)
-
-
-def styles(series: Series) -> dict[str, tuple[str, str]]:
-    further, styles = iter(FURTHER * (1 + len(series) // len(FURTHER))), {}
-    for label in series:
-        styles[label] = KNOWN[label] if label in KNOWN else next(further)
-    return styles
 
 
 def panels(n_panels: int, columns: int = 0, width: float = 4.2) -> tuple[Figure, list[Axes]]:
@@ -91,7 +81,7 @@ def bar_groups(
     series: Series,
     group_of: Callable[[Record], Any],
     value: Value,
-    styles: dict[str, tuple[str, str]],
+    looks: dict[str, Look],
     dots: bool = False,
     mark: Callable[[Bar], str] = lambda rows: "",
 ) -> list[Bar]:
@@ -104,7 +94,7 @@ def bar_groups(
         for number, (at, members) in enumerate(here):
             values, middle = [value(row) for row in members], at - 0.4 + (index + 0.5) * width
             # one legend entry a series, from its first bar
-            height = _bar(axes, middle, 0.92 * width, values, styles[label], "" if number else label)
+            height = _bar(axes, middle, 0.92 * width, values, looks[label], "" if number else label)
             if dots:
                 height = max(height, *values)
                 spread = np.linspace(-0.3, 0.3, len(values)) * width if len(values) > 1 else [0.0]
@@ -119,10 +109,12 @@ def bar_groups(
     return bars
 
 
-def _bar(axes: Axes, middle: float, width: float, values: Sequence[float], style: tuple[str, str], label: str) -> float:
+def _bar(axes: Axes, middle: float, width: float, values: Sequence[float], look: Look, label: str) -> float:
     """A bar and its whisker, which never reaches below 0; a single value has none. Returns how high it is."""
-    mean, (colour, hatch) = statistics.fmean(values), style
-    axes.bar(middle, mean, width, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4, label=label or None)
+    mean = statistics.fmean(values)
+    axes.bar(
+        middle, mean, width, color=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0.4, label=label or None
+    )
     if len(values) < 2:
         return mean
     deviation = statistics.stdev(values)
@@ -130,11 +122,11 @@ def _bar(axes: Axes, middle: float, width: float, values: Sequence[float], style
     return mean + deviation
 
 
-def cdf(axes: Axes, values: Sequence[float], label: str, colour: str) -> None:
+def cdf(axes: Axes, values: Sequence[float], label: str, look: Look) -> None:
     if values:
         shares = np.arange(1, len(values) + 1) / len(values)
-        style = {"#999999": "-", "#E69F00": "--"}.get(colour, "-")
-        axes.step([0.0, *values], [0.0, *shares], where="post", label=label, color=colour, linestyle=style, lw=1.6)
+        axes.step([0.0, *values], [0.0, *shares], where="post", label=label, color=look.colour, linestyle=look.dashes,
+                  lw=1.6)  # fmt: skip
 
 
 def n_ranks(rows: Sequence[Record]) -> int:

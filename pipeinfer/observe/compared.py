@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib import pyplot as plt
 
-from pipeinfer.observe.charts import KNOWN, STYLE, note, styles
+from pipeinfer.observe.charts import STYLE, note
+from pipeinfer.observe.looks import looks
 from pipeinfer.observe.timeline import picture_format
 from pipeinfer.outputs import write_file
 
@@ -25,18 +26,18 @@ def draw(path: Path, speeds: Sequence[tuple[str, Sequence[float]]], limit: float
     Raises UserError when the file cannot be written or is named like none of the pictures that can be made.
     """
     suffix = picture_format(path)
-    looks = styles({policy: [] for policy, _ in speeds if policy not in KNOWN}) | KNOWN
+    shown = looks([{policy: [{"policy": policy}] for policy, _ in speeds}])
     with plt.rc_context(STYLE | {"axes.grid.axis": "x"}):
         figure, axes = plt.subplots(figsize=(7.0, 0.42 * len(speeds) + 1.3), layout="constrained")
         for at, (policy, values) in enumerate(speeds):
-            colour, hatch = looks[policy]
+            look = shown[policy]
             mean = float(np.mean(values))
-            axes.barh(at, mean, 0.7, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
+            axes.barh(at, mean, 0.7, color=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0.4)
             if len(values) > 1:
                 axes.plot(values, [at] * len(values), ".", color="black", ms=3.0)
             axes.annotate(f"{mean:.3g}", (max(mean, *values), at), (4, 0), textcoords="offset points", va="center")
-        axes.axvline(limit, color="#D55E00", linestyle="--", linewidth=1.2)
-        axes.annotate("limit", (limit, -0.62), (3, 0), textcoords="offset points", color="#D55E00", fontsize=8)
+        axes.axvline(limit, color="#222222", linestyle="--", linewidth=1.2)
+        axes.annotate("limit", (limit, -0.62), (3, 0), textcoords="offset points", color="#222222", fontsize=8)
         axes.set_yticks(range(len(speeds)), [policy for policy, _ in speeds])
         axes.set_ylim(len(speeds) - 0.4, -0.8)
         axes.set_xlim(0, 1.12 * max(limit, *(max(values) for _, values in speeds)))

@@ -119,8 +119,9 @@ def _facet_label(name: str, value: Any) -> str:
 
 
 def series_of(rows: Sequence[Record]) -> Series:
-    """Rows by policy; by settings and layers too where one policy comes with several on as many ranks."""
-    ordered = sorted(rows, key=lambda row: POLICIES.index(row["policy"]) if row["policy"] in POLICIES else 9)
+    """Rows by policy, and by what an ablation switched off; by settings and layers too where one policy comes with
+    several on as many ranks."""
+    ordered = sorted(rows, key=lambda row: (_place(row["policy"]), bool(row.get("variant"))))
     several = {
         name: {key[0] for key, found in grouped(rows, lambda row: (row["policy"], row.get("ranks"))).items()
                if len({row.get(name) for row in found}) > 1}
@@ -128,7 +129,7 @@ def series_of(rows: Sequence[Record]) -> Series:
     }  # fmt: skip
 
     def label(row: Record) -> str:
-        parts = [clean(row["policy"])]
+        parts = [", ".join(filter(None, (clean(row["policy"]), in_full(row.get("variant") or ""))))]
         if row["policy"] in several["settings"]:
             parts.append(in_full(row["settings"]))
         if row["policy"] in several["layers"]:
@@ -136,6 +137,10 @@ def series_of(rows: Sequence[Record]) -> Series:
         return "\n".join(parts)
 
     return grouped(ordered, label)
+
+
+def _place(policy: str) -> int:
+    return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
 
 
 def by_ranks(rows: Sequence[Record], facets: Sequence[str] = FACETS) -> dict[str, list[Record]]:

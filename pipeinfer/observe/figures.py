@@ -13,8 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeinfer.observe.charts import (
-    FURTHER,
-    KNOWN,
     STYLE,
     Value,
     bar_groups,
@@ -24,7 +22,6 @@ from pipeinfer.observe.charts import (
     note,
     panels,
     stack_ranks,
-    styles,
 )
 from pipeinfer.observe.columns import ASKED
 from pipeinfer.observe.facets import (
@@ -40,6 +37,7 @@ from pipeinfer.observe.facets import (
     prompt_labels,
     series_of,
 )
+from pipeinfer.observe.looks import VARIANT_LOOKS, looks
 from pipeinfer.observe.table import Record
 
 WITHOUT = {"no-cancel": "without cancellation", "no-partitions": "without KV partitions",
@@ -84,7 +82,7 @@ def ablation(rows: Sequence[Record]) -> Figure | None:
     if not chosen:
         return None
     variants = sorted(dict.fromkeys(row["variant"] for row in chosen), key=bool)
-    looks = dict(zip(map(_variant_label, variants), (KNOWN["pipeinfer"], *FURTHER * len(variants)), strict=False))
+    shown = dict(zip(map(_variant_label, variants), VARIANT_LOOKS * len(variants), strict=False))
     facets, drawn = _by_policy(chosen), dict[Axes, list[Bar]]()
     most = max(len({row["ranks"] for row in found}) for found in facets.values())
     figure, axes = panels(2 * len(facets), columns=2, width=max(4.2, 1.2 + 0.3 * most * len(variants)))
@@ -93,12 +91,12 @@ def ablation(rows: Sequence[Record]) -> Figure | None:
             sorted({row["ranks"] for row in found}),
             grouped(found, lambda row: _variant_label(row["variant"])),
         )
-        ordered = {label: series[label] for label in looks if label in series}
+        ordered = {label: series[label] for label in shown if label in series}
         for panel, name, scale, label in (
             (axes[2 * at], "predicted_per_second", 1.0, "mean generation speed (tokens/s)"),
             (axes[2 * at + 1], "itl_mean_s", 1e3, "mean inter-token latency (ms)"),
         ):
-            drawn[panel] = bar_groups(panel, ranks, ordered, lambda row: row["ranks"], _scaled(name, scale), looks,
+            drawn[panel] = bar_groups(panel, ranks, ordered, lambda row: row["ranks"], _scaled(name, scale), shown,
                                mark=_acceptance if name == "predicted_per_second" else _nothing)  # fmt: skip
             panel.set_ylabel(label)
             panel.set_xlabel("MPI ranks")
@@ -124,11 +122,12 @@ def prompts(rows: Sequence[Record]) -> Figure | None:
     if len({row["prompt"] for row in whole}) < 2:
         return None
     settings, drawn = by_ranks(whole), dict[Axes, list[Bar]]()
+    shown = looks(map(series_of, settings.values()))
     figure, axes = panels(len(settings), width=max(4.5, 1.2 + 0.85 * len(names)))
     for panel, (title, chosen) in zip(axes, settings.items(), strict=False):
         present = [name for name in names if name in set(map(label_of, chosen))]
         series = series_of(chosen)
-        drawn[panel] = bar_groups(panel, present, series, label_of, _scaled("predicted_per_second"), styles(series),
+        drawn[panel] = bar_groups(panel, present, series, label_of, _scaled("predicted_per_second"), shown,
                                   dots=True, mark=_acceptance)  # fmt: skip
         panel.set_xticks(range(len(present)), [clean(name) for name in present], rotation=30, ha="right")
         panel.set_title(title, fontsize=9)
@@ -143,14 +142,15 @@ def latencies(rows: Sequence[Record]) -> Figure | None:
     if not whole:
         return None
     settings, pooled = by_ranks(whole), list[Bar]()
+    shown = looks(map(series_of, settings.values()))
     figure, axes = panels(2 * len(settings), columns=2, width=4.6)
     for at, (title, chosen) in enumerate(settings.items()):
         series = series_of(chosen)
         pooled += series.values()
         for panel, name in zip(axes[2 * at : 2 * at + 2], ("itl_percentiles_s", "tpot_s"), strict=True):
-            for label, (colour, _) in styles(series).items():
-                values = chain.from_iterable(np.atleast_1d(row[name]) for row in series[label])
-                cdf(panel, sorted(1e3 * value for value in values if not math.isnan(value)), label, colour)
+            for label, members in series.items():
+                values = chain.from_iterable(np.atleast_1d(row[name]) for row in members)
+                cdf(panel, sorted(1e3 * value for value in values if not math.isnan(value)), label, shown[label])
             panel.set_title(title, fontsize=9)
             panel.grid(True, axis="both")
             panel.set_ylim(0, 1.02)
@@ -240,12 +240,13 @@ def _bars(rows: Sequence[Record], value: Value, label: str, with_acceptance: boo
     if not whole:
         return None
     facets, drawn = panels_of(whole), dict[Axes, list[Bar]]()
+    shown = looks(map(series_of, facets.values()))
     most = max(len({row.get("ranks") for row in found}) * len(series_of(found)) for found in facets.values())
     figure, axes = panels(len(facets), width=max(4.6 if len(facets) == 1 else 3.4, 1.2 + 0.36 * most))
     for panel, (title, found) in zip(axes, facets.items(), strict=False):
         ranks = sorted({row["ranks"] for row in found if "ranks" in row})
         series = series_of(found)
-        drawn[panel] = bar_groups(panel, ranks or [None], series, lambda row: row.get("ranks"), value, styles(series),
+        drawn[panel] = bar_groups(panel, ranks or [None], series, lambda row: row.get("ranks"), value, shown,
                            mark=_acceptance if with_acceptance else _nothing)  # fmt: skip
         panel.set_xticks(range(len(ranks)), [str(count) for count in ranks])
         panel.set_xlabel("MPI ranks" if ranks else "")

@@ -14,15 +14,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from pipeinfer.observe.charts import STYLE, Value, cdf, legend, note, panels, styles
+from pipeinfer.observe.charts import STYLE, cdf, legend, note, panels
 from pipeinfer.observe.facets import SHOWN, Bar, Series, by_ranks, count_text, grouped, pooled_text, series_of
 from pipeinfer.observe.load_columns import LOADS
+from pipeinfer.observe.loads import busiest
+from pipeinfer.observe.looks import Look, looks
 from pipeinfer.observe.table import Record
 
 POINTS = {"concurrency": "clients at a time", "rate": "requests a second"}
 FACETS = tuple(name for name in LOADS.asked if name not in (*SHOWN, *POINTS))
-MARKERS = "osD^v*P"
 MS = 1e3
+
+Values = Callable[[Bar], list[float]]
 
 
 class Kind(NamedTuple):
@@ -45,17 +48,18 @@ def curves(rows: Sequence[Record]) -> Figure | None:
     if not settings:
         return None
     figure, axes = panels(4 * len(settings), columns=2, width=4.6)
+    shown = _looks(settings)
     drawn = list[Bar]()
     for at, (title, point, found) in enumerate(settings):
         series = series_of(found)
         first, *others = axes[4 * at : 4 * at + 4]
-        drawn += _lines(first, point, series, partial(_scaled, "predicted_per_second", 1.0), WHOLE)
+        drawn += _lines(first, point, series, shown, partial(_scaled, "predicted_per_second", 1.0), WHOLE)
         _label(first, title, point, found, "throughput (tokens/s)")
-        for panel, (name, shown) in zip(others, (("ttft", "time to first token"), ("tpot", "time per output token"),
+        for panel, (name, meaning) in zip(others, (("ttft", "time to first token"), ("tpot", "time per output token"),
                                                  ("itl", "inter-token latency")), strict=True):  # fmt: skip
             for share, kind in SHARES.items():
-                _lines(panel, point, series, partial(_scaled, f"{name}_p{share}_s", MS), kind)
-            _label(panel, title, point, found, f"{shown} (ms)")
+                _lines(panel, point, series, shown, partial(_scaled, f"{name}_p{share}_s", MS), kind)
+            _label(panel, title, point, found, f"{meaning} (ms)")
     _tell_kinds(axes[1], SHARES.values())
     legend(figure)
     note(figure, _note_on(drawn))
@@ -64,9 +68,11 @@ def curves(rows: Sequence[Record]) -> Figure | None:
 
 def cdfs(rows: Sequence[Record]) -> Figure | None:
     """Distributions of TTFT, over requests, and of ITL, over all gaps; a line of panels a load."""
+    settings = list(_settings(rows))
+    shown = _looks(settings)
     loads = [
         (f"{title}, {_point_text(point, value)}", members)
-        for title, point, found in _settings(rows)
+        for title, point, found in settings
         for value, members in sorted(grouped(found, _reader(point)).items())
     ]
     if not loads:
@@ -76,17 +82,17 @@ def cdfs(rows: Sequence[Record]) -> Figure | None:
     for at, (title, members) in enumerate(loads):
         series = series_of(members)
         drawn += series.values()
-        for panel, name, label, of in (
+        for panel, name, words, of in (
             (axes[2 * at], "ttft_percentiles_s", "time to first token (ms)", "requests"),
             (axes[2 * at + 1], "itl_percentiles_s", "inter-token latency (ms)", "tokens"),
         ):
-            for policy, (colour, _) in styles(series).items():
-                cdf(panel, sorted(MS * each for row in series[policy] for each in row[name]), policy, colour)
+            for label, rows_of_it in series.items():
+                cdf(panel, sorted(MS * each for row in rows_of_it for each in row[name]), label, shown[label])
             panel.set_title(title, fontsize=9)
             panel.grid(True, axis="both")
             panel.set_ylim(0, 1.02)
             panel.set_xlim(left=0)
-            panel.set_xlabel(label)
+            panel.set_xlabel(words)
             panel.set_ylabel(f"share of {of}")
     legend(figure)
     alone = all(len(bar) == 1 for bar in drawn)
@@ -100,11 +106,12 @@ def utilisation(rows: Sequence[Record]) -> Figure | None:
     if not settings:
         return None
     figure, axes = panels(len(settings), width=4.6)
+    shown = _looks(settings)
     drawn = list[Bar]()
     for panel, (title, point, found) in zip(axes, settings, strict=True):
         series = series_of(found)
-        drawn += _lines(panel, point, series, lambda row: 100 * statistics.fmean(row["busy"]), MEAN)
-        _lines(panel, point, series, lambda row: 100 * max(row["busy"]), BUSIEST)
+        drawn += _lines(panel, point, series, shown, _mean_busy, MEAN)
+        _lines(panel, point, series, shown, _busiest, BUSIEST)
         _label(panel, title, point, found, "share of the time spent on runs (%)")
         panel.set_ylim(0, 102)
     _tell_kinds(axes[0], (MEAN, BUSIEST))
@@ -127,10 +134,9 @@ def draw_loads(rows: Sequence[Record]) -> Iterator[tuple[str, Figure]]:
 
 
 def _settings(rows: Sequence[Record]) -> Iterator[tuple[str, str, list[Record]]]:
-    """(title, by what its requests come, rows) of each panel's whole policies."""
-    whole = [row for row in rows if not row["variant"]]
+    """(title, by what its requests come, rows) of each panel."""
     for point in POINTS:
-        found = [row for row in whole if (row["concurrency"] > 0) == (point == "concurrency")]
+        found = [row for row in rows if (row["concurrency"] > 0) == (point == "concurrency")]
         for title, members in by_ranks(found, FACETS).items():
             yield title, point, members
 
@@ -139,27 +145,39 @@ def _point_text(point: str, value: float) -> str:
     return f"{value:g} {'client' if value == 1 else 'clients'}" if point == "concurrency" else f"{value:g} requests/s"
 
 
-def _scaled(name: str, scale: float, row: Record) -> float:
-    return scale * float(row[name])
+def _looks(settings: Iterable[tuple[str, str, Sequence[Record]]]) -> dict[str, Look]:
+    return looks(series_of(found) for _, _, found in settings)
 
 
-def _lines(panel: Axes, point: str, series: Series, value: Value, kind: Kind) -> list[Bar]:
-    """A line a policy through the means of its loads, with their deviations. Returns what each mean pools."""
+def _scaled(name: str, scale: float, rows: Bar) -> list[float]:
+    return [scale * float(row[name]) for row in rows]
+
+
+def _mean_busy(rows: Bar) -> list[float]:
+    return [100 * statistics.fmean(row["busy"]) for row in rows]
+
+
+def _busiest(rows: Bar) -> list[float]:
+    return [100 * share for share in busiest([row["busy"] for row in rows])]
+
+
+def _lines(panel: Axes, point: str, series: Series, shown: dict[str, Look], values_of: Values, kind: Kind) -> list[Bar]:
+    """A line a label through the means of its loads, with their deviations. Returns what each mean pools."""
     pooled, by_point = list[Bar](), _reader(point)
-    for number, (label, (colour, _)) in enumerate(styles(series).items()):
-        members = sorted(grouped(series[label], by_point).items())
-        values = [[each for row in rows if not math.isnan(each := value(row))] for _, rows in members]
+    for label, rows_of_it in series.items():
+        look, members = shown[label], sorted(grouped(rows_of_it, by_point).items())
+        values = [[each for each in values_of(rows) if not math.isnan(each)] for _, rows in members]
         at = [(x, found) for (x, _), found in zip(members, values, strict=True) if found]
         means = [statistics.fmean(found) for _, found in at]
         spread = [statistics.stdev(found) if len(found) > 1 else 0.0 for _, found in at]
         places = [x for x, _ in at]
         panel.plot(
-            places, means, color=colour, linestyle=kind.dashes, marker=MARKERS[number % len(MARKERS)], ms=4.5, lw=1.4,
+            places, means, color=look.colour, linestyle=kind.dashes, marker=look.marker, ms=4.5, lw=1.4,
             fillstyle=kind.fill, markerfacecoloralt="white", label=label if kind.dashes == "-" else None,
         )  # fmt: skip
         if any(spread):
             below = [min(*pair) for pair in zip(spread, means, strict=True)]
-            panel.errorbar(places, means, [below, spread], color=colour, linestyle="", capsize=2, lw=0.9)
+            panel.errorbar(places, means, [below, spread], color=look.colour, linestyle="", capsize=2, lw=0.9)
         pooled += [rows for _, rows in members]
     return pooled
 
@@ -185,7 +203,7 @@ def _label(panel: Axes, title: str, point: str, rows: Sequence[Record], label: s
 def _tell_kinds(panel: Axes, kinds: Iterable[Kind]) -> None:
     """What the kinds of lines are, for the legend."""
     for label, dashes, fill in kinds:
-        panel.plot([], [], color="#444444", linestyle=dashes, marker=MARKERS[0], ms=4.5, lw=1.4, fillstyle=fill,
+        panel.plot([], [], color="#444444", linestyle=dashes, marker="o", ms=4.5, lw=1.4, fillstyle=fill,
                    markerfacecoloralt="white", label=label)  # fmt: skip
 
 
