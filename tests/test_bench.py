@@ -192,6 +192,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "policy": Speculative(), "layer_split": "1,8", "numerics": "fast", "slice_cache": tmp_path,
         "pace": "pipeinfer-c", "sampling": SamplingParams(seed=1), "couple": False,
         "cancel": False, "partitions": False, "sequences": 3, "lookup": True, "samplers": 1,
+        "max_delay_s": 0.5,
     }  # fmt: skip
     # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to
     # write, or where models come from

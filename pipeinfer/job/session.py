@@ -125,6 +125,8 @@ class Session:
                 for number, draft in self._drafts.items()
                 if number
             }
+            if self._drafts:
+                self._drafter = make_drafter(self.context, self.deployment, self.context.options, self._drafts[0])
         except UserError as caught:
             error = str(caught)
         reports = self._reports()
@@ -185,8 +187,6 @@ class Session:
         target = Level(
             self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
         )
-        if self._drafts:
-            self._drafter = make_drafter(context, deployment, options, self._drafts[0])
         drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter
         slowest = slowest_stage(list(self._costs.values()))
         chunk = max(filter(None, self._chunk_s.values()), default=None)  # all have as many rows
