@@ -60,7 +60,7 @@ def test_the_usual_quantisation_comes_first_and_else_the_first_file() -> None:
 
 
 def test_what_a_name_does_not_mean() -> None:
-    with pytest.raises(UserError, match=r"u/m has no Q5_K; there are BF16 .4 MB., UD-Q4_K_XL|Q4_K_XL .2 MB., .*Q6_K"):
+    with pytest.raises(UserError, match=r"u/m has no Q5_K; there are BF16 .4.0 MB., Q4_K_XL .2.0 MB., .*Q6_K"):
         choose_files(parse_name("u/m:Q5_K"), FILES)
     with pytest.raises(UserError, match=r"u/m has no GGUF file of a model; look for"):
         choose_files(parse_name("u/m"), {"mmproj-F16.gguf": 1})
@@ -99,7 +99,7 @@ def get(name: str, offline: bool = False) -> tuple[Path, list[str]]:
 def test_a_file_is_downloaded_once_and_needs_no_network_then(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     path, (notice,) = get("u/m")
     assert path.read_bytes() == DRAFT.read_bytes() and path.name == "m-Q8_0.gguf"
-    assert notice.startswith("downloading u/m: m-Q8_0.gguf (1.04 MB), into ")
+    assert notice.startswith("downloading u/m: m-Q8_0.gguf (1.0 MB), into ")
     n_downloads = len(hub.downloads)
     assert get("u/m") == (path, []) and get("u/m:Q8_0", offline=True) == (path, [])
     assert len(hub.downloads) == n_downloads
@@ -142,7 +142,7 @@ def test_a_broken_download_goes_on_where_it_broke(hub: HubServer, monkeypatch: p
 def test_what_the_hub_refuses(hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no model u/other; check the name, or if it is private give the token"):
         get("u/other")
-    with pytest.raises(UserError, match=r"u/m has no Q5_K_M; there are Q2_K .4e-06 MB., Q8_0 .1.04 MB.$"):
+    with pytest.raises(UserError, match=r"u/m has no Q5_K_M; there are Q2_K .4 B., Q8_0 .1.0 MB.$"):
         get("u/m:Q5_K_M")
     (hub.root / "u" / "m" / ".gated").touch()
     with pytest.raises(UserError, match=r"u/m is gated: ask for access at http://127.0.0.1:\d+/u/m; give the token"):

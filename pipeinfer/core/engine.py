@@ -165,7 +165,7 @@ class Engine:
         if landed is None:
             return False
         flight, verdict = landed
-        self._pacer.landed(self.target.cost_in_flight_s)
+        self._pacer.landed(sum([flight.cost_s for flight in self.target.useful_flights]))
         now_s = self.clock()
         if flight.whole and not flight.n_context:
             self._pacer.answered(now_s - flight.sent_s)
@@ -315,9 +315,8 @@ class Engine:
 
     def _holds(self, tree: TokenTree, patience: float = 0.0) -> bool:
         """Whether a request that is alone should keep its guesses back for now."""
-        if len(self._jobs) > 1:
-            return False
-        return self._pacer.is_early(tree.root.position, self.target.oldest_sent_s, patience)
+        sent_s = next((flight.sent_s for flight in self.target.useful_flights), math.inf)
+        return len(self._jobs) == 1 and self._pacer.is_early(tree.root.position, sent_s, patience)
 
     def _run_s(self, tree: TokenTree, n_rows: int) -> float:
         """What a run of so many rows takes the slowest stage; 0 if nobody knows."""

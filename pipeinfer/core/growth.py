@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from pipeinfer.core.interfaces import Clock, Drafter
 from pipeinfer.core.levels import Level, Part
@@ -21,6 +22,14 @@ N_ASKED_AHEAD = 2
 
 N_TIMED = 9
 """Steps of the draft whose median is what a step takes: some read a prompt before, or are interrupted."""
+
+
+class _Step(NamedTuple):
+    """A step that the smallest draft is at: whose nodes it expands, and since when."""
+
+    request: Request
+    nodes: Collection[Node]
+    begun_s: float
 
 
 class Growth:
@@ -44,9 +53,7 @@ class Growth:
         self._drafters = Rota[Opened]()  # whom to ask for a step of the draft
         self._askers = [Rota[Opened]() for _ in self.drafts]  # and for nodes that a larger draft shall judge
         self.n_drafts = (drafter is not None) + len(self.drafts)
-        self._drafting: Collection[Node] | None = None
-        self._served: Request | None = None  # whose nodes these are
-        self._begun_s = 0.0
+        self._step: _Step | None = None
         self._unsettled: dict[int, tuple[Request, list[Node]]] = {}  # what the drafter has yet to hear
         self._ended: list[tuple[Callable[[Request], None], Request]] = []
         self._steps_s: deque[float] = deque(maxlen=N_TIMED)
@@ -98,7 +105,7 @@ class Growth:
             self._flush()
 
     def _flush(self) -> None:
-        if self.drafter is None or self._drafting is not None:
+        if self.drafter is None or self._step:
             return
         for request, path in self._unsettled.values():
             self.drafter.settle(request, path)
@@ -120,12 +127,12 @@ class Growth:
             self._drafters.discard(job.request.id)
             return False
         self._drafters.rotate(job.request.id)
-        start_s = self._begun_s = self.clock()
-        self._drafting, self._served = nodes, job.request
+        start_s = self.clock()
+        self._step = _Step(job.request, nodes, start_s)
         try:
             guesses = drafter.expand(job.request, nodes, lambda: self._interrupted(nodes, meanwhile))
         finally:
-            self._drafting = None
+            self._step = None
         end_s = self.clock()
         self._steps_s.append(end_s - start_s)
         job.observer.draft_stepped(start_s, end_s, len(nodes), n_inflight, guesses is None)
@@ -141,9 +148,9 @@ class Growth:
 
     def at_work(self, request: Request) -> tuple[Collection[Node], float]:
         """What of the request the smallest draft expands at the moment, and how long its step still takes."""
-        if self._drafting is None or self._served is not request:
+        if self._step is None or self._step.request is not request:
             return (), 0.0
-        return self._drafting, max(0.0, self._begun_s + self.step_s - self.clock())
+        return self._step.nodes, max(0.0, self._step.begun_s + self.step_s - self.clock())
 
     @staticmethod
     def _interrupted(nodes: Iterable[Node], meanwhile: Callable[[], None]) -> bool:

@@ -6,7 +6,7 @@ Knows rows, sequences and runs; no policy, no model and no MPI.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,11 +282,6 @@ class Level:
         return flight, verdict
 
     @property
-    def cost_in_flight_s(self) -> float:
-        """What the runs in flight that were not given up are thought to take the slowest stage."""
-        return sum([flight.cost_s for flight in self.useful_flights])
-
-    @property
     def busy(self) -> bool:
         return bool(self._flights)
 
@@ -298,18 +293,17 @@ class Level:
         return self._flights[run_id].sent_s if run_id in self._flights else -math.inf
 
     @property
-    def oldest_sent_s(self) -> float:
-        """When the run was sent whose verdict comes next, of those that count; infinite if there is none."""
-        return next((flight.sent_s for flight in self._flights.values() if not flight.dead), math.inf)
-
-    @property
     def n_flights(self) -> int:
         return len(self._flights)
 
     @property
-    def useful_flights(self) -> list[Flight]:
-        """Those that were not given up."""
-        return [flight for flight in self._flights.values() if not flight.dead]
+    def useful_flights(self) -> Iterator[Flight]:
+        """Those that were not given up, as they were sent."""
+        return (flight for flight in self._flights.values() if not flight.dead)
+
+    @property
+    def n_useful_flights(self) -> int:
+        return len(self._flights) - self._n_dead
 
     # -- settling
 

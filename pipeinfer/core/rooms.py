@@ -98,7 +98,7 @@ class Rooms:
         return self.run_cost.n_chunk_rows(n_left, self._room.n_stages, most) if self.run_cost else most
 
     def _has_place(self, parts: Sequence[Part]) -> bool:
-        n_roots, n_inflight = sum(part.has_root for part in parts), len(self.target.useful_flights)
+        n_roots, n_inflight = sum(part.has_root for part in parts), self.target.n_useful_flights
         return not self.run_cost or self._room.has_place(n_roots, any(part.certain for part in parts), n_inflight)
 
     def _delays_others(self) -> bool:

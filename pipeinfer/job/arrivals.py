@@ -184,7 +184,8 @@ class _Fetching:
 
     def _announce(self, rank: int, wants: Sequence[Want]) -> None:
         from pipeinfer.observe.progress import TransferProgress  # draw: only rank 0 pays for importing them
-        from pipeinfer.observe.report import size_text, stderr_console
+        from pipeinfer.observe.report import stderr_console
+        from pipeinfer.sizes import size_text
 
         host, n_bytes = self.deployment.hosts[rank].name, sum(want.n_bytes for want in wants)
         files = ", ".join(sorted({str(model_file(self.deployment, want.number).path) for want in wants}))

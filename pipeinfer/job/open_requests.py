@@ -25,13 +25,15 @@ from pipeinfer.observe.metrics import RequestMetrics
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A request in the engine. `n_heard`: tokens of its text that have come, up to a stop string."""
+    """A request in the engine. `queued_s`: how long it waited before it was there. `n_heard`: tokens of its text that
+    have come, up to a stop string."""
 
     asked: GenerationRequest
     request: Request
     printer: Printer
     metrics: RequestMetrics
     entries: Entries
+    queued_s: float
     n_heard: int = 0
 
     @property
@@ -88,10 +90,10 @@ class OpenRequests:
         """Cells that it needs to begin: others give theirs up when it comes to more."""
         return min(asked.n_ctx, len(asked.prompt) + self.engine.admission.ahead)
 
-    def begin(self, asked: GenerationRequest, policy: Policy) -> Open:
+    def begin(self, asked: GenerationRequest, policy: Policy, queued_s: float = 0.0) -> Open:
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
         entries = Entries(asked.end_tokens)
-        opened = Open(asked, asked.open(self.session.next_id()), printer, RequestMetrics(), entries)
+        opened = Open(asked, asked.open(self.session.next_id()), printer, RequestMetrics(), entries, queued_s)
         self._open[opened.request.id] = opened
         self.engine.add(opened.request, policy, opened.metrics)
         return opened

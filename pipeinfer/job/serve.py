@@ -54,7 +54,6 @@ class Service:
         self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then as they came; when
         self._open: dict[int, Open] = {}  # by the front's ids
         self._ids: dict[Open, int] = {}
-        self._queued_s: dict[int, float] = {}  # before the engine had them
         self._is_draining = False
 
     def run(self) -> int:
@@ -146,7 +145,7 @@ class Service:
 
     def _drop(self, id: int) -> None:
         if opened := self._open.pop(id, None):
-            del self._ids[opened], self._queued_s[id]
+            del self._ids[opened]
             self.requests.stop(opened)
         else:
             self._waiting = [each for each in self._waiting if each[0].id != id]
@@ -157,9 +156,8 @@ class Service:
         """Begin those that wait, in their order, while there is room."""
         while self._waiting and self.requests.has_room(self._waiting[0][1]):
             ask, asked, came_s = self._waiting.pop(0)
-            opened = self.requests.begin(asked, self.options.policy.begin())
+            opened = self.requests.begin(asked, self.options.policy.begin(), CLOCK() - came_s)
             self._open[ask.id], self._ids[opened] = opened, ask.id
-            self._queued_s[ask.id] = opened.metrics.submitted_s - came_s
             self.front.tell(Begun(ask.id))
 
     def _tell(self, news: list[News]) -> None:
@@ -170,5 +168,5 @@ class Service:
             if each.ended:
                 id = self._ids.pop(each.opened)
                 del self._open[id]
-                timings = without_nan(service_timings(each.opened.metrics)) | {"queued_s": self._queued_s.pop(id)}
+                timings = without_nan(service_timings(each.opened.metrics)) | {"queued_s": each.opened.queued_s}
                 self.front.tell(Ended(id, each.opened.finish, timings, self.pictures.n_runs))

@@ -16,7 +16,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.remote import cached_table, write_table
 from pipeinfer.models.gguf.slice import is_cached, open_slice, slice_bytes, slice_path
 from pipeinfer.models.gguf.slice_cache import sweep
-from pipeinfer.observe.report import size_text
+from pipeinfer.sizes import size_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pipeinfer.job.memory import CELLS_PADDING
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.planner import ETHERNET, Planner, open_planner
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.observe.report import size_text
+from pipeinfer.sizes import size_text
 from pipeinfer.virtual.compare import Compared
 from pipeinfer.virtual.nodes import Node
 

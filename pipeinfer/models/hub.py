@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.hub_names import HubName, choose_files, is_model, n_parts, parts_of, quant_of, size_text
+from pipeinfer.models.hub_names import HubName, choose_files, is_model, n_parts, parts_of, quant_of
+from pipeinfer.sizes import size_text
 
 TOKEN = "give the token of who may have it with HF_TOKEN or -hft"
 TIMEOUT_S = 10

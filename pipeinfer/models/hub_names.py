@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.sizes import size_text
 
 PREFIX = "hf:"
 """What a path begins with that is such a name."""
@@ -127,7 +128,3 @@ def _whole(file: str) -> str:
 
 def _size(file: str, sizes: Mapping[str, int]) -> str:
     return size_text(sum(sizes[part] for part in parts_of(file, list(sizes))))
-
-
-def size_text(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.3g} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.3g} MB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeinfer.observe.report import size_text
+from pipeinfer.sizes import size_text
 
 WIDTH = 12
 Facts = Mapping[str, Any]

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from pipeinfer.observe.markdown import markdown_table
-from pipeinfer.observe.report import size_text
+from pipeinfer.sizes import size_text
 
 UNKNOWN = "unknown"
 EXACT = "on CPUs: the same bits in every batch, split and tree; on GPUs the kernels see the batch"

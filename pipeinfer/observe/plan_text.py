@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeinfer.observe.markdown import markdown_table
-from pipeinfer.observe.report import number, size_text
+from pipeinfer.observe.report import number
+from pipeinfer.sizes import size_text
 
 Row = Mapping[str, Any]
 

@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pipeinfer.sizes import size_text
+
 DEPTHS_SHOWN = 8
 WIDEST = 10_000
 USES = ("busy", "waiting", "idle", "cancelled")  # of a rank's time
@@ -18,15 +20,6 @@ def stderr_console() -> Console:
     console = Console(stderr=True, highlight=False)
     # a pipe has no width: let lines be as long as they are
     return console if console.is_terminal else Console(stderr=True, highlight=False, width=200)
-
-
-def size_text(n_bytes: float) -> str:
-    """`3.2 GB`, three digits at most before the unit changes."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 999.5:
-            return f"{n_bytes:.0f} {unit}" if unit in ("B", "kB") else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.1f} TB"
 
 
 def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

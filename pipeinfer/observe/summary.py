@@ -16,8 +16,9 @@ from pipeinfer.observe.facets import without_suffixes
 from pipeinfer.observe.json_text import json_text, without_nan
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.metrics import percentiles
-from pipeinfer.observe.report import number, size_text
+from pipeinfer.observe.report import number
 from pipeinfer.observe.table import Record
+from pipeinfer.sizes import size_text
 
 SAME = tuple(name for name in ASKED if name not in ("prompt_hash", "prompt_n", "seed", "repetition"))
 """Rows that agree in these are samples of one combination; all questions of a set are one prompt."""

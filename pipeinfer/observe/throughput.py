@@ -11,7 +11,8 @@ import numpy as np
 from rich.console import Console
 
 from pipeinfer.observe.metrics import RequestMetrics, percentiles
-from pipeinfer.observe.report import USES, milliseconds, number, show_table, size_text
+from pipeinfer.observe.report import USES, milliseconds, number, show_table
+from pipeinfer.sizes import size_text
 
 SHARES = (50, 90, 95, 99)
 

@@ -6,7 +6,7 @@ import errno
 import os
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.hub_names import size_text
+from pipeinfer.sizes import size_text
 
 
 def no_room(fd: int, place: str, n_bytes: int, error: OSError, way_out: str) -> UserError:
