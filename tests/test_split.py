@@ -140,7 +140,8 @@ def test_what_a_killed_writer_left_is_no_reason_to_refuse(large: Path, small_dis
 def test_a_slice_cache_without_room_says_how_much_is_lacking(large: Path, small_disk: Path) -> None:
     info = read_model_info(large)
     (small_disk / "other").write_bytes(bytes(800 << 10))
-    with pytest.raises(UserError, match=r"no room in the slice cache .*/disk \(5[0-9]{2} kB are needed, 2[0-9]{2} kB left\)"):
+    lacking = r"no room in the slice cache .*/disk \(5[0-9]{2} kB are needed, 2[0-9]{2} kB left\)"
+    with pytest.raises(UserError, match=lacking):
         open_slice(info, 0, 2, small_disk)
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
