@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeinfer.core.blocks import LARGEST
+from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.stage import LlamaStage
@@ -17,7 +19,7 @@ from tests.architecture_models import MODELS
 from tests.jobs import run_json
 from tests.test_architectures import possible_cuts, rows_of_whole
 from tests.test_llama_stage import TreeDriver, exact_params, loaded, make_batch, random_tokens, run
-from tests.test_prompts import after, read, share, tokens_of
+from tests.test_prompts import after, evaluate, read, share, tokens_of
 
 __all__ = ["loaded"]
 Loader = Callable[..., list[LlamaStage]]
@@ -76,6 +78,27 @@ def test_blocks_behind_those_of_another_request_have_the_same_bits(tmp_path: Pat
         stage.apply([KvOp(OpKind.REMOVE, 0, first=len(prompt)), KvOp(OpKind.SHARED, 0, 6, 0, 128)])
         stage.apply([KvOp(OpKind.COMPACT, 0)])
     assert np.array_equal(after(chain), expected), "not as it was before it was packed"
+
+
+@pytest.mark.parametrize("length", [32, 128])
+def test_without_flash_attention_a_prompt_is_read_as_guesses_are(tmp_path: Path, loaded: Loader, length: int) -> None:
+    wider = {**MODELS["grok"].metadata, "embedding_length": 4 * length}
+    model = replace(MODELS["grok"], metadata=wider, with_vocab=True)
+    path = write_random_model(tmp_path / "grok.gguf", model)
+    prompt, params = tokens_of(1, 600), replace(exact_params(1), n_batch=256, n_outputs_max=256, n_cells=1024)
+
+    def read_by(chain: list[LlamaStage], n_rows: int) -> FloatArray:
+        for at in range(0, len(prompt), n_rows):
+            evaluate(chain, prompt[at : at + n_rows], at)
+        return after(chain, len(prompt))
+
+    expected = read_by(loaded(path, (), params), 1)
+    for n_threads, n_rows in ((1, 128), (2, 61), (2, 256)):
+        cuts = possible_cuts(read_model_info(path).layers, 2)[-1]
+        assert np.array_equal(read_by(loaded(path, cuts, replace(params, n_threads=n_threads)), n_rows), expected)
+    words = ["-m", str(path), "-p", "the model of a layer " * 30, "-n", "20", "--temp", "0", "--ignore-eos"]
+    alone, split = (run_json(n_ranks, words) for n_ranks in (1, 3))
+    assert len(alone["prompt_tokens"]) > LARGEST and alone["tokens"] == split["tokens"]
 
 
 def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> None:

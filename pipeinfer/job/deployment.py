@@ -197,7 +197,7 @@ def lay_out(
         samplers=samplers_of(options, plan, hosts, threads),
         hosts=tuple(hosts),
         memory=needs.of_plan(plan),
-        blocks=_in_blocks(options, len(hosts), len(drafts)),
+        blocks=_in_blocks(options, info, len(hosts), len(drafts)),
         backends=tuple(backend_of(options, rank) for rank in range(len(hosts))),
         devices=tuple(_device_asked(options, rank, len(hosts)) for rank in range(len(hosts))),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
@@ -223,7 +223,7 @@ def memory_needs(
     """What target and drafts take for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when
     there are too few ranks."""
     n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
-    n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, len(hosts), len(drafts)) else 0
+    n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, info, len(hosts), len(drafts)) else 0
     lacks = tuple(host.lacks for host in hosts)
     return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks, lacks)
 
@@ -232,10 +232,11 @@ def _n_batch(options: RunOptions, n_ctx: int) -> int:
     return min(options.batch_size, MAX_BATCH, n_ctx)
 
 
-def _in_blocks(options: RunOptions, n_ranks: int, n_drafts: int) -> bool:
+def _in_blocks(options: RunOptions, info: ModelInfo, n_ranks: int, n_drafts: int) -> bool:
     """Whether prompts are: drafts may be on GPUs, the target's layers may not."""
     ranks = stage_ranks(n_ranks, draft_widths(n_drafts, options.draft_split if n_drafts else ()))
-    return options.numerics == "exact" and all(gpu_layers(options, rank) == 0 for rank in ranks)
+    on_cpus = all(gpu_layers(options, rank) == 0 for rank in ranks)
+    return options.numerics == "exact" and info.layers.known.flash and on_cpus
 
 
 def cells_for(n_ctx: int) -> int:

@@ -110,7 +110,7 @@ def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
         raise UserError(f"-c {n_ctx} is more than the {MAX_CTX} tokens that a context holds; give fewer")
     options, n_cells = RunOptions(model=info.path, numerics=numerics), cells_for(n_ctx)
     n_rows = max(min(options.batch_size, n_ctx) + 1, N_GUESS_ROWS)
-    n_in_blocks = rows_in_blocks(n_ctx) if numerics == "exact" else 0
+    n_in_blocks = rows_in_blocks(n_ctx) if numerics == "exact" and info.layers.known.flash else 0
     needs = MemoryNeeds(options, info, (), n_cells, n_rows, n_in_blocks)
     rows = []
     for n_stages in (1 << power for power in range(MAX_STAGES.bit_length())):

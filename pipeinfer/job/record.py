@@ -65,7 +65,8 @@ def open_whole(
         n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2, n_threads=n_threads, exact=exact
     )
     model: LoadedModel = LlamaStage(open_slice(info, 0, info.n_layer, None), params)
-    return PathModel(TranslatedStage(model, translation) if translation else model, N_BATCH, blocks=exact)
+    blocks = exact and info.layers.known.flash
+    return PathModel(TranslatedStage(model, translation) if translation else model, N_BATCH, blocks=blocks)
 
 
 def sampling_of(about: dict[str, Any]) -> SamplingParams:

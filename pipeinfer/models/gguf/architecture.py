@@ -96,6 +96,7 @@ class Architecture:
     layer_node   the node that is a layer's result, without its number
     end_node     the same of a file's last layer, where it has another name
     exact        a row has the same bits in every batch with exact numerics
+    flash        libllama gives it flash attention, which prompts in blocks need: others are read as guesses are
     """
 
     refused: str = ""
@@ -121,3 +122,4 @@ class Architecture:
     layer_node: str = "l_out"
     end_node: str = ""
     exact: bool = True
+    flash: bool = True

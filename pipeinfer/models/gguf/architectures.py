@@ -97,7 +97,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5-moe": Architecture(step="interleave_moe_layer_step"),
     "exaone4": Architecture(refusals=(EXAONE4,)),
     "command-r": Architecture(heads=PART, refusals=(COMMAND_R,)),
-    **_each("granite granitemoe grok", Architecture(later={"embedding_scale": 0.0})),
+    **_each("granite granitemoe", Architecture(later={"embedding_scale": 0.0})),
+    "grok": Architecture(later={"embedding_scale": 0.0}, flash=False),
     "minicpm": Architecture(
         later={"embedding_scale": 0.0}, missing={"residual_scale": lambda n_layer, _: 1.4 / math.sqrt(n_layer)}
     ),
