@@ -82,6 +82,15 @@ def test_torch_takes_the_memory_of_its_types() -> None:
     assert sum(memory.weights for memory in plan("torch:cuda").memory) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "numerics", "parked"),
+    [("llama", "exact", True), ("llama", "fast", False), ("torch:cpu", "exact", False),
+     ("torch", "exact", False), ("llama,torch,torch", "fast", False)],
+)  # fmt: skip
+def test_rejected_cells_are_parked_by_exact_libllama_alone(text: str, numerics: str, parked: bool) -> None:
+    assert plan(text, numerics=numerics).parked is parked
+
+
 def test_a_whole_model_that_was_sent_stays_in_memory() -> None:
     here, model = HOSTS[0], read_model_info(TARGET)
     options = RunOptions(model=TARGET, drafts=(DRAFT, TARGET), policy=PipeInfer(), backend=backends("torch"))

@@ -154,6 +154,7 @@ def test_a_measured_profile(tmp_path: Path) -> None:
     [
         ("embd = 288", "", "lacks embd"),
         ("embd = 288", "embd = 288\nblocks = 1", "true or false"),
+        ("embd = 288", "embd = 288\nparked = 1", "true or false"),
         ("latency_us = 20", "latency_us = -1", "latency_us = -1"),
         ("gbit_per_s = 10", "gbit_per_s = 0", "above 0"),
         ("gbit_per_s = 10", 'gbit_per_s = "fast"', "'fast'"),
@@ -252,6 +253,7 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
         gbit_per_s=8.0,
         slowdown={1: [1.0, 1.25, 2.0], 32: [1.0, 1.5, 3.0]},
         blocks=True,
+        parked=True,
     )
     profile = load_profile(write(tmp_path, text)).lay_out()
     assert profile.stages[0].seconds(1, 0) == pytest.approx(1.1e-3, rel=1e-3)
@@ -259,7 +261,7 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     assert profile.stages[1].seconds(1, 100, reshapes=True) == pytest.approx(2.7e-3, rel=1e-3)
     assert profile.stages[1].seconds(4, 100) == pytest.approx(4.9e-3, rel=1e-3), "attention costs rows in batches less"
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
-    assert profile.blocks and profile.link.bytes_per_s == pytest.approx(1e9)
+    assert profile.blocks and profile.parked and profile.link.bytes_per_s == pytest.approx(1e9)
     assert [profile.crowding(3, n_rows) for n_rows in (1, 32, 128)] == [2.0, 3.0, 3.0]
     assert profile.crowding(2, 1) < profile.crowding(2, 16) < profile.crowding(2, 32) == profile.crowding(2, 64) == 1.5
     assert profile.crowding(1, 64) == 1.0 and profile.crowding(9, 1) == 2.0

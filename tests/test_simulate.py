@@ -61,6 +61,14 @@ def wait(pipeline: SimPipeline, timeout_s: float | None = None) -> None:
     SimWaiter(pipeline.clock).wait([pipeline], timeout_s)
 
 
+def test_only_parked_cells_run_out() -> None:
+    """Rows are free, runs wide: where rejected cells stay taken the pipeline runs empty now and then to pack them."""
+    profile = even_profile(14)
+    assert not profile.parked
+    freed, parked = (generate("auto", replace(profile, parked=each), 0.9).metrics.token_s for each in (False, True))
+    assert freed[-1] < 0.95 * parked[-1]
+
+
 def test_a_chunk_of_the_prompt_pays_for_the_tokens_before_it_alone() -> None:
     """128 rows as they were timed, at an empty cache; then 72, each after 128 tokens; single rows after 200."""
     stage = ModelCost("stage", 2, Work((1.0, 128.0), (0.001, 0.1), (1e-4, 1e-5)))

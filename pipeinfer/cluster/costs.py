@@ -145,6 +145,8 @@ class Profile:
     """The same of hosts that are named and have others."""
     blocks: bool = False
     """Prompts are cut into blocks; see `pipeinfer.core.blocks`."""
+    parked: bool = False
+    """Rejected cells stay taken until all are packed, as with libllama's exact numerics."""
     wire_type: WireType = WireType.F32
     """What activations travel as."""
 

@@ -76,6 +76,7 @@ class Deployment:
     samplers  threads beside the last stage that choose tokens
     memory    of each rank, what it will hold
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
+    parked    rejected cells of the target stay taken until all are packed
     translations  of each draft, between the target's token ids and its own, where they differ
     backends  of each rank
     devices   of each rank, as asked for; empty: as it comes
@@ -93,6 +94,7 @@ class Deployment:
     hosts: tuple[Host, ...]
     memory: tuple[Memory, ...]
     blocks: bool = False
+    parked: bool = False
     pace: Profile | None = None
     backends: tuple[Backend, ...] = ()
     devices: tuple[str, ...] = ()
@@ -198,6 +200,7 @@ def lay_out(
         hosts=tuple(hosts),
         memory=needs.of_plan(plan),
         blocks=_in_blocks(options, info, len(hosts), len(drafts)),
+        parked=_parks(options, plan),
         backends=tuple(backend_of(options, rank) for rank in range(len(hosts))),
         devices=tuple(_device_asked(options, rank, len(hosts)) for rank in range(len(hosts))),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
@@ -237,6 +240,12 @@ def _in_blocks(options: RunOptions, info: ModelInfo, n_ranks: int, n_drafts: int
     ranks = stage_ranks(n_ranks, draft_widths(n_drafts, options.draft_split if n_drafts else ()))
     on_cpus = all(gpu_layers(options, rank) == 0 for rank in ranks)
     return options.numerics == "exact" and info.layers.known.flash and on_cpus
+
+
+def _parks(options: RunOptions, plan: Plan) -> bool:
+    """Whether rejected cells are: by libllama's exact numerics, which add up in the order of cells. Rows on torch put
+    what they see in order themselves: there cells are free at once."""
+    return options.numerics == "exact" and not all(backend_of(options, stage.rank).is_torch for stage in plan.stages)
 
 
 def cells_for(n_ctx: int) -> int:

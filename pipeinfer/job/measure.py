@@ -164,7 +164,7 @@ def _write(
     drafts = [times[draft.rank]["draft"] for (draft,) in deployment.plan.drafts]
     text = profile_toml(
         title, deployment.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
-        deployment.blocks,
+        deployment.blocks, deployment.parked,
     )  # fmt: skip
     write_file(output, "--output", text.encode())
     if line := disturbed_line([*stages, *drafts]):

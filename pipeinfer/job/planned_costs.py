@@ -115,6 +115,7 @@ def planned_profile(
         sleeps=True,
         slowdowns=_slowdowns(deployment, nodes),
         blocks=deployment.blocks,
+        parked=deployment.parked,
     )
 
 

@@ -173,10 +173,9 @@ class Session:
     def _make_engine(self) -> Engine:
         context, deployment, options = self.context, self.deployment, self.context.options
         assert self._pipeline
-        parked, rewinds = options.numerics == "exact", deployment.model.rewinds
-        pool = SequencePool(
-            options.n_target_seq(rewinds), deployment.n_cells, parked, rewinds, max(0, options.n_snapshots(rewinds) - 1)
-        )
+        n_cells, parked, rewinds = deployment.n_cells, deployment.parked, deployment.model.rewinds
+        n_guesses = max(0, options.n_snapshots(rewinds) - 1)
+        pool = SequencePool(options.n_target_seq(rewinds), n_cells, parked, rewinds, n_guesses)
         drafts = [
             Level(
                 pipeline, SequencePool(options.n_seq, deployment.n_cells), n_chunk=N_GUESS_ROWS,

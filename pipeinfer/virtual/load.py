@@ -82,7 +82,7 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
     ]
     pipeline = SimPipeline(profile, choices, clock)
     n_seq = policy.n_seq + load.n_open - 1
-    pool = SequencePool(n_seq, load.n_open * n_ctx + N_CELLS_SPARE, parked=True)
+    pool = SequencePool(n_seq, load.n_open * n_ctx + N_CELLS_SPARE, parked=profile.parked)
     coming_s, waiter = deque(arrivals_s(load.n_requests, load.rate, load.seed)), LoadWaiter(clock)
     chunk_s = max(stage.seconds(BLOCK, 0) for stage in profile.stages)
     drafter = SimDrafter(profile, choices, (pipeline,)) if profile.drafts else None

@@ -95,11 +95,14 @@ def profile_toml(
     gbit_per_s: float,
     slowdown: Mapping[int, Sequence[float]] = MappingProxyType({}),
     blocks: bool = False,
+    parked: bool = False,
 ) -> str:
     """A profile by measurement. `title`: lines of a comment. `sizes`: the target's. `drafts`: the smallest first.
     `slowdown`: if all ranks are on one host, rows of a run (1, MANY_ROWS) -> by how much those that compute at once
-    slow each other down. `blocks`: prompts are cut into such."""
-    lines = [*(f"# {line}" for line in title), f"embd = {n_embd}", *(["blocks = true"] if blocks else []), ""]
+    slow each other down. `blocks`: prompts are cut into such. `parked`: rejected cells stay taken until all are
+    packed."""
+    flags = [f"{key} = true" for key, holds in (("blocks", blocks), ("parked", parked)) if holds]
+    lines = [*(f"# {line}" for line in title), f"embd = {n_embd}", *flags, ""]
     lines += _table("[target]", {"layer_bytes": list(sizes.layer_bytes), "output_bytes": sizes.output_bytes})
     lines += _table("[link]", {"latency_us": 1e6 * extra.hop_s, "gbit_per_s": gbit_per_s})
     lines += _table("[head]", {"run_us": 1e6 * extra.run_s, "verdict_us": 1e6 * extra.verdict_s, "draft_us": 0.0})

@@ -14,7 +14,8 @@ By hardware, as published:
 
 By measurement:
 
-    embd; blocks: whether prompts are cut into blocks, as with exact numerics (optional)
+    embd; blocks: whether prompts are cut into blocks; parked: whether rejected cells stay taken until all are packed;
+                        both as with exact numerics (optional)
     [target]            layer_bytes: of each layer; output_bytes: of the vocabulary at its end; by them the target is
                         split where it has the draft's rank too (optional)
     [host]              slowdown: of a host that all ranks share: how many times as long a row takes when 1, 2, … of
@@ -160,6 +161,7 @@ class ProfileFile:
             acceptance=self.top.numbers("acceptance", len(drafts)) if "acceptance" in self.top.values else (),
             host=self._host_work(),
             blocks=self.top.flag("blocks"),
+            parked=self.top.flag("parked"),
         )
 
     def _sizes(self, stages: Sequence[ModelCost]) -> list[float]:

@@ -71,7 +71,7 @@ def simulate(
     for pipeline in pipelines:
         pipeline.neighbours = pipelines
     drafter = SimDrafter(profile, [choices], pipelines) if profile.drafts else None
-    pool = SequencePool(n_seq, n_cells, parked=True)
+    pool = SequencePool(n_seq, n_cells, parked=profile.parked)
     engine = Engine(
         Level(target, pool, n_chunk=n_chunk, n_rows=N_GUESS_ROWS, cancel=cancel, blocks=profile.blocks), drafter,
         SimWaiter(clock), clock, drafts=drafts, run_cost=RunCost(row_costs(profile)),
