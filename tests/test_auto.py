@@ -10,6 +10,7 @@ import pytest
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Settled, TokenTree
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer
 from pipeinfer.policies.sharpness import Sharpness
@@ -22,12 +23,37 @@ SURE = {token: {token + 1: 0.9, 50 + token: 0.1} for token in TEXT}
 
 
 def test_the_root_takes_along_what_is_known_to_follow_it() -> None:
-    """Its second guess was right and not sent yet: it goes out with the guesses after it, in one run."""
-    follows = {1: {20: 0.6, 2: 0.4}, 20: {21: 0.9}, 21: {22: 0.9}, 22: {23: 0.9}, 2: {3: 0.9}}
-    sent = timesteps(Auto(), GivenChoices(follows), 2, 4)
-    assert sent[0] == (0.0, [1])
-    hit = next(tokens for _, tokens in sent if 2 in tokens)
-    assert hit[:2] == [2, 3] or hit == [2]
+    """What is below an unsent root can only go with it; by itself it has no place."""
+    tree, pool = TokenTree(1, 0), SequencePool(4, 64)
+    (child,) = tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
+    tree.grow(child, [Guess(3, 0.9)], [-0.2])
+    pool.open(0)
+
+    class View:
+        def __init__(self, n_cheap_rows: int) -> None:
+            self.tree, self.n_inflight, self.n_cheap_rows, self.depth_left = tree, 0, n_cheap_rows, 50
+            self.fitting, self.verdict_in_s = pool.fitting, lambda node: 0.5
+
+    assert Auto().send(View(2)) == [tree.root, child]  # type: ignore[arg-type]
+    assert Auto().send(View(1)) == [tree.root]  # type: ignore[arg-type]
+    full = SequencePool(4, 0)
+    full.open(0)
+    view = View(2)
+    view.fitting = full.fitting
+    assert Auto().send(view) == [tree.root], "room for the root is made"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("acceptance", "least"), [(0.05, 0.99), (0.6, 1.25), (0.9, 1.7)])
+def test_one_stage_gains_too(acceptance: float, least: float) -> None:
+    """Two ranks, what a newcomer starts: the verdict comes when the only stage is free, and two rows cost as one."""
+    profile = load_profile("pipeinfer-c").lay_out(2, "dolphin-tinyllama")
+    texts = [choices for seed in range(2) for choices in synthetic_team([ranks_for(acceptance)], seed, 64)]
+
+    def took_s(policy: Policy) -> float:
+        times = [simulate(profile, text, policy.begin(), 100).metrics.token_s for text in texts]
+        return sum(token_s[-1] - token_s[0] for token_s in times)
+
+    assert took_s(Iterative()) / took_s(Auto()) > least
 
 
 def test_a_run_carries_no_more_rows_than_cost_little() -> None:

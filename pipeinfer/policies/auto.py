@@ -26,6 +26,7 @@ costs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -73,7 +74,7 @@ class Auto(Policy):
         """The root at once, and with it what is known to follow; further runs when a stage is about to want them."""
         root = view.tree.root
         if root.run_id is None:
-            return [root, *self._best(view, view.n_cheap_rows - 1)]
+            return self._best(view, view.n_cheap_rows, [root]) or [root]  # room for it is made
         if view.n_inflight > view.n_stages or (view.n_inflight and view.hold(PATIENCE)):
             return []
         best = self._best(view, view.n_cheap_rows)
@@ -90,15 +91,15 @@ class Auto(Policy):
         return EARLIER * view.run_s(1) * (promised - replaced) > left_s * math.exp(best[0].score)
 
     @staticmethod
-    def _best(view: View, n_rows: int) -> list[Node]:
-        """Unsent guesses that save the most; a child saves no more than its parent, and comes after it."""
-        if n_rows <= 0:
-            return []
+    def _best(view: View, n_rows: int, first: Sequence[Node] = ()) -> list[Node]:
+        """`first`, and unsent guesses that save the most; a child saves no more than its parent, and comes after it."""
+        if n_rows <= len(first):
+            return list(first)
         unsent = unsent_in_reach(view)
-        if len(unsent) > n_rows:
+        if len(unsent) > n_rows - len(first):
             saved_s = _saved_s(view, unsent)
             unsent.sort(key=saved_s.__getitem__, reverse=True)
-        return view.fitting(unsent[: 2 * n_rows])[:n_rows]
+        return view.fitting([*first, *unsent[: 2 * n_rows]])[:n_rows]
 
     # -- drafting
 
