@@ -14,7 +14,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
 from pipeinfer.observe.ledger import HeadLedger, StageLedger, head_time, stage_time
-from pipeinfer.observe.metrics import RequestMetrics, percentiles, speculation, timings, why_no_guess
+from pipeinfer.observe.metrics import RequestMetrics, percentiles, service_timings, speculation, timings, why_no_guess
 from pipeinfer.policies import Iterative, PipeInfer
 from tests.test_engine import N_LAYERS, toy_engine, toy_pipeline
 from tests.toy import OracleDrafter, Reference
@@ -30,6 +30,26 @@ def test_latencies_from_timestamps() -> None:
     assert (found["prompt_per_second"], found["predicted_per_second"]) == (2.0, 1.5)
     assert (found["itl_p50_s"], found["total_s"]) == (0.5, 4.5)
     assert (found["itl_percentiles_s"][0], found["itl_percentiles_s"][100]) == (0.0, 1.5)
+
+
+def test_what_a_service_tells_of_its_wait() -> None:
+    """Who waits for room or another one's prompt waits until its first run; preempted it waits again."""
+    turns = list[bool]()
+    metrics = RequestMetrics(on_turn=turns.append, submitted_s=10.0, n_prompt=5, n_kept=1, finished_s=20.0)
+    metrics.opened(1)
+    assert not turns and not metrics.is_running
+    for now_s in (11.5, 11.75):
+        metrics.run_sent(now_s, 2, 0, False, 0, 1)
+    assert turns == [True]
+    metrics.token_s = [12.0, 13.0]
+    metrics.preempted()
+    assert turns == [True, False] and not metrics.is_running
+    metrics.run_sent(18.0, 3, 1, True, 0, 1)
+    found = service_timings(metrics)
+    assert turns == [True, False, True]
+    assert (found["queued_s"], found["prompt_ms"], found["ttft_s"], found["total_s"]) == (1.5, 500.0, 2.0, 10.0)
+    assert (found["prompt_per_second"], found["preempted_n"]) == (8.0, 1)
+    assert math.isnan(service_timings(RequestMetrics(submitted_s=1.0))["queued_s"])
 
 
 def test_no_tokens_and_one_token() -> None:

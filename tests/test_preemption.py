@@ -105,6 +105,7 @@ def run_case(seed: int, counts: Counts) -> None:
             engine.audit()
             n_read = sum(engine.target.reads_blocks(job.request) for job in engine._jobs.values())
             assert n_read <= engine.admission.n_prompts
+            assert not any(metrics[job.request.id].is_running for job in engine.admission.waiting)
     for request in requests:
         text, said = expected(reference, request, blocks), request.tokens[len(request.prompt) :]
         assert said == (text[: len(said)] if request.id in stopped else text), f"request {request.id}"

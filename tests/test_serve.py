@@ -377,11 +377,14 @@ def test_what_has_no_room_waits_and_what_has_no_room_to_wait_is_refused(served: 
 def test_who_waits_begins_by_priority() -> None:
     with Served(1, ["--parallel", "1", "-md", "none"]) as served, ThreadPoolExecutor(3) as pool:
         ended: list[int] = []
+        queued_s: dict[int, float] = {}
 
         def ask(priority: int) -> str:
-            text = served.text(**ASKED, priority=priority)
+            said = served.complete(**ASKED, priority=priority)
             ended.append(priority)
-            return text
+            queued_s[priority] = said["timings"]["queued_s"]
+            assert queued_s[priority] < said["timings"]["ttft_s"] < said["timings"]["total_s"]
+            return str(said["choices"][0]["text"])
 
         with served.stream(**LONG) as answer:
             lines = lines_of(answer)  # to be kept: with it the connection would end
@@ -395,6 +398,7 @@ def test_who_waits_begins_by_priority() -> None:
         timings = served.http.post("/v1/completions", json=ASKED).json()["timings"]
         assert 0 <= timings["queued_s"] < 1
         assert ended == [-1, 0, 1] and len(texts) == 1
+        assert queued_s[1] > queued_s[0] > queued_s[-1] > 0
         refused = served.http.post("/v1/completions", json={**ASKED, "priority": "high"})
         assert refused.status_code == 400 and "priority is" in refused.json()["error"]["message"]
         assert refused.json()["error"]["param"] == "priority"
@@ -419,6 +423,10 @@ def test_a_low_priority_passes_preempted_texts() -> None:
             asked.append(pool.submit(ask, 3, 380))
             served.until(lambda n=n_before: sum(slot["is_processing"] for slot in slots(served)) == n + 1)
         served.until(lambda: max(slot["n_decoded"] for slot in slots(served)) > 340)
+        third = slots(served)[2]
+        assert third["n_decoded"] and not third["is_processing"], "it has given its cells up"
+        metrics = served.http.get("/metrics").text
+        assert "llamacpp:requests_processing 2.0" in metrics and "llamacpp:requests_deferred 1.0" in metrics
         pool.submit(ask, -3, 20).result(timeout=60)
         assert [each.result(timeout=60) for each in asked] == [0, 0, 1]
         assert ended == [-3, 3, 3, 3]

@@ -52,11 +52,16 @@ def test_texts_of_one_prompt_evaluate_it_once(n_stages: int, drafts: bool) -> No
     engine, requests = engine_of(31, 2000, n_stages, drafts), [some_request(number, SYSTEM) for number in range(8)]
     counted = add_all(engine, requests)
     assert len(engine._jobs) == 1, "the others wait for the first"
+    while len(engine._jobs) == 1:
+        assert not any(each.is_running for each in counted[1:])
+        engine.step()
+    assert counted[0].is_running
     most = 0
     for _ in engine.generate():
         most = max(most, len(engine._jobs))
         engine.audit()
     assert most == 8, "they wait for its prompt alone"
+    assert all(each.is_running for each in counted)
     check(requests)
     assert [each.n_context for each in counted] == [99, *[0] * 7]
     assert [each.n_kept for each in counted] == [0, *[99] * 7]

@@ -283,16 +283,16 @@ class Engine:
             self._drains = n_lacking > (0 if self.target.pool.n_parked else self.target.pool.n_free_cells)
         if flight is None:  # where nothing will come back that frees cells, others give them up now
             return self._drains and not self.target.pool.has_nodes and self._send()
+        flight.cost_s, flight.sent_s = self._pacer.sent(flight.n_rows, flight.context), self.clock()
         for part in sent:
             self._note_sent(self._jobs[part.request.id], part, flight)
-        flight.cost_s, flight.sent_s = self._pacer.sent(flight.n_rows, flight.context), self.clock()
         return True
 
     def _note_sent(self, job: Opened, part: Part, flight: Flight) -> None:
         for node in part.nodes:
             node.run_id = flight.run_id
         n_nodes, n_inflight = len(part.nodes), self.target.n_inflight(job.request)
-        job.observer.run_sent(part.n_context + n_nodes, n_nodes, part.has_root, part.n_branches, n_inflight)
+        job.observer.run_sent(flight.sent_s, part.n_rows, n_nodes, part.has_root, part.n_branches, n_inflight)
         if part.has_root and not (self.growth.n_drafts and job.policy.drafts):
             self._senders.discard(job.request.id)  # there is nothing more to send before the verdict
             return

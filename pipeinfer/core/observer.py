@@ -12,7 +12,7 @@ class Observer:
         """The engine has taken it in; it may still wait for room."""
 
     def opened(self, n_kept: int) -> None:
-        """There is room for it. `n_kept`: tokens of its prompt that need not be evaluated."""
+        """There is room for it, if not yet for a run. `n_kept`: tokens of its prompt that need not be evaluated."""
 
     def preempted(self) -> None:
         """Others need its cells: it waits again, and goes on from what it has emitted."""
@@ -20,8 +20,11 @@ class Observer:
     def prompt_evaluated(self, n_rows: int) -> None:
         """So many rows of its prompt, from the first on, have been evaluated by every stage."""
 
-    def run_sent(self, n_rows: int, n_nodes: int, has_root: bool, n_branches: int, n_inflight: int) -> None:
-        """`n_nodes`: the root and guesses among the rows. `n_inflight`: runs in flight with it, if not cancelled."""
+    def run_sent(
+        self, now_s: float, n_rows: int, n_nodes: int, has_root: bool, n_branches: int, n_inflight: int
+    ) -> None:
+        """The first one ends its wait, as the first one after it was preempted does. `n_nodes`: the root and guesses
+        among the rows. `n_inflight`: runs in flight with it, if not cancelled."""
 
     def run_cancelled(self) -> None:
         """No row of a run can count any more, and the stages were told."""

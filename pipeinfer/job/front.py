@@ -50,7 +50,15 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The head: it is in the engine; before, it waited for room."""
+    """The head: its first run is on its way, or the first since it had to wait again. Before, it waited for room, or
+    for the prompt of another one."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The head: others needed its cells. It waits, and will begin again."""
 
     id: int
 
@@ -101,7 +109,7 @@ class Picture:
 
 
 FromFront = Ask | Drop | Listening | Watch
-FromHead = Begun | Came | Ended | Ready | Draining | Closing | Picture
+FromHead = Begun | Waits | Came | Ended | Ready | Draining | Closing | Picture
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Knows no file and no client.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -25,15 +25,13 @@ from pipeinfer.observe.metrics import RequestMetrics
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A request in the engine. `queued_s`: how long it waited before it was there. `n_heard`: tokens of its text that
-    have come, up to a stop string."""
+    """A request in the engine. `n_heard`: tokens of its text that have come, up to a stop string."""
 
     asked: GenerationRequest
     request: Request
     printer: Printer
     metrics: RequestMetrics
     entries: Entries
-    queued_s: float
     n_heard: int = 0
 
     @property
@@ -90,12 +88,22 @@ class OpenRequests:
         """Cells that it needs to begin: others give theirs up when it comes to more."""
         return min(asked.n_ctx, len(asked.prompt) + self.engine.admission.ahead)
 
-    def begin(self, asked: GenerationRequest, policy: Policy, queued_s: float = 0.0) -> Open:
+    def begin(
+        self,
+        asked: GenerationRequest,
+        policy: Policy,
+        came_s: float | None = None,
+        on_turn: Callable[[bool], None] | None = None,
+    ) -> Open:
+        """Hand it to the engine, where it may have to wait. `came_s`: since when it has waited already. `on_turn`:
+        hears whether it is worked on from now on, or waits again."""
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
-        entries = Entries(asked.end_tokens)
-        opened = Open(asked, asked.open(self.session.next_id()), printer, RequestMetrics(), entries, queued_s)
+        entries, metrics = Entries(asked.end_tokens), RequestMetrics(on_turn=on_turn)
+        opened = Open(asked, asked.open(self.session.next_id()), printer, metrics, entries)
         self._open[opened.request.id] = opened
-        self.engine.add(opened.request, policy, opened.metrics)
+        self.engine.add(opened.request, policy, metrics)
+        if came_s is not None:
+            metrics.submitted_s = came_s
         return opened
 
     def step(self) -> Iterator[News]:

@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pipeinfer.errors import StopRequested, UserError
@@ -13,7 +14,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.drain import Drain
-from pipeinfer.job.front import Ask, Begun, Came, Draining, Drop, Ended, Front, Listening, Ready, Watch
+from pipeinfer.job.front import Ask, Begun, Came, Draining, Drop, Ended, Front, Listening, Ready, Waits, Watch
 from pipeinfer.job.open_requests import News, Open, OpenRequests
 from pipeinfer.job.pictures import Pictures
 from pipeinfer.job.plan_table import show_plan
@@ -156,9 +157,12 @@ class Service:
         """Begin those that wait, in their order, while there is room."""
         while self._waiting and self.requests.has_room(self._waiting[0][1]):
             ask, asked, came_s = self._waiting.pop(0)
-            opened = self.requests.begin(asked, self.options.policy.begin(), CLOCK() - came_s)
+            on_turn = partial(self._turn, ask.id)
+            opened = self.requests.begin(asked, self.options.policy.begin(), came_s, on_turn)
             self._open[ask.id], self._ids[opened] = opened, ask.id
-            self.front.tell(Begun(ask.id))
+
+    def _turn(self, id: int, is_running: bool) -> None:
+        self.front.tell(Begun(id) if is_running else Waits(id))
 
     def _tell(self, news: list[News]) -> None:
         """In one message what has come at one time."""
@@ -168,5 +172,5 @@ class Service:
             if each.ended:
                 id = self._ids.pop(each.opened)
                 del self._open[id]
-                timings = without_nan(service_timings(each.opened.metrics)) | {"queued_s": each.opened.queued_s}
+                timings = without_nan(service_timings(each.opened.metrics))
                 self.front.tell(Ended(id, each.opened.finish, timings, self.pictures.n_runs))

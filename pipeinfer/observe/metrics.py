@@ -20,11 +20,15 @@ UNGUESSED_MIN = 8
 
 @dataclass
 class RequestMetrics(Observer):
-    """Counts while the request runs; `tracer` draws its timeline, `on_prompt` hears of its prompt."""
+    """Counts while the request runs; `tracer` draws its timeline, `on_prompt` hears of its prompt, `on_turn` whether it
+    is worked on from now on, or waits again."""
 
     tracer: Tracer | None = None
     on_prompt: Callable[[int], None] | None = None
+    on_turn: Callable[[bool], None] | None = None
     submitted_s: float = math.nan
+    begun_s: float = math.nan  # when its first run was sent
+    is_running: bool = False  # a run was sent, since it was preempted if it was
     n_prompt: int = 0
     n_kept: int = 0  # of the prompt, what another request had evaluated
     n_preempted: int = 0  # how often others needed its cells, so that it waited again
@@ -59,18 +63,30 @@ class RequestMetrics(Observer):
 
     def preempted(self) -> None:
         self.n_preempted += 1
+        self._turn(False)
 
     def prompt_evaluated(self, n_rows: int) -> None:
         if self.on_prompt:
             self.on_prompt(n_rows)
 
-    def run_sent(self, n_rows: int, n_nodes: int, has_root: bool, n_branches: int, n_inflight: int) -> None:
+    def run_sent(
+        self, now_s: float, n_rows: int, n_nodes: int, has_root: bool, n_branches: int, n_inflight: int
+    ) -> None:
+        if not self.is_running:
+            self.begun_s = now_s if math.isnan(self.begun_s) else self.begun_s
+            self._turn(True)
         self.n_runs += 1
         self.n_rows += n_rows
         self.n_root_runs += has_root
         self.n_sent += n_nodes - has_root
         self.n_branches += n_branches
         self.n_inflight_max = max(self.n_inflight_max, n_inflight)
+
+    def _turn(self, is_running: bool) -> None:
+        if self.is_running != is_running:
+            self.is_running = is_running
+            if self.on_turn:
+                self.on_turn(is_running)
 
     def run_cancelled(self) -> None:
         self.n_cancelled += 1
@@ -189,10 +205,20 @@ def speeds(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
-    """What an answer of a service tells: speeds, and what guesses were worth, by llama.cpp's names; how often it was
-    preempted."""
-    guesses = {"draft_n": metrics.n_judged, "draft_n_accepted": metrics.n_matched}
-    return {**speeds(metrics), **guesses, "preempted_n": metrics.n_preempted}
+    """What an answer of a service tells: speeds, and what guesses were worth, by llama.cpp's names; how long it waited
+    before its first run, in `ttft_s` and not in what its prompt took; how often it was preempted."""
+    queued_s = metrics.begun_s - metrics.submitted_s
+    prompt_s = metrics.ttft_s - queued_s
+    n_evaluated = metrics.n_prompt - metrics.n_kept
+    return {
+        **speeds(metrics),
+        "prompt_ms": 1e3 * prompt_s,
+        "prompt_per_second": n_evaluated / prompt_s if prompt_s > 0 else float("nan"),
+        "draft_n": metrics.n_judged,
+        "draft_n_accepted": metrics.n_matched,
+        "preempted_n": metrics.n_preempted,
+        "queued_s": queued_s,
+    }
 
 
 def speculation(metrics: RequestMetrics) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pipeinfer.job.front import (
     Listening,
     Picture,
     Ready,
+    Waits,
     Watch,
 )
 
@@ -42,7 +43,7 @@ def _ask(said: dict[str, Any]) -> Ask:
 MAKE: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "Ask": _ask,
     **{kind.__name__: lambda said, kind=kind: kind(**said)  # type: ignore[misc]
-       for kind in (Begun, Came, Closing, Draining, Drop, Ended, Listening, Picture, Ready, Watch)},
+       for kind in (Begun, Came, Closing, Draining, Drop, Ended, Listening, Picture, Ready, Waits, Watch)},
 }  # fmt: skip
 
 

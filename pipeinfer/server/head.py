@@ -23,6 +23,7 @@ from pipeinfer.job.front import (
     FromHead,
     Picture,
     Ready,
+    Waits,
     Watch,
 )
 from pipeinfer.job.logprobs import Entry
@@ -46,13 +47,15 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One text that is generated. `text`, `entries`: what nobody has taken yet. Times are by this host's clock."""
+    """One text that is generated. `text`, `entries`: what nobody has taken yet. `has_turn`: the ranks work on it; else
+    it waits. Times are by this host's clock."""
 
     id: int
     asked: GenerationRequest
     changed: asyncio.Event
     asked_s: float = field(default_factory=time.monotonic)
     begun_s: float = math.nan
+    has_turn: bool = False
     came_s: float = math.nan
     text: str = ""
     entries: list[Entry] = field(default_factory=list)
@@ -62,7 +65,7 @@ class Choice:
 
     @property
     def is_running(self) -> bool:
-        return not math.isnan(self.begun_s) and self.finish is None
+        return self.has_turn and self.finish is None
 
     @property
     def has_logprobs(self) -> bool:
@@ -97,7 +100,9 @@ class Answer:
 class Heard(Protocol):
     """Who is told what comes, after it was noted."""
 
-    def begun(self, choice: Choice) -> None: ...
+    def begun(self, choice: Choice) -> None:
+        """For the first time."""
+        ...
 
     def came(self, choice: Choice, n_tokens: int, before_s: float) -> None:
         """`before_s`: when the last tokens before these came; NaN if there were none."""
@@ -185,7 +190,7 @@ class Head:
     def _take(self, message: FromHead) -> None:
         if isinstance(message, Came):
             self._came(message)
-        elif isinstance(message, (Begun, Ended)):
+        elif isinstance(message, (Begun, Waits, Ended)):
             if choice := self.choices.get(message.id):
                 self._note(message, choice)
         elif isinstance(message, Ready):
@@ -207,10 +212,12 @@ class Head:
                 choice.changed.set()
                 self.heard.came(choice, n_tokens, before_s)
 
-    def _note(self, message: Begun | Ended, choice: Choice) -> None:
-        if isinstance(message, Begun):
-            choice.begun_s = time.monotonic()
-            self.heard.begun(choice)
+    def _note(self, message: Begun | Waits | Ended, choice: Choice) -> None:
+        if not isinstance(message, Ended):
+            choice.has_turn = isinstance(message, Begun)
+            if choice.has_turn and math.isnan(choice.begun_s):
+                choice.begun_s = time.monotonic()
+                self.heard.begun(choice)
         else:
             choice.finish, choice.timings = message.finish, message.timings
             del self.choices[choice.id]

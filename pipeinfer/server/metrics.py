@@ -39,9 +39,7 @@ class Metrics:
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", SECONDS)
         self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a text.", SECONDS)
         self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the last token.", SECONDS)
-        self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "From submission until there was room.", SECONDS
-        )
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "From submission to the first run.", SECONDS)
         self._n_prompt = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._n_text = self._histogram("vllm:request_generation_tokens", "Tokens of a text.", TOKENS)
         self._share = Gauge("pipeinfer:rank_time_ratio", "How a rank spent its time when it was last looked at.",
@@ -63,7 +61,7 @@ class Metrics:
 
         for ours, theirs, help, find in (
             ("llamacpp:requests_processing", "vllm:num_requests_running", "Texts that are being written.", n_running),
-            ("llamacpp:requests_deferred", "vllm:num_requests_waiting", "Texts that wait for room.", n_waiting),
+            ("llamacpp:requests_deferred", "vllm:num_requests_waiting", "Texts that wait.", n_waiting),
             ("", "vllm:kv_cache_usage_perc", "Share of the context that open requests use.", used),
         ):
             if ours:
