@@ -238,10 +238,22 @@ def test_repetitions_are_averaged_and_nothing_else(capsys: pytest.CaptureFixture
     assert len({len(line) for line in lines}) == 1, "columns stand under each other"
 
 
-def test_every_figure_of_loads_and_no_overlapping_text() -> None:
+MANY = {"options": "lookup, batch-size 64, ctx-size 5000, max-delay 0.2", "temp": 0.7, "top_k": 10, "numerics": "fast",
+        "repeat_penalty": 1.2, "n_requests": 7, "model": "a-long-name-of-a-model-" * 3, "model_hash": "ff"}  # fmt: skip
+
+
+@pytest.mark.parametrize("others", [{}, MANY])
+def test_every_figure_of_loads_and_no_overlapping_text(others: Record) -> None:
+    """Nor cut: also where loads differ in much."""
     drawn = []
-    for name, figure in draw_loads(table()):
+    for name, figure in draw_loads([*table(), *([row | others for row in table()] if others else [])]):
         drawn.append(name)
+        width, height = figure.canvas.get_width_height()
+        for text in texts(figure):
+            box = text.get_window_extent()
+            assert min(box.x0, box.y0) >= 0 and box.x1 <= width and box.y1 <= height, (name, text.get_text())
+        asked = "7 to " if others else ""
+        assert f"A load: {asked}" in figure.get_supxlabel() and "tokens each" in figure.get_supxlabel()
         boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
         for index, (first, box) in enumerate(boxes):
             clashes = [other for other, later in boxes[index + 1 :] if box.shrunk(0.98, 0.9).overlaps(later)]

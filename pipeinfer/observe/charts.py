@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.gridspec import SubplotSpec
 
 from pipeinfer.observe.facets import Bar, Series, grouped
 from pipeinfer.observe.looks import Look
@@ -24,6 +25,7 @@ USES = {"busy_s": ("busy", "#009E73"), "cancelled_s": ("cancelled runs", "#D55E0
         "waiting_s": ("waiting for a run", "#56B4E9"), "idle_s": ("idle", "#DDDDDD")}  # fmt: skip
 LEGEND_WIDTH = 1.5  # inches an entry takes at least
 LINE_HEIGHT = 0.19  # inches
+TITLE_LETTERS = 13  # of a title, an inch
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -57,8 +59,46 @@ def panels(n_panels: int, columns: int = 0, width: float = 4.2) -> tuple[Figure,
     return figure, axes[:n_panels]
 
 
+def head(panel: Axes, title: str) -> None:
+    """Its title, in as many lines as its width asks for: a comma ends a line where one can."""
+    width = panel.figure.bbox.width / panel.figure.dpi / _cell(panel).get_gridspec().ncols
+    n_letters = int(TITLE_LETTERS * (width - 0.4))
+    panel.set_title("\n".join(filled(title, n_letters)), fontsize=9)
+
+
+def filled(text: str, n_letters: int) -> list[str]:
+    """Lines of so many letters at most, its parts between commas whole where they are no longer."""
+    lines = list[str]()
+    for given in text.split("\n"):
+        lines.append("")
+        for part in given.split(", "):
+            if lines[-1] and len(lines[-1]) + len(part) + 3 > n_letters:
+                lines[-1] += ","
+                lines.append("")
+            first, *others = textwrap.wrap(part, n_letters) or [""]
+            lines[-1] += f", {first}" if lines[-1] else first
+            lines += others
+    return lines
+
+
+def _cell(panel: Axes) -> SubplotSpec:
+    cell = panel.get_subplotspec()
+    assert cell, "a panel outside the grid"
+    return cell
+
+
+def _make_room(figure: Figure) -> None:
+    """The panels keep their height however many lines their titles take."""
+    extra = dict[int, int]()
+    for panel in figure.axes:
+        row = _cell(panel).rowspan.start
+        extra[row] = max(extra.get(row, 0), panel.get_title().count("\n"))
+    figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * sum(extra.values()))
+
+
 def legend(figure: Figure) -> None:
-    """One for all panels: what any of them shows."""
+    """One for all panels, which have their titles: what any of them shows."""
+    _make_room(figure)
     shown: dict[str, Any] = {}
     for panel in figure.axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):

@@ -146,7 +146,7 @@ def _place(policy: str) -> int:
 def by_ranks(rows: Sequence[Record], facets: Sequence[str] = FACETS) -> dict[str, list[Record]]:
     """Rows of each panel and number of ranks, by a title."""
     return {
-        f"{title}, {ranks} ranks": found
+        f"{title}, {ranks} {'rank' if ranks == 1 else 'ranks'}": found
         for title, members in panels_of(rows, facets).items()
         for ranks, found in sorted(grouped(members, lambda row: row["ranks"]).items())
     }

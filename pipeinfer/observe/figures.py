@@ -17,6 +17,7 @@ from pipeinfer.observe.charts import (
     Value,
     bar_groups,
     cdf,
+    head,
     legend,
     n_ranks,
     note,
@@ -100,7 +101,7 @@ def ablation(rows: Sequence[Record]) -> Figure | None:
                                mark=_acceptance if name == "predicted_per_second" else _nothing)  # fmt: skip
             panel.set_ylabel(label)
             panel.set_xlabel("MPI ranks")
-            panel.set_title(title, fontsize=9)
+            head(panel, title)
     _tell(figure, drawn, f" {_on_bars(drawn)}")
     return figure
 
@@ -130,7 +131,7 @@ def prompts(rows: Sequence[Record]) -> Figure | None:
         drawn[panel] = bar_groups(panel, present, series, label_of, _scaled("predicted_per_second"), shown,
                                   dots=True, mark=_acceptance)  # fmt: skip
         panel.set_xticks(range(len(present)), [clean(name) for name in present], rotation=30, ha="right")
-        panel.set_title(title, fontsize=9)
+        head(panel, title)
         panel.set_ylabel("mean generation speed (tokens/s)")
     _tell(figure, drawn, f" Dots: each generation. {_on_bars(drawn)}")
     return figure
@@ -151,7 +152,7 @@ def latencies(rows: Sequence[Record]) -> Figure | None:
             for label, members in series.items():
                 values = chain.from_iterable(np.atleast_1d(row[name]) for row in members)
                 cdf(panel, sorted(1e3 * value for value in values if not math.isnan(value)), label, shown[label])
-            panel.set_title(title, fontsize=9)
+            head(panel, title)
             panel.grid(True, axis="both")
             panel.set_ylim(0, 1.02)
             panel.set_xlim(left=0)
@@ -179,7 +180,7 @@ def time_use(rows: Sequence[Record]) -> Figure | None:
         series = series_of(chosen)
         pooled += series.values()
         stack_ranks(panel, series)
-        panel.set_title(title, fontsize=9)
+        head(panel, title)
         panel.set_ylabel("mean share of the time (%)")
     legend(figure)
     over = pooled_text(pooled)
@@ -251,7 +252,7 @@ def _bars(rows: Sequence[Record], value: Value, label: str, with_acceptance: boo
         panel.set_xticks(range(len(ranks)), [str(count) for count in ranks])
         panel.set_xlabel("MPI ranks" if ranks else "")
         panel.set_ylabel(label)
-        panel.set_title(title, fontsize=9)
+        head(panel, title)
     marked = with_acceptance and any(_acceptance(bar) for bars in drawn.values() for bar in bars)
     _tell(figure, drawn, f" {_on_bars(drawn)}" if marked else "")
     return figure
@@ -262,6 +263,6 @@ def _tell(figure: Figure, drawn: dict[Axes, list[Bar]], more: str) -> None:
     bars = list(chain.from_iterable(drawn.values()))
     if len({len(bar) for bar in bars}) > 1:
         for panel, here in drawn.items():
-            panel.set_title(f"{panel.get_title()}\n{count_text(here)}", fontsize=9)
+            head(panel, f"{panel.get_title()}\n{count_text(here)}")
     legend(figure)
     note(figure, note_on(bars) + more)

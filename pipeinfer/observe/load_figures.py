@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from pipeinfer.observe.charts import STYLE, cdf, legend, note, panels
+from pipeinfer.observe.charts import STYLE, cdf, head, legend, note, panels
 from pipeinfer.observe.facets import SHOWN, Bar, Series, by_ranks, count_text, grouped, pooled_text, series_of
 from pipeinfer.observe.load_columns import LOADS
 from pipeinfer.observe.loads import busiest
@@ -62,7 +62,7 @@ def curves(rows: Sequence[Record]) -> Figure | None:
             _label(panel, title, point, found, f"{meaning} (ms)")
     _tell_kinds(axes[1], SHARES.values())
     legend(figure)
-    note(figure, _note_on(drawn))
+    note(figure, f"{_note_on(drawn)}{_asked_text(rows)}")
     return figure
 
 
@@ -88,7 +88,7 @@ def cdfs(rows: Sequence[Record]) -> Figure | None:
         ):
             for label, rows_of_it in series.items():
                 cdf(panel, sorted(MS * each for row in rows_of_it for each in row[name]), label, shown[label])
-            panel.set_title(title, fontsize=9)
+            head(panel, title)
             panel.grid(True, axis="both")
             panel.set_ylim(0, 1.02)
             panel.set_xlim(left=0)
@@ -96,7 +96,8 @@ def cdfs(rows: Sequence[Record]) -> Figure | None:
             panel.set_ylabel(f"share of {of}")
     legend(figure)
     alone = all(len(bar) == 1 for bar in drawn)
-    note(figure, f"Each curve {'is one load' if alone else f'pools {_counts(drawn)}'}, drawn through 101 percentiles.")
+    note(figure, f"Each curve {'is one load' if alone else f'pools {_counts(drawn)}'}, drawn through 101 percentiles."
+                 f"{_asked_text(rows)}")  # fmt: skip
     return figure
 
 
@@ -116,7 +117,7 @@ def utilisation(rows: Sequence[Record]) -> Figure | None:
         panel.set_ylim(0, 102)
     _tell_kinds(axes[0], (MEAN, BUSIEST))
     legend(figure)
-    note(figure, f"{_note_on(drawn)} From the first token to the last; cancelled runs count.")
+    note(figure, f"{_note_on(drawn)} From the first token to the last; cancelled runs count.{_asked_text(rows)}")
     return figure
 
 
@@ -197,7 +198,7 @@ def _label(panel: Axes, title: str, point: str, rows: Sequence[Record], label: s
     panel.set_ylim(0, 1.04 * panel.get_ylim()[1])
     panel.set_xlabel(POINTS[point])
     panel.set_ylabel(label)
-    panel.set_title(title, fontsize=9)
+    head(panel, title)
 
 
 def _tell_kinds(panel: Axes, kinds: Iterable[Kind]) -> None:
@@ -216,3 +217,14 @@ def _note_on(bars: Sequence[Bar]) -> str:
     if all(len(bar) == 1 for bar in bars):
         return "Each point is one load."
     return f"Points: means over {_counts(bars)}; whiskers: one sample standard deviation of these."
+
+
+def _asked_text(rows: Sequence[Record]) -> str:
+    """How much a load asks for; what differs stands in titles."""
+    words = {"n_requests": ("request", "requests"), "predict": ("token", "tokens")}
+    counts = {name: sorted({row[name] for row in rows}) for name in words}
+    n_requests, n_tokens = (
+        f"{min(found)}{f' to {max(found)}' if len(found) > 1 else ''} {words[name][found != [1]]}"
+        for name, found in counts.items()
+    )
+    return f" A load: {n_requests}, {n_tokens} each."
