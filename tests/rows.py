@@ -76,7 +76,8 @@ def make_load(policy: str = "pipeinfer", concurrency: int = 4, rate: float = flo
     ranks = asked["ranks"]
     return asked | latencies | {
         "wall_s": 128 / speed, "prompt_n": 8 * 128, "cache_n": 64, "predicted_n": 128,
-        "requests_per_second": speed / 16, "prompt_per_second": 8 * speed, "predicted_per_second": speed,
+        "requests_per_second": speed / 16, "offered_per_second": rate, "served_per_second": rate,
+        "prompt_per_second": 8 * speed, "predicted_per_second": speed,
         "draft_n_judged": 90, "draft_n_accepted": 72,
         "acceptance_rate": 0.8, "open_max": concurrency or 7, "busy": [0.5 + 0.1 * at for at in range(ranks - 1)],
         "busy_s": [0.5] * ranks, "cancelled_s": [0.1] * ranks, "waiting_s": [0.3] * ranks, "idle_s": [0.1] * ranks,

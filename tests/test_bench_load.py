@@ -238,6 +238,18 @@ def test_repetitions_are_averaged_and_nothing_else(capsys: pytest.CaptureFixture
     assert len({len(line) for line in lines}) == 1, "columns stand under each other"
 
 
+def test_who_comes_faster_than_answered_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [LOADS.as_read(make_load("iterative", 0, rate, served_per_second=served))
+            for rate, served in ((20.0, 3.0), (2.0, 1.9))]  # fmt: skip
+    print_loads(rows[1:], "md")
+    assert " of " not in capsys.readouterr().out
+    print_loads([*rows, LOADS.as_read(make_load())], "md")
+    first, *others, _, line = capsys.readouterr().out.splitlines()[2:]
+    assert (
+        " 3.00 of 20.00 " in first and not any(" of " in other for other in others) and "the longer they wait" in line
+    )
+
+
 MANY = {"options": "lookup, batch-size 64, ctx-size 5000, max-delay 0.2", "temp": 0.7, "top_k": 10, "numerics": "fast",
         "repeat_penalty": 1.2, "n_requests": 7, "model": "a-long-name-of-a-model-" * 3, "model_hash": "ff"}  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from pipeinfer.cluster.costs import HeadCost, HostWork, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.scheduler import Room
+from pipeinfer.observe.loads import falls_behind
 from pipeinfer.policies.registry import make_policy
 from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.load import Load, simulate_load
@@ -53,6 +55,14 @@ def test_requests_that_come_one_by_one_are_answered_one_by_one() -> None:
     assert found["requests_per_second"] == pytest.approx(0.5, rel=0.4)
     crowded = carry(EVEN, Load(40, 2, 20, 2, rate=100.0))
     assert crowded["ttft_p50_s"] > 20 * found["ttft_p50_s"], "two at a time: most wait for others"
+
+
+def test_offered_and_served_tell_whether_a_rate_was_kept_up_with() -> None:
+    calm, hurried = (carry(EVEN, Load(24, 2, 20, parallel=4, rate=rate)) for rate in (0.5, 50.0))
+    assert calm["served_per_second"] > 0.95 * calm["offered_per_second"] and not falls_behind(calm)
+    assert falls_behind(hurried) and 20 < hurried["offered_per_second"] < 100
+    asked = carry(EVEN, Load(4, 2, 20, parallel=4, concurrency=2))
+    assert math.isnan(asked["offered_per_second"]) and not falls_behind(asked)
 
 
 def test_clients_keep_as_many_open_and_do_not_wait_for_others() -> None:

@@ -26,11 +26,11 @@ from pipeinfer.job.sweep_job import SweepHead, start_sweep
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.experiment import variant_text
 from pipeinfer.observe.load_columns import LATENCIES, LOADS
-from pipeinfer.observe.loads import come_text, print_loads
+from pipeinfer.observe.loads import come_text, falls_behind, print_loads
 from pipeinfer.observe.metrics import percentiles
 from pipeinfer.observe.report import milliseconds, number
 from pipeinfer.observe.table import Record, lines_of
-from pipeinfer.observe.throughput import Throughput
+from pipeinfer.observe.throughput import NOT_OFFERED, Throughput, offered_and_served
 from pipeinfer.outputs import check_separate
 
 WARM_UP_TOKENS = 16
@@ -152,7 +152,8 @@ class LoadBench(SweepHead[LoadGroup]):
         start_s, end_s = (edge(times) for edge, times in ((min, [each.submitted_s for each in metrics]),
                                                           (max, [each.token_s[-1] for each in metrics])))  # fmt: skip
         uses.note(session.take_figures(), end_s)
-        return _figures(session, throughput, uses, end_s - start_s, len(metrics)) | {"open_max": open_max}
+        rates = NOT_OFFERED if case.concurrency else offered_and_served(metrics)
+        return _figures(session, throughput, uses, end_s - start_s, len(metrics)) | rates | {"open_max": open_max}
 
     def _next_can_begin(self) -> bool:
         """Whether a request has come for which there is room. Asked in every wait."""
@@ -172,7 +173,13 @@ class LoadBench(SweepHead[LoadGroup]):
         if self.progress.disable:
             self.console.print(
                 f"[{len(self.rows)}] {_describe(case)}: {number(row['predicted_per_second'])} tokens/s, TTFT p50 "
-                f"{milliseconds(row['ttft_p50_s'])}, ITL p50 {milliseconds(row['itl_p50_s'])}",
+                f"{milliseconds(row['ttft_p50_s'])}, ITL p50 {milliseconds(row['itl_p50_s'])}"
+                + (
+                    f"; {number(row['served_per_second'])} requests/s answered of {number(row['offered_per_second'])} "
+                    "that came"
+                    if falls_behind(row)
+                    else ""
+                ),
                 markup=False,
             )
 

@@ -32,7 +32,7 @@ SET_UP: Cells = {
 }
 FIGURES: Cells = {
     "tokens/s": lambda load: number(load["predicted_per_second"]),
-    "requests/s": lambda load: number(load["requests_per_second"]),
+    "requests/s": lambda load: _requests_text(load),
     "TTFT p50, p99": lambda load: _pair(load, "ttft_p50_s", "ttft_p99_s"),
     "TPOT mean, p99": lambda load: _pair(load, "tpot_mean_s", "tpot_p99_s"),
     "ITL p50, p99": lambda load: _pair(load, "itl_p50_s", "itl_p99_s"),
@@ -42,6 +42,10 @@ FIGURES: Cells = {
 SIMULATED: Cells = {
     "stages evaluate": lambda load: f"{100 * sum(load['evaluating']) / len(load['evaluating']):.1f}%",
 }
+KEPT_UP = 0.9
+"""Of the rate at which requests come, what they end at least at where the ranks keep up with them."""
+BEHIND = ("Requests/s `a of b`: b a second came, a were answered, from the first to the last of each; the longer such "
+          "a load, the longer they wait.")  # fmt: skip
 SAMPLES = ("seed", "repetition")
 """What loads of one combination may differ in."""
 
@@ -72,7 +76,19 @@ def table(cells: Cells, loads: Sequence[dict[str, Any]]) -> list[str]:
     """Its lines. `busiest stage`: how much of the time it was not idle; `stages evaluate`: the mean of all stages'
     time, without what their hosts do besides."""
     rows = ([text(load) for text in cells.values()] for load in loads)
-    return markdown_table(list(cells), rows, ["ranks", "requests", *FIGURES, *SIMULATED])
+    lines = markdown_table(list(cells), rows, ["ranks", "requests", *FIGURES, *SIMULATED])
+    return [*lines, "", BEHIND] if any(map(falls_behind, loads)) else lines
+
+
+def falls_behind(load: dict[str, Any]) -> bool:
+    """Whether requests came faster than they were answered. False where clients ask, who wait for each other."""
+    return bool(load["served_per_second"] < KEPT_UP * load["offered_per_second"])
+
+
+def _requests_text(load: dict[str, Any]) -> str:
+    if falls_behind(load):
+        return f"{number(load['served_per_second'])} of {number(load['offered_per_second'])}"
+    return number(load["requests_per_second"])
 
 
 def _pair(load: dict[str, Any], *names: str) -> str:

@@ -3,7 +3,9 @@ number a token where gaps between tokens are asked for."""
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +66,23 @@ class Throughput:
             "draft_n_accepted": self.n_matched,
             "acceptance_rate": self.n_matched / self.n_judged if self.n_judged else float("nan"),
         }
+
+
+def offered_and_served(metrics: Sequence[RequestMetrics]) -> dict[str, float]:
+    """How many requests a second came, and how many ended, of those that came one by one; else NaN."""
+    came_s = [each.submitted_s for each in metrics]
+    ended_s = [each.token_s[-1] for each in metrics]
+    return {"offered_per_second": _per_second(came_s), "served_per_second": _per_second(ended_s)}
+
+
+def _per_second(times_s: Sequence[float]) -> float:
+    """From the first to the last."""
+    span_s = max(times_s) - min(times_s)
+    return (len(times_s) - 1) / span_s if span_s > 0 else math.nan
+
+
+NOT_OFFERED = {"offered_per_second": math.nan, "served_per_second": math.nan}
+"""Where clients ask, or all requests come at once."""
 
 
 def _spread(name: str, values_s: array[float]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.ledger import TimeUse, stage_time
 from pipeinfer.observe.metrics import RequestMetrics
-from pipeinfer.observe.throughput import Throughput
+from pipeinfer.observe.throughput import NOT_OFFERED, Throughput, offered_and_served
 from pipeinfer.virtual.choices import SyntheticChoices
 from pipeinfer.virtual.drafts import SimDrafter
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
@@ -118,10 +118,16 @@ def _figures(load: Load, pipeline: SimPipeline, metrics: Sequence[RequestMetrics
         throughput.add(each)
     first_s, last_s = min(each.token_s[0] for each in metrics), max(each.token_s[-1] for each in metrics)
     start_s = min(each.submitted_s for each in metrics)
-    return throughput.figures(last_s - start_s, load.n_requests) | {
-        "busy": [_share(stage_time(stage.ledger.moved(0.0), {}, (first_s, last_s))) for stage in pipeline.stages],
-        "evaluating": [stage.evaluated_s / (last_s - start_s) for stage in pipeline.stages],
-    }
+    one_by_one = not load.concurrency and math.isfinite(load.rate)
+    rates = offered_and_served(metrics) if one_by_one else NOT_OFFERED
+    return (
+        throughput.figures(last_s - start_s, load.n_requests)
+        | rates
+        | {
+            "busy": [_share(stage_time(stage.ledger.moved(0.0), {}, (first_s, last_s))) for stage in pipeline.stages],
+            "evaluating": [stage.evaluated_s / (last_s - start_s) for stage in pipeline.stages],
+        }
+    )
 
 
 def _share(use: TimeUse) -> float:
