@@ -82,6 +82,31 @@ def test_prompts_hold_a_long_pipeline_up_for_small_chunks_only() -> None:
     assert many["tpot_p50_s"] < 1.2 * alone["tpot_p50_s"]
 
 
+@pytest.mark.parametrize(
+    ("cluster", "load", "gain"), [("sipipe", Load(32, 4000, 96, 16, concurrency=16), 1.15),
+                                  ("pipedec-14", Load(128, 512, 32, 64, concurrency=64), 1.03),
+                                  ("pipeinfer-c", Load(32, 64, 48, 16, concurrency=16), 0.995)]
+)  # fmt: skip
+def test_roots_share_fewer_runs_while_prompts_are_read(
+    cluster: str, load: Load, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which costs nobody anything: where rows are dear, chunks are small, and so are these runs."""
+    profile = load_profile(cluster).lay_out()
+    shared = carry(profile, load)
+    monkeypatch.setattr(Room, "beside_chunks", lambda room, n_chunks, n_chunk_rows: room)
+    apart = carry(profile, load)
+    assert shared["predicted_per_second"] > gain * apart["predicted_per_second"]
+    assert shared["ttft_mean_s"] < 1.01 * apart["ttft_mean_s"]
+    assert shared["itl_mean_s"] < 1.01 * apart["itl_mean_s"]
+
+
+def test_runs_beside_chunks_are_no_larger_than_these() -> None:
+    room = Room.for_load(64, 4, 8, 40, 128)
+    assert [room.beside_chunks(n, 128).n_roots for n in range(6)] == [16, 22, 32, 40, 40, 40]
+    assert [room.beside_chunks(2, n).n_roots for n in (8, 20, 64)] == [16, 20, 32]
+    assert Room.for_load(1, 4, 8, 40, 128).beside_chunks(3, 64).n_roots == 1
+
+
 @pytest.mark.parametrize(("cluster", "acceptance", "n"), [("pipedec-14", 0.8, 64), ("sipipe", 0.6, 64)])
 def test_speculation_fills_what_is_empty_and_no_more(cluster: str, acceptance: float, n: int) -> None:
     profile = load_profile(cluster).lay_out()

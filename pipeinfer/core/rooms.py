@@ -73,7 +73,10 @@ class Rooms:
         """What the next run carries of what requests want, in the order in which they are due; nothing where none shall
         go now."""
         limited, room = self.max_delay_s < math.inf and not alone, self._room
-        if limited and self._roots_go_first(wants):
+        chunk_rows = [] if alone else [flight.n_rows for flight in self.target.useful_flights if flight.n_context]
+        if chunk_rows:
+            room = room.beside_chunks(len(chunk_rows), max(chunk_rows))
+        if limited and (chunk_rows or self._were_passed(wants)):
             wants = sorted(wants, key=lambda part: not _is_root(part))
             room = replace(room, n_roots=room.n_rows)  # for those left behind the next run may be a chunk
         found = choose(wants, room, alone, self._n_chunk_rows)
@@ -86,10 +89,8 @@ class Rooms:
             self._passed.difference_update(part.request.id for part in chosen)
         return chosen
 
-    def _roots_go_first(self, wants: Sequence[Part]) -> bool:
-        """Whether roots would wait for a second chunk: one is in flight, or has gone before one of them."""
-        if any(flight.n_context for flight in self.target.useful_flights):
-            return True
+    def _were_passed(self, wants: Sequence[Part]) -> bool:
+        """Whether a chunk went while a root waited that would wait for a second one now."""
         return any(part.request.id in self._passed for part in wants if _is_root(part))
 
     def _n_chunk_rows(self, first: Part, n_left: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
@@ -49,6 +49,13 @@ class Room:
     def for_load(n_open: int, n_stages: int, n_cheap: int, n_rows: int, n_context: int) -> Room:
         """With R requests open and p stages about p runs of R / p roots keep every stage busy."""
         return Room(max(1, min(n_rows, -(-n_open // n_stages))), n_cheap, n_rows, n_context, n_open, n_stages)
+
+    def beside_chunks(self, n_chunks: int, n_chunk_rows: int) -> Room:
+        """The same while so many chunks of prompts, of so many rows at most, are in flight. Each keeps a stage busy, so
+        that fewer runs of more roots are left to: a row costs less in them. None is larger than a chunk, for which the
+        stages behind would wait, and the requests' answers come together more than they have to."""
+        n_roots = min(-(-self.n_open // max(1, self.n_stages - n_chunks)), n_chunk_rows, self.n_rows)
+        return replace(self, n_roots=n_roots) if n_roots > self.n_roots else self
 
     @property
     def n_guesses(self) -> int:
