@@ -8,7 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from pipeinfer.cli.bench import bench
+from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.costs import HeadCost, HostWork, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.scheduler import Room
 from pipeinfer.observe.loads import falls_behind
@@ -140,7 +143,29 @@ def test_the_command() -> None:
     assert all(load["predicted_n"] == 12 * 16 and load["rate"] == 5.0 for load in loads)
     done = finish(1, [*words, "--concurrency", "3", "--json"])
     assert [json.loads(line)["rate"] for line in done.stdout.splitlines()] == [None, None], done.stderr
-    for refused in (["--rate", "5"], ["--parallel", "2"], ["--requests", "4", "--trace", "/tmp/never.json"],
-                    ["--concurrency", "2"]):  # fmt: skip
+    asked = ["-p", "8", "-n", "2", "--policy", "iterative", "--concurrency", "1,4", "--rate", "9", "--json"]
+    done = finish(1, [*words[:3], *asked])
+    loads = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(load["concurrency"], load["rate"], load["n_requests"], load["parallel"]) for load in loads] == [
+        (1, None, 64, 32), (4, None, 64, 32), (0, 9.0, 64, 32)]  # fmt: skip
+    for refused in (["--max-delay", "5"], ["--parallel", "2"], ["--requests", "4", "--trace", "/tmp/never.json"]):
         done = finish(1, ["simulate", "--profile", "sipipe", *refused])
         assert done.returncode == 2 and "--requests" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--concurrency 4 --parallel 2", "--parallel 2 is less than --concurrency 4"),
+        ("--concurrency 4 --requests 2", "--requests 2 are fewer than the clients of --concurrency 4"),
+        ("--rate 2,2", "--rate has 2.0 twice"),
+        ("--parallel 300 --rate 1", "from 1 to 254"),
+        ("--concurrency 300", "from 1 to 254"),
+        ("--rate 0", "not a number from 1e-06"),
+        ("--concurrency 1,,2", "has an empty part"),
+    ],
+)
+def test_loads_are_asked_for_by_the_same_rules(words: str, told: str) -> None:
+    for command, before in ((simulate_command, ["--profile", "sipipe"]), (bench, [])):
+        found = CliRunner().invoke(command, [*before, *words.split()])
+        assert found.exit_code and told in f"{found.output} {found.exception}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from pipeinfer.cli.command import Command
 from pipeinfer.cli.constraint_options import CONSTRAINT_NAMES
 from pipeinfer.cli.hub_options import take_token
 from pipeinfer.cli.load_options import load_options, take_loads
+from pipeinfer.cli.load_rules import check_once
 from pipeinfer.cli.run import run
 from pipeinfer.cli.setting_options import take_policies, take_sampling
 from pipeinfer.cli.values import File, Listed, Split, Text, Whole
@@ -136,7 +136,7 @@ def bench(
              "--layer-split": splits, "--ablate": ablate, "--concurrency": loads.concurrencies if loads else (),
              "--rate": loads.rates if loads else ()}  # fmt: skip
     for option, given in lists.items():
-        _check_once(option, given)
+        check_once(option, given)
     base = RunOptions(
         model=(models or (TARGET,))[0],
         predict=0,
@@ -178,13 +178,6 @@ def _shared_options() -> list[click.Parameter]:
 
 
 bench.params += _shared_options()
-
-
-def _check_once(option: str, given: Sequence[object]) -> None:
-    """Raises UserError when a value is there twice: it would be measured twice, and its rows be those of one."""
-    twice = [value for value in given if given.count(value) > 1]
-    if twice:
-        raise UserError(f"{option} has {twice[0]} twice; give it once, -r says how often everything is measured")
 
 
 def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[Prompt, ...]:

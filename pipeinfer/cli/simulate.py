@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import click
 
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.delay_option import max_delay_option
+from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, check_once, concurrency_option, parallel_of, rate_option
 from pipeinfer.cli.setting_options import policy_options, take_policies
 from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole, WireName
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.errors import UserError
+from pipeinfer.job.options import MAX_SEQUENCES
 from pipeinfer.observe.loads import show_loads
 from pipeinfer.observe.results import check_results
 from pipeinfer.observe.summary import print_summary
@@ -27,7 +29,7 @@ from pipeinfer.virtual.profile import ProfileFile, load_profile, shipped_profile
 from pipeinfer.virtual.study import Question, ask, ask_loads
 
 MAX_GBIT = 10**6
-MAX_REQUESTS, MIN_RATE, MAX_RATE, MAX_SAMPLERS = 100_000, 1e-6, 1e6, 1024
+MAX_SAMPLERS = 1024
 MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
 POLICY_LIST = Listed(click.Choice(POLICIES))
 
@@ -80,16 +82,16 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     help="Ask this draft for branches that --choices lacks, and add them to the file; likewise.",
 )
 @click.option(
-    "--requests", type=Whole(1, MAX_REQUESTS), help="So many requests, of -p and -n tokens each: throughput, latencies."
-)
-@click.option(
-    "--rate", type=Number(MIN_RATE, MAX_RATE), help="Requests that come in a second, at random. [default: all at "
-    "once]",
+    "--requests", type=Whole(1, MAX_REQUESTS),
+    help="Requests of a load, of -p and -n tokens each; without --concurrency and --rate they come at once. [default: "
+    f"twice the largest --concurrency, with --rate {2 * PARALLEL} at least]",
 )  # fmt: skip
-@click.option("--parallel", type=Whole(1, MAX_REQUESTS), help="Requests at a time at most. [default: all]")
+@concurrency_option
+@rate_option
 @click.option(
-    "--concurrency", type=Whole(1, MAX_REQUESTS),
-    help="Instead: so many clients, each of whom asks for the next text when it has one.",
+    "--parallel", type=Whole(1, MAX_SEQUENCES),
+    help=f"Requests of a load at a time at most. [default: the largest --concurrency, with --rate {PARALLEL} at least; "
+    f"at once: all, {MAX_SEQUENCES} at most]",
 )  # fmt: skip
 @max_delay_option
 @click.option(
@@ -119,8 +121,8 @@ def simulate_command(
     policies: tuple[str, ...], predict: int, prompt_tokens: int, seed: int, repetitions: int,
     acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...],
     drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
-    results: Path | None, trace: Path | None, requests: int | None, rate: float | None, parallel: int | None,
-    concurrency: int | None, max_delay_s: float | None,
+    results: Path | None, trace: Path | None, requests: int | None, rates: tuple[float, ...],
+    parallel: int | None, concurrencies: tuple[int, ...], max_delay_s: float | None,
     samplers: int, no_prepare_ahead: bool, no_post_ahead: bool, **others: Any,
 ) -> int:  # fmt: skip
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
@@ -155,29 +157,17 @@ def simulate_command(
         posted=not no_post_ahead,
         wire_type=wire_type,
     )
-    if requests is None and any(given is not None for given in (rate, parallel, concurrency, max_delay_s)):
-        raise UserError("--rate, --parallel, --concurrency and --max-delay are of many requests; give --requests too")
-    if concurrency is not None and (rate is not None or parallel is not None):
-        raise UserError("--concurrency says when requests come and how many at a time; leave --rate and --parallel out")
-    if requests is not None:
+    if requests or concurrencies or rates:
         if results or trace or files or no_cancel or no_partitions:
             raise UserError("--results, --trace, --choices, --no-cancel and --no-partitions are of single requests; "
-                            "leave them out, or --requests")  # fmt: skip
-        loads = [
-            Load(
-                requests,
-                prompt_tokens,
-                predict,
-                concurrency or parallel or requests,
-                math.inf if rate is None else rate,
-                each,
-                concurrency or 0,
-                max_delay_s,
-            )
-            for each in range(seed, seed + repetitions)
-        ]
+                            "leave them out, or --requests, --concurrency and --rate")  # fmt: skip
+        like = Load(requests or 0, prompt_tokens, predict, parallel or 0, max_delay_s=max_delay_s)
+        loads = [replace(load, seed=each) for each in range(seed, seed + repetitions)
+                 for load in loads_of(like, concurrencies, rates)]  # fmt: skip
         show_loads(ask_loads(question, loads), output, as_json)
         return 0
+    if parallel or max_delay_s:
+        raise UserError("--parallel and --max-delay are of loads; give --concurrency, --rate or --requests too")
     rows, last = ask(question, range(seed, seed + repetitions), results, as_json)
     if trace:
         write_trace(trace, last)
@@ -187,6 +177,18 @@ def simulate_command(
     if not as_json:
         print_summary(rows, output)
     return 0
+
+
+def loads_of(like: Load, concurrencies: Sequence[int], rates: Sequence[float]) -> list[Load]:
+    """One for each of these, or one whose requests come at once. Where `like` has 0 requests, or 0 at a time, neither
+    was said. Raises UserError for what does not go together."""
+    check_once("--concurrency", concurrencies)
+    check_once("--rate", rates)
+    parallel = parallel_of(concurrencies, rates, like.n_requests, like.parallel)
+    n_requests = like.n_requests or 2 * max((*concurrencies, PARALLEL if rates else 0))
+    like = replace(like, n_requests=n_requests, parallel=parallel or min(n_requests, MAX_SEQUENCES))
+    asked = [replace(like, concurrency=count) for count in concurrencies] + [replace(like, rate=rate) for rate in rates]
+    return asked or [like]
 
 
 def inputs_of(profile: str | None, files: Sequence[Path], drafts: Sequence[Path]) -> dict[str, list[Path]]:
