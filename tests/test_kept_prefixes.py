@@ -247,7 +247,7 @@ def test_a_turn_of_twenty_costs_its_new_tokens(
 
 def prefixes_of(blocks: bool) -> Prefixes:
     """With no request open."""
-    return Prefixes(blocks, True, {}, lambda request: 0)
+    return Prefixes(blocks, True, {}, lambda request: 0, lambda id, n_tokens: True)
 
 
 def finished(tokens: Sequence[int], n_prompt: int, spans: Spans | None = None, repeat_penalty: float = 1.0) -> Request:

@@ -82,14 +82,16 @@ class PacedWaiter(ToyWaiter):
 
 
 def run_case(seed: int) -> Counts:
-    """Random arrivals, policies, stops, splits and cells; in every second pair of cases prompts begin alike."""
+    """Random arrivals, policies, stops, splits and cells; in every second pair of cases prompts begin alike, in some layers
+    see no more than a window."""
     rng, reference = random.Random(seed), Reference(N_LAYERS)
     n_ctx, parked = 30, rng.random() < 0.5
     n_cells, n_seq = rng.choice([40, 90, 400]), rng.choice([1, 2, 5, 31])
-    pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked)
+    window = random.Random(31 * seed + 7).choice([0, 0, 0, 1, 4, 9])
+    pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked, window)
     drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))])
     drafter = random_drafter(rng, reference, n_seq, n_cells + 64)
-    pool = SequencePool(n_seq, n_cells, parked)
+    pool = SequencePool(n_seq, n_cells, parked, window=window)
     options = {"n_chunk": rng.choice([3, 64]), "n_rows": rng.choice([3, 32]), "cancel": rng.random() < 0.9}
     engine = toy_engine(pipeline, pool, drafter, drafts, **options)
     if seed % 2:  # runs are held back, as where it is known what rows cost
@@ -137,7 +139,7 @@ def check(requests: Sequence[Request], stopped: set[int], reference: Reference) 
 def test_each_of_many_requests_gets_its_own_text(block: int) -> None:
     found = [run_case(seed) for seed in range(block * 18, block * 18 + 18)]
     assert sum(each.n_trees for each in found) > 1600
-    assert sum(each.n_shared for each in found) > 0.08 * sum(each.n_prompt for each in found)
+    assert sum(each.n_shared for each in found) > 0.05 * sum(each.n_prompt for each in found)
     assert any(each.n_preempted for each in found)
 
 

@@ -39,7 +39,10 @@ class Admission:
     ) -> None:
         self.levels, self.growth, self.opened, self.run_cost, self.target = levels, growth, opened, run_cost, levels[0]
         self.n_prompts, self.n_open, self.ahead = n_prompts, 1 << 30, ahead_of(self.target.pool.n_cells)
-        self.prefixes = Prefixes(self.target.blocks, self.target.pool.rewinds, opened, self.target.n_settled)
+        pool = self.target.pool
+        self.prefixes = Prefixes(
+            self.target.blocks, pool.rewinds, opened, self.target.n_settled, pool.can_leave, pool.window.size
+        )
         self.waiting: list[Opened] = []
         self._n_arrived = 0
 

@@ -17,13 +17,20 @@ from pipeinfer.core.requests import Prefix, Request
 class Prefixes:
     """`blocks`: whether the target evaluates prompts in blocks. `rewinds`: whether its sequences can lose their newest
     tokens; else what has finished can only move, as a whole. `opened`: the open requests by id; `n_settled`: how many
-    of one's tokens every stage has evaluated."""
+    of one's tokens every stage has evaluated; `can_leave`: whether so many of one's tokens, by its id, can be had
+    without those after them; `window`: of a text that is no longer they always can; 0 if of any."""
 
     def __init__(
-        self, blocks: bool, rewinds: bool, opened: Mapping[int, Opened], n_settled: Callable[[Request], int]
+        self,
+        blocks: bool,
+        rewinds: bool,
+        opened: Mapping[int, Opened],
+        n_settled: Callable[[Request], int],
+        can_leave: Callable[[int, int], bool],
+        window: int = 0,
     ) -> None:
-        self.blocks, self.rewinds = blocks, rewinds
-        self._opened, self._n_settled = opened, n_settled
+        self.blocks, self.rewinds, self.window = blocks, rewinds, window
+        self._opened, self._n_settled, self._can_leave = opened, n_settled, can_leave
         self._kept: dict[int, Request] = {}  # those that have finished, the oldest first
 
     def kept(self, but: Prefix | None = None) -> list[Request]:
@@ -35,7 +42,7 @@ class Prefixes:
         if not request.keep:
             return 0
         n = min((span.floor(n_settled) for span in request.spans or () if self.blocks), default=n_settled)
-        return n if self.rewinds or n == n_settled else 0
+        return n if self._can_leave(request.id, n) else 0
 
     def keep(self, request: Request) -> None:
         """It has finished, and its first `n_left` tokens stay."""
@@ -44,8 +51,10 @@ class Prefixes:
     def best(self, request: Request) -> Prefix | None:
         """The one that saves the request most, if one does. What has finished moves where all of it is wanted by one
         that will leave it again."""
-        found = [Prefix(each, self._n_usable(each, request, each.n_left)) for each in self._kept.values()]
-        found += [Prefix(each, self._n_usable(each, request, self._n_settled(each))) for each in self._sources]
+        there = [(each, each.n_left) for each in self._kept.values()]
+        there += [(each, self._n_settled(each)) for each in self._sources]
+        found = [Prefix(each, self._n_usable(each, request, n)) for each, n in there]
+        found = [prefix for prefix in found if self._can_leave(prefix.source.id, prefix.n_tokens)]
         best = max(found, key=lambda prefix: prefix.n_tokens, default=None)
         if best is None or not best.n_tokens:
             return None
@@ -57,10 +66,16 @@ class Prefixes:
         """Whether an open request has yet to evaluate so many tokens that this one begins with too, that it better
         waits for them."""
         reading = (each for each in self._sources if not each.n_generated)
-        n_most = max((self._n_usable(each, request, len(each.prompt) - 1) for each in reading), default=0)
+        n_most = max((self._n_to_come(each, request) for each in reading), default=0)
         best = self.best(request) if n_most else None
         n_saved = n_most - (best.n_tokens if best else 0)
         return n_saved > 0 and is_worth(n_saved)
+
+    def _n_to_come(self, source: Request, request: Request) -> int:
+        """How many tokens the request can have of one that reads its prompt, once that is read."""
+        n_read = len(source.prompt) - 1
+        n = self._n_usable(source, request, n_read)
+        return n if not self.window or n == n_read or n_read < self.window else 0
 
     def take(self, prefix: Prefix) -> None:
         """What moves is no longer kept."""
@@ -82,8 +97,7 @@ class Prefixes:
         if request.sampling.needs_history and not source.sampling.needs_history:
             return 0  # what sampling looks back on was not noted
         n = min(common(source.tokens, request.tokens), n_there, len(request.tokens) - 1)
-        n = _n_alike(source.spans or (), request.spans or (), n) if self.blocks else n
-        return n if self.rewinds or n == n_there else 0
+        return _n_alike(source.spans or (), request.spans or (), n) if self.blocks else n
 
 
 def _n_alike(there: Sequence[Span], wanted: Sequence[Span], n: int) -> int:

@@ -15,6 +15,7 @@ from pipeinfer.core.requests import Prefix
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.shared import Cells, fork, give_up, n_held
 from pipeinfer.core.tree import Node, State, with_ancestors
+from pipeinfer.core.window import Window
 
 
 class SequencePool:
@@ -23,11 +24,13 @@ class SequencePool:
     `parked`: the stages keep removed cells, out of sight, so that the order of the cells stays the order of evaluation
     (exact numerics); only compaction wins them back. Without `rewinds` a sequence goes back no further than its newest
     rows: no more than `n_guesses` nodes are placed beside a root, and certain tokens are only removed all at once.
+    `window`: of layers that see only so many tokens back; 0 if there are none.
     """
 
-    def __init__(self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True,
-                 n_guesses: int = 0) -> None:  # fmt: skip
+    def __init__(self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True, n_guesses: int = 0,
+                 window: int = 0) -> None:  # fmt: skip
         self.n_seq, self.n_cells, self.parked, self.rewinds, self.n_guesses = n_seq, n_cells, parked, rewinds, n_guesses
+        self.window = Window(window, parked)
         self._free = deque(range(n_seq))
         self._paths: dict[int, Path] = {}
         self._seqs_of: dict[int, set[int]] = {}  # the sequences of each request
@@ -64,8 +67,7 @@ class SequencePool:
         and what is below that: a tree gets narrower before it gets shorter."""
         chosen: dict[Node, None] = {}
         has_heir: set[Node] = set()
-        n_new = 0
-        n_free = self.n_free_cells
+        n_new, n_free = 0, self.n_free_cells
         n_nodes = min(n_free, self.n_guesses + 1 - len(self._seq_of)) if self.n_guesses else n_free
         for node in nodes:
             if len(chosen) >= n_nodes:
@@ -105,10 +107,12 @@ class SequencePool:
         """Win the parked cells back, with the next placement's operations."""
         assert self.can_compact, f"{len(self._seq_of)} nodes placed, {self.n_parked} cells parked"
         owners: dict[Cells, int] = {}
-        for base in sorted(self._bases.values(), key=lambda base: base.seq):
+        # the shortest text's window is what all that share its cells need of them: libllama keeps no more
+        for base in sorted(self._bases.values(), key=lambda base: (base.end, base.seq)):
             for cells in [*base.cells.path()][::-1]:
                 if (owner := owners.setdefault(cells, base.seq)) != base.seq:
                     self._pending.append(KvOp(OpKind.SHARED, owner, base.seq, cells.start, cells.end))
+            self.window.lose(base)
         self._pending.append(KvOp(OpKind.COMPACT, 0))
         self.n_parked = 0
 
@@ -127,9 +131,11 @@ class SequencePool:
             return
         self._seqs_of[request_id] = set()
         base = self._bases[request_id] = Base(self._lease(request_id))
-        if prefix and (n_tokens := min(prefix.n_tokens, self.placed_end(prefix.source.id))):
+        n_tokens = min(prefix.n_tokens, self.placed_end(prefix.source.id)) if prefix else 0
+        if prefix and n_tokens and self.can_leave(prefix.source.id, n_tokens):
             source = self._bases[prefix.source.id]
             base.cells, self._paths[base.seq].end = fork(source.cells, n_tokens), n_tokens
+            self.window.lose(base)
             self._pending.append(KvOp(OpKind.COPY, source.seq, base.seq, 0, n_tokens))
 
     def close(self, request_id: int) -> None:
@@ -142,8 +148,9 @@ class SequencePool:
         self._give_up(self._bases.pop(request_id).cells)
 
     def can_leave(self, request_id: int, n_tokens: int) -> bool:
-        """Whether the first `n_tokens` can stay without those after them."""
-        return self.rewinds or self._paths[self._bases[request_id].seq].end <= n_tokens
+        """Whether the first `n_tokens` can stay, or be another's, without those after them."""
+        end = self._paths[(base := self._bases[request_id]).seq].end
+        return self.window.has(base, end, n_tokens) if self.rewinds else end <= n_tokens
 
     def leave(self, request_id: int, n_tokens: int) -> None:
         """The request has ended: give back all but its first certain tokens, `n_tokens` at most, which stay."""
@@ -169,7 +176,7 @@ class SequencePool:
         """Keep no more than so many certain tokens of a request of which nothing else is placed."""
         path, end = self._paths[base.seq], min(base.end, n_tokens)
         if end < path.end:
-            end = end if self.rewinds else 0
+            end = end if self.can_leave(path.request_id, end) else 0
             self._pending.append(KvOp(OpKind.REMOVE, base.seq, first=end))
         path.end = end
         if end < base.end:
@@ -196,8 +203,9 @@ class SequencePool:
         ops = self.take_pending()
         base.cells.end, self._n_certain = base.end + n_context, self._n_certain + n_context
         self._paths[base.seq].end += n_context
-        seqs: dict[Node, list[int]] = {}
-        leased: list[int] = []
+        if n_context:
+            self.window.lose(base)  # blocks of a prompt are moved in
+        seqs, leased = dict[Node, list[int]](), list[int]()
         for node in nodes:
             seq = self._seq_for(node, base, seqs, ops, leased)
             self._put(node, seq)
@@ -285,8 +293,7 @@ class SequencePool:
 
     def _trim(self, seq: int, base: Base) -> None:
         path = self._paths[seq]
-        live: list[Node] = []
-        gone: list[Node] = []
+        live, gone = list[Node](), list[Node]()
         for node in path.chain:
             (live if node.state is State.LIVE else gone).append(node)
         path.chain = live

@@ -54,6 +54,8 @@ class ModelFile:
     sizes: Sizes
     rewinds: bool = True
     """Whether a sequence can lose its newest tokens: guesses can be taken back."""
+    window: int = 0
+    """Of layers that see only so many tokens back; 0 if there are none."""
     states: tuple[FileState, ...] = ()
     """Of its files on rank 0's host."""
 
@@ -61,7 +63,7 @@ class ModelFile:
     def of(cls, info: ModelInfo) -> ModelFile:
         return cls(
             info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
-            sizes_of(info), info.layers.rewinds, info.states,
+            sizes_of(info), info.layers.rewinds, info.layers.window, info.states,
         )  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def time_prompt(context: Context, deployment: Deployment, model: LoadedModel) ->
 def make_drafter(context: Context, deployment: Deployment, options: RunOptions, model: LoadedModel) -> ModelDrafter:
     """On rank 0, which has the target's file. The model's cache must be empty."""
     context.vocabulary = context.vocabulary or VocabularyFile(deployment.model.path)
-    pool = SequencePool(options.n_seq, deployment.n_cells)
+    pool = SequencePool(options.n_seq, deployment.n_cells, window=deployment.drafts[0].window)
     return ModelDrafter(model, pool, N_GUESS_ROWS, model.n_vocab, options.couple, Grammars(context.vocabulary.open))
 
 

@@ -175,11 +175,12 @@ class Session:
         assert self._pipeline
         n_cells, parked, rewinds = deployment.n_cells, deployment.parked, deployment.model.rewinds
         n_guesses = max(0, options.n_snapshots(rewinds) - 1)
-        pool = SequencePool(options.n_target_seq(rewinds), n_cells, parked, rewinds, n_guesses)
+        window = deployment.model.window
+        pool = SequencePool(options.n_target_seq(rewinds), n_cells, parked, rewinds, n_guesses, window)
         drafts = [
             Level(
-                pipeline, SequencePool(options.n_seq, deployment.n_cells), n_chunk=N_GUESS_ROWS,
-                n_rows=largest_question(self._refiner_costs[number]),
+                pipeline, SequencePool(options.n_seq, n_cells, window=deployment.drafts[number].window),
+                n_chunk=N_GUESS_ROWS, n_rows=largest_question(self._refiner_costs[number]),
             )
             for number, pipeline in self._larger.items()
         ]  # fmt: skip

@@ -106,6 +106,11 @@ class Layers:
             return tuple(map(bool, found[: self.n]))
         return _pattern(self.n, self._number(WINDOWS, known.period), known.full_first)
 
+    @property
+    def window(self) -> int:
+        """How many tokens back its layers with a window see, at least; 0 if there are none."""
+        return max(1, self._number(WINDOW, 0)) if any(self.windows) else 0
+
     @cached_property
     def stateful(self) -> tuple[bool, ...]:
         """Of each layer, whether it has a state that its last token leaves."""

@@ -1,6 +1,6 @@
 """Pack the cells of a KV cache: parked ones are free again, all others lie in the order of positions. Knows no rows.
 
-What sequences share is packed with the lowest of them, before what the others have behind it.
+What sequences share is packed with the shortest of them, before what the others have behind it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Compaction:
     def run(self) -> None:
         """Free what is parked and move all else to the front, the cells of a sequence in the order of positions."""
         self._lib.llama_memory_seq_rm(self._memory, self._spare, -1, -1)
-        seqs = [seq for seq in range(self._spare) if self._end(seq)]
+        seqs = sorted((seq for seq in range(self._spare) if self._end(seq)), key=lambda seq: (self._end(seq), seq))
         if len(seqs) == 1 and not self._whole:
             self._pack(seqs[0])
         elif seqs:
