@@ -82,8 +82,7 @@ class PacedWaiter(ToyWaiter):
 
 
 def run_case(seed: int) -> Counts:
-    """Random arrivals, policies, stops, splits and cells; in every second pair of cases prompts begin alike, in some layers
-    see no more than a window."""
+    """Random arrivals, policies, stops, splits, cells, windows; in every second pair of cases prompts begin alike."""
     rng, reference = random.Random(seed), Reference(N_LAYERS)
     n_ctx, parked = 30, rng.random() < 0.5
     n_cells, n_seq = rng.choice([40, 90, 400]), rng.choice([1, 2, 5, 31])

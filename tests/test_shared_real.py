@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,9 @@ from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics
+from tests.architecture_factory import write_random_model
+from tests.architecture_models import MODELS
+from tests.jobs import finish
 from tests.test_engine import toy_engine
 from tests.test_many_real import N_LAYER, make_policy
 from tests.toy import ToyPipeline
@@ -104,3 +110,23 @@ def test_texts_that_begin_alike_are_those_of_each_alone(
     assert [request.tokens for request in requests] == solo
     assert n_shared >= 2 * 199 + 19 + 3 * 128, "prompts were evaluated again"
     assert {OpKind.SHARED, OpKind.COMPACT} <= {op.kind for op in ops} or cuts, "nothing that was shared was packed"
+
+
+def test_a_batch_on_layers_with_windows(tmp_path: Path) -> None:
+    """Begun by others, packed, preempted: with a window of 8 most of what is shared is out of sight."""
+    target = write_random_model(tmp_path / "target.gguf", replace(MODELS["gemma3"], with_vocab=True))
+    prompts = ["the model", "a token " * 30, "the layer of the rank " * 10, "the layer of the rank " * 4, "a token"]
+    lines = [
+        json.dumps({"prompt": prompts[at % 5], "max_tokens": 20 + 50 * (at % 3), "seed": at, "ignore_eos": True})
+        for at in range(24)
+    ]
+    asked, texts = tmp_path / "asked.jsonl", []
+    asked.write_text("\n".join(lines))
+    for n_parallel in (1, 6):
+        answers = tmp_path / f"{n_parallel}.jsonl"
+        words = ["batch", str(asked), "-o", str(answers), "-m", str(target), "-md", "none", "-c", "500", "-t", "1"]
+        done = finish(1, [*words, "--parallel", str(n_parallel)])
+        assert done.returncode == 0, done.stderr
+        found = [json.loads(line) for line in answers.read_text().splitlines()]
+        texts.append({each["index"]: each["text"] for each in found})
+    assert texts[0] == texts[1] and len(texts[0]) == 24
