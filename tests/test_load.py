@@ -93,7 +93,7 @@ def test_prompts_hold_a_long_pipeline_up_for_small_chunks_only() -> None:
 def test_roots_share_fewer_runs_while_prompts_are_read(
     cluster: str, load: Load, gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which costs nobody anything: where rows are dear, chunks are small, and so are these runs."""
+    """Where rows are dear, chunks are small, and so are these runs: little changes there."""
     profile = load_profile(cluster).lay_out()
     shared = carry(profile, load)
     monkeypatch.setattr(Room, "beside_chunks", lambda room, n_chunks, n_chunk_rows: room)
