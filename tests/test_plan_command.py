@@ -100,7 +100,8 @@ def test_both_forms_of_hosts_files_and_what_is_added(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("a:0", "slots=0; give a whole number"), ("a:2 slots=2", "both give slots"), ("a cores=x", "cores=x"),
-        ("a memory=12Q", "memory=12Q"), ("a memory=0", "memory=0"), ("a gb_per_s=3", "gb_per_s alone"),
+        ("a memory=12Q", "memory=12Q"), ("a memory=0", "memory=0"), ("a memory=3", "3 is 3 B"),
+        ("a gb_per_s=3", "gb_per_s alone"),
         ("a gb_per_s=nan gflop_per_s=1", "gb_per_s=nan"), ("a speed=3", "keys there are slots, cores"),
         ("a cores=1 cores=2", "twice"), ("-a", "'-a' is no host"), ("# nothing", "names no host"),
         ("a cores=2\na cores=3", "different things of a"), ("a memory=9e99", "memory=9e99"),

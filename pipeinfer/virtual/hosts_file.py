@@ -7,7 +7,8 @@
 
 slots        ranks there, 1 if not given; ranks go to the hosts in the order of the lines
 cores        that the ranks of the host share
-memory       that models may take of it, all ranks of the host together: 64G is 64 x 10^9 bytes, 64Gi 64 x 2^30
+memory       that models may take of it, all ranks of the host together: 64G is 64 x 10^9 bytes, 64Gi 64 x 2^30,
+             a number without a unit bytes
 gb_per_s     of its memory bandwidth what inference reaches, in all ranks of the host together
 gflop_per_s  likewise of its arithmetic
 gpu          a name, to be shown
@@ -23,11 +24,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.sizes import size_text
 from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node, described_host, estimated_machine
 from pipeinfer.virtual.profile import Machine
 
 KEYS = ("slots", "cores", "memory", "gb_per_s", "gflop_per_s", "gpu", "max_slots")
 MAX_SLOTS, MAX_CORES, MAX_BYTES = 4096, 65536, 1 << 62
+LEAST_BYTES = 10**6  # less is meant to have a unit
 LEAST_SPEED, MOST_SPEED = 1e-6, 1e9
 NUMBER = re.compile(r"([0-9]{1,18}\.?[0-9]{0,18})([kKMGT]i?)?B?")
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
@@ -112,6 +115,9 @@ class _Line:
         n_bytes = float(match[1]) * UNITS[(match[2] or "").replace("K", "k")] if match else 0
         if not 1 <= n_bytes <= MAX_BYTES:
             raise UserError(f"{self.where}: memory={text}; give bytes with a unit, as in 64G, 500GiB")
+        if n_bytes < LEAST_BYTES:
+            raise UserError(f"{self.where}: memory={text} is {size_text(n_bytes)}, in which nothing fits; give a unit, "
+                            "as in 64G, 500GiB")  # fmt: skip
         return int(n_bytes)
 
     def _speed(self, key: str, text: str) -> float:
