@@ -18,9 +18,10 @@ from pipeinfer.cli.commands import cli
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.setting_options import policy_meant
 from pipeinfer.cli.values import TYPES, File, GpuLayers, Listed, Number, Split, Text, Whole
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import unescape
+from pipeinfer.job.options import RunOptions, unescape, without_effect
 from pipeinfer.policies.registry import POLICIES
 from tests.jobs import COMMAND, environment, finish, run_json
 
@@ -223,6 +224,14 @@ def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:
     done = finish(1, arguments)
     assert done.returncode == 2 and done.stdout == "" and words in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_wire_type_is_without_effect_where_nothing_is_sent() -> None:
+    options = RunOptions(model=Path("m"), numerics="fast", wire_type=WireType.BF16)
+    assert "--wire-type bf16 is without effect" in without_effect(options, 1)[0]
+    assert not without_effect(options, 2) and not without_effect(RunOptions(model=Path("m")), 1)
+    done = finish(1, ["run", "-p", "x", "-n", "2", "--numerics", "fast", "--wire-type", "bf16"])
+    assert done.returncode == 0 and "--wire-type bf16 is without effect" in done.stderr
 
 
 def test_a_prompt_that_is_not_utf_8() -> None:

@@ -88,6 +88,7 @@ def test_the_mpi_that_is_installed_is_recognised() -> None:
         (["-n", 2, "run", "-t", "nan"], "'nan' is not a whole number"),
         (["-n", 2, "run", "-f", "-"], "no standard input"),
         (["-n", 2, "run"], "give the prompt"),
+        (["-n", 2, "run", "-p", "x", "-f", "y"], "one of them"),
         (["-n", 2, "-t", "soon", "run", "-p", "x"], "--time soon"),
         (["-n", 2, "--mem", "lots", "run", "-p", "x"], "--mem lots"),
         (["-n", 2, "-A", "a\n#SBATCH b", "run", "-p", "x"], "cannot stand in a line"),

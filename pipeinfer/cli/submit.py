@@ -101,8 +101,8 @@ def checked_words(words: tuple[str, ...]) -> tuple[str, ...]:
         command = cli.get_command(parent, words[0])
         assert command is not None
         params = command.make_context(words[0], list(words[1:]), parent=parent).params
-    if words[0] == "run" and params["prompt"] is None and params["file"] is None:
-        raise UserError("run: give the prompt with -p TEXT or with -f FILE")
+    if words[0] == "run" and (params["prompt"] is None) == (params["file"] is None):
+        raise UserError("run: give the prompt with -p TEXT or with -f FILE, one of them")
     if params.get("file") == STDIN:
         raise UserError("-f -: a job has no standard input; give the prompt with -p, or name a file")
     return (*words, *_files(words, params))

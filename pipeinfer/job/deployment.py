@@ -29,6 +29,7 @@ from pipeinfer.job.options import (
     device_of,
     device_text,
     threads_of_rank,
+    without_effect,
 )
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
@@ -101,6 +102,7 @@ class Deployment:
     backends: tuple[Backend, ...] = ()
     devices: tuple[str, ...] = ()
     translations: tuple[Translation | None, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     def n_embd(self) -> int:
@@ -128,7 +130,7 @@ class Deployment:
 
     @property
     def warnings(self) -> list[str]:
-        """What will make it slow, a line each."""
+        """What will make it slow, and what is without effect, a line each."""
         notes = map(translation_note, [draft.path for draft in self.drafts], self.translations)
         untimed = [
             f"layers go by size, not by ranks' speed: rank {rank} ({host.name}) could not be timed: {host.untimed}"
@@ -136,7 +138,8 @@ class Deployment:
             if host.untimed
         ]
         paged = paging_lines(*self.rooms, self.memory)
-        return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads), *paged]
+        return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads), *paged,
+                *self.unused]  # fmt: skip
 
 
 class DoesNotFit(UserError):
@@ -205,6 +208,7 @@ def lay_out(
         parked=_parks(options, plan),
         backends=tuple(backend_of(options, rank) for rank in range(len(hosts))),
         devices=tuple(_device_asked(options, rank, len(hosts)) for rank in range(len(hosts))),
+        unused=without_effect(options, max(map(len, (plan.stages, *plan.drafts)))),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
     )
 

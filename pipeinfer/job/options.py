@@ -272,6 +272,13 @@ def check_wire_type(options: RunOptions) -> None:
         )
 
 
+def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
+    """What is asked of a job that has nothing of the kind, a line each. `n_stages`: of its longest pipeline."""
+    if options.wire_type is not WireType.F32 and n_stages == 1:
+        return (f"--wire-type {options.wire_type} is without effect: one rank has all layers, no activations travel",)
+    return ()
+
+
 def check_gpu_layers(options: RunOptions, n_ranks: int) -> None:
     """Raises UserError unless there is one value, or one a rank."""
     if len(options.n_gpu_layers) not in (1, n_ranks):

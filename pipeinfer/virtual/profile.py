@@ -114,8 +114,12 @@ class ProfileFile:
         most = self.n_nodes_max
         target, drafts, acceptance = self._pair(pair)
         n_drafts = len(drafts) if has_draft else 0
-        if not 1 + n_drafts <= (n_nodes or most) <= most:
-            raise UserError(f"{n_nodes} nodes of {self.name}, which has {most}; give {1 + n_drafts} to {most}")
+        if (n_nodes or most) > most:
+            raise UserError(f"{self.name} has {most} nodes, {n_nodes} are asked for; give at most {most}")
+        if (n_nodes or most) <= n_drafts:
+            asked = "1 is" if n_nodes == 1 else f"{n_nodes or most} are"
+            raise UserError(f"of the nodes of {self.name} {asked} in use, and a draft has one of its own; give at "
+                            f"least {1 + n_drafts}")  # fmt: skip
         machines = list(self.machines())[: n_nodes or most]
         hosts = machines[n_drafts:]
         counts = share_layers(hosts, target)
