@@ -16,7 +16,7 @@ from pipeinfer.job.options import MAX_CTX, N_GUESS_ROWS, RunOptions
 from pipeinfer.job.request import DEFAULT_CTX
 from pipeinfer.models.chat_template import named_templates, template_of
 from pipeinfer.models.gguf.header import Header, Value, read_header
-from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, read_model_info
+from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, read_model_info
 from pipeinfer.models.vocabulary_info import read_vocabulary_info
 
 MAX_STAGES = 64
@@ -30,6 +30,7 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
     """
     header = read_header(path)
     metadata = header.metadata
+    check_is_model(path, metadata)
     try:
         info, reason = read_model_info(path), ""
     except UserError as error:

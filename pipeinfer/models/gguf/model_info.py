@@ -17,6 +17,7 @@ from pipeinfer.models.gguf.header import Header, Tensor, Value, read_header, sam
 from pipeinfer.models.gguf.layers import EXTRA, Layers
 
 MAX_LAYERS = 512
+OTHER_KINDS = {"mmproj": "a projector of images or sounds", "adapter": "an adapter (LoRA)"}
 
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
@@ -89,11 +90,20 @@ class ModelInfo:
         return SourceFile(path, lambda fd: sample_digest(fd, spans), self.states[self.paths.index(path)])
 
 
+def check_is_model(path: Path, metadata: dict[str, Value]) -> None:
+    """Raises UserError for a GGUF file of another kind, which belongs to a model."""
+    kind = _text(metadata, "general.type", "model")
+    if kind in OTHER_KINDS:
+        raise UserError(f"{path} is {OTHER_KINDS[kind]} (general.type {kind!r}), which makes no text by itself; give "
+                        "the model that it belongs to")  # fmt: skip
+
+
 def read_model_info(path: str | Path) -> ModelInfo:
     """Read the header of a model, all parts of a split one; UserError when it cannot be used, with the way out."""
     path = Path(path)
     headers = _read_parts(path)
     metadata = headers[0].metadata
+    check_is_model(path, metadata)
     architecture = _text(metadata, "general.architecture", "")
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if not each.refused))
