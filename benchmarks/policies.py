@@ -37,6 +37,7 @@ GPUS = (
     ("flowspec", "llama2-13b", 0), ("pipespec", "llama-70b-8b", 3), ("pipespec", "llama-70b-1b", 3),
 )  # fmt: skip
 CPUS = (
+    ("pipeinfer-c", "dolphin-tinyllama", 2),
     ("pipeinfer-c", "dolphin-tinyllama", 4), ("pipeinfer-c", "goliath-xwin7", 8), ("pipeinfer-c", "falcon-7", 15),
     ("pipeinfer-a", "dolphin-tinyllama", 4), ("pipeinfer-a", "goliath-xwin7", 8), ("pipeinfer-b", "falcon-7", 13),
 )  # fmt: skip

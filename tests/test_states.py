@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeinfer.cluster.timed_layers import time_slice
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
+from pipeinfer.job.timing import time_model
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -199,3 +202,16 @@ def test_models_info_knows_how_it_can_be_cut(folder: Path) -> None:
     found = json.loads(done.stdout)
     assert found["sliceable"] and found["exact"]
     assert [stage["n_stages"] for stage in found["stages"]] == [1, 2, 4], "of eight layers, each second with attention"
+
+
+@pytest.mark.parametrize("n_snapshots", [0, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_their_runs_can_be_timed(folder: Path, loaded: Loader, name: str, n_snapshots: int) -> None:
+    """In a context too, to whose end they cannot go back."""
+    path, _ = model_and_cut(folder, name)
+    (stage,) = loaded(path, (), replace(PARAMS, n_batch=128, n_snapshots=n_snapshots))
+    layer_bytes = [1] * read_model_info(path).n_layer
+    assert time_slice(stage, layer_bytes, 1, time.perf_counter, True, lambda seconds: None).rows[0] == 1
+    assert stage.next_position(0) == 0
+    found = time_model(stage, len(layer_bytes), 32, 1024, time.perf_counter, 0.3, blocks=True, rewinds=False)
+    assert found.in_context_s[1] > 0 and stage.next_position(0) == 0

@@ -100,6 +100,7 @@ def time_slice(
 def _time_context(model: StageModel, n_layers: int, clock: Callable[[], float]) -> float | None:
     """What a token before a row costs in each layer; None where there was no time to evaluate so many."""
     row_s = _best_row(model, 0, clock)
+    forget(model)
     start_s, n_before = clock(), 0
     while n_before < CONTEXT and clock() - start_s < FILLED_S:
         _evaluate(model, CHUNK, n_before)
@@ -110,13 +111,13 @@ def _time_context(model: StageModel, n_layers: int, clock: Callable[[], float]) 
 
 
 def _best_row(model: StageModel, n_before: int, clock: Callable[[], float]) -> float:
-    """Seconds of a row after so many, of the quickest: a difference of two such is looked for."""
+    """Seconds of a row after so many, and after further such rows, of the quickest: a difference of two such is looked
+    for. None is taken back: layers with states could not."""
     start_s, best_s = clock(), math.inf
-    for _ in range(1 + N_BEST):  # the first one has another size than the run before
+    for number in range(1 + N_BEST):  # the first one has another size than the run before
         begun_s = clock()
-        _evaluate(model, 1, n_before)
+        _evaluate(model, 1, n_before + number)
         best_s = min(best_s, clock() - begun_s)
-        forget(model, n_before)
         if clock() - start_s > BEST_S:
             break
     return best_s

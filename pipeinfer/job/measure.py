@@ -108,8 +108,9 @@ def _time_alone(
         part = deployment.plan.stages[deployment.plan.stage_of(context.rank) or 0]
         n_layer = part.last - part.first
         found["stage"] = time_model(
-            stage, n_layer, deployment.n_rows_max, deployment.n_cells, CLOCK, TIMING_S, blocks=deployment.blocks
-        )
+            stage, n_layer, deployment.n_rows_max, deployment.n_cells, CLOCK, TIMING_S,
+            blocks=deployment.blocks, rewinds=deployment.model.rewinds,
+        )  # fmt: skip
     for number, draft in drafts.items():
         n_layer = deployment.drafts[number].n_layer  # all of them: no draft is cut here
         found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, deployment.n_cells, CLOCK, TIMING_S)

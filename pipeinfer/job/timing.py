@@ -28,9 +28,10 @@ StageRun = tuple[int, float, float, float, bool]
 
 def time_model(
     model: StageModel, layers: int, n_rows_max: int, n_cells: int, clock: Callable[[], float], budget_s: float,
-    blocks: bool = False,
+    blocks: bool = False, rewinds: bool = True,
 ) -> ModelTimes:  # fmt: skip
-    """The cache must be empty and is empty afterwards. `blocks`: prompts are evaluated in blocks; see there."""
+    """The cache must be empty and is empty afterwards. `blocks`: prompts are evaluated in blocks; see there. `rewinds`:
+    whether a sequence can lose its newest tokens."""
     start_s, until_s = clock(), clock() + budget_s
 
     def over_at(when_s: float) -> Callable[[object], bool]:
@@ -50,7 +51,7 @@ def time_model(
     times |= chunk_times
     by_rows = {size: statistics.median(second for _, second in found) for size, found in times.items()}
     context = min(CONTEXT, n_cells // 2)
-    in_context_s = _time_in_context(model, context, by_rows, n_cells, clock, until_s, blocks)
+    in_context_s = _time_in_context(model, context, by_rows, n_cells, clock, until_s, blocks, rewinds)
     in_blocks = chunk_times if blocks else {}
     attention_s = {size: _first_block_s(by_rows[size], in_context_s.get(size, 0.0), context) for size in in_blocks}
     by_rows |= {size: by_rows[size] - seconds for size, seconds in attention_s.items()}
@@ -124,13 +125,17 @@ def _time(model: StageModel, position: int, n_rows: int, clock: Callable[[], flo
 
 def _time_in_context(
     model: StageModel, context: int, by_rows: Mapping[int, float], n_cells: int, clock: Callable[[], float],
-    until_s: float, blocks: bool,
+    until_s: float, blocks: bool, rewinds: bool,
 ) -> dict[int, float]:  # fmt: skip
     """Rows -> seconds of a run after `context` tokens, of a few of the sizes; at least of one row, and of one chunk if
     `by_rows` has any."""
-    n_batch = max(*by_rows, BLOCK) if blocks else max(by_rows)
-    for start in range(0, context, n_batch):
-        _evaluate(model, start, min(n_batch, context - start), blocks)
+
+    def fill() -> None:
+        n_batch = max(*by_rows, BLOCK) if blocks else max(by_rows)
+        for start in range(0, context, n_batch):
+            _evaluate(model, start, min(n_batch, context - start), blocks)
+
+    fill()
     found: dict[int, float] = {}
     for size in SIZES_IN_CONTEXT:
         is_known = is_chunk(size) in map(is_chunk, found)
@@ -139,7 +144,9 @@ def _time_in_context(
         times: list[float] = []
         while len(times) < (2 if clock() > until_s else 1 + CHUNK_REPEATS):
             times.append(_time(model, context, size, clock, blocks and is_chunk(size)))
-            forget(model, context)
+            forget(model, context if rewinds else 0)
+            if not rewinds:
+                fill()
         # the first one has another size than the one before
         found[size] = statistics.median(times[1:])
     forget(model)
