@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from pipeinfer.models.agreement import acceptance
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.tokenizer import Tokenizer
+from tests.architecture_factory import write_random_model
+from tests.architecture_models import MODELS
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.jobs import finish
 
@@ -115,6 +118,20 @@ def test_check_says_that_a_file_is_cut_off(tmp_path: Path) -> None:
     for pair in ((cut, DRAFT), (TARGET, cut)):
         error = call("check", *pair).exception
         assert isinstance(error, UserError) and "cut.gguf is cut off: 1000 of" in str(error), error
+
+
+def test_check_refuses_a_draft_that_keeps_states(tmp_path: Path) -> None:
+    draft = write_random_model(tmp_path / "draft.gguf", replace(MODELS["mamba2"], with_vocab=True))
+    error = call("check", TARGET, draft, "-n", 0).exception
+    assert isinstance(error, UserError) and str(error).endswith("it cannot be a draft: take another one"), error
+
+
+def test_info_wants_the_first_part_of_a_model(tmp_path: Path) -> None:
+    write_model(tmp_path / "m.gguf", Shape(), part_tensors=20)
+    first, *later = sorted(tmp_path.iterdir())
+    assert told("info", first)["sliceable"]
+    error = call("info", later[0]).exception
+    assert isinstance(error, UserError) and str(error).endswith(f"give the first, {first.name}"), error
 
 
 def test_check_of_vocabularies_alone_loads_no_weights() -> None:

@@ -423,3 +423,9 @@ def test_ranks_under_mpirun_tell_what_they_have(tmp_path: Path, monkeypatch: pyt
     refused = finish(2, ["plan", "-c", "2000000000"])
     assert refused.returncode == 2 and "it would fit with -c " in refused.stderr
     assert len(refused.stderr.splitlines()) == 1 and "stage 0" in refused.stdout
+
+
+def test_a_short_context_has_room_for_the_prompt_that_nobody_gave() -> None:
+    words = ("--profile", "pipeinfer-c", "-np", "3", "-c", "64")
+    assert plan(*words)[0]["n_ctx"] == 64
+    assert "the prompt has 100 tokens, -c 64 holds 64" in call(*words, "-p", "100")[1]

@@ -36,7 +36,10 @@ SHARED = (
 @click.option("-np", "--ranks", type=Whole(0), default=0, help="Ranks of --hosts or --profile. [default: all]")
 @click.option("--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links. [default: 10, or known]")
 @click.option(
-    "-p", "--prompt-tokens", type=Whole(1, MAX_TOKENS), default=128, show_default=True, help="Of the longest prompt."
+    "-p",
+    "--prompt-tokens",
+    type=Whole(1, MAX_TOKENS),
+    help="Of the longest prompt. [default: 128, or half of the context where that is less]",
 )
 @click.option(
     "--acceptance",
@@ -49,7 +52,7 @@ SHARED = (
 @policy_options
 def plan_command(
     model: Path | None, drafts: tuple[Path, ...], policy: str | None, lookup: bool, threads: tuple[int, ...] | None,
-    hosts: Path | None, profile: str | None, ranks: int, gbit: float | None, prompt_tokens: int,
+    hosts: Path | None, profile: str | None, ranks: int, gbit: float | None, prompt_tokens: int | None,
     acceptances: tuple[float, ...], **others: Any,
 ) -> int:  # fmt: skip
     """Tell who would get what, before anything loads: layers, memory, whether it fits, how fast it would be, what would

@@ -15,8 +15,8 @@ from pipeinfer.job.memory import MemoryNeeds
 from pipeinfer.job.options import MAX_CTX, N_GUESS_ROWS, RunOptions
 from pipeinfer.job.request import DEFAULT_CTX
 from pipeinfer.models.chat_template import named_templates, template_of
-from pipeinfer.models.gguf.header import Header, Value, read_header
-from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, read_model_info
+from pipeinfer.models.gguf.header import Header, Value
+from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, read_model_info, read_parts
 from pipeinfer.models.vocabulary_info import read_vocabulary_info
 
 MAX_STAGES = 64
@@ -26,9 +26,9 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
     """As plain data, bytes as stored in the file. `ctx_size` 0: what the model was trained for, DEFAULT_CTX at most.
 
     A file that cannot be cut into stages is told so, with the reason; of it less is known. Raises UserError for what is
-    no GGUF file, or a damaged one.
+    no GGUF file, or a damaged one, or a part of a model.
     """
-    header = read_header(path)
+    header = read_parts(path)[0]
     metadata = header.metadata
     check_is_model(path, metadata)
     try:

@@ -23,9 +23,10 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
     `n_predict` tokens that the target writes greedily after `text`, or after texts of our own; null if it can be no
     draft or `n_predict` is 0.
 
-    Raises UserError for a file that is no model or has no vocabulary, for a text without tokens and for one
-    that gets longer than what the target was trained for.
+    Raises UserError for a file that is no model or has no vocabulary, for a draft that keeps states, for a text without
+    tokens and for one that gets longer than what the target was trained for.
     """
+    read_model_info(draft).check_rewinds("it cannot be a draft: take another one")
     vocabularies = Tokenizer(target), Tokenizer(draft)
     translation, why = None, ""
     try:

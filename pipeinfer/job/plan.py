@@ -30,17 +30,19 @@ from pipeinfer.virtual.profile import load_profile
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.start import Crew
 
+N_PROMPT = 128  # tokens that a prompt is thought to have
+
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
     """What is asked besides the options of `run`: the hosts (a hosts file or a profile, and how many ranks of it;
-    neither: the ranks that are there), their links, the prompt and how often drafts are right."""
+    neither: the ranks that are there), their links, the prompt (None: one that fits) and how often drafts are right."""
 
     hosts: Path | None
     profile: str | None
     n_ranks: int
     gbit: float | None
-    n_prompt: int
+    n_prompt: int | None
     acceptances: tuple[float, ...]
 
 
@@ -115,7 +117,8 @@ def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], lin
     info, tokenizer = open_models(options)
     tokenizer.close()
     is_described = bool(question.profile or question.hosts)
-    planner = open_planner(options, info, nodes, link, question.n_prompt, question.acceptances, is_described, untimed)
+    n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.ctx_size or info.n_ctx_train) // 2))
+    planner = open_planner(options, info, nodes, link, n_prompt, question.acceptances, is_described, untimed)
     found = plan_report(planner)
     print(json_text(found) if options.json else "\n".join(plan_lines(found)), flush=True)
     if not found["fits"]:

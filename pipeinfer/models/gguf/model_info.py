@@ -101,7 +101,7 @@ def check_is_model(path: Path, metadata: dict[str, Value]) -> None:
 def read_model_info(path: str | Path) -> ModelInfo:
     """Read the header of a model, all parts of a split one; UserError when it cannot be used, with the way out."""
     path = Path(path)
-    headers = _read_parts(path)
+    headers = read_parts(path)
     metadata = headers[0].metadata
     check_is_model(path, metadata)
     architecture = _text(metadata, "general.architecture", "")
@@ -158,7 +158,7 @@ def layer_of(tensor_name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _read_parts(path: Path) -> list[Header]:
+def read_parts(path: Path) -> list[Header]:
     """The headers of a model's files: one, or all `-0000i-of-0000n` of a split model, in order."""
     head = read_header(path)
     count = head.metadata.get("split.count")
