@@ -320,7 +320,7 @@ def test_a_profiles_machines_are_planned_for_as_well() -> None:
         (["-np", "3"], "mpirun -np"),
         (["--profile", "pipeinfer-c", "--acceptance", "0.5", "--acceptance", "0.5"], "2 times for 1 draft"),
         (["--profile", "pipeinfer-c"], "start at most 10 ranks"),
-        (["--profile", "pipeinfer-c", "-np", "3", "-c", "100"], "raise -c"),
+        (["--profile", "pipeinfer-c", "-np", "3", "-c", "100", "-p", "128"], "raise -c"),
     ],
 )
 def test_bad_input(words: list[str], said: str) -> None:
