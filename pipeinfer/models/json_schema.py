@@ -10,7 +10,12 @@ from types import ModuleType
 from typing import Any
 
 from pipeinfer.errors import UserError
+from pipeinfer.models import integer_range
 from pipeinfer.models.llama.ggml import load_library
+from pipeinfer.models.schema_keywords import honoured
+
+CHARACTER = r'[^"\\\x7F\x00-\x1F]'
+"""One that stands for itself in a JSON string; the others are written as escapes."""
 
 
 def schema_grammar(schema: Any) -> str:
@@ -23,6 +28,8 @@ def schema_grammar(schema: Any) -> str:
         raise UserError('a JSON schema is an object, such as {"type": "object"}')
     try:
         return _converted(json.dumps(schema or {"type": "object"}))
+    except UserError:
+        raise
     except RecursionError:
         raise UserError("the JSON schema is too deep; name parts of it in $defs") from None
     except Exception as error:  # the conversion has no errors of its own: it asserts, looks up, and the like
@@ -39,12 +46,54 @@ def read_schema(text: str) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _converted(schema: str) -> str:
-    return str(_converter().json_schema_to_gbnf(schema))
+def _converted(text: str) -> str:
+    whole = json.loads(text)
+    places = _places(whole, "#")
+    converter = _library().SchemaConverter(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
+    write, ranges = converter.visit, integer_range
+
+    def visit(schema: Any, name: str) -> str:
+        """The name of a rule; the conversion calls this for every schema within another, too."""
+        read = honoured(schema, places.get(id(schema), name))
+        name = name or ("" if schema is whole else "-")
+        found = ranges.bounds(read) if read.get("type") == "integer" else None
+        if found is None:
+            return str(write(read, name))
+        return str(converter._add_rule(name or "root", f"({ranges.rule(*found)}) space"))
+
+    converter.visit = visit
+    converter._format_literal = lambda text: _literal(json.loads(text))
+    converter.visit(converter.resolve_refs(whole, "stdin"), "")
+    return str(converter.format_grammar())
+
+
+def _places(schema: Any, place: str) -> dict[int, str]:
+    """Where each part of a schema is, by its identity."""
+    parts = schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+    found = {id(schema): place} if isinstance(schema, dict) else {}
+    for key, part in parts:
+        found |= _places(part, f"{place}/{key}")
+    return found
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as a grammar's text: JSON's own escapes first, then the grammar's."""
+    return '"' + "".join(map(_escaped, json.dumps(value, ensure_ascii=False))) + '"'
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if character in '"\\':
+        return "\\" + character
+    if 0xD800 <= code < 0xE000:  # half of a character: only JSON's escape can say it
+        return f"\\\\u{code:04x}"
+    if code > 0xFFFF:
+        return f"\\U{code:08x}"
+    return f"\\u{code:04x}" if code > 0x7E else character
 
 
 @cache
-def _converter() -> ModuleType:
+def _library() -> ModuleType:
     """By its file: the package around it takes long to import. Repetitions are written as in llama.cpp itself: spelled
     out, as this conversion does, a schema's `maxItems` would say how much memory it takes."""
     path = Path(str(load_library().__file__)).with_name("llama_grammar.py")
@@ -53,6 +102,9 @@ def _converter() -> ModuleType:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     module._build_repetition = _repetition  # type: ignore[attr-defined]
+    character = module.PRIMITIVE_RULES["char"]
+    character.content = character.content.replace(r'[^"\\]', CHARACTER)
+    module.DOT = CHARACTER  # type: ignore[attr-defined]
     return module
 
 
