@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.errors import UserError
 from pipeinfer.job.constraints import check_constraints
-from pipeinfer.models import grammar_check, integer_range
+from pipeinfer.models import grammar_check
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.grammar import MAX_BYTES, MAX_DEPTH, MAX_STATES, Grammar, Grammars
 from pipeinfer.models.grammar_check import check_grammar
@@ -207,96 +206,6 @@ def test_limits_of_a_grammar(tokenizer: Tokenizer) -> None:
     assert Grammar(tokenizer, 'root ::= "(((" [(] # (((').after([]).has(tokenizer.encode("(", False)[0])
     with pytest.raises(UserError, match="leave one of them out"):
         check_constraints(SamplingParams(grammar='root ::= "a"'), True, tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("schema", "said"),
-    [("5", "is an object"), ("{", "no JSON"), ('{"type": "x"}', "Unrecognized"),
-     ('{"$ref": "#/no"}', "Error resolving"), ('{"$ref": "https://example.org/x"}', "not allowed"),
-     ("[" * 100_000, "no JSON")],
-)  # fmt: skip
-def test_what_is_no_schema_is_said(schema: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        schema_grammar(read_schema(schema))
-
-
-@pytest.mark.parametrize(
-    ("schema", "said"),
-    [({"type": "number", "minimum": 0}, "minimum at #,"),
-     ({"properties": {"a": {"type": "array", "items": {}, "uniqueItems": True}}}, "uniqueItems at #/properties/a,"),
-     ({"type": "object", "minProperties": 1}, "minProperties"),
-     ({"type": "object", "patternProperties": {}}, "patternP"),
-     ({"type": "string", "format": "email"}, 'format "email"'), ({"type": "integer", "multipleOf": 3}, "multipleOf"),
-     ({"type": "object", "required": ["a"]}, "required"), ({"type": "string", "pattern": '^"$'}, "pattern"),
-     ({"if": {}, "type": "object"}, "if at #"),
-     ({"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}, "not at #/.defs/a,"),
-     ({"allOf": [{"type": "string"}, {"maxLength": 3}]}, "allOf"), ({"type": "integer", "const": "a"}, "no value"),
-     ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, "no integer")],
-)  # fmt: skip
-def test_what_a_grammar_cannot_hold_to_is_refused_with_its_place(schema: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        schema_grammar(schema)
-
-
-def test_annotations_change_no_grammar() -> None:
-    bare = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    notes = {"title": "x", "description": "y", "default": {}, "examples": [], "$id": "z", "deprecated": True}
-    said = {**bare, **notes, "properties": {"a": {"type": "integer", "readOnly": False, "title": "A", "minLength": 2}}}
-    assert schema_grammar(said) == schema_grammar(bare) and schema_grammar(notes) == schema_grammar({})
-
-
-def test_the_integers_of_a_range_are_those_between_its_bounds() -> None:
-    rng = random.Random(2)
-    for _ in range(100):
-        low = rng.randint(-300, 1500)
-        high = low + rng.choice([0, 1, 9, 90, 1000])
-        pattern = re.compile(integer_range.rule(low, high).replace('"', "").replace(" ", ""))
-        assert [n for n in range(low - 1100, high + 1100) if pattern.fullmatch(str(n))] == [*range(low, high + 1)]
-
-
-STRINGS = 'ab"\\\n\t\r\x1b\0\x7fé漢😀/[]{}'
-
-
-def some_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    word = lambda: "".join(rng.choices(STRINGS, k=rng.randint(1, 4)))  # noqa: E731
-    kind = rng.choice(["const", "enum", "string", "integer", "boolean", *["object", "array"] * depth])
-    if kind == "const":
-        return {"const": word()}
-    if kind == "enum":
-        return {"type": ["string", "null"], "enum": [word(), word(), None]}
-    if kind == "integer":
-        low = rng.randint(-400, 400)
-        return {"type": kind, "minimum": low, "exclusiveMaximum": low + rng.choice([1, 5, 700])}
-    if kind == "array":
-        return {"type": kind, "items": some_schema(rng, depth - 1), "maxItems": 2}
-    if kind == "object":
-        parts = {word(): some_schema(rng, depth - 1) for _ in range(2)}
-        return {"type": kind, "properties": parts, "required": [*parts][:1]}
-    return {"type": kind, "maxLength": 5} if kind == "string" else {"type": kind}
-
-
-def holds(schema: dict[str, Any], value: Any) -> bool:
-    if "const" in schema or "enum" in schema:
-        return value in schema.get("enum", [schema.get("const")])
-    kind = schema["type"]
-    if kind == "array":
-        return isinstance(value, list) and len(value) <= 2 and all(holds(schema["items"], each) for each in value)
-    if kind == "object":
-        parts = schema["properties"]
-        return {*schema["required"]} <= value.keys() <= parts.keys() and all(
-            holds(parts[key], each) for key, each in value.items()
-        )
-    if kind == "integer":
-        return type(value) is int and schema["minimum"] <= value < schema["exclusiveMaximum"]
-    return isinstance(value, str) and len(value) <= 5 if kind == "string" else isinstance(value, bool)
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_a_text_by_a_schema_is_json_that_holds_it(tokenizer: Tokenizer, seed: int) -> None:
-    schema = some_schema(random.Random(seed))
-    output = written(Grammar(tokenizer, schema_grammar(schema)), SamplingParams(seed=seed, temp=1.0), 600)
-    text = b"".join(map(tokenizer.decode_piece, output)).decode()
-    assert tokenizer.is_end(output[-1]) and holds(schema, json.loads(text)), (schema, text)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temp=0.0), SamplingParams(seed=3), SamplingParams(seed=3, top_k=0)])

@@ -8,6 +8,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
 from pipeinfer.errors import UserError
 from pipeinfer.models import integer_range
@@ -61,10 +62,34 @@ def _converted(text: str) -> str:
             return str(write(read, name))
         return str(converter._add_rule(name or "root", f"({ranges.rule(*found)}) space"))
 
-    converter.visit = visit
+    names: dict[str, str] = {}
+
+    def refer(reference: str) -> str:
+        """The same for what another place defines. The library's own names may be those of other rules."""
+        if reference not in names:
+            names[reference] = f"ref--{len(names)}"
+            names[reference] = visit(_defined(whole, reference), names[reference])
+        return names[reference]
+
+    converter.visit, converter._resolve_ref = visit, refer
     converter._format_literal = lambda text: _literal(json.loads(text))
-    converter.visit(converter.resolve_refs(whole, "stdin"), "")
+    converter.visit(whole, "")
     return str(converter.format_grammar())
+
+
+def _defined(whole: Any, reference: str) -> Any:
+    """What a `$ref` means (RFC 6901)."""
+    found, (where, _, path) = whole, reference.partition("#")
+    try:
+        for step in path.split("/")[1:]:
+            key = unquote(step).replace("~1", "/").replace("~0", "~")
+            found = found[int(key) if isinstance(found, list) else key]
+    except (KeyError, IndexError, ValueError, TypeError):
+        found = None
+    if where or found is None:
+        raise UserError(f"the JSON schema refers to {reference[:80]}, which it does not define; refer to a part of it, "
+                        "as in #/$defs/NAME")  # fmt: skip
+    return found
 
 
 def _places(schema: Any, place: str) -> dict[int, str]:

@@ -23,8 +23,8 @@ OF_ALL = {"$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "type", "const", "en
 CONSTRAINTS = OF_ALL.union(*OF_TYPE.values())
 FORMATS = {"date", "time", "date-time", "uuid", "uuid1", "uuid2", "uuid3", "uuid4", "uuid5"}
 
-UNWRITABLE = re.compile(r'["\x00-\x1f]|\[\^|\\[\\nrt]')
-"""In a pattern: what the conversion would write into a JSON string as it is, unescaped."""
+UNWRITABLE = re.compile(r'["\x00-\x1f]|\[\^|\\[\\A-Za-z0-9]')
+"""In a pattern: what the conversion would write into a JSON string as it is, unescaped, or does not know."""
 
 
 def honoured(schema: Any, place: str) -> dict[str, Any]:
@@ -45,6 +45,10 @@ def honoured(schema: Any, place: str) -> dict[str, Any]:
         return {"anyOf": [_of_type(said, each) for each in said["type"]]}
     if said.get("type") in TYPES:
         said = _of_type(said, said["type"])
+    if "properties" in said:
+        said.pop("additionalProperties", None)  # none is written, which holds to any
+    if len(said.get("allOf", ())) == 1 and not said.keys() - {"allOf", "type"}:
+        return honoured(said["allOf"][0], f"{place}/allOf/0")
     if said.get("type") == "array" and not said.keys() & {"items", "prefixItems"} and len(said) > 1:
         said = {**said, "items": True}
     for key in said.keys() - _read(said, place):
@@ -105,8 +109,8 @@ def _read(schema: dict[str, Any], place: str) -> set[str]:
     if kind == "array" or (kind is None and schema.keys() & {"items", "prefixItems"}):
         return _read_of_array(schema)
     if kind in (None, "string") and "pattern" in schema:
-        if UNWRITABLE.search(schema["pattern"]):
-            refuse("pattern", place, r" with a quote, [^ or a backslash before \\, n, r or t")
+        if UNWRITABLE.search(schema["pattern"]) or _chooses(schema["pattern"]):
+            refuse("pattern", place, " with a quote, [^, a backslash before one, a letter or a digit, or | outside ( )")
         return {"type", "pattern"}
     if kind in (None, "string") and "format" in schema:
         if schema["format"] not in FORMATS:
@@ -119,10 +123,10 @@ def _check_all_of(parts: list[dict[str, Any]], place: str) -> None:
     """The conversion reads the properties of each part alone, and asks for all of them."""
     for part in parts:
         for each in part.get("anyOf", [part]):
-            for key in each.keys() & CONSTRAINTS - {"$ref", "type", "properties"}:
+            for key in each.keys() & CONSTRAINTS - {"type", "properties"}:
                 if key != "required" or part is not each or not {*each[key]} <= each.get("properties", {}).keys():
                     refuse("allOf", place, f" with {key} in it")
-            if each.get("type", "object") != "object" or not each.keys() & {"$ref", "properties"}:
+            if each.get("type", "object") != "object" or "properties" not in each:
                 refuse("allOf", place, " of anything but properties")
 
 
@@ -134,3 +138,15 @@ def _read_of_array(schema: dict[str, Any]) -> set[str]:
     read |= {"prefixItems"} if parts is schema.get("prefixItems") else set()
     read |= {"minItems"} if schema.get("minItems", 0) <= len(parts) else set()
     return read | ({"maxItems"} if schema.get("maxItems", len(parts)) >= len(parts) else set())
+
+
+def _chooses(pattern: str) -> bool:
+    """Whether a choice is outside of brackets: the conversion would take the string's quotes for parts of it."""
+    depth, escaped = 0, False
+    for character in pattern:
+        if not escaped:
+            depth += (character in "([") - (character in ")]")
+            if character == "|" and depth == 0:
+                return True
+        escaped = character == "\\" and not escaped
+    return False
