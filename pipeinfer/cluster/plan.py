@@ -185,10 +185,8 @@ def make_plan(
     own, n_layers = stage_ranks(n_ranks, widths), len(target.layer_bytes)
     if len(own) > n_layers:
         most = n_layers + n_ranks - len(own)
-        raise UserError(
-            f"{_count(len(own), 'stage')} for {_count(n_layers, 'layer')}; start at most {_count(most, 'rank')} for this "
-            "model"
-        )
+        stages, layers = _count(len(own), "stage"), _count(n_layers, "layer")
+        raise UserError(f"{stages} for {layers}; start at most {_count(most, 'rank')} for this model")
     left = room(placed, own) if room else None
     timed = told_apart([speeds[rank] for rank in own]) if speeds else []
     counts = split_layers(split, n_layers, len(own), target.faults) if split else balance(target, len(own), left, timed)
