@@ -111,10 +111,11 @@ def _time_context(model: StageModel, n_layers: int, clock: Callable[[], float]) 
 
 
 def _best_row(model: StageModel, n_before: int, clock: Callable[[], float]) -> float:
-    """Seconds of a row after so many, and after further such rows, of the quickest: a difference of two such is looked
-    for. None is taken back: layers with states could not."""
+    """Seconds of a row after so many and one, or after further such rows, of the quickest: a difference of two such is
+    looked for. None is taken back: layers with states could not."""
+    _evaluate(model, 1, n_before)  # it has another size than the run before
     start_s, best_s = clock(), math.inf
-    for number in range(1 + N_BEST):  # the first one has another size than the run before
+    for number in range(1, 1 + N_BEST):
         begun_s = clock()
         _evaluate(model, 1, n_before + number)
         best_s = min(best_s, clock() - begun_s)
