@@ -44,7 +44,17 @@ class BlockStage(ToyStage):
         for op in ops:
             goes_back = op.kind is OpKind.REMOVE and 0 < op.first < self.next_position(op.src)
             assert self.rewinds or not goes_back, f"sequence {op.src} cannot go back to {op.first}"
-        super().apply(ops)
+            if op.kind is OpKind.COMPACT and not self.rewinds:
+                self._part()
+            super().apply([op])
+
+    def _part(self) -> None:
+        """Packed as a whole with its state, each sequence has cells of its own."""
+        for path in self.seqs.values():
+            for position, (_, values) in path.items():
+                self.next_cell += 1
+                path[position] = self.next_cell, values
+        assert len(self.cells()) <= self.n_cells
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         if batch.span and batch.hidden is None:

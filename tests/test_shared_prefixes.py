@@ -12,7 +12,6 @@ from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level, Part
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
-from pipeinfer.core.runs import OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.shared import Cells, fork, give_up, n_held
@@ -160,14 +159,38 @@ def test_what_a_larger_draft_has_not_evaluated_is_not_shared_there() -> None:
     assert level.pool.n_certain == 0
 
 
-def test_layers_with_states_share_nothing_with_open_requests() -> None:
-    jobs = {0: some_request(0, SYSTEM)}
-    pool = SequencePool(8, 500, rewinds=False)
-    level = Level(toy_pipeline(random.Random(1), 1, 500, False), pool)
-    engine = Engine(level, None, None, lambda: 0.0)  # type: ignore[arg-type]
-    engine.add(jobs[0], Iterative())
-    engine.add(some_request(1, SYSTEM), Iterative())
-    assert len(engine._jobs) == 2 and not any(op.kind is OpKind.COPY for op in pool.take_pending())
+def states_of(n_cells: int, n_stages: int = 2) -> Engine:
+    """Of a target whose sequences cannot go back."""
+    pipeline = toy_pipeline(random.Random(n_stages), n_stages, n_cells, True)
+    return toy_engine(pipeline, SequencePool(9, n_cells, parked=True, rewinds=False), None, n_chunk=16)
+
+
+@pytest.mark.parametrize(("n_cells", "n_stages"), [(2000, 1), (2000, 4), (250, 2), (345, 3)])
+def test_layers_with_states_share_a_prompt_where_it_ends(n_cells: int, n_stages: int) -> None:
+    """Whoever goes on from there begins there, none in the middle; packed, each has cells of its own."""
+    engine, requests = states_of(n_cells, n_stages), [some_request(number, SYSTEM) for number in range(6)]
+    requests += [some_request(6, [*SYSTEM, 1, 2]), some_request(7, SYSTEM[:50])]
+    counted = add_all(engine, requests)
+    for _ in engine.generate():
+        engine.audit()
+    check(requests)
+    if n_cells == 2000:
+        assert [each.n_context for each in counted] == [99, *[0] * 5, 2, 49]
+    assert [each.n_kept for each in counted].count(99) >= (5 if n_cells == 2000 else 1)
+    assert engine.target.pool.n_free_cells + engine.target.pool.n_parked == n_cells
+
+
+@pytest.mark.parametrize("n_steps", [1, 3, 6, 9, 12, 15])
+def test_a_prompt_with_states_that_is_given_up_is_read_by_one_of_the_others(n_steps: int) -> None:
+    engine, requests = states_of(2000, 4), [some_request(number, SYSTEM) for number in range(5)]
+    counted = add_all(engine, requests)
+    for _ in range(n_steps):
+        engine.step()
+    engine.stop(requests[0])
+    for _ in engine.generate():
+        engine.audit()
+    check(requests[1:])
+    assert sum(each.n_context for each in counted[1:]) <= 99
 
 
 def test_random_forks_count_what_somebody_holds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,20 +14,26 @@ import pytest
 
 from pipeinfer.cluster.timed_layers import time_slice
 from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
 from pipeinfer.job.timing import time_model
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.policies import Iterative, Speculative
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
 from tests.gguf_factory import write_model
 from tests.jobs import finish, run_json
 from tests.test_architectures import possible_cuts, rows_of_whole
+from tests.test_engine import toy_engine
 from tests.test_llama_stage import TreeDriver, load, loaded, random_tokens, run, state
 from tests.test_prompts import after, evaluate, read, tokens_of
+from tests.toy import N_LAYERS, OracleDrafter, Reference, ToyPipeline
 
 __all__ = ["loaded"]
 Loader = Callable[..., list[LlamaStage]]
@@ -183,6 +190,44 @@ def test_right_and_wrong_guesses_change_no_text(folder: Path, name: str, strengt
     result = run_json(3, [*asked, "-md", str(draft)])
     assert result["tokens"] == run_json(1, asked)["tokens"]
     assert (result["speculation"]["acceptance_rate"] > 0.03) == (strength < 1), "of a tree one branch at most is right"
+
+
+@pytest.mark.parametrize(
+    ("name", "n_cells", "n_guesses"), [*((name, 900, 0) for name in NAMES), ("qwen35", 450, 0), ("qwen35", 900, 19)]
+)
+def test_texts_of_one_prompt_read_it_once_and_are_those_of_each_alone(
+    folder: Path, loaded: Loader, name: str, n_cells: int, n_guesses: int
+) -> None:
+    """Also where they are packed and some wait again, and where guesses are taken back."""
+    path, cuts = model_and_cut(folder, name)
+    params = LlamaParams(n_cells=n_cells, n_seq_max=16, n_batch=129, n_outputs_max=32, n_snapshots=6 * n_guesses)
+    prompts = [tokens_of(3, 200)] * 3 + [tokens_of(4, 20)] * 2 + [tokens_of(5, 90)]
+
+    def texts(
+        stages: Sequence[LlamaStage], prompts: Sequence[list[int]], first: int = 0
+    ) -> tuple[list[list[int]], int]:
+        for stage in stages:
+            stage.clear()
+        pool = SequencePool(15, n_cells, parked=True, rewinds=False, n_guesses=n_guesses)
+        drafter = OracleDrafter(Reference(N_LAYERS), 0.5) if n_guesses else None  # of another model: mostly wrong
+        pipeline = ToyPipeline(stages, random.Random(1))
+        engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
+        requests, metrics = list[Request](), [RequestMetrics() for _ in prompts]
+        for number, (prompt, observer) in enumerate(zip(prompts, metrics, strict=True), first):
+            requests.append(Request(number, prompt, 16, SamplingParams(seed=number, temp=0.8), 230))
+            engine.add(requests[-1], Speculative() if n_guesses else Iterative(), observer)
+        for _ in engine.generate():
+            engine.audit()
+        assert len(prompts) == 1 or any(each.n_sent for each in metrics) == (n_guesses > 0)
+        return [each.tokens for each in requests], sum(each.n_kept for each in metrics)
+
+    alone = loaded(path, (), params)
+    found = [texts(alone, [prompt], number) for number, prompt in enumerate(prompts)]
+    assert not any(n_kept for _, n_kept in found)
+    together, n_kept = texts(loaded(path, cuts, params), prompts)
+    assert together == [text for (text,), _ in found]
+    assert n_kept == 2 * 199 + 19 or (n_cells < 900 and n_kept >= 199)
+    assert len({tuple(text) for text in together[:3]}) == 3, "seeds"
 
 
 def test_it_does_not_guess_and_is_not_cut_anywhere(folder: Path) -> None:

@@ -81,6 +81,10 @@ class Admission:
             self.waiting.remove(job)
             yield job
 
+    def is_awaited(self, request: Request) -> bool:
+        """Whether its root better stays back until its prompt is evaluated, as others are to begin where it stands."""
+        return bool(self.waiting) and self.prefixes.is_awaited(request, [job.request for job in self.waiting])
+
     @property
     def n_reserved(self) -> int:
         """Cells of the target that the requests that are open or wait need soon."""

@@ -113,8 +113,7 @@ class Engine:
     def generate(self) -> Iterator[Emission]:
         """Run until all requests are finished and nothing is in flight."""
         while self.busy:
-            emission = self.step()
-            if emission:
+            if emission := self.step():
                 yield emission
                 yield from self.rest()
 
@@ -263,10 +262,11 @@ class Engine:
         if n_left := target.n_context_left(request):
             if target.n_inflight(request) <= 2 * target.pipeline.n_stages:
                 n_context, span = target.next_context(request, self._rooms.n_chunk(root.position - n_left))
-                is_last = not span and n_context == n_left
+                is_last = not span and n_context == n_left and not self.admission.is_awaited(request)
                 return Part(request, n_context, [root] if is_last else [], is_last, span)
         elif root.run_id is None and 1 < len(request.prompt) == root.position + 1:
-            return Part(request, 0, [root], True)  # right behind the prompt
+            if not (target.n_inflight(request) and self.admission.is_awaited(request)):
+                return Part(request, 0, [root], True)  # right behind the prompt
         elif nodes := job.policy.send(job.view):
             return Part(request, 0, nodes, nodes[0] is root)
         elif alone and self._pacer.holds:

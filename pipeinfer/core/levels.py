@@ -133,8 +133,7 @@ class Level:
     def close(self, request: Request) -> list[Flight]:
         """Free what the request holds, but for what it leaves; it may be opened again if it has not finished. Returns
         the runs that were given up."""
-        n_left = min(request.n_left, self.n_settled(request))
-        given_up = self._give_up(request)
+        n_left, given_up = min(request.n_left, self.n_settled(request)), self._give_up(request)
         if request.n_left:
             self.pool.leave(request.id, n_left)
         else:
@@ -164,6 +163,10 @@ class Level:
         if prefix:
             n_shared = self.n_shared(prefix)
             others.setdefault(prefix.source.id, n_shared)
+            if not (self.pool.rewinds or prefix.moves):  # it gets cells of its own, at once
+                if n_shared > self.pool.n_free_cells:
+                    return False
+                n_shared = 0
         return self.n_reserved(opened, others, ahead) + request.n_soon(ahead) - n_shared <= self.pool.n_cells
 
     def n_reserved(self, opened: Sequence[Request], others: Mapping[int, int], ahead: int) -> int:
@@ -231,8 +234,7 @@ class Level:
                     self._known.add(part.request.id)
         if not sent:
             return None
-        self._next_run_id += 1
-        run.span = sent[0].span
+        self._next_run_id, run.span = self._next_run_id + 1, sent[0].span
         run.ops[:0] = [*self._closes, *pool.take_pending()]
         self._closes.clear()
         flight = self._flights[run.id] = Flight(run.id, sent, len(run.rows), n_context, run.context)

@@ -87,10 +87,20 @@ class Prefixes:
         found = next((id for id, each in self._kept.items() if not but or each is not but.source), None)
         return None if found is None else self._kept.pop(found)
 
+    def is_awaited(self, request: Request, others: Sequence[Request]) -> bool:
+        """Whether one of the others begins with all of the request's prompt but its root, where it can do so only until
+        that is sent."""
+        if self.rewinds or request.n_generated:
+            return False
+        return any(self._n_usable(request, each, len(request.prompt) - 1) for each in others)
+
     @property
     def _sources(self) -> list[Request]:
-        """Open requests that others may begin with."""
-        return [job.request for job in self._opened.values()] if self.rewinds else []
+        """Open requests that others may begin with: where sequences cannot go back, those that have a prompt alone."""
+        opened = [job.request for job in self._opened.values()]
+        if self.rewinds:
+            return opened
+        return [each for each in opened if not each.n_generated and each.tree.root.run_id is None]
 
     def _n_usable(self, source: Request, request: Request, n_there: int) -> int:
         """How many of a request's tokens need not be evaluated: its root, the last one, always is."""

@@ -134,7 +134,11 @@ class SequencePool:
         n_tokens = min(prefix.n_tokens, self.placed_end(prefix.source.id)) if prefix else 0
         if prefix and n_tokens and self.can_leave(prefix.source.id, n_tokens):
             source = self._bases[prefix.source.id]
-            base.cells, self._paths[base.seq].end = fork(source.cells, n_tokens), n_tokens
+            self._paths[base.seq].end = n_tokens
+            if self.rewinds:
+                base.cells = fork(source.cells, n_tokens)
+            else:  # a sequence is packed as a whole, with its state: then it has cells of its own
+                base.cells.end, self._n_certain = n_tokens, self._n_certain + n_tokens
             self.window.lose(base)
             self._pending.append(KvOp(OpKind.COPY, source.seq, base.seq, 0, n_tokens))
 
