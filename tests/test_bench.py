@@ -263,7 +263,10 @@ def test_resuming_measures_only_what_is_missing(pair: list[str], tmp_path: Path)
     again = finish(2, arguments)
     assert again.returncode == 0 and "1 generations to measure" in again.stderr, again.stderr
     assert len(read_results(results)) == 6
-    assert "0 generations to measure" in finish(2, arguments).stderr
+    nothing = finish(2, arguments)
+    assert nothing.returncode == 0 and not nothing.stdout, nothing.stdout
+    assert f"nothing left to measure: {results} has it all" in nothing.stderr, nothing.stderr
+    assert len(read_results(results)) == 6
     assert "6 generations to measure" in finish(3, arguments).stderr, "another number of ranks is another measurement"
 
 
@@ -300,7 +303,7 @@ def test_a_conversation_is_resumed_at_its_first_missing_turn(pair: list[str], tm
     rows = read_results(results)
     assert [row["prompt"] for row in rows] == ["asked/1"] * 3 + ["asked/1.2"] * 3
     assert {row["prompt_n"] for row in rows} == {40}, "the first tokens of the first turn, the newest of the second"
-    assert "0 generations to measure" in finish(2, arguments).stderr
+    assert "nothing left to measure" in finish(2, arguments).stderr
     lines = results.read_text().splitlines(keepends=True)
     results.write_text("".join(lines[:2] + lines[3:]))
     assert "1 generations to measure" in finish(2, arguments).stderr, "the answer to a first turn is not needed again"

@@ -124,6 +124,9 @@ def test_loads_are_measured_and_resumed(pair: list[str], tmp_path: Path) -> None
     again = finish(3, [*words, "--resume"])
     assert again.returncode == 0 and "1 loads to measure, 7 requests" in again.stderr, again.stderr
     assert sorted(map(LOADS.key_of, rows_of(results)), key=str) == sorted(map(LOADS.key_of, rows), key=str)
+    nothing = finish(3, [*words, "--resume"])
+    assert nothing.returncode == 0 and not nothing.stdout, nothing.stdout
+    assert f"nothing left to measure: {results} has it all" in nothing.stderr, nothing.stderr
 
 
 def test_who_comes_while_others_are_open_waits_and_that_counts(pair: list[str], tmp_path: Path) -> None:

@@ -62,6 +62,10 @@ def _run(crew: Crew, sweep: Sweep, plan: Planner[G], lead: Callable[[Crew, list[
         if link.rank == 0:
             complain(error)
         return 2
+    if not loads:
+        if link.rank == 0:
+            complain(f"nothing left to measure: {sweep.base.results} has it all")
+        return 0
     return _serve(crew, loads) if link.rank else lead(crew, groups)
 
 
