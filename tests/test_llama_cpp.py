@@ -8,9 +8,11 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
+from pipeinfer.cli.compare import compare_command
 from pipeinfer.cli.environment import VARIABLES, ignored_variables
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run, run_options
+from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.errors import UserError
 from tests.jobs import run_json
 from tests.llama_table import HEAD, PATH, arguments, own_options, table
@@ -76,6 +78,13 @@ def test_models_of_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyP
         with pytest.raises((click.BadParameter, UserError), match=why):
             asked(*wrong)
     assert asked(HF_REPO="u/v", SPEC_DRAFT_HF_REPO="u/d") == ("hf:u/v", ["hf:u/d"])
+
+
+@pytest.mark.parametrize("command", [simulate_command, compare_command])
+def test_what_counts_nodes_is_named_to_who_counts_ranks(command: click.Command) -> None:
+    for number in ("1", "4"):
+        with pytest.raises(click.UsageError, match="-np: here --nodes N says how many nodes there are"):
+            command.make_context("pipeinfer", ["-np", number])
 
 
 def test_variables_without_effect_are_named() -> None:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 import click
 from click.core import ParameterSource
 
-from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD, NODES, RANKS
 
 ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")
 """`-n8`: the only thing that may stand behind an option's letter is its number."""
@@ -70,6 +70,8 @@ def read_words(args: list[str], params: list[click.Parameter], interspersed: boo
             yield word
             if not (interspersed or word.startswith("-")):
                 yield from words
+        elif name == RANKS and NODES in known:
+            raise click.UsageError(f"{RANKS}: here {NODES} N says how many nodes there are")
         elif name in HARMLESS:
             _check_harmless(name, HARMLESS[name], words)
         elif name in INSTEAD:

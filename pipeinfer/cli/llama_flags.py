@@ -142,3 +142,8 @@ _INSTEAD = {
 
 INSTEAD: Mapping[str, str] = {name: says for names, says in _INSTEAD.items() for name in names.split()}
 """Flag -> why there is none, and the nearest that there is."""
+
+RANKS = "-np"
+"""The launcher's, where nothing is launched; to llama.cpp it is how many texts there are at a time."""
+NODES = "--nodes"
+"""What counts them in the commands that have it."""
