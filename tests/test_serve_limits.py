@@ -290,6 +290,11 @@ def test_few_sequences_for_many_texts_are_refused() -> None:
     assert done.returncode == 2 and "--sequences 3 is less than --parallel 4" in done.stderr
 
 
+def test_a_context_of_less_than_all_requests_is_refused() -> None:
+    done = CliRunner().invoke(serve_command, ["-c", "39", "--parallel", "20"], standalone_mode=False)
+    assert isinstance(done.exception, UserError) and "give -c 40 or more, or lower --parallel" in str(done.exception)
+
+
 def test_one_request_is_as_many_texts_as_it_asks_for() -> None:
     defaults = Defaults(SamplingParams(), -1, (), False)
     asked = read_asked({"prompt": [[1, 2], [3]], "n": 2, "seed": 2**32 - 1, "best_of": 2}, "/v1/completions", defaults)

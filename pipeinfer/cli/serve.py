@@ -31,6 +31,8 @@ HELP = {
 }
 DEFAULT = HttpOptions()
 KEY_VARIABLE = "LLAMA_API_KEY"
+LEAST_TOKENS = 2
+"""Of a request: one of the prompt, one of the text."""
 SECONDS = Number(0, 1e6, above=True)
 
 
@@ -104,6 +106,12 @@ def serve_command(**given: Any) -> int:
     if sequences and sequences < parallel:
         raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
                         "leave it out, or lower --parallel")  # fmt: skip
+    n_least = LEAST_TOKENS * parallel
+    if 0 < given["ctx_size"] < n_least:
+        raise UserError(
+            f"-c {given['ctx_size']} is all that --parallel {parallel} requests have together, and each takes "
+            f"{LEAST_TOKENS} tokens at least; give -c {n_least} or more, or lower --parallel"
+        )
     options = run_options(**given, prompt=None, chat=True)
     from pipeinfer.job.serve import run_serve  # initialises MPI
     from pipeinfer.job.serve_prepare import ServeOptions
