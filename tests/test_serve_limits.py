@@ -149,6 +149,16 @@ def test_nonsense_is_a_400_that_says_why(guarded: Served, content: bytes, said: 
     assert answer.status_code == 400 and said in error["message"] and error["type"] == "invalid_request_error"
 
 
+def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(guarded: Served) -> None:
+    body = json.dumps(SMALL).encode()
+    head = (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer one\r\n"
+            b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n")  # fmt: skip
+    with connect(guarded) as link:
+        link.sendall(head % (len(body), len(body), body) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        said = b"".join(iter(lambda: link.recv(4096), b""))
+    assert said.startswith(b"HTTP/1.1 400 ") and b"send one of them" in said and said.count(b"HTTP/1.1 ") == 1, said
+
+
 def test_what_is_no_endpoint_is_said_in_openai_s_form(guarded: Served) -> None:
     answer = guarded.http.get("/v1/embeddings", headers=KEY)
     assert answer.status_code == 404 and "no such endpoint" in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Who may ask: keys, and pages of other sites that a browser shows. Knows no request's body."""
+"""Who may ask: keys, pages of other sites that a browser shows, bodies of two lengths. Knows no request's body."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ class Access:
         await self.app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # a proxy before this server may go by the other one, and take what is left for somebody's next request
+            raise Refusal(400, "Content-Length and Transfer-Encoding both say how long the body is; send one of them",
+                          closes=True)  # fmt: skip
         self._check_name(_text(headers, b"host"))
         if page := _other_page(method, path, headers):
             raise Refusal(403, f"{page[:200]} may not ask this server")

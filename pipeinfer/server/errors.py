@@ -15,15 +15,17 @@ LOADING_S, FULL_S, DRAINING_S, LOST_S = 2, 2, 10, 30
 
 
 class Refusal(Exception):
-    """An answer with this status. `retry_s`: when to ask again, if that can help."""
+    """An answer with this status. `retry_s`: when to ask again, if that can help. `closes`: what else comes on the
+    connection is not heard."""
 
-    def __init__(self, status: int, message: str, retry_s: int = 0) -> None:
+    def __init__(self, status: int, message: str, retry_s: int = 0, closes: bool = False) -> None:
         super().__init__(message)
-        self.status, self.message, self.retry_s = status, message, retry_s
+        self.status, self.message, self.retry_s, self.closes = status, message, retry_s, closes
 
     @property
     def headers(self) -> dict[str, str]:
         found = {"retry-after": str(self.retry_s)} if self.retry_s else {}
+        found |= {"connection": "close"} if self.closes else {}
         return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
     @property
