@@ -343,7 +343,7 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
         ('{"prompt": "a", "top_k": 1.5}', "give a whole number from -1"),
         ('{"prompt": "a", "seed": true}', "seed is true"),
         ('{"prompt": "a", "seed": 4294967296}', "seed is 4294967296; give a whole number from -1 to 4294967295"),
-        ('{"prompt": "a", "max_tokens": 0}', "give a whole number from 1 on"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0, and a text has one token at least"),
         ('{"prompt": "a", "n_predict": -2}', "give a whole number from 1 on"),
         ('{"prompt": "a", "max_tokens": 1, "n_predict": 1}', "say the same"),
         ('{"prompt": "a", "stop": ["x", ""]}', "none of them empty"),

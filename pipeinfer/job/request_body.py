@@ -165,6 +165,8 @@ def _length(given: Mapping[str, Any], default: int) -> int:
     value = given[names[0]]
     if is_whole(value) and value == -1:  # as llama.cpp's clients write it
         return default
+    if is_whole(value) and value == 0:
+        refuse(f"{names[0]} is 0, and a text has one token at least; 1 reads the prompt just as well")
     if not is_whole(value) or not 1 <= value <= INT32_MAX:
         refuse(f"{names[0]} is {shown(value)}; give a whole number from 1 on, or nothing")
     return int(value)
