@@ -183,6 +183,23 @@ def test_what_cannot_be_served_is_said(client: openai.OpenAI, asked: dict[str, A
     assert said in caught.value.message and caught.value.type == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        (["hello"], "messages[0]"),
+        ([{"role": "user", "content": "a"}, {"role": "usr", "content": "a"}], "messages[1].role"),
+        ([{"role": ["user"], "content": "a"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": "a " * 5000}], "messages"),
+    ],
+)
+def test_what_is_wrong_with_messages_is_said_with_their_name(served: Served, messages: Any, param: str) -> None:
+    answer = served.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 4})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
 # -- log-probabilities
 
 

@@ -140,19 +140,20 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
 def _messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         refuse(f"messages is {shown(value)}; give a list of objects with role and content")
-    return tuple(_message(each) for each in value)
+    return tuple(_message(f"messages[{at}]", each) for at, each in enumerate(value))
 
 
-def _message(value: Any) -> Message:
+def _message(name: str, value: Any) -> Message:
+    """`name`: where it stands in the request."""
     if not isinstance(value, dict) or set(without_null(value)) - {"role", "content", "name"}:
-        refuse(f"the message {shown(value)} is none that can be served; it has role and content")
+        refuse(f"{name} is {shown(value)}; give an object with role and content alone")
     role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
-        refuse(f"the role {shown(role)} is not known; it is one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in ROLES:
+        refuse(f"{name}.role is {shown(role)}; it is one of {', '.join(ROLES)}")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
-        refuse(f"the content {shown(content)} is no text")
+        refuse(f"{name}.content is {shown(content)}; give a text, or a list of parts of type text")
     return Message(ROLES[role], content)  # type: ignore[arg-type]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +220,17 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _wrong(request: Request, error: Exception) -> Response:
-    field = str(error).removeprefix("the ").partition(" ")[0]
     given = getattr(request.state, "given", ())
-    return JsonResponse(error_body(400, str(error), field if field in given else None), 400)
+    return JsonResponse(error_body(400, str(error), _param(str(error), given)), 400)
+
+
+def _param(message: str, given: Container[str]) -> str | None:
+    """What of the fields that are `given` a message begins with: `stop`, `messages[0].role`; of a chat the prompt is
+    its messages."""
+    field = message.removeprefix("the ").partition(" ")[0]
+    if field == "prompt" and field not in given:
+        field = "messages"
+    return field if field.partition("[")[0] in given else None
 
 
 async def _not_rendered(request: Request, error: Exception) -> Response:
@@ -230,7 +238,10 @@ async def _not_rendered(request: Request, error: Exception) -> Response:
     assert isinstance(error, TemplateFault)
     rest = "; ask for completions, until the server has another" if error.is_broken else ""
     status = 500 if error.is_broken else 400
-    return JsonResponse(error_body(status, f"the model's chat template: {error.what}{rest}"), status)
+    return JsonResponse(
+        error_body(status, f"the model's chat template: {error.what}{rest}", None if error.is_broken else "messages"),
+        status,
+    )
 
 
 async def _left(request: Request, error: Exception) -> Response:
