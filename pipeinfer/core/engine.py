@@ -61,7 +61,7 @@ class Engine:
         view = View(
             request, self.target, self.growth.n_drafts, self.growth.drafts, partial(self._holds, request.tree),
             self._rooms.n_rows_for_guesses, partial(self._run_s, request.tree), lambda: self.growth.step_s,
-            partial(self.growth.at_work, request), self._verdict_in_s,
+            partial(self.growth.at_work, request), lambda: len(self._jobs) == 1, self._verdict_in_s,
         )  # fmt: skip
         job = Opened(request, policy, observer or Observer(), view)
         job.observer.submitted(self.clock(), len(request.prompt))

@@ -37,6 +37,8 @@ class View:
     drafting: Callable[[], tuple[Collection[Node], float]]
     """What of the request the smallest draft expands at the moment, and how long its step still takes."""
 
+    is_alone: Callable[[], bool]  # whether no other request is open
+
     verdict_in_s: Callable[[Node], float]
     """How long until the verdict of a node is here, as long as verdicts take lately; of one that was not sent: if it
     were sent now. 0 before the first verdict."""

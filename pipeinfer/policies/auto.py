@@ -17,16 +17,18 @@ about to want one, and shall carry what saves the most. What is estimated, and h
 A run therefore carries the n_cheap_rows of the largest P(node) r(node). It goes as late as the slowest stage allows,
 and up to PATIENCE of a run later if a verdict will be there by then (`Pacer`): it says what is needed. If the draft is
 at work on better guesses than the run would carry, it waits for them if that is worth the time that the stage may lose:
-P(best) × what is left of the draft's step < EARLIER × a one-row run × what P is won. The draft expands as many nodes as
-a run carries in a step, the likeliest first, if their guesses could belong to the next run. When hardly any guess is
-right, there are none (`Silence`). PipeInfer's, PipeDec's and FlowSpec's trees are what comes of this at their authors'
-costs.
+P(best) × what is left of the draft's step < EARLIER × a one-row run × what P is won. So does a root with nothing in
+flight behind it, also for a step that is yet to begin. If the draft guesses faster than runs can carry, each guess that
+goes with the root is won; else the next run takes it as well, and only one after which no other is right is won:
+P (1 - P). The draft expands as many nodes as a run carries in a step, the likeliest first, if their guesses could
+belong to the next run. When hardly any guess is right, there are none (`Silence`). PipeInfer's, PipeDec's and
+FlowSpec's trees are what comes of this at their authors' costs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -49,6 +51,9 @@ EARLIER = 0.5
 """One-row runs that a guess gains which goes with this run and not with the next one. Not a whole one: a verdict
 between the two may refute it."""
 
+N_BEHIND = 4
+"""Tokens that the draft reads in no time before it guesses again."""
+
 SOON_S = 1e-9
 """How long a verdict that is overdue still takes: guesses below it come last, and in their order."""
 
@@ -64,6 +69,9 @@ class Auto(Policy):
     confidence: Confidence = field(default_factory=Confidence, compare=False, repr=False)
     sharpness: Sharpness = field(default_factory=Sharpness, compare=False, repr=False)
     _silence: Silence = field(default_factory=Silence, init=False, repr=False, compare=False)
+    _guessed_at: int = field(
+        default=-1, init=False, repr=False, compare=False
+    )  # the last position with guesses after it
 
     def begin(self) -> Auto:
         return replace(self)
@@ -74,21 +82,41 @@ class Auto(Policy):
         """The root at once, and with it what is known to follow; further runs when a stage is about to want them."""
         root = view.tree.root
         if root.run_id is None:
-            return self._best(view, view.n_cheap_rows, [root]) or [root]  # room for it is made
+            best = self._best(view, view.n_cheap_rows, [root]) or [root]  # room for it is made
+            return [] if self._awaits_first(view, best) else best
         if view.n_inflight > view.n_stages or (view.n_inflight and view.hold(PATIENCE)):
             return []
         best = self._best(view, view.n_cheap_rows)
         return [] if best and view.n_inflight and self._awaits_draft(view, best) else best
 
+    def _awaits_first(self, view: View, best: list[Node]) -> bool:
+        """The same of a root, with which nothing is in flight that the stages could go on with; also for a step that
+        the draft has yet to begin, unless it has to read more than a few tokens first, or others want it."""
+        root = view.tree.root
+        if not view.is_alone() or self._guessed_at < root.position - N_BEHIND:
+            return False
+        nodes, left_s = view.drafting()
+        if not any(node.live for node in nodes):
+            nodes, left_s = self.draft(view), view.draft_s()
+        gained = self._gained(view, best, nodes) / math.exp(root.score)
+        if gained and view.run_s(1) < view.n_cheap_rows * view.draft_s():
+            gained *= 1 - gained
+        return gained > 0 and EARLIER * view.run_s(1) * gained > left_s
+
     def _awaits_draft(self, view: View, best: list[Node]) -> bool:
         """Whether what the draft is about to guess saves more than the slowest stage loses that waits for it."""
         nodes, left_s = view.drafting()
+        gained = self._gained(view, best, nodes)
+        return gained > 0 and EARLIER * view.run_s(1) * gained > left_s * math.exp(best[0].score)
+
+    def _gained(self, view: View, best: list[Node], nodes: Collection[Node]) -> float:
+        """P of the best guess that the draft makes after one of the nodes, less that of the one whose place it takes;
+        0 if it makes none."""
         scores = [node.score for node in nodes if node.live]
         if not scores:
-            return False
+            return 0.0
         promised = math.exp(max(scores)) * self.confidence.hit_rate
-        replaced = math.exp(best[-1].score) if len(best) == view.n_cheap_rows else 0.0
-        return EARLIER * view.run_s(1) * (promised - replaced) > left_s * math.exp(best[0].score)
+        return promised - (math.exp(best[-1].score) if len(best) == view.n_cheap_rows else 0.0)
 
     @staticmethod
     def _best(view: View, n_rows: int, first: Sequence[Node] = ()) -> list[Node]:
@@ -111,6 +139,8 @@ class Auto(Policy):
         return dict.fromkeys(to_expand(view, n_rows), MAX_WIDTH)
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
+        if not draft:
+            self._guessed_at = max(self._guessed_at, node.position)
         corrected = self.confidence.corrected(self.sharpness.sharpened(guesses, draft), draft)
         return [guess for guess in corrected if guess.probability >= LEAST]
 
