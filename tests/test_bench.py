@@ -112,12 +112,12 @@ def test_what_makes_a_measurement_worthless_is_said_once(pair: list[str], tmp_pa
     results, cores = tmp_path / "results.csv", str(len(os.sched_getaffinity(0)))
     never = ["-pa", "1", "-ps", "1", "-pd", "0", "--policy", "pipeinfer", "--ablate", "cancel"]
     done = finish(
-        2, ["bench", *pair, "-t", cores, "-p", "24", "-n", "16", "-r", "2", *never, "--results", str(results)]
+        2, ["bench", *pair, "-t", cores, "-p", "24", "-n", "32", "-r", "2", *never, "--results", str(results)]
     )
     assert done.returncode == 0, done.stderr
     assert [row["draft_n_sent"] for row in read_results(results)] == [0] * 4
     for variant in ("", "no-cancel, "):
-        name = f"pipeinfer, {variant}pp24, n 16"
+        name = f"pipeinfer, {variant}pp24, n 32"
         assert done.stderr.count(f"pipeinfer: {name}: no guess was ever sent") == 1, done.stderr
         assert f"] {name}, repetition 2: " in done.stderr
     assert done.stderr.count("threads of 2 ranks that compute") == 1

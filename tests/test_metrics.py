@@ -107,14 +107,14 @@ def test_guesses_are_judged_by_how_far_ahead_they_were_made() -> None:
 def test_a_draft_of_which_nothing_was_sent_is_explained() -> None:
     """Too slow, or never sure; nothing is said of texts with guesses, of short ones, and of jobs without a draft."""
     slow = RequestMetrics(submitted_s=0.0, n_prompt=1, n_draft_steps=10, n_draft_lost=10, draft_s=0.05)
-    slow.token_s = [0.002 * index for index in range(20)]
+    slow.token_s = [0.002 * index for index in range(40)]
     assert "answers in 2 ms" in why_no_guess(slow) and "steps of 5 ms, 10 of 10 given up" in why_no_guess(slow)
     late = replace(slow, n_draft_lost=0, n_drafted=12)
     assert "before the draft is done" in why_no_guess(late)
     assert "as many runs were in flight as the policy allows" in why_no_guess(replace(late, draft_s=0.01))
     unsure = replace(slow, n_draft_lost=0)
     assert "never sure enough" in why_no_guess(unsure)
-    for fine in (replace(slow, n_sent=1), replace(slow, token_s=[0.1, 0.2]), replace(slow, n_draft_steps=0)):
+    for fine in (replace(slow, n_sent=1), replace(slow, token_s=slow.token_s[:31]), replace(slow, n_draft_steps=0)):
         assert not why_no_guess(fine)
 
 

@@ -14,8 +14,8 @@ from pipeinfer.core.observer import Observer
 from pipeinfer.core.tree import Settled
 from pipeinfer.observe.trace import Tracer
 
-UNGUESSED_MIN = 8
-"""Of shorter texts it is not said that they went without a guess."""
+UNGUESSED_MIN = 32
+"""Of shorter texts it is not said that they went without a guess, which could have saved little."""
 
 
 @dataclass
