@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeinfer.cluster.costs import NOTHING, HeadCost, HostWork, LinkCost, ModelCost, Profile, Work, roofline
+from pipeinfer.cluster.costs import NOTHING, HeadCost, HostWork, LinkCost, ModelCost, Profile, Work, fastest, roofline
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.toml_table import Table
@@ -52,7 +52,11 @@ SHIPPED = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine: what inference reaches of its memory bandwidth and arithmetic; what a layer and a run cost on top."""
+    """A machine: what inference reaches of its memory bandwidth and arithmetic; what a layer and a run cost on top.
+
+    `n_threads`: of which fewer compute where that is faster: half of them have half of what all reach, and wait half
+    as long for each other in a layer. 1: all of them always do.
+    """
 
     name: str
     bytes_per_s: float
@@ -60,12 +64,20 @@ class Machine:
     layer_s: float
     run_s: float
     memory_bytes: float
+    n_threads: int = 1
 
     def slice_of(self, model: Model, layers: int, is_last: bool) -> ModelCost:
-        layer = roofline(model.layer_bytes, 2 * model.layer_params, self.bytes_per_s, self.flop_per_s, self.layer_s)
+        n_bytes, flop, shares = model.layer_bytes, 2 * model.layer_params, self._shares
+        layer = fastest([roofline(n_bytes, flop, self.bytes_per_s * share, self.flop_per_s * share,
+                                  self.layer_s * share) for share in shares])  # fmt: skip
         layer = Work(layer.rows, layer.seconds, (model.kv_bytes / self.bytes_per_s,))
         output = roofline(model.output_bytes, 2 * model.output_params, self.bytes_per_s, self.flop_per_s)
         return ModelCost(f"{layers} layers on {self.name}", layers, layer, output if is_last else NOTHING, self.run_s)
+
+    @property
+    def _shares(self) -> list[float]:
+        """Of the threads, all first."""
+        return [0.5**halvings for halvings in range(self.n_threads.bit_length())]
 
 
 @dataclass(frozen=True, slots=True)
