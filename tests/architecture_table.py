@@ -17,6 +17,9 @@ slices in batches.
 
 * **exact**: every logit has the same bits.
 * **works**: the same up to rounding.
+* **exact up to** so many tokens: a row sees only as many earlier ones, those with the highest scores. Where scores are
+  equal libllama chooses by where their cells are, so that a longer text may be another one among others, or with
+  guesses. A line says so where the context is longer.
 
 The planner cuts only where a model may be cut. Layers with states cannot go back to an earlier token: each stage keeps
 the states of its newest rows, so that up to 15 guesses are on their way at a time. Such models are no drafts.
@@ -31,6 +34,7 @@ def table() -> str:
              "|---|---|---|---|"]  # fmt: skip
     for name, each in known.items():
         status = "exact" if each.exact else "works"
+        status += f" up to `{each.selects}` tokens" if each.selects else ""
         lines.append(f"| `{name}` | {status} | {kept(each)} | {cuts(each)} |")
     lines += [f"\n{len(refused)} are refused:\n", "| architecture | why |", "|---|---|"]
     lines += [f"| `{name}` | {why} |" for name, why in refused.items()]

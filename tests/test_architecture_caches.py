@@ -16,7 +16,7 @@ from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
-from tests.jobs import run_json
+from tests.jobs import finish, run_json
 from tests.test_architectures import possible_cuts, rows_of_whole
 from tests.test_llama_stage import TreeDriver, exact_params, loaded, make_batch, random_tokens, run
 from tests.test_prompts import after, evaluate, read, share, tokens_of
@@ -108,3 +108,18 @@ def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> No
     prompt, tokens = result["prompt_tokens"], result["tokens"]
     assert tokens == rows_of_whole(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].argmax(axis=1).tolist()
     assert result["speculation"]["acceptance_rate"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("n_selected", "numerics", "is_said"), [(4, "exact", True), (4, "fast", False), (64, "exact", False)]
+)
+def test_texts_longer_than_what_rows_see_are_said_not_to_be_exact(
+    tmp_path: Path, n_selected: int, numerics: str, is_said: bool
+) -> None:
+    metadata = {**MODELS["deepseek32"].metadata, "attention.indexer.top_k": n_selected}
+    path = write_random_model(
+        tmp_path / "target.gguf", replace(MODELS["deepseek32"], metadata=metadata, with_vocab=True)
+    )
+    done = finish(1, ["run", "-m", str(path), "-p", "the model of a layer", "-n", "8", "--numerics", numerics])
+    assert done.returncode == 0, done.stderr
+    assert (f"texts of up to {n_selected} tokens are exact" in done.stderr) == is_said

@@ -83,6 +83,7 @@ class Deployment:
     translations  of each draft, between the target's token ids and its own, where they differ
     backends  of each rank
     devices   of each rank, as asked for; empty: as it comes
+    tied      a line about texts that exact numerics do not hold for; empty: there are none
     pace      what the ranks and links shall be slowed down to
     """
 
@@ -103,6 +104,7 @@ class Deployment:
     devices: tuple[str, ...] = ()
     translations: tuple[Translation | None, ...] = ()
     unused: tuple[str, ...] = ()
+    tied: str = ""
 
     @property
     def n_embd(self) -> int:
@@ -139,7 +141,7 @@ class Deployment:
         ]
         paged = paging_lines(*self.rooms, self.memory)
         return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads), *paged,
-                *self.unused]  # fmt: skip
+                *self.unused, *filter(None, [self.tied])]  # fmt: skip
 
 
 class DoesNotFit(UserError):
@@ -206,6 +208,7 @@ def lay_out(
         memory=needs.of_plan(plan),
         blocks=_in_blocks(options, info, len(hosts), len(drafts)),
         parked=_parks(options, plan),
+        tied=_tied(options, info, n_ctx),
         backends=tuple(backend_of(options, rank) for rank in range(len(hosts))),
         devices=tuple(_device_asked(options, rank, len(hosts)) for rank in range(len(hosts))),
         unused=without_effect(options, max(map(len, (plan.stages, *plan.drafts)))),
@@ -252,6 +255,17 @@ def _parks(options: RunOptions, plan: Plan) -> bool:
     """Whether rejected cells are: by libllama's exact numerics, which add up in the order of cells. Rows on torch put
     what they see in order themselves: there cells are free at once."""
     return options.numerics == "exact" and not all(backend_of(options, stage.rank).is_torch for stage in plan.stages)
+
+
+def _tied(options: RunOptions, info: ModelInfo, n_ctx: int) -> str:
+    selected = info.layers.n_selected
+    if options.numerics != "exact" or not 0 < selected < n_ctx:
+        return ""
+    return (
+        f"the layers of {info.path.name} see only the {selected} earlier tokens with the highest scores; where "
+        "scores are equal libllama chooses by where their cells are, so that a longer text may be another one beside "
+        f"other texts or guesses; texts of up to {selected} tokens are exact"
+    )
 
 
 def cells_for(n_ctx: int) -> int:

@@ -95,6 +95,8 @@ class Architecture:
                  tokens too, is written over `input_node`
     layer_node   the node that is a layer's result, without its number
     end_node     the same of a file's last layer, where it has another name
+    selects      the metadata's key of how many earlier tokens a row sees at most, those with the highest scores; where
+                 these are equal, by where the cells are, so that `exact` holds of texts of so many tokens alone
     exact        a row has the same bits in every batch with exact numerics
     flash        libllama gives it flash attention, which prompts in blocks need: others are read as guesses are
     """
@@ -121,5 +123,6 @@ class Architecture:
     by_tokens: bool = False
     layer_node: str = "l_out"
     end_node: str = ""
+    selects: str = ""
     exact: bool = True
     flash: bool = True

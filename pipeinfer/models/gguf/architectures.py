@@ -23,6 +23,7 @@ GLM = Refusal(
     "5.2", "context_length", "libllama knows which layers share an indexer by their place in the file", at_least=1048576
 )
 NANBEIGE = Refusal("with loops", "num_loops", "its layers are gone through several times", at_least=2)
+INDEXED = "attention.indexer.top_k"
 HEADS = ("attention.head_count", "attention.head_count_kv")
 LATENT = Architecture(
     heads=FREE,
@@ -110,8 +111,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_each("qwen2vl paddleocr hunyuan_vl", Architecture(input_node="embd", by_tokens=True)),
     **_each("qwen3vl qwen3vlmoe", Architecture(input_node="embd", by_tokens=True, always={"n_deepstack_layers": 0})),
     **_each("deepseek2 mistral4", LATENT),
-    "deepseek32": Architecture(heads=FREE),
-    "glm-dsa": Architecture(heads=FREE, first_with=("attention.indexer.types",), refusals=(GLM,)),
+    "deepseek32": Architecture(heads=FREE, selects=INDEXED),
+    "glm-dsa": Architecture(heads=FREE, first_with=("attention.indexer.types",), refusals=(GLM,), selects=INDEXED),
     "nanbeige": Architecture(refusals=(NANBEIGE,)),
     "deci": Architecture(
         headless=True,

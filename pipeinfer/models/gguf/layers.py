@@ -131,6 +131,11 @@ class Layers:
         return self.known.exact and self.query_scale == 1
 
     @property
+    def n_selected(self) -> int:
+        """Earlier tokens that a row sees at most, those with the highest scores; 0: all."""
+        return self._number(self.known.selects, 0)
+
+    @property
     def query_scale(self) -> float:
         """What slices multiply to their queries; see `Rescaled`."""
         if self.known.rescaled is None or self.known.rescaled.n_layer != self.n:
