@@ -125,7 +125,7 @@ def test_the_engine_says_why_no_guess_was_sent(policy: type[PipeInfer] | type[It
     drafter = OracleDrafter(reference, 1.0)
     drafter.expand = lambda *_: None  # type: ignore[method-assign]
     engine = toy_engine(toy_pipeline(rng, 2, 500, False), SequencePool(4, 500), drafter)
-    request = Request(0, [4], 30, SamplingParams(temp=0.0), 400)
+    request = Request(0, [4], 40, SamplingParams(temp=0.0), 400)
     metrics = RequestMetrics()
     engine.add(request, policy(), metrics)
     for _ in engine.generate():
