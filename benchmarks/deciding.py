@@ -25,7 +25,7 @@ N_REPEATED = 300
 class Silent:
     """A pipeline of eight stages that takes everything and says nothing."""
 
-    n_stages = 8
+    n_stages, is_at_head = 8, False
 
     def submit(self, run: Run) -> None:
         pass

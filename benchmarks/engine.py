@@ -26,7 +26,7 @@ class InstantPipeline:
     """Answers a run when the engine has nothing else to do, in the order of submission."""
 
     def __init__(self, n_stages: int) -> None:
-        self.n_stages = n_stages
+        self.n_stages, self.is_at_head = n_stages, False
         self.n_runs = self.n_rows = self.n_ready = 0
         self._runs: deque[Run] = deque()
 

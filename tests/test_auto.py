@@ -33,6 +33,7 @@ def test_the_root_takes_along_what_is_known_to_follow_it() -> None:
     class View:
         def __init__(self, n_cheap_rows: int) -> None:
             self.tree, self.n_inflight, self.n_cheap_rows, self.depth_left = tree, 0, n_cheap_rows, 50
+            self.n_stages = 2
             self.fitting, self.verdict_in_s, self.is_alone = pool.fitting, lambda node: 0.5, lambda: False
 
     assert Auto().send(View(2)) == [tree.root, child]  # type: ignore[arg-type]
@@ -62,7 +63,8 @@ def test_a_root_waits_for_its_first_guess_while_that_is_worth_the_stages_time() 
     tree = TokenTree(1, 7)
 
     class View:
-        is_alone, n_inflight, n_stages, n_cheap_rows, depth_left = (lambda self: True), 0, 1, 2, 50
+        is_alone, n_inflight, n_stages, n_cheap_rows, depth_left = (lambda self: True), 0, 2, 2, 50
+        is_at_head = False
         step_s, left_s = 0.01, 0.0
         at_work: Sequence[Node] = ()
 

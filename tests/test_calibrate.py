@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,10 @@ def test_what_was_timed_on_a_busy_host_is_timed_anew(tmp_path: Path) -> None:
     assert n > 5 and recall(kept, 1e-4)[0] == pytest.approx(faster)
 
 
-@pytest.mark.parametrize("junk", [[], "x", {"1": 0.0}, {"1": "a"}, {"2": 1.0}, {"1": 1.0, "5": 1.0}, {"1": 1e999}])
+@pytest.mark.parametrize(
+    "junk",
+    [[], "x", {"1": 0.0}, {"1": "a"}, {"2": 1.0}, {"1": 1.0, "5": 1.0}, {"1": 1e999}, {"1": 1.0, "2": 2.0, "3": 6.0}],
+)
 def test_a_kept_value_that_is_no_cost_is_timed_anew(tmp_path: Path, junk: object) -> None:
     kept = Kept(tmp_path)
     kept.put("m", junk)
@@ -123,3 +127,18 @@ def test_a_table_that_a_disturbance_cut_short_is_not_kept(tmp_path: Path) -> Non
     stage, kept = DisturbedOnce(0, 2, False, n_cells=64), Kept(tmp_path)
     assert max(recall_rows(stage, lambda: stage.elapsed_s, kept, "m")) == 3
     assert kept.get("m") is None
+
+
+def test_a_size_that_costs_more_than_its_rows_one_by_one_was_disturbed(tmp_path: Path) -> None:
+    """Then the table is of this job alone: kept, it would only ever be scaled."""
+
+    class Disturbed(DearStage):
+        def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+            self.elapsed_s += 4 * (len(batch.tokens) == 2)
+            return super().evaluate(batch, stop)
+
+    kept = Kept(tmp_path)
+    for kind, is_kept in ((Disturbed, False), (DearStage, True)):
+        stage = kind(0, 2, False, n_cells=64)
+        assert len(recall_rows(stage, partial(getattr, stage, "elapsed_s"), kept, "m", 1000.0)) > 1
+        assert (kept.get("m") is not None) == is_kept

@@ -289,7 +289,7 @@ class ToyPipeline:
         self, models: Sequence[StageModel], rng: random.Random, late: float = 0.5, wire_type: WireType = WireType.F32
     ) -> None:
         self.wire_type = wire_type
-        self.n_stages, self.rng, self.n_embd = len(models), rng, models[0].n_embd
+        self.n_stages, self.rng, self.n_embd, self.is_at_head = len(models), rng, models[0].n_embd, False
         self.prunings = [LatePrunings(rng, late) for _ in models]
         self.workers = [self._worker(index, model) for index, model in enumerate(models)]
         self.queues: list[deque[np.ndarray]] = [deque() for _ in range(self.n_stages + 1)]

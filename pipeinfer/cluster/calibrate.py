@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pipeinfer.cluster.timed_runs import evaluate, forget, in_turns
@@ -16,6 +17,9 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 DEAR = 3.0
 """Beyond so many times a single row no run is chosen, and larger ones need not be timed."""
+
+MOST_A_ROW = 1.5
+"""A further row takes no longer than so many single ones; a size that seems to was disturbed whenever it was timed."""
 
 QUESTION_ROWS_MIN = 4
 CREDIBLE = 0.8  # of the kept time of one row: a host that is faster now was busy then
@@ -61,7 +65,9 @@ def recall_rows(
     start_s = clock()
     found = time_rows(model, clock, budget_s)
     # a disturbance may look like a size that is too dear: that table ends too early to be kept
-    if len(found) == len(ROWS) or max(found.values()) > DEAR * found[1] or clock() - start_s > budget_s:
+    if _is_credible(found) and (
+        len(found) == len(ROWS) or max(found.values()) > DEAR * found[1] or clock() - start_s > budget_s
+    ):
         kept.put(name, {str(n_rows): seconds for n_rows, seconds in found.items()})
     return found
 
@@ -72,7 +78,15 @@ def _read(value: Any) -> dict[int, float]:
         return {}
     if not all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in value.values()):
         return {}
-    return {n_rows: value[str(n_rows)] for n_rows in ROWS if str(n_rows) in value}
+    found = {n_rows: value[str(n_rows)] for n_rows in ROWS if str(n_rows) in value}
+    return found if _is_credible(found) else {}
+
+
+def _is_credible(found: Mapping[int, float]) -> bool:
+    return all(
+        seconds <= found[fewer] + MOST_A_ROW * (n_rows - fewer) * found[1]
+        for (fewer, _), (n_rows, seconds) in pairwise(found.items())
+    )
 
 
 def _time(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:

@@ -55,6 +55,7 @@ class HeadPipeline(Generic[A]):
         self.decode: Callable[[Buffer], A] = decode
         self.n_stages = len(stage_ranks)
         self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
+        self.is_at_head = not self.remote_ranks
         self.outbox, self.idle = Outbox(comm, courier), Idle()
         self.ledger = HeadLedger()
         self.n_out = 0  # runs whose verdicts have not been taken

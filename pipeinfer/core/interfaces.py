@@ -127,6 +127,11 @@ class Pipeline(Protocol[Answer]):
     @property
     def n_stages(self) -> int: ...
 
+    @property
+    def is_at_head(self) -> bool:
+        """Whether the head evaluates all of it, and can do nothing else meanwhile."""
+        ...
+
     def submit(self, run: Run) -> None:
         """Send a run off. Never blocks."""
         ...

@@ -53,6 +53,11 @@ class View:
         return self.target.pipeline.n_stages
 
     @property
+    def is_at_head(self) -> bool:
+        """Whether the draft makes no guesses while the target evaluates a run: the head evaluates it itself."""
+        return self.target.pipeline.is_at_head
+
+    @property
     def n_inflight(self) -> int:
         """Runs without a verdict, cancelled ones left out."""
         return self.target.n_inflight(self.request)

@@ -38,6 +38,7 @@ from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.confidence import Confidence
 from pipeinfer.policies.likeliest import to_expand, to_refine, unsent_in_reach
 from pipeinfer.policies.limits import MAX_WIDTH
+from pipeinfer.policies.lone_stage import best_run, pays_alone, to_expand_ahead
 from pipeinfer.policies.sharpness import Sharpness
 from pipeinfer.policies.silence import Silence
 
@@ -81,6 +82,8 @@ class Auto(Policy):
     def send(self, view: View) -> list[Node]:
         """The root at once, and with it what is known to follow; further runs when a stage is about to want them."""
         root = view.tree.root
+        if pays_alone(view, self.confidence.first_rate):
+            return self._send_all(view)
         if root.run_id is None:
             best = self._best(view, view.n_cheap_rows, [root]) or [root]  # room for it is made
             return [] if self._awaits_first(view, best) else best
@@ -89,19 +92,34 @@ class Auto(Policy):
         best = self._best(view, view.n_cheap_rows)
         return [] if best and view.n_inflight and self._awaits_draft(view, best) else best
 
+    def _send_all(self, view: View) -> list[Node]:
+        if view.n_inflight:
+            return []
+        best, promise = best_run(view)
+        nodes, left_s = self._next_guesses(view) if self._is_caught_up(view) else ((), 0.0)
+        scores = [node.score for node in nodes if node.live]
+        first_rate = self.confidence.first_rate
+        hit = math.exp(max(scores) - view.tree.root.score) * first_rate if scores else 0.0
+        return [] if promise.grows(view, hit, left_s, first_rate) else best
+
     def _awaits_first(self, view: View, best: list[Node]) -> bool:
         """The same of a root, with which nothing is in flight that the stages could go on with; also for a step that
         the draft has yet to begin, unless it has to read more than a few tokens first, or others want it."""
-        root = view.tree.root
-        if not view.is_alone() or self._guessed_at < root.position - N_BEHIND:
+        if not view.is_alone() or not self._is_caught_up(view):
             return False
-        nodes, left_s = view.drafting()
-        if not any(node.live for node in nodes):
-            nodes, left_s = self.draft(view), view.draft_s()
-        gained = self._gained(view, best, nodes) / math.exp(root.score)
+        nodes, left_s = self._next_guesses(view)
+        gained = self._gained(view, best, nodes) / math.exp(view.tree.root.score)
         if gained and view.run_s(1) < view.n_cheap_rows * view.draft_s():
             gained *= 1 - gained
         return gained > 0 and EARLIER * view.run_s(1) * gained > left_s
+
+    def _is_caught_up(self, view: View) -> bool:
+        return view.is_at_head or self._guessed_at >= view.tree.root.position - N_BEHIND
+
+    def _next_guesses(self, view: View) -> tuple[Collection[Node], float]:
+        """After which nodes the next ones come, and when."""
+        nodes, left_s = view.drafting()
+        return (nodes, left_s) if any(node.live for node in nodes) else (self.draft(view), view.draft_s())
 
     def _awaits_draft(self, view: View, best: list[Node]) -> bool:
         """Whether what the draft is about to guess saves more than the slowest stage loses that waits for it."""
@@ -136,7 +154,12 @@ class Auto(Policy):
         n_rows = view.n_cheap_rows
         if n_rows <= 0 or self._silence.holds:
             return {}
-        return dict.fromkeys(to_expand(view, n_rows), MAX_WIDTH)
+        delays = view.is_at_head and view.is_alone() and view.n_inflight
+        if delays and not self.confidence.is_due(view.tree.root.position):
+            return {}  # where guesses gain the run has waited for them
+        first_rate = self.confidence.first_rate
+        nodes = to_expand_ahead(view, first_rate) if pays_alone(view, first_rate) else to_expand(view, n_rows)
+        return dict.fromkeys(nodes, MAX_WIDTH)
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         if not draft:

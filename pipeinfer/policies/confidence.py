@@ -21,10 +21,13 @@ HIT_MEMORY = 16
 class Confidence:
     """Of each draft, a correction of the probability of its first guess (log-odds, online logistic regression on a
     constant): an overly modest draft would have its chains yield to their siblings, an overly bold one would never
-    branch. `hit_rate`: the share of contested tokens that had been guessed, a running mean.
+    branch. `hit_rate`: the share of contested tokens that had been guessed, `first_rate` that had been the likeliest
+    guess; running means.
     """
 
     hit_rate: float = 0.5
+    first_rate: float = 0.5
+    _n_firsts: int = 0
     _biases: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def corrected(self, guesses: Sequence[Guess], draft: int) -> Sequence[Guess]:
@@ -46,9 +49,15 @@ class Confidence:
         """A token in whose place guesses stood has come: whether it was among them."""
         self.hit_rate += (float(guessed) - self.hit_rate) / HIT_MEMORY
 
+    def is_due(self, position: int) -> bool:
+        """Whether guesses after a position are worth making for what is learned alone."""
+        return self._n_firsts < HIT_MEMORY or position % HIT_MEMORY == 0
+
     def settled(self, settled: Settled) -> None:
         """All that verdicts said of guesses."""
         for node, right in settled.firsts:
             self.judged(node.guessed_by, math.exp(node.log_prob), right)
+            self._n_firsts += 1
+            self.first_rate += (float(right) - self.first_rate) / min(self._n_firsts, HIT_MEMORY)
         for index in range(settled.n_contested):
             self.met(index < settled.n_matched)

@@ -133,6 +133,7 @@ class SimPipeline:
     def __init__(self, profile: Profile, choices: Sequence[Choices], clock: VirtualClock) -> None:
         self.profile, self.choices, self.clock = profile, choices, clock
         self.n_stages = profile.n_stages
+        self.is_at_head = profile.head_is_first and self.n_stages == 1
         near = LinkCost(0.0, math.inf)
         self.first_hop = _Hop(near if profile.head_is_first else profile.link)
         alone = profile.n_ranks == 1

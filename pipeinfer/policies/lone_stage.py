@@ -1,0 +1,85 @@
+"""What one run carries where it is all that there is: a single stage, a single request. Knows the tree and costs.
+
+A guess that does not go with the root can only go with the next one, after its verdict. So a run is as good as the
+tokens that are expected of it are many for its time; and what a row costs may be less than the row before it, where
+kernels for a single row are faster than those for a few.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from pipeinfer.core.policy import View
+from pipeinfer.core.tree import Node
+from pipeinfer.policies.likeliest import SCORE, to_expand, unsent_in_reach
+
+MOST_ROWS = 8
+"""Unless more cost hardly more than one."""
+
+
+class Promise(NamedTuple):
+    """Tokens expected of a run of so many rows, and what it takes."""
+
+    tokens: float
+    n_rows: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def grows(self, view: View, hit: float, left_s: float, first_rate: float) -> bool:
+        """Whether it is worth the wait for a further guess, `hit` likely, which is there in `left_s`, or for as many as
+        there would be after further steps of the draft, each right at `first_rate` where the one before is."""
+        tokens = self.tokens
+        for n_rows in range(self.n_rows + 1, _most_rows(view) + 1):
+            tokens += hit
+            if tokens > self.rate * (view.run_s(n_rows) + left_s):
+                return hit > 0
+            hit, left_s = hit * first_rate, left_s + view.draft_s()
+        return False
+
+
+def best_run(view: View) -> tuple[list[Node], Promise]:
+    """The root, and of the likeliest unsent guesses as many as make the most tokens a second."""
+    root = view.tree.root
+    guesses = sorted(unsent_in_reach(view), key=SCORE, reverse=True)[: _most_rows(view)]
+    nodes = view.fitting([root, *guesses]) or [root]
+    best, tokens = Promise(1.0, 1, view.run_s(1)), 1.0
+    for n_rows, node in enumerate(nodes[1 : _most_rows(view)], start=2):
+        tokens += math.exp(node.score - root.score)
+        best = max(best, Promise(tokens, n_rows, view.run_s(n_rows)), key=lambda each: each.rate)
+    return nodes[: best.n_rows], best
+
+
+def pays_alone(view: View, first_rate: float) -> bool:
+    """Whether a run is all that there is, and runs of several rows pay: then the next one better waits for the verdict
+    of the one in flight, after which all its rows count. Where single rows are better they go before it, which hides
+    what a verdict takes besides the evaluation."""
+    if view.n_stages > 1 or not view.is_alone() or not view.run_s(1):
+        return False
+    return Promise(1.0, 1, view.run_s(1)).grows(view, first_rate, 0.0, first_rate)
+
+
+def to_expand_ahead(view: View, first_rate: float) -> list[Node]:
+    """The likeliest open nodes, as many as rows are cheap, after which guesses could pay in the next run."""
+    nodes = to_expand(view, _most_rows(view))[: view.n_cheap_rows]
+    return [node for node in nodes if _may_pay(view, node, first_rate)]
+
+
+def _may_pay(view: View, node: Node, first_rate: float) -> bool:
+    """Whether a guess after the node is likelier than what a row costs there is of a run, at best. The run begins with
+    the uppermost of the nodes above it that was not sent."""
+    first = node
+    while first.run_id is None and first.parent is not None and first.parent.run_id is None:
+        first = first.parent
+    n_above = node.position + 1 - first.position
+    row_s, above_s = view.run_s(1), view.run_s(n_above)
+    further = range(n_above + 1, max(_most_rows(view), n_above + 1) + 1)
+    least = min((view.run_s(n_rows) - above_s) / (n_rows - n_above) for n_rows in further)
+    return math.exp(node.score - first.score) * first_rate * row_s >= least
+
+
+def _most_rows(view: View) -> int:
+    return max(MOST_ROWS, view.n_cheap_rows)

@@ -1,0 +1,89 @@
+"""One stage, one request: what a run carries, when it goes, what the draft guesses meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from pipeinfer.core.runs import Guess
+from pipeinfer.core.tree import Node, Settled, TokenTree
+from pipeinfer.policies import Auto
+from pipeinfer.policies.confidence import HIT_MEMORY
+
+STEEP = (1.0, 1.8, 2.2, 2.5, 2.8, 3.0, 3.1, 3.2, 3.4)
+"""Of runs of one row, two, …: a second row costs nearly as much as the first one, further ones little."""
+
+
+class View:
+    """As the policy sees the request. A chain of guesses as probable as `hits` says hangs below the root."""
+
+    n_stages, n_inflight, n_cheap_rows, depth_left, is_at_head = 1, 0, 1, 50, False
+
+    def __init__(self, hits: Sequence[float], costs: Sequence[float] = STEEP, step_s: float = 0.05) -> None:
+        self.tree, self.costs, self.step_s, self.alone = TokenTree(1, 7), costs, step_s, True
+        self.fitting, self.verdict_in_s, self.may_branch = list, lambda node: 0.5, lambda node: True
+        self.drafting, self.draft_s, self.hold = lambda: ((), 0.0), lambda: self.step_s, lambda patience: False
+        self.is_alone = lambda: self.alone
+        self.end: Node = self.tree.root
+        for token, hit in enumerate(hits):
+            (self.end,) = self.tree.grow(self.end, [Guess(token, hit)], [math.log(hit)])
+
+    def run_s(self, n_rows: int) -> float:
+        return self.costs[min(n_rows, len(self.costs)) - 1]
+
+
+def caught_up(first_rate: float = 0.9) -> Auto:
+    auto = Auto()
+    auto.keep(Node(1, 6), [])
+    auto.confidence.first_rate = first_rate
+    return auto
+
+
+@pytest.mark.parametrize(
+    ("hits", "n_rows"), [([0.9] * 7, 8), ([0.7, 0.3], 1), ([0.9] * 5 + [0.1] * 2, 6), ([0.3] * 7, 1)]
+)
+def test_a_run_carries_what_makes_the_most_tokens_a_second(hits: Sequence[float], n_rows: int) -> None:
+    """Also where two rows by themselves would not pay."""
+    view = View(hits, step_s=9.0)
+    assert len(caught_up().send(view)) == n_rows  # type: ignore[arg-type]
+    view.alone = False
+    assert len(caught_up().send(view)) == 1, "others want the pipeline"  # type: ignore[arg-type]
+
+
+def test_nothing_goes_before_the_verdict_of_what_is_in_flight() -> None:
+    view = View([0.9] * 7)
+    view.tree.root.run_id, view.n_inflight = 1, 1
+    assert caught_up().send(view) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("first_rate", "step_s", "waits"), [(0.9, 0.05, True), (0.9, 0.5, False), (0.2, 0.05, False)])
+def test_a_root_waits_for_as_many_guesses_as_pay(first_rate: float, step_s: float, waits: bool) -> None:
+    """No single one would: a second row takes as long as 0.8 runs."""
+    view = View([], step_s=step_s)
+    assert (caught_up(first_rate).send(view) == []) == waits  # type: ignore[arg-type]
+    assert Auto().send(view) == [view.tree.root], "the draft has yet to read the prompt"  # type: ignore[arg-type]
+
+
+def test_the_draft_goes_no_further_than_guesses_may_pay() -> None:
+    for hits, goes_on in (([0.9, 0.9], True), ([0.9, 0.1], False), ([0.9] * 9, False)):
+        view = View(hits)
+        view.tree.root.run_id, view.n_inflight = 1, 1
+        assert bool(caught_up().draft(view)) == goes_on  # type: ignore[arg-type]
+    dear = View([0.9], costs=[1.0 * n for n in range(1, 10)])
+    dear.tree.root.run_id = 1
+    assert not caught_up(0.9).draft(dear), "a run of more than one row saves nothing"  # type: ignore[arg-type]
+
+
+def test_the_draft_keeps_no_run_from_being_evaluated_at_the_head() -> None:
+    """But for the first ones, and now and then: it is not known else how often it is right, and how long it takes."""
+    auto, view = caught_up(), View([])
+    view.is_at_head, view.tree.root.run_id, view.n_inflight = True, 1, 1
+    assert auto.draft(view)  # type: ignore[arg-type]
+    for number in range(HIT_MEMORY):
+        guess = Node(number, 8, view.tree.root, math.log(0.9))
+        auto.settled(Settled([view.tree.root, guess], [number], 1, 1, [([guess], guess)]))
+    assert not auto.draft(view)  # type: ignore[arg-type]
+    view.tree.root.run_id, view.n_inflight = None, 0
+    assert auto.draft(view) and auto.send(view) == []  # type: ignore[arg-type]
