@@ -1,6 +1,6 @@
 """Every policy, tuned with hindsight, beside `auto` on the shipped clusters and from poor drafts to good ones.
 
-`python benchmarks/policies.py [-o docs/policies.md]` simulates it all in virtual time, some 50 minutes of one core, and
+`python benchmarks/policies.py [-o docs/policies.md]` simulates it all in virtual time, some 35 minutes of one core, and
 writes the page "Which policy when"; each policy's best setting is chosen for each cell after the fact. Beside it the
 bound: `auto` if it knew every probability, which synthetic drafts say exactly.
 """
@@ -93,7 +93,7 @@ several tokens can pass it.
   one.
 * Where every row costs, as on CPUs, `pipeinfer` with narrow runs of the likeliest guesses wins, and `pipedec` and
   `flowspec` are fast only with their widths cut down.
-* With a draft that is right one time in twenty CPUs gain 6 to 26 percent, the longer the pipeline the more.
+* With a draft that is right one time in twenty CPUs gain 4 to 27 percent, the longer the pipeline the more.
 * The drafts here are synthetic. [On what real models chose](recorded.md), where acceptance changes from line to line
   and one setting has to do for a whole text, `auto` leads by more.
 
