@@ -22,7 +22,8 @@ flight behind it, also for a step that is yet to begin. If the draft guesses fas
 goes with the root is won; else the next run takes it as well, and only one after which no other is right is won:
 P (1 - P). The draft expands as many nodes as a run carries in a step, the likeliest first, if their guesses could
 belong to the next run. When hardly any guess is right, there are none (`Silence`). PipeInfer's, PipeDec's and
-FlowSpec's trees are what comes of this at their authors' costs.
+FlowSpec's trees are what comes of this at their authors' costs. A single stage that works for a single request has no
+other runs in flight to think of: there a run is worth its tokens by its time (`lone_stage`).
 """
 
 from __future__ import annotations
@@ -70,9 +71,8 @@ class Auto(Policy):
     confidence: Confidence = field(default_factory=Confidence, compare=False, repr=False)
     sharpness: Sharpness = field(default_factory=Sharpness, compare=False, repr=False)
     _silence: Silence = field(default_factory=Silence, init=False, repr=False, compare=False)
-    _guessed_at: int = field(
-        default=-1, init=False, repr=False, compare=False
-    )  # the last position with guesses after it
+    _guessed_at: int = field(default=-1, init=False, repr=False, compare=False)
+    """The last position after which the draft has guessed."""
 
     def begin(self) -> Auto:
         return replace(self)
@@ -93,6 +93,7 @@ class Auto(Policy):
         return [] if best and view.n_inflight and self._awaits_draft(view, best) else best
 
     def _send_all(self, view: View) -> list[Node]:
+        """All that pays with the root, when the draft can add no more that is worth the wait."""
         if view.n_inflight:
             return []
         best, promise = best_run(view)
@@ -103,8 +104,8 @@ class Auto(Policy):
         return [] if promise.grows(view, hit, left_s, first_rate) else best
 
     def _awaits_first(self, view: View, best: list[Node]) -> bool:
-        """The same of a root, with which nothing is in flight that the stages could go on with; also for a step that
-        the draft has yet to begin, unless it has to read more than a few tokens first, or others want it."""
+        """As `_awaits_draft`, of a root behind which nothing is in flight that the stages could go on with; also for a
+        step that the draft has yet to begin, unless it has to read more than a few tokens first, or others want it."""
         if not view.is_alone() or not self._is_caught_up(view):
             return False
         nodes, left_s = self._next_guesses(view)
