@@ -46,16 +46,15 @@ WAYS = {
 @click.option("--rounds", default=5)
 @click.option("--samplers", default=1)
 def main(vocab: int, layers: int, rows: int, runs: int, rounds: int, samplers: int) -> None:
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {(way, n): [] for way in WAYS for n in (0, samplers)}
     with last_stage(vocab, layers, rows) as model:
-        for way, params in WAYS.items():
-            times: dict[int, list[tuple[float, float]]] = {0: [], samplers: []}
-            for _ in range(rounds):
-                for n_threads, found in times.items():
-                    model.clear()
-                    found.append(measure(model, params, n_threads, rows, runs))
-            for n_threads, found in times.items():
-                wall_s, own_s = (statistics.median(some) for some in zip(*found, strict=True))
-                print(f"{way:16} {n_threads} samplers: {1e3 * wall_s:7.2f} ms a run, own thread {1e3 * own_s:7.2f}")
+        for _ in range(rounds):  # all in turns: what a machine gives changes by more than what is to be told apart
+            for (way, n_threads), times in found.items():
+                model.clear()
+                times.append(measure(model, WAYS[way], n_threads, rows, runs))
+    for (way, n_threads), times in found.items():
+        wall_s, own_s = (statistics.median(some) for some in zip(*times, strict=True))
+        print(f"{way:16} {n_threads} samplers: {1e3 * wall_s:7.2f} ms a run, own thread {1e3 * own_s:7.2f}")
 
 
 @contextmanager

@@ -7,11 +7,13 @@ With `--deaf 20` as many further clients ask for long texts and read nothing.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import selectors
+import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -28,35 +30,46 @@ PROMPT = "def read_lines(path):\n"
 class Client:
     """One stream. `read` makes of it `late_s`: of each token, how long after its emission it was there."""
 
-    def __init__(self, seed: int, n_tokens: int) -> None:
-        self.asked = {"prompt": PROMPT, "max_tokens": n_tokens, "seed": seed, "stream": True, "ignore_eos": True,
-                      "timings_per_token": True}  # fmt: skip
-        self.start_s, self._lines = 0.0, list[tuple[float, bytes]]()
+    def __init__(self, port: int, seed: int, n_tokens: int) -> None:
+        self.link = ask(port, {"prompt": PROMPT, "max_tokens": n_tokens, "seed": seed, "stream": True,
+                               "ignore_eos": True, "timings_per_token": True})  # fmt: skip
+        self.start_s, self._came = time.monotonic(), list[tuple[float, bytes]]()
 
-    async def run(self, port: int) -> None:
-        reader, writer = await ask(port, self.asked)
-        self.start_s = time.monotonic()
-        async for line in reader:
-            self._lines.append((time.monotonic(), line))
-        writer.close()
+    def take(self) -> bool:
+        """What is there; False once all has come."""
+        data = self.link.recv(1 << 16)
+        self._came.append((time.monotonic(), data))
+        return bool(data)
 
     def read(self) -> None:
-        """What came, once nobody waits for it any more."""
-        self.late_s, self.n_tokens, self.first_s = list[float](), 0, 0.0
-        for now_s, line in self._lines:
-            if line.startswith(b'data: {"id"') and (timed := json.loads(line[6:]).get("timings", {})).get("at_s"):
-                self.first_s = self.first_s or now_s
-                self.late_s += [now_s - timed["at_s"]] * (timed["predicted_n"] - self.n_tokens)
-                self.n_tokens = timed["predicted_n"]
+        """What came, once nobody waits for it any more. A line is there when its end is."""
+        self.late_s, self.n_tokens, self.first_s, rest = list[float](), 0, 0.0, b""
+        for now_s, data in self._came:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b'data: {"id"') and (timed := json.loads(line[6:]).get("timings", {})).get("at_s"):
+                    self.first_s = self.first_s or now_s
+                    self.late_s += [now_s - timed["at_s"]] * (timed["predicted_n"] - self.n_tokens)
+                    self.n_tokens = timed["predicted_n"]
 
 
-async def ask(port: int, asked: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+def ask(port: int, asked: object) -> socket.socket:
+    link = socket.create_connection(("127.0.0.1", port))
     body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    await writer.drain()
-    return reader, writer
+    link.sendall(head.encode() + body)
+    return link
+
+
+def listen(clients: Sequence[Client]) -> None:
+    """All of them at once, with next to nothing for each piece that comes: a slow client is not the server's time."""
+    with selectors.DefaultSelector() as selector:
+        for client in clients:
+            selector.register(client.link, selectors.EVENT_READ, client)
+        while selector.get_map():
+            for key, _ in selector.select():
+                if not key.data.take():
+                    selector.unregister(key.fileobj)
 
 
 def cpu_s(served: Served) -> float:
@@ -69,13 +82,11 @@ def cpu_s(served: Served) -> float:
     raise AssertionError("there is no such process")
 
 
-async def measure(served: Served, n_streams: int, n_tokens: int, n_deaf: int) -> None:
-    deaf = [await ask(served.port, {**Client(seed, 900).asked, "n": 1}) for seed in range(n_deaf)]
-    for reader, _ in deaf:
-        reader._transport.pause_reading()  # type: ignore[attr-defined]
-    clients = [Client(seed, n_tokens) for seed in range(n_streams)]
+def measure(served: Served, n_streams: int, n_tokens: int, n_deaf: int) -> None:
+    deaf = [Client(served.port, seed, 900) for seed in range(n_deaf)]
     start_s, before_s = time.monotonic(), cpu_s(served)
-    await asyncio.gather(*(client.run(served.port) for client in clients))
+    clients = [Client(served.port, seed, n_tokens) for seed in range(n_streams)]
+    listen(clients)
     wall_s, used_s = time.monotonic() - start_s, cpu_s(served) - before_s
     for client in clients:
         client.read()
@@ -87,8 +98,8 @@ async def measure(served: Served, n_streams: int, n_tokens: int, n_deaf: int) ->
           f"second, first ones after {ttft_s:.2f} s (p50)")  # fmt: skip
     print(f"HTTP adds to a token {p50:.2f} ms (p50), {p90:.2f} ms (p90), {p99:.2f} ms (p99), {late_ms.max():.1f} ms at "
           f"most; the process that speaks it took {1e6 * used_s / total:.0f} µs of a core for each")  # fmt: skip
-    for _, writer in deaf:
-        writer.close()
+    for client in deaf:
+        client.link.close()
 
 
 @click.command(help=__doc__)
@@ -101,7 +112,7 @@ def main(streams: int, tokens: int, deaf: int, ranks: int, words: tuple[str, ...
     parallel = ["--parallel", str(min(254, streams + deaf)), "--max-connections", str(2 * (streams + deaf) + 20)]
     with Served(ranks, [*parallel, *words]) as served:
         served.text(prompt=PROMPT, max_tokens=4)
-        asyncio.run(measure(served, streams, tokens, deaf))
+        measure(served, streams, tokens, deaf)
 
 
 if __name__ == "__main__":

@@ -192,17 +192,19 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "policy": Speculative(), "layer_split": "1,8", "numerics": "fast", "slice_cache": tmp_path,
         "pace": "pipeinfer-c", "sampling": SamplingParams(seed=1), "couple": False,
         "cancel": False, "partitions": False, "sequences": 3, "lookup": True, "samplers": 1,
-        "max_delay_s": 0.5,
+        "max_delay_s": 0.5, "cache_type_k_draft": "q8_0", "cache_type_v_draft": "q4_0",
     }  # fmt: skip
     # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to
     # write, or where models come from
     not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose", "chat", "stops", "parallel"}
     not_asked |= {"grammar", "offline", "send_layers", "rank_timeout_s"}
     assert not set(changed) & not_asked
-    elsewhere = {"draft_split", "wire_type"}
+    elsewhere = {"draft_split", "draft_rank", "wire_type", "cache_type_k", "cache_type_v"}
     assert {field.name for field in fields(RunOptions)} == set(changed) | elsewhere | not_asked
     keys = {"": key_with()} | {name: key_with(**{name: value}) for name, value in changed.items()}
-    keys["wire_type"] = key_with(numerics="fast", wire_type=WireType.BF16)
+    for name, value in (("wire_type", WireType.BF16), ("cache_type_k", "q8_0"), ("cache_type_v", "bf16")):
+        keys[name] = key_with(numerics="fast", **{name: value})
+    keys["draft_rank"] = key_with(hosts="abc", draft_rank=1)
     for split in ((1, 2), (2, 1)):  # of as many ranks, so that the target has as many stages
         keys[f"draft_split {split}"] = key_with(hosts="abcde", drafts=(DRAFT, TARGET, TARGET), draft_split=split)
     for kind in POLICIES.values():

@@ -48,7 +48,11 @@ def toy_pipeline(rng: random.Random, n_stages: int, n_cells: int, parked: bool, 
 
 
 def toy_engine(
-    pipeline: ToyPipeline, pool: SequencePool, drafter: Drafter | None, drafts: Sequence[Level] = (), **options: Any
+    pipeline: ToyPipeline,
+    pool: SequencePool,
+    drafter: Drafter | Level | None,
+    drafts: Sequence[Level] = (),
+    **options: Any,
 ) -> Engine:
     target = Level(pipeline, pool, **options)
     return Engine(target, drafter, ToyWaiter(pipeline.rng), lambda: 0.0, drafts=drafts)

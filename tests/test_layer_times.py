@@ -214,7 +214,7 @@ def host(name: str, n_cores: int = 4, processor: str = "x") -> Host:
 
 
 def ranks(hosts: list[Host], **changed: Any) -> list[int]:
-    fixed: dict[str, Any] = {"model": TARGET, "drafts": (TARGET,), "policy": PipeInfer()}
+    fixed: dict[str, Any] = {"model": TARGET, "drafts": (TARGET,), "policy": PipeInfer(), "draft_rank": 0}
     return ranks_to_time(RunOptions(**fixed | changed), hosts)
 
 
@@ -222,6 +222,7 @@ def test_only_ranks_that_are_not_alike_are_timed() -> None:
     a, b, c = host("a"), host("b"), host("c")
     assert not ranks([a, b, c]) and not ranks([a, a, b, b], drafts=()) and not ranks([a] * 3)
     assert not ranks([host("a", processor="y"), b, c]), "the draft's host is no matter"
+    assert ranks([host("a", processor="y"), b, c], draft_rank=None) == [0, 1, 2], "but where it may be any"
     assert ranks([a, b, host("c", processor="y")]) == ranks([a, b, host("c", 8)]) == ranks([a, b, c], threads=(4, 4, 2))
     assert ranks([a, b, c], drafts=(), threads=(1, 2, 2)) == [0, 1, 2]
     assert ranks([a, a, b, c]) == [1, 2, 3], "a rank that has its host for itself"

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from pipeinfer.cluster.wire import decode_guess_verdict, encode_verdict
+from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
@@ -46,7 +47,10 @@ def run_case(
     pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked)
     drafts = draft_levels(rng, n_ctx, [rng.random() for _ in range(rng.choice(n_larger))])
     pool = SequencePool(rng.choice([1, 3, 64]), n_cells, parked)
-    drafter = random_drafter(rng, reference, n_ctx, seed)
+    drafter: Drafter | Level = random_drafter(rng, reference, n_ctx, seed)
+    if seed % 3 == 0:  # another rank has it
+        own = random.Random(-seed)
+        drafter = draft_levels(own, n_ctx, [own.random()])[0]
     n_chunk, cancel = rng.choice([3, 64]), rng.random() < 0.9
     engine = toy_engine(pipeline, pool, drafter, drafts, n_chunk=n_chunk, cancel=cancel)
     params = SamplingParams(seed, temp=rng.choice([0.0, 0.8]), repeat_last_n=9, repeat_penalty=rng.choice([1.0, 1.3]))
@@ -213,3 +217,21 @@ def test_no_room_is_not_taken_for_a_draft_that_knows_nothing() -> None:
     tree.answer([tree.root], [2])
     tree.settle()
     assert tree.root is other and other.is_open(1), "asked again"
+
+
+@pytest.mark.parametrize("policy", [PipeInfer, Speculative])
+def test_what_a_draft_on_another_rank_guesses_is_used(policy: type[PipeInfer] | type[Speculative]) -> None:
+    def tokens_a_root(right: float) -> float:
+        rng, reference = random.Random(7), Reference(N_LAYERS)
+        pipeline = toy_pipeline(rng, 4, 500, False)
+        model = NoisyStage(0, N_LAYERS, right, n_cells=464)
+        draft = Level(ToyDraftPipeline([model], rng, late=0.0), SequencePool(16, 464), n_rows=16)
+        engine = toy_engine(pipeline, SequencePool(16, 500), draft)
+        request, metrics = Request(0, [1, 2, 3], 300, SamplingParams(temp=0.0), 400), RequestMetrics()
+        engine.add(request, policy(), metrics)
+        for _ in engine.generate():
+            engine.audit()
+        assert request.tokens[3:] == reference.generate([1, 2, 3], 300, request.sampling)
+        return 300 / metrics.n_root_runs
+
+    assert tokens_a_root(1.0) > 1.7 * tokens_a_root(0.0)

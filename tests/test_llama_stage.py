@@ -403,6 +403,35 @@ def check_what_stop_raises_comes_out(stage: StageModel) -> None:
     run([stage], make_batch([5, 6], 0))
 
 
+def test_a_gpu_would_be_waited_for_once(model: Path, loaded: Callable[..., list[LlamaStage]]) -> None:
+    """Played on a CPU: only the last layer is looked at, and a run is given up before it has begun or not at all."""
+    asked = list[int]()
+
+    def stop() -> bool:
+        asked.append(len(asked))
+        return False
+
+    found = []
+    for between in (True, False):
+        stages = loaded(model, (2,))
+        for stage in stages:
+            stage._tap.between = between
+        batch, first, last = make_batch(random_tokens(5), 0), *stages
+        hidden = first.evaluate(batch, stop)
+        assert hidden is not None
+        batch.hidden = hidden.copy()
+        logits = last.evaluate(batch, stop)
+        assert logits is not None
+        found.append((batch.hidden, logits.copy(), len(asked)))
+        before = state(first, 0)
+        assert first.evaluate(make_batch([3], 5), lambda: True) is None and state(first, 0) == before
+        assert first.evaluate(make_batch([3], 5), stop) is not None
+        asked.clear()
+    (*plain, n_plain), (*apart, n_apart) = found
+    assert all(np.array_equal(one, other) for one, other in zip(plain, apart, strict=True))
+    assert n_plain > 2 == n_apart
+
+
 def test_what_stop_raises_comes_out(model: Path, loaded: Callable[..., list[LlamaStage]]) -> None:
     (stage,) = loaded(model)
     check_what_stop_raises_comes_out(stage)

@@ -110,7 +110,9 @@ def test_runs_beside_chunks_are_no_larger_than_these() -> None:
     assert Room.for_load(1, 4, 8, 40, 128).beside_chunks(3, 64).n_roots == 1
 
 
-@pytest.mark.parametrize(("cluster", "acceptance", "n"), [("pipedec-14", 0.8, 64), ("sipipe", 0.6, 64)])
+@pytest.mark.parametrize(
+    ("cluster", "acceptance", "n"), [("pipedec-14", 0.8, 64), ("sipipe", 0.6, 64), ("pipeinfer-c", 0.7, 64)]
+)
 def test_speculation_fills_what_is_empty_and_no_more(cluster: str, acceptance: float, n: int) -> None:
     profile = load_profile(cluster).lay_out()
 
@@ -119,7 +121,7 @@ def test_speculation_fills_what_is_empty_and_no_more(cluster: str, acceptance: f
         return float(simulate_load(profile, make_policy(policy), load, ranks_for(acceptance))["predicted_per_second"])
 
     assert speed("auto", 1) > 2 * speed("iterative", 1)
-    assert speed("auto", n) > 0.98 * speed("iterative", n)
+    assert speed("auto", n) >= 0.99 * speed("iterative", n)
 
 
 def test_a_small_run_waits_for_the_roots_to_come() -> None:

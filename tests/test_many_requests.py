@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.levels import Level
-from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.scheduler import Room, choose
@@ -76,9 +76,15 @@ class Counts(NamedTuple):
 
 
 class PacedWaiter(ToyWaiter):
+    """In half of its waits the engine listens meanwhile, as between the layers of a stage of the head's own."""
+
+    listen: Callable[[], None] = staticmethod(lambda: None)
+
     def wait(self, pipelines: Sequence[ToyPipeline], timeout_s: float | None = None) -> None:
         if timeout_s is None or any(any(pipeline.queues) for pipeline in pipelines):
             super().wait(pipelines)
+        if self.rng.random() < 0.5:
+            self.listen()
 
 
 def run_case(seed: int) -> Counts:
@@ -89,20 +95,34 @@ def run_case(seed: int) -> Counts:
     window = random.Random(31 * seed + 7).choice([0, 0, 0, 1, 4, 9])
     pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked, window)
     drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))])
-    drafter = random_drafter(rng, reference, n_seq, n_cells + 64)
+    drafter: Drafter | Level | None = random_drafter(rng, reference, n_seq, n_cells + 64)
+    if drafter and seed % 5 == 0:  # another rank has it
+        own = random.Random(-seed)
+        drafter = draft_levels(own, n_cells, [own.random()])[0]
     pool = SequencePool(n_seq, n_cells, parked, window=window)
     options = {"n_chunk": rng.choice([3, 64]), "n_rows": rng.choice([3, 32]), "cancel": rng.random() < 0.9}
     engine = toy_engine(pipeline, pool, drafter, drafts, **options)
     if seed % 2:  # runs are held back, as where it is known what rows cost
-        cost, ticks = RunCost({1: 0.02, 4: 0.03, 16: 0.2}), count()
+        cost, ticks, waiter = RunCost({1: 0.02, 4: 0.03, 16: 0.2}), count(), PacedWaiter(pipeline.rng)
         engine = Engine(
-            engine.target, drafter, PacedWaiter(pipeline.rng), lambda: 1e-3 * next(ticks), drafts=drafts, run_cost=cost,
+            engine.target, drafter, waiter, lambda: 1e-3 * next(ticks), drafts=drafts, run_cost=cost,
             max_delay_s=random.Random(~seed).choice([math.inf, 0.2, 0.01]),
         )  # fmt: skip
+        waiter.listen = engine.listen
     to_come, stopped, n_trees = random_requests(rng, n_ctx), set[int](), 0
     if seed % 4 > 1:
         to_come = with_common_prefixes(random.Random(-seed), to_come, n_ctx)
     requests, metrics = list(to_come), [RequestMetrics() for _ in to_come]
+    heard, takers_rng = [list(request.prompt) for request in requests], random.Random(17 * seed)
+
+    def take(emissions: Sequence[Emission]) -> None:
+        for emission in emissions:
+            heard[emission.request.id] += emission.tokens
+            if takers_rng.random() < 0.01:
+                stopped.add(emission.request.id)
+                engine.stop(emission.request)
+
+    engine.taker = take if seed % 3 else None
     while engine.busy or to_come:
         while to_come and (not engine.busy or rng.random() < 0.05):
             request = to_come.pop(0)
@@ -110,9 +130,13 @@ def run_case(seed: int) -> Counts:
         if rng.random() < 0.003 and len(to_come) < len(requests):
             stopped.add(victim := rng.randrange(len(requests) - len(to_come)))
             engine.stop(requests[victim])
-        n_trees += engine.busy and engine.step() is not None
+        n_before = sum(map(len, heard))
+        if engine.busy and (emission := engine.step()):
+            take([emission])
+        n_trees += sum(map(len, heard)) > n_before
         if rng.random() < 0.2:
             engine.audit()
+    assert heard == [request.tokens for request in requests], "tokens that nobody was given"
     check(requests, stopped, reference)
     engine.forget()
     engine.audit()

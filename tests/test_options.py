@@ -120,7 +120,7 @@ def extremes(name: str, which: str, *policies: str) -> list[str]:
             continue
         if not isinstance(param.type, (Whole, Number)) or param.name in (
             "predict", "prompt_tokens", "repetitions", "ctx_size", "nodes", "gbit", "acceptances", "requests", "rate",
-            "parallel", "concurrency", "max_delay_s",
+            "parallel", "concurrency", "max_delay_s", "draft_rank",
         ):  # fmt: skip
             continue
         limit = param.type.min if which == "min" else param.type.max
@@ -262,7 +262,7 @@ def test_what_llama_cpp_has_and_we_lack_is_named() -> None:
         (["-hf", "x"], "write USER/MODEL"),
         (["-st"], "run --chat"),
         (["--no-jinja"], "always rendered by Jinja"),
-        (["-ctk", "f16"], "--numerics"),
+        (["-ctk", "q3_K"], "'iq4_nl'"),
         (["-ngld", "3"], "-ngl"),
         (["-fa", "off"], "on, 1"),
         (["-fa"], "on, 1"),

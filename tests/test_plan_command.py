@@ -207,7 +207,7 @@ def test_hosts_that_are_described_are_split_by_their_speed(tmp_path: Path, wide:
 
 def test_the_host_whose_layers_are_missed_least_is_advised_to_draft(tmp_path: Path, wide: Path) -> None:
     draft = write_model(tmp_path / "draft.gguf", Shape(n_layer=1, n_embd=64, n_ff=128))
-    options = RunOptions(model=wide, drafts=(draft,), policy=make_policy("auto", {}))
+    options = RunOptions(model=wide, drafts=(draft,), policy=make_policy("auto", {}), draft_rank=0)
 
     def planner(*lines: str) -> Planner:
         nodes = read_hosts(write(tmp_path, *lines))
@@ -215,6 +215,10 @@ def test_the_host_whose_layers_are_missed_least_is_advised_to_draft(tmp_path: Pa
 
     slow_last = planner(f"a {FAST}", f"b {FAST}", f"c {SLOW}")
     slow_first = planner(f"c {SLOW}", f"a {FAST}", f"b {FAST}")
+    free = open_planner(
+        replace(options, draft_rank=None), read_model_info(wide), slow_last.nodes, ETHERNET, 128, (), is_described=True
+    )
+    assert free.deployment.plan.drafts[0][0].rank == 2 and free.speed == pytest.approx(slow_first.speed, rel=0.05)
     found = ways(slow_last, [slow_last.predict(options.policy)])
     way = next(way for way in found if way.what == "c first, to draft (begin the hosts file with c:1)")
     assert way.tokens_per_s == pytest.approx(slow_first.speed, rel=0.01)
@@ -225,7 +229,7 @@ def test_the_host_whose_layers_are_missed_least_is_advised_to_draft(tmp_path: Pa
 
 def test_a_job_says_which_host_should_have_come_first(tmp_path: Path, wide: Path) -> None:
     draft = write_model(tmp_path / "draft.gguf", Shape(n_layer=1, n_embd=64, n_ff=128))
-    options = RunOptions(model=wide, drafts=(draft,), policy=make_policy("auto", {}))
+    options = RunOptions(model=wide, drafts=(draft,), policy=make_policy("auto", {}), draft_rank=0)
     fast, slow = Speed(1e10, 1e11), Speed(2e9, 2e10)
     names = {"a": ("x", fast), "b": ("x", fast), "c": ("y", slow)}
 
@@ -233,6 +237,7 @@ def test_a_job_says_which_host_should_have_come_first(tmp_path: Path, wide: Path
         hosts = [Host(name, frozenset(range(8)), 8, processor=names[name][0], lacks=lacks) for name in order]
         assert order_matters(options, hosts) and not order_matters(options, [hosts[0], replace(hosts[0], name="d")])
         assert not order_matters(replace(options, threads=(1, 2, 2)), hosts)
+        assert not order_matters(replace(options, draft_rank=None), hosts), "the job chooses itself"
         assert not order_matters(replace(options, drafts=()), hosts)
         deployment = deploy(options, hosts, read_model_info(wide), 512, 128)
         return list(advice(options, deployment, [names[name][1] for name in order]))
@@ -419,9 +424,9 @@ def test_a_job_on_hosts_that_differ_says_which_should_draft(tmp_path: Path) -> N
         assert done.returncode == 0, done.stderr
         return done
 
-    assert "helps: h2 first, to draft (begin the hosts file with h2:1): " in job("plan").stdout
+    assert "helps: h2 first, to draft (begin the hosts file with h2:1): " in job("plan", "--draft-rank", "0").stdout
     for _ in range(2):  # how fast they are is known the second time
-        errors = job("run", "-p", "x", "-n", "2", "-t", "1").stderr
+        errors = job("run", "-p", "x", "-n", "2", "-t", "1", "--draft-rank", "0").stderr
         (line,) = (line for line in errors.splitlines() if "should come first" in line)
         assert line.startswith("pipeinfer: host h2 should come first") and "h2:1" in line
     assert len([path for path in tmp_path.rglob("*.json") if "speed: h" in path.read_text()]) == 3

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +37,25 @@ def served() -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def client(served: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+# -- curl
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_curl(served: Served) -> None:
+    def curl(*words: str, **asked: Any) -> str:
+        command = ["curl", "-sS", "-N", *words, f"{served.url}/v1/completions", "-d", json.dumps(asked)]
+        header = ["-H", "content-type: application/json"]
+        return subprocess.run([*command, *header], capture_output=True, text=True, check=True, timeout=30).stdout
+
+    asked = {"prompt": "def f(", "max_tokens": 6, "temperature": 0}
+    text = json.loads(curl(**asked))["choices"][0]["text"]
+    lines = [line.removeprefix("data: ") for line in curl(**asked, stream=True).splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    assert "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"]) == text
+    refused = curl("-w", "%{http_code}", **asked | {"temperature": -1})
+    assert refused.endswith("400") and "temperature" in refused
 
 
 # -- OpenAI's client

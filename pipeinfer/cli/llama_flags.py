@@ -31,7 +31,7 @@ SERVER = "`pipeinfer serve` has this option: it is the server, other commands ha
 NOT_SERVED = "`pipeinfer serve` is the server, and has nothing of this kind"
 _MEDIA = "there are no images, sounds or videos; models read text"
 _CONTEXT = "a model's context is used as its file says; -c sets the size"
-_CACHE = "the cache's types follow from --numerics (exact or fast)"
+_CACHE = "a rank has one cache for all texts, and packs it when that is worth it"
 _DEVICES = "each rank uses its own GPUs; -ngl and --layer-split say how many layers, --device which GPUs"
 _DRAFT_DEVICES = "a draft follows -ngl and --device of its rank"
 _OFFLOAD = "weights go to a GPU by whole layers: -ngl N"
@@ -94,8 +94,7 @@ _INSTEAD = {
     "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor "
     "--yarn-attn-factor --yarn-beta-slow --yarn-beta-fast -gan --grp-attn-n -gaw --grp-attn-w --override-kv "
     "--pooling --attention": _CONTEXT,
-    "-ctk --cache-type-k -ctv --cache-type-v -ctkd --cache-type-k-draft --spec-draft-type-k -ctvd "
-    "--cache-type-v-draft --spec-draft-type-v -dt --defrag-thold -no-kvu --no-kv-unified --kv-unified-per-slot": _CACHE,
+    "-dt --defrag-thold -no-kvu --no-kv-unified --kv-unified-per-slot": _CACHE,
     "-kvo --kv-offload -nkvo --no-kv-offload -ot --override-tensor -otd --override-tensor-draft "
     "--spec-draft-override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn -cmoed --cpu-moe-draft "
     "--spec-draft-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe --op-offload "

@@ -20,7 +20,7 @@ from pipeinfer.policies import PipeInfer
 
 SHARED = (
     "model", "drafts", "threads", "n_gpu_layers", "device", "numa", "backend", "layer_split", "draft_split", "numerics",
-    "wire_type",
+    "wire_type", "cache_type_k", "cache_type_v", "cache_type_k_draft", "cache_type_v_draft",
     "slice_cache", "send_layers", "rank_timeout_s", "verbose", *HUB_NAMES,
 )  # fmt: skip
 N_TOKENS = 128

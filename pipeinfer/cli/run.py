@@ -33,6 +33,7 @@ from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import DEFAULT, MAX_CTX, MAX_SAMPLERS, MAX_SEQUENCES, RunOptions, choose_drafts, unescape
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.cache_types import CACHE_TYPES
 from pipeinfer.policies.registry import POLICIES
 
 
@@ -144,6 +145,13 @@ from pipeinfer.policies.registry import POLICIES
     help="Ranks that a larger draft takes, its layers cut by size; of several larger drafts 1,3, the smaller first. "
     "[default: 1 each]",
 )
+@click.option(
+    "--draft-rank",
+    type=Whole(0),
+    default=DEFAULT.draft_rank,
+    help="The rank that a lone draft has. [default: that whose layers are missed least, as ranks that are not alike "
+    "are timed; 0 among such that are]",
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
 @click.option(
     "--numerics",
@@ -158,6 +166,42 @@ from pipeinfer.policies.registry import POLICIES
     default="f32",
     show_default=True,
     help="What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).",
+)
+@click.option(
+    "-ctk",
+    "--cache-type-k",
+    type=click.Choice(CACHE_TYPES),
+    default=DEFAULT.cache_type_k,
+    show_default=True,
+    help="What the target's keys are kept as (with --numerics fast).",
+)
+@click.option(
+    "-ctv",
+    "--cache-type-v",
+    type=click.Choice(CACHE_TYPES),
+    default=DEFAULT.cache_type_v,
+    show_default=True,
+    help="And its values.",
+)
+@click.option(
+    "-ctkd",
+    "--cache-type-k-draft",
+    "--spec-draft-type-k",
+    "cache_type_k_draft",
+    type=click.Choice(CACHE_TYPES),
+    default=DEFAULT.cache_type_k_draft,
+    show_default=True,
+    help="What a draft's keys are kept as.",
+)
+@click.option(
+    "-ctvd",
+    "--cache-type-v-draft",
+    "--spec-draft-type-v",
+    "cache_type_v_draft",
+    type=click.Choice(CACHE_TYPES),
+    default=DEFAULT.cache_type_v_draft,
+    show_default=True,
+    help="And its values.",
 )
 @click.option(
     "--slice-cache", type=Folder(), help="Keep each rank's slice in this directory of its host, for the next start."
@@ -206,8 +250,8 @@ from pipeinfer.policies.registry import POLICIES
 def run(conversation: bool, chat: bool, **others: Any) -> int:
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
 
-    Under mpirun every rank runs this command: rank 0 drafts, the others hold the target's layers. Without a draft rank
-    0 holds the first of them; of several drafts each takes a rank, a larger one as many as --draft-split says.
+    Under mpirun every rank runs this command: one drafts, rank 0 as a rule, the others hold the target's layers.
+    Without a draft all do; of several drafts each takes a rank, a larger one as many as --draft-split says.
     """
     warn_of_variables(click.get_current_context().command)
     options = run_options(chat=chat or conversation, **others)

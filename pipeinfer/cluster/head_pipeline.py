@@ -25,8 +25,8 @@ A = TypeVar("A", Verdict, GuessVerdict)
 
 
 class OwnPrunings(LocalPrunings):
-    """What the head's own stage need not evaluate. `listen` is called between its layers: messages of MPI move only
-    while somebody calls it, the last run's activations on their way to the next stage among them."""
+    """What the head's own stage need not evaluate. `listen` is called between its layers: what has come may spare it
+    the rest, and messages of MPI move only while somebody calls it, the last run's activations among them."""
 
     def __init__(self, listen: Callable[[], object]) -> None:
         super().__init__()
@@ -66,6 +66,10 @@ class HeadPipeline(Generic[A]):
             worker.pruned = self._prunings
         if self.remote_ranks:
             self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_ahead=4, courier=courier)
+
+    def listen_by(self, listen: Callable[[], object]) -> None:
+        """Between the layers of the head's own stage `listen` is called; it is to ask for verdicts."""
+        self._prunings.listen = listen
 
     def submit(self, run: Run) -> None:
         self.ledger.submitted_s[run.id] = time.monotonic()

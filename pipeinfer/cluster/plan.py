@@ -50,7 +50,8 @@ Stages = tuple[StagePlan, ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Rank 0 is the head. `stages`: the target's; `drafts`: each draft's, the smallest one's first, which is whole."""
+    """Rank 0 is the head. `stages`: the target's; `drafts`: each draft's, the smallest one's first, which is whole, on
+    rank 0 if there are others."""
 
     n_ranks: int
     stages: Stages
@@ -60,6 +61,11 @@ class Plan:
     def refiners(self) -> tuple[Stages, ...]:
         """The larger drafts' stages."""
         return self.drafts[1:]
+
+    @property
+    def asked(self) -> dict[int, Stages]:
+        """By number the drafts that the head asks by messages: all but one that it has itself."""
+        return {number: stages for number, stages in enumerate(self.drafts) if number or stages[0].rank}
 
     @property
     def draft_split(self) -> tuple[int, ...]:
@@ -121,9 +127,9 @@ def draft_widths(n_drafts: int, draft_split: Sequence[int] = ()) -> tuple[int, .
     return (1, *draft_split)
 
 
-def draft_ranks(n_ranks: int, widths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Every draft has as many ranks to itself as `widths` says, the first of them the head's; a lone rank hosts
-    everything.
+def draft_ranks(n_ranks: int, widths: Sequence[int], first: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Every draft has as many ranks to itself as `widths` says, the smallest one rank `first`, which is the head's
+    where there are others; a lone rank hosts everything.
 
     Raises UserError when no rank would be left for the target.
     """
@@ -137,12 +143,13 @@ def draft_ranks(n_ranks: int, widths: Sequence[int]) -> tuple[tuple[int, ...], .
             f"{len(widths)} drafts{where} and the target need {sum(widths) + 1} ranks, here "
             f"{'is 1' if n_ranks == 1 else f'are {n_ranks}'}; start more, or give {way_out}"
         )
-    return tuple(tuple(range(end - width, end)) for width, end in zip(widths, accumulate(widths), strict=True))
+    found = (tuple(range(end - width, end)) for width, end in zip(widths, accumulate(widths), strict=True))
+    return ((first,),) if len(widths) == 1 else tuple(found)
 
 
-def stage_ranks(n_ranks: int, widths: Sequence[int]) -> list[int]:
-    """The ranks that no draft has. Raises UserError when there is none."""
-    taken = {rank for ranks in draft_ranks(n_ranks, widths) for rank in ranks}
+def stage_ranks(n_ranks: int, widths: Sequence[int], first: int = 0) -> list[int]:
+    """The ranks that no draft has, as in `draft_ranks`. Raises UserError when there is none."""
+    taken = {rank for ranks in draft_ranks(n_ranks, widths, first) for rank in ranks}
     return [rank for rank in range(n_ranks) if n_ranks == 1 or rank not in taken]
 
 
@@ -162,11 +169,13 @@ last one."""
 def make_plan(
     n_ranks: int, drafts: Sequence[Sizes], target: Sizes, n_cells: int, split: Sequence[float] | None = None,
     room: RoomFor | None = None, draft_split: Sequence[int] = (), speeds: Sequence[LayerSpeed | None] = (),
+    draft_rank: int = 0,
 ) -> Plan:  # fmt: skip
     """Spread each model's layers over its ranks: the target's by `split` or so that the slowest stage is as fast as
     `room` allows, larger drafts' by size over as many ranks as `draft_split` says, the smaller first.
 
-    `speeds`: of each rank, at the target's layers; where they are not known, or alike, the target goes by size too.
+    `draft_rank`: that of a lone draft. `speeds`: of each rank, at the target's layers; where they are not known, or
+    alike, the target goes by size too.
     Where no split fits into the memory it is left out of account: who checks the plan's finds out what is missing.
     Raises UserError when there are more stages than layers or a split does not fit.
     """
@@ -179,10 +188,10 @@ def make_plan(
                 f"{_count(n_layers, 'layer')}; give at most {n_layers}"
             )
     placed: tuple[Stages, ...] = ()
-    for draft, ranks in zip(drafts, draft_ranks(n_ranks, widths), strict=True):
+    for draft, ranks in zip(drafts, draft_ranks(n_ranks, widths, draft_rank), strict=True):
         counts = balance(draft, len(ranks), room(placed, ranks) if room and len(ranks) > 1 else None)
         placed += (_stages(draft, ranks, counts, n_cells),)
-    own, n_layers = stage_ranks(n_ranks, widths), len(target.layer_bytes)
+    own, n_layers = stage_ranks(n_ranks, widths, draft_rank), len(target.layer_bytes)
     if len(own) > n_layers:
         most = n_layers + n_ranks - len(own)
         stages, layers = _count(len(own), "stage"), _count(n_layers, "layer")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 from pipeinfer.core.admission import Admission
 from pipeinfer.core.growth import Growth
@@ -14,28 +13,33 @@ from pipeinfer.core.levels import Flight, Level, Part
 from pipeinfer.core.observer import Observer
 from pipeinfer.core.opened import Opened
 from pipeinfer.core.pacer import Pacer
-from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.rooms import Rooms
 from pipeinfer.core.rota import Rota
 from pipeinfer.core.run_cost import RunCost
-from pipeinfer.core.tree import Node, Settled, TokenTree
+from pipeinfer.core.tree import Settled
+from pipeinfer.core.views import Views
 
 
 class Engine:
-    """Asks, in this order: has a verdict come? can a run go? can a larger draft be asked? can the draft step? and else
-    waits, for whatever comes first of any level.
+    """Asks, in this order: has a verdict come? can a run go? can a draft elsewhere be asked? can the head's step? and
+    else waits, for whatever comes first of any level.
 
-    `drafts`: larger drafts, the smallest of them first; what `drafter` guesses they refine. `run_cost`: what runs cost
-    the slowest stage, learned further here; with it a run is held back until a stage is about to want it, so that what
-    goes is the best known then. Requests for which there are no cells or sequences wait, the youngest again when cells
-    run out. `n_prompts`: requests whose prompts are read in blocks at a time at most. `max_delay_s`: as in `rooms`.
+    `drafter`: the smallest draft, a level where another rank has it. `drafts`: larger ones, the smallest of them first;
+    what it guesses they refine. `run_cost`: what runs cost the slowest stage, learned further here; with it a run is
+    held back until a stage is about to want it, so that what goes is the best known then. Requests for which there are
+    no cells or sequences wait, the youngest again when cells run out. `n_prompts`: requests whose prompts are read in
+    blocks at a time at most. `max_delay_s`: as in `rooms`.
+
+    `taker`: whom emissions are given that come while a step is still at work, with the draft or a stage of the head's
+    own; they wait for the end of the step where there is none. It may add and stop requests.
     """
 
     def __init__(
         self,
         target: Level,
-        drafter: Drafter | None,
+        drafter: Drafter | Level | None,
         waiter: Waiter,
         clock: Clock,
         *,
@@ -44,26 +48,24 @@ class Engine:
         n_prompts: int = 1 << 30,
         max_delay_s: float = math.inf,
     ) -> None:
-        self.target, self.levels = target, (target, *drafts)
+        remote = [drafter] if isinstance(drafter, Level) else []
+        self.target, self.levels = target, (target, *remote, *drafts)
         self.waiter, self.clock, self.run_cost = waiter, clock, run_cost
         self._pacer = Pacer(run_cost, clock)
         self._drains = False  # nothing is sent until cells can be won back
         self._jobs: dict[int, Opened] = {}
         self._rooms = Rooms(target, run_cost, self._jobs, max_delay_s)
         self.growth = Growth(drafter, drafts, clock, self._jobs, self._wake, target.n_inflight)
+        self._views = Views(target, self.growth, self._rooms, self._pacer, run_cost, clock, self._jobs)
         self.admission = Admission(self.levels, self.growth, self._jobs, run_cost, n_prompts)
         self._senders, self._emissions = Rota[Opened](), deque[Emission]()  # whom to ask for a run; what came of it
+        self.taker: Callable[[Sequence[Emission]], object] | None = None
 
     # -- requests
 
     def add(self, request: Request, policy: Policy, observer: Observer | None = None) -> None:
         """Take a request in; its tokens come out of `step`, and the observer hears what becomes of it."""
-        view = View(
-            request, self.target, self.growth.n_drafts, self.growth.drafts, partial(self._holds, request.tree),
-            self._rooms.n_rows_for_guesses, partial(self._run_s, request.tree), lambda: self.growth.step_s,
-            partial(self.growth.at_work, request), lambda: len(self._jobs) == 1, self._verdict_in_s,
-        )  # fmt: skip
-        job = Opened(request, policy, observer or Observer(), view)
+        job = Opened(request, policy, observer or Observer(), self._views.of(request))
         job.observer.submitted(self.clock(), len(request.prompt))
         self.admission.wait(job)
         self._admit()
@@ -153,8 +155,19 @@ class Engine:
         return drafted
 
     def _meanwhile(self) -> None:
-        while self._hear() or self._send() or self.growth.ask():
+        while self._hear() or self._send() or self.growth.ask() or self._hand_out():
             pass
+
+    def listen(self) -> None:
+        """To be called while `step` waits for a stage of the head's own: what has come is taken in and handed out."""
+        while self._hear() or self.growth.ask() or self._hand_out():
+            pass
+
+    def _hand_out(self) -> bool:
+        if not self.taker or not self._emissions:
+            return False
+        self.taker(list(self.rest()))
+        return True
 
     # -- verdicts
 
@@ -310,22 +323,6 @@ class Engine:
             pool.compact()
         self._drains = False
         return True
-
-    # -- what policies see
-
-    def _holds(self, tree: TokenTree, patience: float = 0.0) -> bool:
-        """Whether a request that is alone should keep its guesses back for now."""
-        sent_s = next((flight.sent_s for flight in self.target.useful_flights), math.inf)
-        return len(self._jobs) == 1 and self._pacer.is_early(tree.root.position, sent_s, patience)
-
-    def _run_s(self, tree: TokenTree, n_rows: int) -> float:
-        """What a run of so many rows takes the slowest stage; 0 if nobody knows."""
-        return self.run_cost.seconds(n_rows, tree.root.position) if self.run_cost else 0.0
-
-    def _verdict_in_s(self, node: Node) -> float:
-        if node.run_id is None:
-            return self._pacer.answer_s
-        return max(0.0, self.target.sent_s(node.run_id) + self._pacer.answer_s - self.clock())
 
     @property
     def delay_too_short(self) -> str:

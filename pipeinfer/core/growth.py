@@ -11,6 +11,7 @@ from typing import NamedTuple
 from pipeinfer.core.interfaces import Clock, Drafter
 from pipeinfer.core.levels import Level, Part
 from pipeinfer.core.opened import Opened
+from pipeinfer.core.remote_draft import RemoteDraft
 from pipeinfer.core.requests import Request
 from pipeinfer.core.rota import Rota
 from pipeinfer.core.runs import Guess
@@ -33,7 +34,8 @@ class _Step(NamedTuple):
 
 
 class Growth:
-    """`drafts`: larger drafts, the smallest of them first; what `drafter` guesses they refine.
+    """`drafts`: larger drafts, the smallest of them first; what `drafter` guesses they refine. That is a level where
+    another rank than the head has the smallest draft.
 
     `opened`: the open requests by id. `grown`: is told that a tree has changed, so that its policy is asked again.
     `in_flight`: runs of a request that the target works on.
@@ -41,14 +43,15 @@ class Growth:
 
     def __init__(
         self,
-        drafter: Drafter | None,
+        drafter: Drafter | Level | None,
         drafts: Sequence[Level],
         clock: Clock,
         opened: Mapping[int, Opened],
         grown: Callable[[Opened], None],
         in_flight: Callable[[Request], int],
     ) -> None:
-        self.drafter, self.drafts, self.clock = drafter, tuple(drafts), clock
+        self.drafter = None if isinstance(drafter, Level) else drafter
+        self.drafts, self.clock = tuple(drafts), clock
         self._opened, self._grown, self._in_flight = opened, grown, in_flight
         self._drafters = Rota[Opened]()  # whom to ask for a step of the draft
         self._askers = [Rota[Opened]() for _ in self.drafts]  # and for nodes that a larger draft shall judge
@@ -57,6 +60,11 @@ class Growth:
         self._unsettled: dict[int, tuple[Request, list[Node]]] = {}  # what the drafter has yet to hear
         self._ended: list[tuple[Callable[[Request], None], Request]] = []
         self._steps_s: deque[float] = deque(maxlen=N_TIMED)
+        self.remote = (
+            RemoteDraft(drafter, clock, opened, self._take, grown, self._steps_s.append)
+            if isinstance(drafter, Level)
+            else None
+        )
 
     # -- requests
 
@@ -77,6 +85,8 @@ class Growth:
         """Something has changed for the request: ask its policy again."""
         if self.drafter:
             self._drafters.add(job.request.id, job)
+        elif self.remote:
+            self.remote.wake(job)
         for rota in self._askers:
             rota.add(job.request.id, job)
 
@@ -94,6 +104,8 @@ class Growth:
         """The request is open no longer. Until the drafter has heard of it there is no more room than before."""
         for rota in (self._drafters, *self._askers):
             rota.discard(request.id)
+        if self.remote:
+            self.remote.discard(request)
         if self.drafter:
             self._ended.append((self.drafter.close, request))
             self._flush()
@@ -148,9 +160,13 @@ class Growth:
 
     def at_work(self, request: Request) -> tuple[Collection[Node], float]:
         """What of the request the smallest draft expands at the moment, and how long its step still takes."""
-        if self._step is None or self._step.request is not request:
-            return (), 0.0
-        return self._step.nodes, max(0.0, self._step.begun_s + self.step_s - self.clock())
+        if self.remote:
+            nodes, begun_s = self.remote.at_work(request)
+        elif self._step and self._step.request is request:
+            nodes, begun_s = self._step.nodes, self._step.begun_s
+        else:
+            nodes, begun_s = (), 0.0
+        return nodes, max(0.0, begun_s + self.step_s - self.clock()) if nodes else 0.0
 
     @staticmethod
     def _interrupted(nodes: Iterable[Node], meanwhile: Callable[[], None]) -> bool:
@@ -168,15 +184,19 @@ class Growth:
             return
         # the draft has no room for any of them: more comes only with the next verdict
         self._drafters.discard(job.request.id)
+        if self.remote:
+            self.remote.discard(job.request)
         if not self._in_flight(job.request):
             for node in nodes:
                 node.expanded = True
             self._grown(job)
 
-    # -- larger drafts
+    # -- drafts on other ranks
 
     def ask(self) -> bool:
-        """Ask the larger drafts about what their smaller ones have guessed."""
+        """Ask the smallest draft, where it is one, for more, and larger ones about what smaller ones have guessed."""
+        if self.remote and self.remote.ask():
+            return True
         if not self.drafts:
             return False
         return any(
@@ -206,7 +226,9 @@ class Growth:
         return bool(unknown)
 
     def hear(self) -> bool:
-        """Take a larger draft's next answer into the trees, if one has come."""
+        """Take the next answer into the trees, if one has come."""
+        if self.remote and self.remote.hear():
+            return True
         if not self.drafts:
             return False
         return any(self._refine_next(draft, level) for draft, level in enumerate(self.drafts, start=1))

@@ -43,6 +43,8 @@ class View:
     """How long until the verdict of a node is here, as long as verdicts take lately; of one that was not sent: if it
     were sent now. 0 before the first verdict."""
 
+    drafts_elsewhere: bool = False  # whether another rank than the head's has the smallest draft
+
     tree: TokenTree = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +57,7 @@ class View:
     @property
     def is_at_head(self) -> bool:
         """Whether the draft makes no guesses while the target evaluates a run: the head evaluates it itself."""
-        return self.target.pipeline.is_at_head
+        return self.target.pipeline.is_at_head and not self.drafts_elsewhere
 
     @property
     def n_inflight(self) -> int:

@@ -10,6 +10,7 @@ from pipeinfer.observe.experiment import HASH_DIGITS, SAMPLING, digest, model_co
 from pipeinfer.observe.table import Record
 
 if TYPE_CHECKING:  # these import MPI
+    from pipeinfer.cluster.plan import Plan
     from pipeinfer.job.deployment import Deployment, ModelFile
     from pipeinfer.job.request import GenerationRequest
 
@@ -22,7 +23,7 @@ def asked_of(
     return {
         "policy": options.policy.name,
         "variant": variant_text(options.policy, options.cancel, options.partitions),
-        "settings": settings_text(options.policy, options.couple, _drafting(options, deployment.plan.draft_split)),
+        "settings": settings_text(options.policy, options.couple, _drafting(options, deployment.plan)),
         "options": options_text(options),
         **model_columns(
             describe_model(deployment.model), describe_drafts(deployment.drafts) if deployment.drafts else None
@@ -43,10 +44,11 @@ def asked_of(
     }
 
 
-def _drafting(options: RunOptions, draft_split: Sequence[int]) -> list[str]:
+def _drafting(options: RunOptions, plan: Plan) -> list[str]:
     """How guesses are made, where it is not as by default."""
-    cut = [f"draft-split {','.join(map(str, draft_split))}"] if max(draft_split, default=1) > 1 else []
-    return cut + ["lookup"] * options.lookup
+    cut = [f"draft-split {','.join(map(str, plan.draft_split))}"] if max(plan.draft_split, default=1) > 1 else []
+    moved = [f"draft-rank {stages[0].rank}" for number, stages in plan.asked.items() if not number]
+    return cut + moved + ["lookup"] * options.lookup
 
 
 WRITTEN = {"samplers": "sampler_threads"}
@@ -63,6 +65,10 @@ def options_text(options: RunOptions) -> str:
         "numa",
         "backend",
         "wire_type",
+        "cache_type_k",
+        "cache_type_v",
+        "cache_type_k_draft",
+        "cache_type_v_draft",
         "sequences",
         "samplers",
         "max_delay_s",

@@ -68,7 +68,7 @@ class Batch:
             complain(warning)
         flag.orderly = True  # what is complete is kept
         self.progress = BatchProgress(self.console, CLOCK, work.n_requests, work.n_done)
-        self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx)
+        self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx, self._take)
         self.summary.begin(CLOCK())
         self._next = next(self._coming, None)
         try:
@@ -96,8 +96,7 @@ class Batch:
         self.work.output.go_on()
         self._admit()
         while self.requests.engine.busy:
-            for news in self.requests.step():
-                self._take(news)
+            self.requests.step()
             if self.session.n_noted >= N_NOTED:
                 self.summary.note(self.session.take_figures(), CLOCK())
 
@@ -115,12 +114,13 @@ class Batch:
         self._asked[self.requests.begin(asked, self.options.policy.begin())] = ready
         self.summary.open_max = max(self.summary.open_max, len(self.requests))
 
-    def _take(self, news: News) -> None:
-        self.progress.update(self.summary.n_written, news.n_tokens)
-        if news.entries:
-            self._entries.setdefault(news.opened, []).extend(news.entries)
-        if news.ended:
-            self._write(news.opened)
+    def _take(self, news: Sequence[News]) -> None:
+        for each in news:
+            self.progress.update(self.summary.n_written, each.n_tokens)
+            if each.entries:
+                self._entries.setdefault(each.opened, []).extend(each.entries)
+            if each.ended:
+                self._write(each.opened)
         self._admit()
 
     def _write(self, opened: Open) -> None:

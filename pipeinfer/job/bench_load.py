@@ -15,7 +15,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.context import CLOCK
 from pipeinfer.job.load_sweep import LoadCase, LoadGroup, Loads, LoadSweep, load_group
-from pipeinfer.job.open_requests import Open, OpenRequests
+from pipeinfer.job.open_requests import News, Open, OpenRequests
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import check_outputs, inputs_of
 from pipeinfer.job.rank_uses import RankUses
@@ -97,6 +97,7 @@ class LoadBench(SweepHead[LoadGroup]):
         self.warm_up = warm_up
         self._coming: Coming | None = None
         self._requests: OpenRequests | None = None
+        self._news = deque[News]()
 
     def run(self, output: str) -> int:
         """Returns the exit code."""
@@ -115,7 +116,7 @@ class LoadBench(SweepHead[LoadGroup]):
                 return
             self.progress.update(self.task, description=_describe(case))
             context = replace(session.context, options=case.options)
-            self._requests = requests = OpenRequests(context, session, tokenizer, group.n_ctx)
+            self._requests = requests = OpenRequests(context, session, tokenizer, group.n_ctx, self._news.extend)
             requests.engine.forget()  # what the load before it has left would spare this one some prompts
             session.take_figures()
             try:
@@ -139,7 +140,9 @@ class LoadBench(SweepHead[LoadGroup]):
             while self._next_can_begin():
                 opened.append(self._begin(case, coming, requests))
                 open_max = max(open_max, len(requests))
-            for news in requests.step():
+            requests.step()
+            while self._news:
+                news = self._news.popleft()
                 uses = uses or RankUses(session.deployment, news.opened.metrics.token_s[0])
                 if news.ended:
                     coming.ended(news.opened.metrics.token_s[-1])

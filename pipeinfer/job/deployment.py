@@ -15,6 +15,8 @@ from pipeinfer.cluster.room import Memory, Room, check_room, paging_lines
 from pipeinfer.core.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.backends import Backend
+from pipeinfer.job.cache_types import check_cache_types
+from pipeinfer.job.draft_rank import check_draft_rank, choose_draft_rank
 from pipeinfer.job.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.model_files import draft_translation, translation_note
 from pipeinfer.job.options import (
@@ -187,11 +189,15 @@ def lay_out(
     check_backends(options, len(hosts))
     check_devices(options, len(hosts))
     check_wire_type(options)
+    check_cache_types(options, len(hosts), info, drafts)
+    check_draft_rank(options, len(hosts))
     needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
-    plan = make_plan(
-        len(hosts), list(map(sizes_of, drafts)), model.sizes, needs.n_cells, split, partial(needs.room, hosts),
-        options.draft_split if drafts else (), [host.speed for host in hosts],
+    plan_with = partial(
+        make_plan, len(hosts), (sizes := list(map(sizes_of, drafts))), model.sizes, needs.n_cells, split,
+        partial(needs.room, hosts), options.draft_split if drafts else (), [host.speed for host in hosts],
     )  # fmt: skip
+    rank = choose_draft_rank(options, hosts, model.sizes, sizes[0], plan_with) if drafts and len(hosts) > 1 else 0
+    plan = plan_with(rank)
     _check_computable(options, plan, info, drafts)
     if options.pace is not None:
         check_profiled(f"--pace {options.pace}", plan)
@@ -246,7 +252,8 @@ def _n_batch(options: RunOptions, n_ctx: int) -> int:
 
 def _in_blocks(options: RunOptions, info: ModelInfo, n_ranks: int, n_drafts: int) -> bool:
     """Whether prompts are: drafts may be on GPUs, the target's layers may not."""
-    ranks = stage_ranks(n_ranks, draft_widths(n_drafts, options.draft_split if n_drafts else ()))
+    widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
+    ranks = stage_ranks(n_ranks, widths, (options.draft_rank or 0) if n_drafts else 0)
     on_cpus = all(gpu_layers(options, rank) == 0 for rank in ranks)
     return options.numerics == "exact" and info.layers.known.flash and on_cpus
 

@@ -12,6 +12,7 @@ from pipeinfer import __version__
 from pipeinfer.cluster.cores import Host, share_cores
 from pipeinfer.cluster.slice_times import RankTimes
 from pipeinfer.cluster.speed import Speed, measure_speed
+from pipeinfer.job.draft_rank import may_choose
 from pipeinfer.job.options import RunOptions
 from pipeinfer.kept import user_kept
 from pipeinfer.virtual.nodes import Node, estimated_machine
@@ -23,11 +24,12 @@ MEASURED = "measured"
 
 
 def order_matters(options: RunOptions, hosts: Sequence[Host]) -> bool:
-    """Whether a job is to find out how fast its hosts are, for another may be better first: they differ, and CPUs alone
-    compute for one text."""
+    """Whether a job is to find out how fast its hosts are, for another may be better first: they differ, rank 0 drafts
+    whatever it is, and CPUs alone compute for one text."""
     on_cpus = not any(options.n_gpu_layers) and not any(backend.is_torch for backend in options.backend)
     differ = len({(host.processor, host.n_cores) for host in hosts}) > 1 and len({host.name for host in hosts}) > 1
     is_free = bool(options.drafts_in_use) and not options.is_by_rank and options.pace is None
+    is_free = is_free and not may_choose(options) and not options.draft_rank
     return differ and on_cpus and is_free and options.parallel == 1
 
 

@@ -91,7 +91,7 @@ def _name(asked: _Asked, hosts: Sequence[Host], options: RunOptions, rank: int) 
     (first, last), host, threads = asked.spans[rank], hosts[rank], planned_threads(options, hosts)
     beside = [str(threads[other]) for other, each in enumerate(hosts) if each.name == host.name]
     return (
-        f"layers: {asked.fingerprint} {first}-{last - 1}, {options.numerics}, {host.processor}, "
+        f"layers: {asked.fingerprint} {first}-{last - 1}, {options.kernels}, {host.processor}, "
         f"{place_text(options, host, threads[rank], rank)}, threads there {' '.join(beside)}, "
         f"pipeinfer {__version__}, {describe_build()}"
     )
@@ -163,6 +163,7 @@ def load_blank(
         n_threads=planned_threads(options, hosts)[rank],
         n_gpu_layers=gpu_layers(options, rank),
         exact=options.numerics == "exact",
+        cache=options.cache,
         devices=rank_devices(options, hosts, rank),
     )
     with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:

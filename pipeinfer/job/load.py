@@ -58,6 +58,7 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         n_threads=deployment.threads[context.rank],
         n_gpu_layers=gpu_layers(options, context.rank),
         exact=options.numerics == "exact",
+        cache=options.cache,
         n_snapshots=options.n_snapshots(info.layers.rewinds),
         devices=rank_devices(options, deployment.hosts, context.rank),
     )
@@ -139,6 +140,7 @@ def _load_draft(
         n_threads=deployment.threads[context.rank],
         n_gpu_layers=gpu_layers(options, context.rank),
         exact=False,  # guesses need not be reproducible to the bit: the target decides
+        cache=options.draft_cache,
         devices=rank_devices(options, deployment.hosts, context.rank),
     )
     model = _load(context, deployment, number, own, params, on_progress)
@@ -158,9 +160,10 @@ def time_loaded(
     if draft is None:
         index = deployment.plan.stage_of(rank)
         assert index is not None, f"rank {rank} has a model and no stage"
-        part = f"{deployment.model.fingerprint} {deployment.plan.stages[index].layers} {options.numerics}"
+        part = f"{deployment.model.fingerprint} {deployment.plan.stages[index].layers} {options.kernels}"
     else:
-        part = f"{deployment.drafts[draft].fingerprint} {deployment.plan.drafts_on(rank)[draft].layers} of a draft"
+        own, types = deployment.plan.drafts_on(rank)[draft], " ".join(options.draft_cache)
+        part = f"{deployment.drafts[draft].fingerprint} {own.layers} of a draft, {types}"
     place = place_text(options, deployment.hosts[rank], deployment.threads[rank], rank)
     name = f"rows: {part}, {place}, pipeinfer {__version__}"
     return recall_rows(model, CLOCK, user_kept(), name)

@@ -16,6 +16,7 @@ from pipeinfer.core.blocks import LARGEST
 from pipeinfer.job.backends import Backend
 from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, N_GUESS_ROWS, RunOptions, backend_of, gpu_layers_asked
 from pipeinfer.job.torch_memory import torch_memory
+from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import buffer_bytes
@@ -97,7 +98,7 @@ class MemoryNeeds:
             )  # fmt: skip
         return messages + slice_memory(
             draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False, in_file=in_file,
-            n_on_gpu=by.n_on_gpu, is_sent=self._is_sent(draft, by),
+            n_on_gpu=by.n_on_gpu, is_sent=self._is_sent(draft, by), cache=self.options.draft_cache,
         )  # fmt: skip
 
     def of_stage(self, by: Computed, first: int, last: int) -> Memory:
@@ -109,7 +110,9 @@ class MemoryNeeds:
         if by.backend.is_torch:
             return found + torch_memory(self.info, first, last, *sizes, by.backend, in_file, is_sent)
         is_exact = self.options.numerics == "exact"
-        found += slice_memory(self.info, first, last, *sizes, is_exact, in_file, by.n_on_gpu, is_sent)
+        found += slice_memory(
+            self.info, first, last, *sizes, is_exact, in_file, by.n_on_gpu, is_sent, self.options.cache
+        )
         if not self.info.layers.rewinds:
             n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
@@ -166,7 +169,7 @@ def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows:
 
 def slice_memory(
     info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, exact: bool, in_file: bool,
-    n_on_gpu: int = 0, is_sent: bool = False,
+    n_on_gpu: int = 0, is_sent: bool = False, cache: CacheTypes = F16_CACHE,
 ) -> Memory:  # fmt: skip
     """Of layers [first, last) with one context. `in_file`: on a disk, else the slice lives in memory, as does a whole
     model that `is_sent`."""
@@ -180,7 +183,7 @@ def slice_memory(
     return Memory(
         weights=weights - mapped + head_again,
         mapped=mapped,
-        kv=n_cells * sum(info.kv_bytes_per_cell[first:on_host]),
+        kv=n_cells * sum(cache.cell_bytes(info.kv_shapes[first:on_host])),
         buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs),
         # without exact numerics weights are read out of the slice, which is let go when they are
         loading=0 if exact or in_file else weights,

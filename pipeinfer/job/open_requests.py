@@ -5,15 +5,14 @@ Knows no file and no client.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from pipeinfer.cluster.serve import N_TEXT_MAX
 from pipeinfer.cluster.wire import text_bytes
 from pipeinfer.core.admission import ahead_of
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.job.context import Context
 from pipeinfer.job.logprobs import Entries, Entry
 from pipeinfer.job.printer import Printer
@@ -57,12 +56,22 @@ class News:
 
 
 class OpenRequests:
-    """`n_ctx`: tokens that the open requests have together at most."""
+    """`n_ctx`: tokens that the open requests have together at most. `take`: hears what has come of requests, as soon
+    as it has, all of the same run at a time; it may begin and stop some."""
 
-    def __init__(self, context: Context, session: Session, tokenizer: Tokenizer, n_ctx: int) -> None:
+    def __init__(
+        self,
+        context: Context,
+        session: Session,
+        tokenizer: Tokenizer,
+        n_ctx: int,
+        take: Callable[[Sequence[News]], None],
+    ) -> None:
+        self.take = take
         self.context, self.session, self.tokenizer, self.n_ctx = context, session, tokenizer, n_ctx
         self.options = context.options
         self.engine = session.set_up(self.options)
+        self.engine.taker = self._hear
         self.engine.admission.ahead, self.engine.admission.n_open = ahead_of(n_ctx), self.options.parallel
         self._open: dict[int, Open] = {}
 
@@ -106,14 +115,17 @@ class OpenRequests:
             metrics.submitted_s = came_s
         return opened
 
-    def step(self) -> Iterator[News]:
-        """Let the engine take its next step, or wait; what has come of requests, all of the same run."""
+    def step(self) -> None:
+        """Let the engine take its next step, or wait."""
         if emission := self.engine.step():
-            for each in chain((emission,), self.engine.rest()):
-                if opened := self._open.get(each.request.id):
-                    yield self._take(opened, each.tokens)
+            self._hear([emission, *self.engine.rest()])
 
-    def _take(self, opened: Open, tokens: list[int]) -> News:
+    def _hear(self, emissions: Sequence[Emission]) -> None:
+        news = [self._news(opened, each.tokens) for each in emissions if (opened := self._open.get(each.request.id))]
+        if news:
+            self.take(news)
+
+    def _news(self, opened: Open, tokens: list[int]) -> News:
         printer, n_before, n_characters = opened.printer, opened.n_heard, len(opened.printer.text)
         for token in tokens:
             opened.n_heard += 1

@@ -12,6 +12,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.backends import Backend
+from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.policies import Iterative
 
 INT32_MAX = 2**31 - 1
@@ -87,10 +88,15 @@ class RunOptions:
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
     layer_split: str | None = None
     draft_split: tuple[int, ...] = ()
+    draft_rank: int | None = None
     lookup: bool = False
     ignore_eos: bool = False
     numerics: str = "exact"
     wire_type: WireType = WireType.F32
+    cache_type_k: str = F16_CACHE.k
+    cache_type_v: str = F16_CACHE.v
+    cache_type_k_draft: str = F16_CACHE.k
+    cache_type_v_draft: str = F16_CACHE.v
     slice_cache: Path | None = None
     offline: bool = False
     send_layers: bool = True
@@ -122,9 +128,23 @@ class RunOptions:
         return max(N_GUESS_ROWS, self.parallel)
 
     @property
+    def cache(self) -> CacheTypes:
+        """Of the target, with fast numerics."""
+        return CacheTypes(self.cache_type_k, self.cache_type_v)
+
+    @property
+    def draft_cache(self) -> CacheTypes:
+        return CacheTypes(self.cache_type_k_draft, self.cache_type_v_draft)
+
+    @property
+    def kernels(self) -> str:
+        """How the target's layers are computed: numerics, and types of the cache where they are others."""
+        return "-".join((self.numerics, *(self.cache if self.cache != F16_CACHE else ())))
+
+    @property
     def rounding(self) -> str:
         """Numerics, and what else rounds: where these differ a text may be another one."""
-        return self.numerics if self.wire_type is WireType.F32 else f"{self.numerics}-{self.wire_type}"
+        return self.kernels if self.wire_type is WireType.F32 else f"{self.kernels}-{self.wire_type}"
 
     @property
     def may_have_samplers(self) -> bool:

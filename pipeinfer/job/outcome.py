@@ -96,7 +96,7 @@ def write_trace(path: Path, generation: Generation, deployment: Deployment) -> N
             spans += gaps(figures["runs"], generation.refiners.get(rank, generation.ledger), unit)
         tracks.append((f"rank {rank}: {deployment.plan.describe(rank)}", sorted(spans, key=lambda span: span.start_s)))
     arrows = list(messages(_remote_runs(deployment.plan.stages, generation), generation.ledger))
-    for stages in deployment.plan.refiners:
+    for stages in deployment.plan.asked.values():
         ledger = generation.refiners[stages[0].rank]
         arrows += messages(_remote_runs(stages, generation), ledger, "question")
     write_chrome_trace(path, tracks, arrows)

@@ -13,6 +13,7 @@ from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.slice_times import RankTimes, SliceTimes, slowdowns_beside
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import Deployment
+from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.virtual.nodes import Node
 from pipeinfer.virtual.profile import Machine, Model
@@ -21,7 +22,7 @@ HEAD = HeadCost(run_s=200e-6, verdict_s=200e-6, draft_s=80e-6)
 """Our engine's own work on rank 0; an estimate, as in the shipped profiles."""
 
 
-def model_of(info: ModelInfo) -> Model:
+def model_of(info: ModelInfo, cache: CacheTypes = F16_CACHE) -> Model:
     """What a row of it reads and computes. Of experts those that a row uses: where several rows go through together
     more of them are read, which is left out."""
     used = _share_of_experts(info)
@@ -37,7 +38,7 @@ def model_of(info: ModelInfo) -> Model:
         layer_params=sum(part.n_elements * share for part, share in zip(parts, shares, strict=True)) / info.n_layer,
         output_bytes=info.output_bytes,
         output_params=head.n_elements,
-        kv_bytes=sum(info.kv_bytes_per_cell) / info.n_layer,
+        kv_bytes=sum(cache.cell_bytes(info.kv_shapes)) / info.n_layer,
     )
 
 
@@ -82,9 +83,10 @@ def _shared(machine: Machine, n_ranks: int) -> Machine:
 
 
 def planned_profile(
-    deployment: Deployment, info: ModelInfo, drafts: Sequence[ModelInfo], nodes: Sequence[Node], link: LinkCost
-) -> Profile:
-    """What it costs; `info`, `drafts`: of its models.
+    deployment: Deployment, info: ModelInfo, drafts: Sequence[ModelInfo], nodes: Sequence[Node], link: LinkCost,
+    cache: CacheTypes = F16_CACHE, draft_cache: CacheTypes = F16_CACHE,
+) -> Profile:  # fmt: skip
+    """What it costs; `info`, `drafts`: of its models; `cache`: of the target.
 
     Raises UserError for what virtual time does not know: a rank that has target and draft, a draft that is cut, a host
     whose speed nobody knows.
@@ -94,10 +96,11 @@ def planned_profile(
         raise UserError("a lone rank computes target and draft in turns, which is not simulated")
     if max(plan.draft_split, default=1) > 1:
         raise UserError("a draft on several ranks is not simulated")
-    target, times = model_of(info), [node.times for node in nodes]
+    target, times = model_of(info, cache), [node.times for node in nodes]
 
     def cost(part: StagePlan, model: ModelInfo, own: SliceTimes | None) -> ModelCost:
-        estimate = machines[part.rank].slice_of(model_of(model), part.last - part.first, part.last == model.n_layer)
+        read = target if model is info else model_of(model, draft_cache)
+        estimate = machines[part.rank].slice_of(read, part.last - part.first, part.last == model.n_layer)
         estimate = replace(estimate, host=nodes[part.rank].host.name)
         return own.slice_of(estimate, sum(model.layer_bytes) / model.n_layer, model.output_bytes) if own else estimate
 

@@ -88,7 +88,8 @@ class Planner:
     def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
         """What the plan costs, for `simulate`; without a draft its rank has layers too, as in `run`."""
         asked = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
-        return planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link)
+        caches = self.options.cache, self.options.draft_cache
+        return planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
 
     def predict(self, policy: Policy) -> Compared:
         """Raises UserError where that policy cannot be simulated, or its plan does not fit."""

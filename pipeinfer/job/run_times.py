@@ -98,7 +98,7 @@ def _ask(models: Sequence[ModelInfo], options: RunOptions, hosts: Sequence[Host]
     targets = [_part(models, 0, len(stages), rank == n_ranks - 1) for rank in range(n_ranks)]
     drafts: dict[int, _Part] = {}
     if n_ranks > 1 and not options.draft_split:
-        ranks = draft_ranks(n_ranks, draft_widths(len(models) - 1))
+        ranks = draft_ranks(n_ranks, draft_widths(len(models) - 1), options.draft_rank or 0)
         found = {rank: _part(models, 1 + number, 1, True) for number, (rank,) in enumerate(ranks)}
         drafts = {rank: part for rank, part in found.items() if part}
     return _Asked(tuple(part for part in targets if part), drafts) if all(targets) else None
@@ -115,7 +115,7 @@ def _place(asked: _Asked, hosts: Sequence[Host], options: RunOptions, rank: int)
     host, threads = hosts[rank], planned_threads(options, hosts)
     beside = [str(threads[other]) for other, each in enumerate(hosts) if each.name == host.name]
     return (
-        f"runs: {asked.targets[rank].name}, {options.numerics}, {host.processor}, "
+        f"runs: {asked.targets[rank].name}, {options.kernels}, {host.processor}, "
         f"{place_text(options, host, threads[rank], rank)}, threads there {' '.join(beside)}, "
         f"pipeinfer {__version__}, {describe_build()}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -71,7 +71,8 @@ class Service:
         for warning in self.deployment.warnings:
             complain(warning)
         flag.interrupts, flag.orderly = self.drain, True
-        self.requests = OpenRequests(self.context, self.session, self.work.tokenizer, self.work.setup.n_ctx)
+        n_ctx = self.work.setup.n_ctx
+        self.requests = OpenRequests(self.context, self.session, self.work.tokenizer, n_ctx, self._tell)
         self.front.tell(Ready())
         with suppress(StopRequested):
             self._serve()
@@ -92,8 +93,7 @@ class Service:
     def _serve(self) -> None:
         """Until the service shall end."""
         while not self._has_drained():
-            if news := list(self.requests.step()):
-                self._tell(news)
+            self.requests.step()
             if picture := self.pictures.next():
                 self.front.tell(picture)
 
@@ -164,7 +164,7 @@ class Service:
     def _turn(self, id: int, is_running: bool) -> None:
         self.front.tell(Begun(id) if is_running else Waits(id))
 
-    def _tell(self, news: list[News]) -> None:
+    def _tell(self, news: Sequence[News]) -> None:
         """In one message what has come at one time."""
         parts = [(self._ids[each.opened], each.n_tokens, each.text, each.entries) for each in news]
         self.front.tell(Came(news[0].opened.metrics.token_s[-1], parts))

@@ -17,7 +17,7 @@ from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import GuessVerdict, Verdict
 from pipeinfer.core.sequences import SequencePool
@@ -99,9 +99,9 @@ class Session:
         self._drafts: dict[int, LoadedModel] = {}  # by number
         self._costs: dict[int, dict[int, float]] = {}  # of each stage's rank: rows of a run -> seconds
         self._chunk_s: dict[int, tuple[int, float] | None] = {}  # of each stage's rank: a chunk of a prompt
-        self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each larger draft, by number
+        self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each draft that is asked, by number
         self._pipeline: HeadPipeline[Verdict] | None = None
-        self._larger: dict[int, HeadPipeline[GuessVerdict]] = {}  # of the larger drafts, by number
+        self._asked: dict[int, HeadPipeline[GuessVerdict]] = {}  # of drafts elsewhere and larger ones, by number
         self._drafter: ModelDrafter | None = None
         self._engine: Engine | None = None
         self._request_ids = count()
@@ -133,7 +133,7 @@ class Session:
         costs = {rank: report.get("cost_s", {}) for rank, report in reports.items()}
         self._costs |= {rank: costs[rank] for rank in self._ranks if rank}
         self._chunk_s |= {rank: reports[rank].get("chunk_s") for rank in self._ranks if rank}
-        for number, stages in enumerate(self.deployment.plan.refiners, start=1):
+        for number, stages in self.deployment.plan.asked.items():
             if number not in self._drafts:
                 self._refiner_costs[number] = slowest_stage([costs.get(stage.rank, {}) for stage in stages])
         error = first_error({0: {"error": error}} | reports)
@@ -159,16 +159,16 @@ class Session:
             worker = make_worker(context, deployment, self._stage)
         n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes)
         self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type)
-        for number, stages in enumerate(deployment.plan.refiners, start=1):
+        for number, stages in deployment.plan.asked.items():
             draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]
             asker = make_draft_worker(context, deployment, number, draft) if draft else None
-            self._larger[number] = HeadPipeline(
+            self._asked[number] = HeadPipeline(
                 comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier, wire_type
             )
 
     @property
     def _pipelines(self) -> list[HeadPipeline[Any]]:
-        return [*([self._pipeline] if self._pipeline else []), *self._larger.values()]
+        return [*([self._pipeline] if self._pipeline else []), *self._asked.values()]
 
     def _make_engine(self) -> Engine:
         context, deployment, options = self.context, self.deployment, self.context.options
@@ -177,24 +177,27 @@ class Session:
         n_guesses = max(0, options.n_snapshots(rewinds) - 1)
         window = deployment.model.window
         pool = SequencePool(options.n_target_seq(rewinds), n_cells, parked, rewinds, n_guesses, window)
-        drafts = [
-            Level(
+        levels = {
+            number: Level(
                 pipeline, SequencePool(options.n_seq, n_cells, window=deployment.drafts[number].window),
                 n_chunk=N_GUESS_ROWS, n_rows=largest_question(self._refiner_costs[number]),
             )
-            for number, pipeline in self._larger.items()
-        ]  # fmt: skip
+            for number, pipeline in self._asked.items()
+        }  # fmt: skip
         target = Level(
             self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
         )
-        drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter
+        drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter or levels.pop(0, None)
         slowest = slowest_stage(list(self._costs.values()))
         chunk = max(filter(None, self._chunk_s.values()), default=None)  # all have as many rows
-        return Engine(
+        engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
-            drafts=drafts, run_cost=RunCost(slowest, deployment.crowding, chunk) if slowest else None,
+            drafts=list(levels.values()), run_cost=RunCost(slowest, deployment.crowding, chunk) if slowest else None,
             n_prompts=options.n_prompts, max_delay_s=options.max_delay_s or math.inf,
         )  # fmt: skip
+        for each in self._pipelines:
+            each.listen_by(engine.listen)
+        return engine
 
     def generate(
         self,
@@ -246,7 +249,7 @@ class Session:
         assert self._pipeline and not self.asks_figures
         for each in self._pipelines:
             each.ask_reports()
-        asked = {number: pipeline.take_ledger() for number, pipeline in self._larger.items()}
+        asked = {number: pipeline.take_ledger() for number, pipeline in self._asked.items()}
         drafts = self.deployment.plan.drafts
         refiners = {stage.rank: asked[number] for number in asked for stage in drafts[number]}
         own = self.context.take_figures(self._pipeline.worker, self._pipeline.outbox, None)
@@ -295,12 +298,17 @@ class Session:
         return reports
 
     def _drive(self, engine: Engine, request: Request, on_tokens: Callable[[Sequence[int]], object]) -> None:
+        def take(emissions: Sequence[Emission]) -> None:
+            for emission in emissions:
+                if on_tokens(emission.tokens):
+                    engine.stop(request, Finish.END)
+
+        engine.taker = take
         try:
             if not request.n_predict:
                 engine.stop(request, Finish.LENGTH)
             for emission in engine.generate():
-                if on_tokens(emission.tokens):
-                    engine.stop(request, Finish.END)
+                take([emission])
         except StopRequested:
             drain(engine, [request])
 

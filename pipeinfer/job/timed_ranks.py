@@ -9,6 +9,7 @@ from pipeinfer.cluster.cores import Host, spare_cores
 from pipeinfer.cluster.plan import Sizes, draft_widths, stage_ranks
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import threads_of_ranks
+from pipeinfer.job.draft_rank import check_draft_rank, may_choose
 from pipeinfer.job.options import (
     RunOptions,
     backend_of,
@@ -35,14 +36,18 @@ def ranks_to_time(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
 
 
 def stages_of_target(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
-    """The ranks that shall have layers of the target; none where the options are wrong, which who plans says."""
+    """The ranks that shall have layers of the target, or may have, where it is not said which one drafts; none where
+    the options are wrong, which who plans says."""
     n_ranks, n_drafts = len(hosts), len(options.drafts_in_use)
     try:
         check_backends(options, n_ranks)
         check_gpu_layers(options, n_ranks)
         check_devices(options, n_ranks)
         planned_threads(options, hosts)
-        return stage_ranks(n_ranks, draft_widths(n_drafts, options.draft_split if n_drafts else ()))
+        check_draft_rank(options, n_ranks)
+        widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
+        ranks = stage_ranks(n_ranks, widths, (options.draft_rank or 0) if n_drafts else 0)
+        return list(range(n_ranks)) if may_choose(options) and n_ranks > 1 else ranks
     except UserError:
         return []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
+from pipeinfer.models.gguf.cache_types import F16_CACHE, KvShape
 from pipeinfer.models.gguf.check_numbers import NumberCheck
 from pipeinfer.models.gguf.contents import FileState, SourceFile, check_unchanged, sample_digest
 from pipeinfer.models.gguf.header import Header, Tensor, Value, read_header, sample_spans
@@ -35,7 +36,7 @@ class ModelInfo:
     layer_bytes              one entry a layer
     input_bytes              the token table
     output_bytes             the output head and norms; with tied embeddings the token table counts again
-    kv_bytes_per_cell        one entry a layer: K and V of one token, 2 bytes an element
+    kv_shapes                one entry a layer: what it keeps of a token
     layers                   what they are, and which of them can be a slice
     fingerprint              equal on two hosts that hold the same file: of its header and samples of every tensor
     states                   of each path when its header was read: whether it was written to since, on this host
@@ -54,7 +55,7 @@ class ModelInfo:
     layer_bytes: tuple[int, ...]
     input_bytes: int
     output_bytes: int
-    kv_bytes_per_cell: tuple[int, ...]
+    kv_shapes: tuple[KvShape, ...]
     tied: bool
     fingerprint: str
     layers: Layers = field(repr=False, compare=False)
@@ -69,6 +70,11 @@ class ModelInfo:
     def n_bytes(self) -> int:
         """Of the file when its header was read, all parts of a split one."""
         return sum(state.n_bytes for state in self.states)
+
+    @property
+    def kv_bytes_per_cell(self) -> tuple[int, ...]:
+        """One entry a layer: key and value of one token, where nothing else is asked for."""
+        return F16_CACHE.cell_bytes(self.kv_shapes)
 
     def tensor(self, name: str) -> Tensor | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
@@ -143,7 +149,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
         layer_bytes=layer_bytes,
         input_bytes=table.n_bytes,
         output_bytes=ends - (table.n_bytes if output is not None else 0),
-        kv_bytes_per_cell=_kv_bytes(path, layers, n_blocks, n_embd),
+        kv_shapes=_kv_shapes(path, layers, n_blocks, n_embd),
         tied=output is None,
         fingerprint=hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest()[:32],
         layers=layers,
@@ -199,7 +205,7 @@ def _layer_bytes(path: Path, tensors: tuple[Tensor, ...], n_layer: int, n_blocks
     return tuple(sizes[:n_layer])
 
 
-def _kv_bytes(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tuple[int, ...]:
+def _kv_shapes(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tuple[KvShape, ...]:
     def per_layer(key: str, default: int | None) -> tuple[int, ...]:
         values = layers.of_layers(key, default)
         numbers = tuple(item for item in values if isinstance(item, int) and 0 <= item <= 1 << 16)
@@ -218,7 +224,7 @@ def _kv_bytes(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tuple[i
     if layers.shares_values:
         value = per_layer("attention.indexer.key_length", 0)  # not values, but what an indexer keeps in their place
     cells = zip(heads_kv, key, value, layers.attentive, strict=True)
-    return tuple(2 * n * (k + v) if attends else 0 for n, k, v, attends in cells)
+    return tuple(KvShape(n, k, v) if attends else KvShape() for n, k, v, attends in cells)
 
 
 def _quantisation(metadata: dict[str, Value]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 
+from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -29,6 +30,7 @@ class LlamaParams:
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
     devices        names of libllama's devices that these layers go to; None: as libllama likes, empty: none
     n_snapshots    where layers keep states, how many are kept to go back to
+    cache          types of keys and values, where these are not what `exact` needs
     exact          the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a
                    prompt's rows do if they come in blocks
     """
@@ -42,6 +44,7 @@ class LlamaParams:
     exact: bool = True
     n_snapshots: int = 0
     devices: tuple[str, ...] | None = None
+    cache: CacheTypes = F16_CACHE
 
     @property
     def mixed_cache(self) -> bool:

@@ -71,7 +71,8 @@ class LlamaStage:
         self._by_tokens = known.by_tokens and not (self.is_first and self.is_last)
         # untouched pages of this array cost no memory: a stage that only sees small batches stays small
         self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
-        self._tap = Tap(self._lib, self._n_layer, self._out, known, self._by_tokens or not self.is_first)
+        writes, on_cpu = self._by_tokens or not self.is_first, params.n_gpu_layers == 0
+        self._tap = Tap(self._lib, self._n_layer, self._out, known, writes, between=on_cpu)
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
         self._n_part = params.n_batch if self._has_states else largest_part(info, params)
         self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
@@ -97,7 +98,7 @@ class LlamaStage:
             first, spare = params.n_seq_max + params.exact, self._spare if params.exact else None
             self._snapshots = Snapshots(self._lib, self._memory, first, params.n_snapshots, spare)
         self.n_cells = int(self._lib.llama_n_ctx(self._context))
-        self.kv_bytes = self.n_cells * sum(info.kv_bytes_per_cell[slice_file.first : slice_file.last])
+        self.kv_bytes = self.n_cells * sum(params.cache.cell_bytes(info.kv_shapes[slice_file.first : slice_file.last]))
         self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
@@ -109,7 +110,7 @@ class LlamaStage:
         wanted = batch.wanted if self.is_last else None
         self._check(n_rows, wanted)
         self._tap.begin(never if self._has_states else stop)
-        result = self._evaluate_as_fits(batch, wanted)
+        result = None if self._tap.stopped else self._evaluate_as_fits(batch, wanted)
         if result is not None:
             for source in self._sources:
                 source.check()
@@ -327,7 +328,7 @@ class LlamaStage:
         params = self.params
         # different types keep attention off the kernels whose sums depend on batch size and thread count; what comes
         # from a prompt's own context arrives in a further sequence
-        types = (F16 if self._form.has_values else BF16, BF16) if params.mixed_cache else (F16, F16)
+        types = (F16 if self._form.has_values else BF16, BF16) if params.mixed_cache else params.cache.ggml
         n_seq_max = params.n_seq_max + params.exact + params.n_snapshots * self._has_states
         return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq_max, types)
 

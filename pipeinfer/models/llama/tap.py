@@ -1,8 +1,9 @@
 """Where a slice's input and output meet libllama's graph: its evaluation callback. Knows no cache and no batch.
 
 libllama offers every node of the graph. For the last node of a layer the callback asks to see the result, copies the
-last layer's out, and may end the evaluation there. Where the graph changes what comes in as embeddings before the first
-layer, it writes them over what came of that.
+last layer's out, and may end the evaluation there. A GPU would be waited for at each of them, so where layers are on
+one it asks to see the last layer alone, and an evaluation that has begun goes to its end. Where the graph changes what
+comes in as embeddings before the first layer, it writes them over what came of that.
 """
 
 from __future__ import annotations
@@ -19,15 +20,24 @@ from pipeinfer.models.llama import ggml
 
 
 class Tap:
-    """out         (n_batch, n_embd), where the residual stream after the slice goes; no rows on the last slice
+    """between     whether an evaluation may be ended between layers; else before the first one
+    out         (n_batch, n_embd), where the residual stream after the slice goes; no rows on the last slice
     stopped     the evaluation was ended
     fault       what `stop` raised
     callback    for libllama; to be held as long as it has it
     """
 
-    def __init__(self, library: ModuleType, n_layer: int, out: FloatArray, known: Architecture, writes: bool) -> None:
+    def __init__(
+        self,
+        library: ModuleType,
+        n_layer: int,
+        out: FloatArray,
+        known: Architecture,
+        writes: bool,
+        between: bool = True,
+    ) -> None:
         """Of a slice of `n_layer` layers. `writes`: what comes in is written over what came of it."""
-        self.out = out
+        self.out, self.between = out, between
         self.stopped = False
         self.fault: BaseException | None = None
         self._stop: Callable[[], bool] = lambda: False
@@ -35,8 +45,10 @@ class Tap:
         self.callback = self._make_callback(library, n_layer, known, known.input_node if writes else "")
 
     def begin(self, stop: Callable[[], bool]) -> None:
-        """An evaluation begins, of one or several batches. `stop` is asked between layers."""
-        self._stop, self.stopped, self.fault = stop, False, None
+        """An evaluation begins, of one or several batches, unless `stop`, which is asked here or between layers, has
+        `stopped` it at once."""
+        self._stop, self.fault = stop, None
+        self.stopped = not self.between and stop()
 
     def expect(self, n_rows: int, n_at_once: int, at: int, hidden: FloatArray | None) -> None:
         """A batch of n_rows comes, of which libllama evaluates n_at_once at a time, for the rows of `out` from `at` on.
@@ -62,7 +74,7 @@ class Tap:
                 if name_offset == 0:
                     name_offset = name_of(tensor) - tensor
                 if read(tensor + name_offset, n_prefix) == prefix:
-                    return True
+                    return self.between or (not is_last and read(tensor + name_offset) == last_name)
                 return bool(others) and read(tensor + name_offset) in others
             try:
                 if entry and read(tensor + name_offset) == entry:
@@ -73,6 +85,8 @@ class Tap:
                     get(tensor, self.out.ctypes.data + self._n_out * row_bytes, 0, n_rows * row_bytes)
                     self._n_out += n_rows
                     return False
+                if not self.between:
+                    return True
                 # on a build with several backends False only ends the current part of the graph: say it again
                 self.stopped = self.stopped or self._stop()
             except BaseException as fault:
