@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ import pytest
 
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.cluster.roster import check_alike, own_words
+from pipeinfer.cluster.watch.deaths import first_to_close
 from pipeinfer.cluster.watch.segments import MARK, UCX_AGE_S, UCX_NAMES, mark_own, remove_dead, segments_of, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.core.sampling import SamplingParams
@@ -411,3 +414,30 @@ def test_a_killed_job_leaves_nothing(with_sentinel: bool) -> None:
         wait_until(lambda: not any(map(segments_of, processes)))
         sweep()
     wait_until(lambda: not any(path.exists() for path in segments))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the order in which others close files is not known")
+def test_the_link_of_a_killed_process_closes_before_its_other_files() -> None:
+    """So a busy host does not let the launcher kill others before the first death is heard."""
+    watched, link = socket.socketpair()
+    before, after = socket.socketpair(), socket.socketpair()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            for end in (watched, before[0], after[0]):
+                end.close()
+            kept = first_to_close(link)
+            time.sleep(60 + kept.fileno())
+        os._exit(0)
+    order = [watched, before[0], after[0]]
+    for end in (link, before[1], after[1]):
+        end.close()
+    heard = select.epoll()
+    for end in order:
+        heard.register(end, select.EPOLLIN | select.EPOLLET)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert next(number for number, _ in heard.poll(5)) == watched.fileno()
+    for end in order:
+        end.close()

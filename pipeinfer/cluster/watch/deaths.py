@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import select
 import signal
+import socket
 import struct
 import time
 from pathlib import Path
@@ -18,6 +20,8 @@ INFO_BYTES = struct.calcsize(INFO_LAYOUT)
 GET_INFO = 3 << 30 | INFO_BYTES << 16 | 0xFF << 8 | 11  # PIDFD_GET_INFO, Linux 6.13
 INFO_EXIT = 1 << 3  # PIDFD_INFO_EXIT, Linux 6.15
 LOOK_S = 0.15
+HIGHEST_FILE = 1024  # what select(2) can take, and the usual limit
+N_SPARE_FILES = 8
 
 
 class Process:
@@ -55,6 +59,20 @@ class Process:
             if mask & INFO_EXIT:
                 return int(exit_code)
         return None
+
+
+def first_to_close(link: socket.socket) -> socket.socket:
+    """The same socket under a number above those of all other files, which Linux closes first when a process dies.
+
+    Were the launcher's files closed first, it could kill the other ranks while a busy host keeps the dead one from
+    closing this, and another rank's death would be heard before.
+    """
+    highest = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], HIGHEST_FILE)
+    with contextlib.suppress(OSError, ValueError):
+        moved = fcntl.fcntl(link.fileno(), fcntl.F_DUPFD_CLOEXEC, highest - N_SPARE_FILES)
+        link.close()
+        return socket.socket(fileno=moved)
+    return link
 
 
 def ranks_beside(pid: int) -> set[int]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.launch import is_launched
-from pipeinfer.cluster.watch.deaths import Process
+from pipeinfer.cluster.watch.deaths import Process, first_to_close
 from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.cluster.watch.handshake import Message, encode, messages, title, write_line
 from pipeinfer.cluster.watch.limits import Limits, join_limit_s
@@ -74,7 +74,8 @@ class Watch:
         if is_launched():
             self._start(self._await_launcher, Process(os.getppid()))
         if self.rank == 0:
-            self._link, theirs = socket.socketpair()
+            ours, theirs = socket.socketpair()
+            self._link = first_to_close(ours)
             self._sentinel = _start_sentinel(theirs, self._size, self._limits)
             self._start(self._listen, self._link)
         else:
@@ -99,8 +100,9 @@ class Watch:
         if self.rank == 0:
             broadcast(self._invite(places))
         else:
-            self._link = go_to(broadcast(None), self.rank, self._limits)
-            if self._link:
+            link = go_to(broadcast(None), self.rank, self._limits)
+            if link:
+                self._link = first_to_close(link)
                 self._start(self._listen, self._link)
         self._start(self._beat)
         self._joined.set()
