@@ -180,7 +180,7 @@ class Session:
         levels = {
             number: Level(
                 pipeline, SequencePool(options.n_seq, n_cells, window=deployment.drafts[number].window),
-                n_chunk=N_GUESS_ROWS, n_rows=largest_question(self._refiner_costs[number]),
+                n_chunk=N_GUESS_ROWS, n_rows=largest_question(self._refiner_costs[number]) if number else N_GUESS_ROWS,
             )
             for number, pipeline in self._asked.items()
         }  # fmt: skip
