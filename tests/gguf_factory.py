@@ -19,6 +19,8 @@ PLAIN_TYPES = {
     "Q8_0": gguf.GGMLQuantizationType.Q8_0,
     "Q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
+MEASURED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")  # their makers want an importance matrix
+FILE_TYPES = {**dict(zip(MEASURED, MEASURED, strict=True)), "NVFP4": "NVFP4", "MXFP4": "MXFP4_MOE"}
 WORDS = ["▁the", "▁a", "▁of", "▁and", "▁to", "▁in", "▁is", "▁model", "▁token", "▁layer", "▁rank", "▁th"]
 WORDS += ["th", "he", "in", "er", "an", "ing"]
 MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<think>", "</think>", "<|end|>"]
@@ -86,6 +88,51 @@ def quantise(source: Path, path: Path, type_name: str) -> None:
     options.nthread, options.allow_requantize = 2, True
     code = lib.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options))
     assert code == 0, ggml.last_errors()
+
+
+def with_blocks_of(source: Path, path: Path, type_name: str, seed: int = 0) -> Path:
+    """The model in float32 at `source`, layers' matrices as random blocks of one of FILE_TYPES: any bits are numbers of
+    it, and scales are what keeps them in bounds."""
+    kind = gguf.GGMLQuantizationType[type_name]
+    n_values, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng, reader = np.random.default_rng(seed), gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    file_type = gguf.LlamaFileType[f"MOSTLY_{FILE_TYPES[type_name]}"].value
+    for name, known in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        value = file_type if name == "general.file_type" else known.contents()
+        writer.add_key_value(name, value, *known.types[:2])
+    for tensor in reader.tensors:
+        data = np.asarray(tensor.data)
+        if not tensor.name.startswith("blk.") or data.ndim < 2 or tensor.name.endswith("gate_inp.weight"):
+            writer.add_tensor(tensor.name, data)
+            continue
+        blocks = rng.integers(0, 256, (data.size // n_values, n_bytes), np.uint8)
+        wanted = 1 / np.sqrt(data.shape[-1])
+        _set_scales(blocks, type_name, wanted)
+        found = gguf.quants.dequantize(blocks.reshape(-1, n_bytes), kind).std()
+        _set_scales(blocks, type_name, wanted * wanted / found)
+        writer.add_tensor(tensor.name, blocks.reshape(*data.shape[:-1], -1), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _set_scales(blocks: np.typing.NDArray[np.uint8], type_name: str, scale: float) -> None:
+    if type_name == "MXFP4":  # a power of two
+        blocks[:, 0] = 127 + round(np.log2(scale))
+    elif type_name == "NVFP4":  # four of 8 bits each, 4 of them the exponent
+        blocks[:, :4] = (max(0, 7 + round(np.log2(scale))) << 3) | (blocks[:, :4] & 7)
+    else:
+        half = int(np.float16(scale).view(np.uint16))
+        if type_name == "IQ1_M":  # four bits at the end of each of the last four numbers
+            last = blocks[:, -8:].copy().view("<u2") & 0x0FFF
+            blocks[:, -8:] = (last | [(half >> 4 * part & 15) << 12 for part in range(4)]).astype("<u2").view(np.uint8)
+        else:
+            blocks[:, :2] = half & 255, half >> 8
 
 
 def vocabulary(n_vocab: int) -> tuple[list[bytes], list[float], list[int]]:

@@ -1,4 +1,4 @@
-"""Every quantisation that libllama makes without an importance matrix: slices, and rows in any company, to the bit."""
+"""Every quantisation, of random weights or random blocks: slices, and rows in any company, to the bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from tests.gguf_factory import Shape, quantise, write_model
+from tests.gguf_factory import FILE_TYPES, Shape, quantise, with_blocks_of, write_model
 from tests.test_llama_stage import loaded, make_batch, random_tokens, run
 
 __all__ = ["loaded"]
@@ -32,7 +32,7 @@ IN_256 = [
     "IQ3_M",
     "IQ4_XS",
 ]
-NAMES = [*FLOAT, *SIMPLE, *IN_256]
+NAMES = [*FLOAT, *SIMPLE, *IN_256, *FILE_TYPES]
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 33)
 
 
@@ -45,7 +45,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_the_same_in_every_batch(source: Path, tmp_path: Path, loaded: Loader, name: str) -> None:
     path = tmp_path / f"{name}.gguf"
-    quantise(source, path, name)
+    make = with_blocks_of if name in FILE_TYPES else quantise
+    make(source, path, name)
     tokens = random_tokens(sum(SIZES))
     (whole,) = loaded(path, (), PARAMS)
     expected = np.concatenate([run([whole], make_batch([token], at)) for at, token in enumerate(tokens)])

@@ -153,5 +153,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_refused("dots3note", "it is not proved: several kinds of caches at once"),
     **_refused("minimax-m3", "libllama computes its sparse attention for a lone sequence only"),
     **_refused("rwkv6qwen2", "it could not be proved: libllama crashes on random models of it"),
+    **_refused("plm", "libllama ends the process where several of its rows are computed with flash attention"),
     **_refused("gptj", "libllama cannot compute it"),
 }
