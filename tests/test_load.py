@@ -124,11 +124,20 @@ def test_speculation_fills_what_is_empty_and_no_more(cluster: str, acceptance: f
     assert speed("auto", n) >= 0.99 * speed("iterative", n)
 
 
+def test_the_busiest_stage_of_sipipe_has_no_time_to_spare() -> None:
+    """Nothing holds its processors up: what is left are messages, and the first and the last run."""
+    profile = load_profile("sipipe").lay_out(has_draft=False)
+    profile = replace(profile, host=replace(profile.host, samplers=8, ahead=True, posted=True))
+    found = simulate_load(profile, make_policy("iterative"), Load(512, 256, 64, 512), ranks_for(0.5))
+    assert max(found["busy"]) >= 0.95
+
+
 def test_a_small_run_waits_for_the_roots_to_come() -> None:
     room = Room.for_load(64, 4, 8, 32, 128)
     assert room.n_roots == 16
     assert room.has_place(2, True, 3) and not room.has_place(2, True, 4)
     assert room.has_place(16, True, 4) and not room.has_place(16, True, 5)
+    assert room.has_place(0, True, 4, reads=True) and not room.has_place(0, True, 5, reads=True)
     assert not room.has_place(0, False, 3), "guesses alone would take a root's place"
     assert Room.for_load(3, 4, 8, 32, 128).has_place(0, False, 3)
 

@@ -100,7 +100,9 @@ class Rooms:
 
     def _has_place(self, parts: Sequence[Part]) -> bool:
         n_roots, n_inflight = sum(part.has_root for part in parts), self.target.n_useful_flights
-        return not self.run_cost or self._room.has_place(n_roots, any(part.certain for part in parts), n_inflight)
+        certain = any(part.certain for part in parts)
+        reads = self.max_delay_s == math.inf and any(part.n_context for part in parts)
+        return not self.run_cost or self._room.has_place(n_roots, certain, n_inflight, reads)
 
     def _delays_others(self) -> bool:
         """Whether a chunk's time matters: there is a limit, and somebody who has read the prompt."""
