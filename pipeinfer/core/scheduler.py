@@ -63,10 +63,12 @@ class Room:
         return max(0, self.n_cheap - self.n_roots)
 
     def has_place(self, n_roots: int, certain: bool, n_inflight: int, reads: bool = False) -> bool:
-        """Whether a run of so many roots shall go now; `certain`: it has some, or prompts; `reads`: prompts. With one in
-        flight for each stage only one more goes. It covers what messages and the head take of a cycle, but must have as
-        many roots as it may: small runs would stay small, as their answers come together again. A chunk of a prompt
-        has its size whatever else is on its way. Guesses by themselves take no place that a root will want."""
+        """Whether a run of so many roots shall go now; `certain`: it has some, or prompts; `reads`: prompts.
+
+        With one in flight for each stage only one more goes. It covers what messages and the head take of a cycle, but
+        must have as many roots as it may: small runs would stay small, as their answers come together again. A chunk
+        of a prompt has its size whatever else is on its way. Guesses by themselves take no place that a root will want.
+        """
         n_more = n_inflight - self.n_stages
         if not certain:
             return n_more < 0 and self.n_open < self.n_stages
