@@ -171,7 +171,8 @@ def draft() -> Iterator[LlamaStage]:
     stage.close()
 
 
-def test_every_policy_gives_the_text_of_iterative(draft: LlamaStage) -> None:
+@pytest.mark.parametrize(("temp", "n"), [(0.0, 14), (0.8, 14), (0.8, 90)])
+def test_every_policy_gives_the_text_of_iterative(draft: LlamaStage, temp: float, n: int) -> None:
     stages = open_stages(TARGET, (4,), 512)
     prompts = [[rng.randrange(300, 3000) for _ in range(n)] for rng, n in ((random.Random(n), n) for n in (5, 70))]
     texts: dict[str, list[list[int]]] = {}
@@ -183,7 +184,7 @@ def test_every_policy_gives_the_text_of_iterative(draft: LlamaStage) -> None:
         drafter = ModelDrafter(draft, SequencePool(60, 512), 32, draft.n_vocab)
         target = Level(pipeline, SequencePool(60, 512, parked=True), n_chunk=128, n_rows=32, blocks=True)
         engine = Engine(target, drafter, ToyWaiter(pipeline.rng), lambda: 0.0)
-        requests = [Request(i, prompt, 14, SamplingParams(temp=0.0), 120) for i, prompt in enumerate(prompts)]
+        requests = [Request(i, prompt, n, SamplingParams(seed=i, temp=temp), 200) for i, prompt in enumerate(prompts)]
         for request in requests:
             engine.add(request, make_policy(name, {}))
         for _ in engine.generate():

@@ -16,7 +16,7 @@ from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.errors import UserError
 from pipeinfer.models.agreement import TEXTS, greedy
-from pipeinfer.models.demo import TARGET
+from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -24,7 +24,7 @@ from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.models.torch.params import TorchParams
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
-from tests.gguf_factory import Shape, quantise, write_model
+from tests.gguf_factory import FILE_TYPES, Shape, quantise, with_blocks_of, write_model
 from tests.test_llama_stage import (
     TreeDriver,
     check_what_stop_raises_comes_out,
@@ -50,6 +50,8 @@ FAMILY = {
     "qwen3": Shape("qwen3"),
     "qwen3moe": Shape("qwen3moe", n_expert=4),
 }
+MADE = ["BF16", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"]
+MADE += ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ3_S", "IQ4_XS"]
 SMALL = Shape(n_layer=2, n_embd=128, n_ff=256, peaky=8.0)
 LLAMA = LlamaParams(n_cells=512, n_seq_max=8, n_batch=64, n_outputs_max=64, exact=False)
 Opener = Callable[..., list[TorchStage]]
@@ -174,9 +176,16 @@ def test_int8_multiplies_with_the_nearest_of_255_numbers_a_row(
     assert difference(found.numpy(), expected.numpy()) < 4e-3
 
 
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "F16", "Q4_K_M", "Q6_K", "Q3_K_M"])
-def test_weights_are_what_their_quantisation_says(folder: Path, type_name: str) -> None:
-    path = write_model(folder / f"weights-{type_name}.gguf", Shape(n_layer=2), type_name)
+@pytest.fixture(scope="module")
+def in_f32(folder: Path) -> Path:
+    return write_model(folder / "weights.gguf", Shape(n_layer=2), "F32")
+
+
+@pytest.mark.parametrize("type_name", [*MADE, *FILE_TYPES])
+def test_weights_are_what_their_quantisation_says(folder: Path, in_f32: Path, type_name: str) -> None:
+    path = folder / f"weights-{type_name}.gguf"
+    make = with_blocks_of if type_name in FILE_TYPES else quantise
+    make(in_f32, path, type_name)
     read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     weights = Weights(open_slice(read_model_info(path), 1, 2), "f32", torch.device("cpu"))
     for name in ("attn_q", "attn_v", "ffn_down"):
@@ -189,6 +198,29 @@ def test_weights_are_what_their_quantisation_says(folder: Path, type_name: str) 
         assert np.array_equal(found.numpy(), expected), (name, source.tensor_type)
 
 
+def mixed(path: Path, kinds: str, llama: type[LlamaStage]) -> list[TorchStage | LlamaStage]:
+    """A chain of torch's (t) and libllama's (l) stages of one layer each, the last with the rest."""
+    info = read_model_info(path)
+    edges = [*range(len(kinds)), info.n_layer]
+    return [
+        TorchStage(open_slice(info, first, last), torch_params())
+        if kind == "t"
+        else llama(open_slice(info, first, last), LLAMA)
+        for kind, (first, last) in zip(kinds, pairwise(edges), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kinds", ["tl", "lt", "tlt", "ltl", "lttl", "tllt"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_chains_in_float32(folder: Path, reference: Callable[[Path], FloatStage], kinds: str, name: str) -> None:
+    path = write_model(folder / f"chain-{name}.gguf", FAMILY[name], "F32")
+    whole, chain = reference(path), mixed(path, kinds, FloatStage)
+    for batch in chunks(random_tokens(36)):
+        assert difference(run(chain, batch), run([whole], batch)) < 1e-4
+    for stage in chain:
+        stage.close()
+
+
 @pytest.mark.parametrize(
     ("kinds", "type_name"), [("tl", "Q8_0"), ("lt", "Q4_K_M"), ("tlt", "Q4_K_M"), ("lttl", "Q8_0")]
 )
@@ -198,13 +230,7 @@ def test_torch_and_libllama_in_one_chain(folder: Path, kinds: str, type_name: st
     if not path.exists():
         write_model(path, type_name=type_name)
     info = read_model_info(path)
-    edges = [*range(len(kinds)), info.n_layer]
-    chain = [
-        TorchStage(open_slice(info, first, last), torch_params())
-        if kind == "t"
-        else LlamaStage(open_slice(info, first, last), LLAMA)
-        for kind, (first, last) in zip(kinds, pairwise(edges), strict=True)
-    ]
+    chain = mixed(path, kinds, LlamaStage)
     whole = LlamaStage(open_slice(info, 0, info.n_layer), LLAMA)
     for batch in chunks(random_tokens(36)):
         assert difference(run(chain, batch), run([whole], batch)) < 0.05
@@ -212,11 +238,12 @@ def test_torch_and_libllama_in_one_chain(folder: Path, kinds: str, type_name: st
         stage.close()
 
 
-def test_greedy_text_of_the_shipped_target(folder: Path, reference: Callable[[Path], FloatStage]) -> None:
+@pytest.mark.parametrize("shipped", [TARGET, DRAFT], ids=["target", "draft"])
+def test_greedy_text_of_the_shipped_pair(folder: Path, reference: Callable[[Path], FloatStage], shipped: Path) -> None:
     """200 tokens of two texts, of libllama with the weights in float32, and of torch with those that are shipped."""
-    plain, tokenizer = folder / "plain.gguf", Tokenizer(TARGET)
-    quantise(TARGET, plain, "F32")
-    whole, (stage,) = reference(plain), open_chain(TARGET)
+    plain, tokenizer = folder / "plain.gguf", Tokenizer(shipped)
+    quantise(shipped, plain, "F32")
+    whole, (stage,) = reference(plain), open_chain(shipped)
     for text in TEXTS[:2]:
         prompt = tokenizer.encode(text)
         assert greedy(stage, prompt, 200) == greedy(whole, prompt, 200)
