@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from pipeinfer.cli.plan import plan_command
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.costs import NOTHING, Profile
+from pipeinfer.cluster.gpu_room import spare_on_gpus
 from pipeinfer.cluster.room import Memory, Room, spare_room
 from pipeinfer.cluster.slice_times import RankTimes, SliceTimes
 from pipeinfer.cluster.speed import Speed, measure_speed
@@ -148,7 +149,7 @@ def test_layers_on_gpus_are_said_rank_by_rank(tmp_path: Path) -> None:
     plain = plan("--hosts", hosts)[0]
     kv, whole = ([row["kv_bytes"] for row in each["ranks"]] for each in (found, plain))
     assert kv[0] == 0 and 0 < kv[1] < whole[1] and 0 < kv[2] < whole[2], "no cells there, and no prompts in blocks"
-    assert found["ranks"][2]["gpu"] == "H100" and "GPUs" in found["notes"][0] and not plain["notes"]
+    assert found["ranks"][2]["gpu"] == "H100" and "GPU" in found["notes"][0] and not plain["notes"]
     drafting = plan("--hosts", hosts, "-ngl", "all,0,0")[0]
     assert [row["kv_bytes"] for row in drafting["ranks"]][1:] == whole[1:], "the target is as exact as without a GPU"
     assert "2 values for 3 ranks; give one, or one a rank" in call("--hosts", hosts, "-ngl", "all,0")[1]
@@ -459,3 +460,34 @@ def test_a_short_context_has_room_for_the_prompt_that_nobody_gave() -> None:
     words = ("--profile", "pipeinfer-c", "-np", "3", "-c", "64")
     assert plan(*words)[0]["n_ctx"] == 64
     assert "the prompt has 100 tokens, -c 64 holds 64" in call(*words, "-p", "100")[1]
+
+
+def test_what_gpus_must_hold_is_counted_and_refused_where_it_does_not_fit(tmp_path: Path, wide: Path) -> None:
+    words = ("-m", wide, "-c", 2048, "--numerics", "fast", "-md", "none", "-ngl", "0,99,1")
+
+    def planned(free: str) -> tuple[dict[str, Any], str]:
+        hosts = write(tmp_path, f"a memory=60G {FAST}", f"b slots=2 memory=60G {FAST} gpu=H100 gpu_memory={free}")
+        return plan("--hosts", hosts, *words)
+
+    found, _ = planned("10G")
+    cpu, whole, part = found["ranks"]
+    assert cpu["gpu_bytes"] == 0 and cpu["gpu_spare_bytes"] is None
+    assert whole["gpu_bytes"] > part["gpu_bytes"] > 0 and whole["kv_bytes"] == 0 < part["kv_bytes"]
+    needed = whole["gpu_bytes"] + part["gpu_bytes"]
+    assert whole["gpu_spare_bytes"] == part["gpu_spare_bytes"] == 10**10 - needed
+    assert planned(f"{needed}")[0]["fits"]
+    found, error = planned(f"{needed - 1000}")
+    assert not found["fits"] and [row["fits"] for row in found["ranks"]] == [True, False, False]
+    assert error.startswith("rank 1 on b puts ") and "on H100 and ranks beside it" in error and "-ngl" in error
+
+
+def test_devices_are_shared_by_the_ranks_that_see_them() -> None:
+    def host(name: str, given: str, *gpus: tuple[str, int]) -> Host:
+        return Host(name, frozenset(), 1, gpus_given=given, gpus=gpus)
+
+    one, two = ("CUDA0", 100), ("CUDA1", 50)
+    free = [(one,), (("CUDA0", 90),), (two,)]
+    hosts = [*(host("a", "", *gpus) for gpus in free), host("b", "", one), host("a", "x", one)]
+    assert spare_on_gpus(hosts, [30, 40, 60, 0, 100]) == [20, 20, -10, None, 0]
+    assert spare_on_gpus([host("a", "")], [30]) == [None], "nobody knows"
+    assert spare_on_gpus([host("a", "", one, two)], [120]) == [30]

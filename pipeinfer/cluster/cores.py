@@ -45,6 +45,8 @@ class Host:
     """What the host says it is; empty: it does not say."""
     gpus_given: str = ""
     """Ranks of a host of which this is the same see the same GPUs; others were given their own by the launcher."""
+    gpus: tuple[tuple[str, int], ...] = ()
+    """The devices that layers of this rank go to, and the bytes that are free on each; empty: none, or nobody knows."""
     nodes: tuple[tuple[int, Cores], ...] = ()
     """Of each NUMA node that has cores of it: the node's number and those."""
     is_bound: bool = False

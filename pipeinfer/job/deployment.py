@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeinfer.cluster.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
 from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.gpu_room import check_gpus
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
 from pipeinfer.cluster.room import Memory, Room, check_room, paging_lines
 from pipeinfer.core.blocks import LARGEST, rows_in_blocks
@@ -80,6 +81,7 @@ class Deployment:
     threads   of each rank
     samplers  threads beside the last stage that choose tokens
     memory    of each rank, what it will hold
+    on_gpus   of each rank, the bytes of libllama's on its GPUs
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
     parked    rejected cells of the target stay taken until all are packed
     translations  of each draft, between the target's token ids and its own, where they differ
@@ -99,6 +101,7 @@ class Deployment:
     samplers: int
     hosts: tuple[Host, ...]
     memory: tuple[Memory, ...]
+    on_gpus: tuple[int, ...]
     blocks: bool = False
     parked: bool = False
     pace: Profile | None = None
@@ -167,8 +170,9 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
 
 
 def check_memory(deployment: Deployment, way_out: str) -> None:
-    """Raises UserError when a host lacks memory for what its ranks shall hold."""
+    """Raises UserError when a host, or a GPU there, lacks memory for what its ranks shall hold."""
     check_room(*deployment.rooms, deployment.memory, way_out)
+    check_gpus(deployment.hosts, deployment.on_gpus, way_out)
 
 
 def read_drafts(paths: Sequence[Path]) -> list[ModelInfo]:
@@ -212,6 +216,7 @@ def lay_out(
         samplers=samplers_of(options, plan, hosts, threads),
         hosts=tuple(hosts),
         memory=needs.of_plan(plan),
+        on_gpus=needs.on_gpus(plan),
         blocks=_in_blocks(options, info, len(hosts), len(drafts)),
         parked=_parks(options, plan),
         tied=_tied(options, info, n_ctx),

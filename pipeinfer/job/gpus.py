@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.shares import share_of
@@ -19,6 +20,9 @@ from pipeinfer.job.options import (
 )
 from pipeinfer.models.llama.devices import GPUS, Device, llama_devices
 from pipeinfer.models.llama.ggml import load_library
+
+Gpus = tuple[tuple[str, int], ...]
+"""Names of devices and the bytes that are free on each."""
 
 BUILD = "a build of llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on"
 
@@ -74,6 +78,23 @@ def _fault(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
     except UserError as error:
         return f"rank {rank} (host {hosts[rank].name}): {error}"
     return ""
+
+
+def with_gpus(
+    options: RunOptions, hosts: Sequence[Host], rank: int, gather: Callable[[Gpus], list[Gpus]]
+) -> tuple[Host, ...]:
+    """The hosts with what is free on the devices that each rank's layers go to. `gather`: every rank's, on every rank.
+
+    Each rank must find its devices: see `ranks_fault`.
+    """
+    if not any(options.n_gpu_layers):
+        return tuple(hosts)
+    own: Gpus = ()
+    if gpu_layers(options, rank) and not backend_of(options, rank).is_torch:
+        names = rank_devices(options, hosts, rank)
+        present = [device for device in gpus() if names is None or device.name in names]
+        own = tuple((device.name, device.free_bytes) for device in present if device.free_bytes)
+    return tuple(replace(host, gpus=each) for host, each in zip(hosts, gather(own), strict=True))
 
 
 def check_present(asked: Sequence[str], present: Sequence[Device]) -> None:

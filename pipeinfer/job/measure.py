@@ -14,7 +14,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, check_profiled
 from pipeinfer.job.fetch import fetch_models
-from pipeinfer.job.gpus import ranks_fault
+from pipeinfer.job.gpus import ranks_fault, with_gpus
 from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.load import load_drafts, load_stage
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
@@ -42,7 +42,8 @@ def measure(options: RunOptions, output: Path) -> int:
 def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
     link, deployment, request = crew.link, None, None
     error = ranks_fault(options, crew.hosts, link.rank, link.all_gather)
-    hosts = with_layer_times(crew, crew.hosts, options)
+    found_hosts = crew.hosts if error else with_gpus(options, crew.hosts, link.rank, link.all_gather)
+    hosts = with_layer_times(crew, found_hosts, options)
     if link.rank == 0 and not error:
         try:
             if link.size < 2:

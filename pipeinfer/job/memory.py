@@ -33,8 +33,7 @@ _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """What a target and its drafts take of ranks' memory, whichever rank has which layers. What a GPU holds is not
-    counted.
+    """What a target and its drafts take of ranks' memory, whichever rank has which layers.
 
     `n_rows`: of the largest run; `n_in_blocks`: of a prompt, which are evaluated in a context of their own.
     """
@@ -53,6 +52,23 @@ class MemoryNeeds:
         found = self._with_drafts(plan.n_ranks, plan.drafts)
         for stage in plan.stages:
             found[stage.rank] += self.of_stage(self._computed_by(stage.rank), stage.first, stage.last)
+        return tuple(found)
+
+    def on_gpus(self, plan: Plan) -> tuple[int, ...]:
+        """Bytes that libllama puts on the GPUs of each rank. What the driver takes for itself is not among them, nor
+        what torch puts there."""
+        found = [0] * plan.n_ranks
+        placed = [(self.info, self.n_rows, self.options.cache, plan.stages)]
+        placed += [
+            (draft, N_GUESS_ROWS, self.options.draft_cache, stages)
+            for draft, stages in zip(self.drafts, plan.drafts, strict=True)
+        ]
+        for info, n_rows, types, stages in placed:
+            for stage in stages:
+                by = self._computed_by(stage.rank)
+                if by.n_on_gpu and not by.backend.is_torch:
+                    sizes = (self.n_cells, n_rows, self._n_outputs)
+                    found[stage.rank] += gpu_bytes(info, stage.first, stage.last, *sizes, by.n_on_gpu, types)
         return tuple(found)
 
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
@@ -165,6 +181,18 @@ def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows:
     cell_bytes = sum(info.kv_bytes_per_cell[first:last])
     buffers = buffer_bytes(info, last == info.n_layer, n_cells, LARGEST, n_outputs)
     return Memory(kv=n_cells * cell_bytes, buffers=buffers + min(n_cells, n_rows) * cell_bytes)
+
+
+def gpu_bytes(
+    info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, n_on_gpu: int, cache: CacheTypes
+) -> int:
+    """Of layers [first, last) on a GPU, of which that has the last `n_on_gpu`, all if negative: their weights, with the
+    output head where it has more than all of them, keys, values and what evaluating takes."""
+    on_host = first if n_on_gpu < 0 else max(first, last - n_on_gpu)
+    has_head = last == info.n_layer and not 0 <= n_on_gpu <= last - first
+    weights = sum(info.layer_bytes[on_host:last]) + (info.output_bytes if has_head else 0)
+    kv = n_cells * sum(cache.cell_bytes(info.kv_shapes[on_host:last]))
+    return weights + kv + buffer_bytes(info, has_head, n_cells, n_rows, n_outputs)
 
 
 def slice_memory(

@@ -15,7 +15,7 @@ from pipeinfer.cluster.slice_times import RankTimes
 from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
 from pipeinfer.job.fetch import fetch_files, fetch_models, find_models
-from pipeinfer.job.gpus import gpu_names, ranks_fault
+from pipeinfer.job.gpus import gpu_names, ranks_fault, with_gpus
 from pipeinfer.job.host_speeds import known_speeds, own_speed, with_speeds, with_times
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
@@ -62,6 +62,7 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
         alone = [this_host(socket.gethostname())]
         if fault := ranks_fault(options, alone, 0, lambda text: [text]):
             raise UserError(fault)
+        alone = list(with_gpus(options, alone, 0, lambda own: [own]))
         return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.start import start_job  # initialises MPI
 
@@ -88,6 +89,7 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     hosts, error = find_models(link, crew.hosts, lambda: _paths(options))
     error = error or ranks_fault(options, hosts, link.rank, link.all_gather)
     if not error:
+        hosts = with_gpus(options, hosts, link.rank, link.all_gather)
         hosts = with_layer_times(crew, hosts, options)
         times, untimed = known_run_times(crew, hosts, options)
     if link.rank == 0:

@@ -84,7 +84,8 @@ def _notes(planner: Planner) -> Iterator[str]:
     if any(backend.is_torch for backend in planner.options.backend) and not are_timed:
         yield "predictions take ranks of torch to be as fast as libllama; `measure` times them"
     if any(planner.options.n_gpu_layers):
-        yield f"what GPUs hold is not counted{'' if are_timed else ', and predictions know the speed of CPUs only'}"
+        untimed = "" if are_timed else ", and predictions know the speed of CPUs only"
+        yield f"what a GPU's driver takes there is not counted, nor what torch does{untimed}"
     if any("_exps" in tensor.name for tensor in planner.info.tensors):
         yield "predictions read the experts of one row: guesses, of which each has experts of its own, are dearer"
     if planner.may_split_otherwise:

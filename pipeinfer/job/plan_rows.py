@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.cluster.cores import sharers
+from pipeinfer.cluster.gpu_room import spare_on_gpus
 from pipeinfer.cluster.room import UNLIMITED, spare_room
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node
@@ -19,10 +20,12 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
     n_cores, room_bytes   what its host has for all ranks there, before anything is loaded
     read_bytes_per_s, …   this rank's share of its host's speed, and who says so
     memory_bytes          what the rank will hold; needed_bytes: without weights that the system can read again
+    gpu_bytes, gpu_spare_bytes   what libllama puts on its GPUs, and what is left there likewise; null: nobody knows
     spare_bytes           what is left there when all ranks of the host have theirs; negative: so much is missing
     """
     hosts, memories = deployment.hosts, deployment.memory
     spare = spare_room(*deployment.rooms, memories)
+    on_gpus = spare_on_gpus(hosts, deployment.on_gpus)
     rows = []
     for rank, (node, memory, left) in enumerate(zip(nodes, memories, spare, strict=True)):
         roles, room = deployment.plan.roles(rank), node.host.room
@@ -52,7 +55,9 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
                 "memory_bytes": memory.total,
                 "needed_bytes": memory.needed,
                 "spare_bytes": left,
-                "fits": left is None or left >= 0,
+                "gpu_bytes": deployment.on_gpus[rank],
+                "gpu_spare_bytes": on_gpus[rank],
+                "fits": (left is None or left >= 0) and (on_gpus[rank] or 0) >= 0,
                 "threads": deployment.threads[rank] if node.host.n_cores != UNKNOWN_CORES else None,
             }
         )

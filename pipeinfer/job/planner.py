@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from pipeinfer.cluster.costs import LinkCost, Profile
+from pipeinfer.cluster.gpu_room import spare_on_gpus
 from pipeinfer.cluster.room import spare_room
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
@@ -83,7 +84,8 @@ class Planner:
     def shortage(self) -> int:
         """Bytes that are missing where most are; 0: it fits."""
         spare = spare_room(*self.deployment.rooms, self.deployment.memory)
-        return max(0, *(-each for each in spare if each is not None), 0)
+        on_gpus = spare_on_gpus(self.deployment.hosts, self.deployment.on_gpus)
+        return max(0, *(-each for each in (*spare, *on_gpus) if each is not None), 0)
 
     def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
         """What the plan costs, for `simulate`; without a draft its rank has layers too, as in `run`."""

@@ -27,7 +27,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, DoesNotFit
 from pipeinfer.job.fetch import fetch_models, find_models
-from pipeinfer.job.gpus import ranks_fault
+from pipeinfer.job.gpus import ranks_fault, with_gpus
 from pipeinfer.job.host_speeds import known_speeds, order_matters
 from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.options import RunOptions
@@ -152,6 +152,7 @@ def run_prepared(
     error = error or ranks_fault(options, hosts, link.rank, link.all_gather)
     speeds: list[Speed] = []
     if not error:
+        hosts = with_gpus(options, hosts, link.rank, link.all_gather)
         hosts = with_layer_times(crew, hosts, options)
         speeds = known_speeds(link, hosts) if order_matters(options, hosts) else []
     prepared = None

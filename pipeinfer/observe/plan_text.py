@@ -56,6 +56,8 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "buffers": lambda row: _size(row["buffer_bytes"]),
     "memory": lambda row: _size(row["memory_bytes"]),
     "spare": lambda row: _size(row["spare_bytes"]),
+    "on GPUs": lambda row: _size(row["gpu_bytes"] or None),
+    "spare there": lambda row: _size(row["gpu_spare_bytes"]),
     "fits": lambda row: "yes" if row["fits"] else "no",
     "threads": lambda row: _or_dash(row["threads"]),
 }

@@ -3,7 +3,7 @@
     node1:2                                       # MPICH: two ranks
     node2 slots=2 max_slots=4                     # Open MPI: the same
     node3 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325
-    node4 slots=1 cores=64 memory=500GiB gpu=H100
+    node4 slots=1 cores=64 memory=500GiB gpu=H100 gpu_memory=78G
 
 slots        ranks there, 1 if not given; ranks go to the hosts in the order of the lines
 cores        that the ranks of the host share
@@ -12,6 +12,7 @@ memory       that models may take of it, all ranks of the host together: 64G is 
 gb_per_s     of its memory bandwidth what inference reaches, in all ranks of the host together
 gflop_per_s  likewise of its arithmetic
 gpu          a name, to be shown
+gpu_memory   that models may take of its GPUs, all ranks of the host together
 
 What is left out is not known: memory without end, no speed.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pipeinfer.errors import UserError
@@ -28,7 +30,7 @@ from pipeinfer.sizes import size_text
 from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node, described_host, estimated_machine
 from pipeinfer.virtual.profile import Machine
 
-KEYS = ("slots", "cores", "memory", "gb_per_s", "gflop_per_s", "gpu", "max_slots")
+KEYS = ("slots", "cores", "memory", "gb_per_s", "gflop_per_s", "gpu", "gpu_memory", "max_slots")
 MAX_SLOTS, MAX_CORES, MAX_BYTES = 4096, 65536, 1 << 62
 LEAST_BYTES = 10**6  # less is meant to have a unit
 LEAST_SPEED, MOST_SPEED = 1e-6, 1e9
@@ -81,7 +83,11 @@ class _Line:
         memory = self._bytes(values["memory"]) if "memory" in values else math.inf
         machine = self._machine(name, n_cores, values, memory)
         source = "hosts file" if machine else ""
-        node = Node(described_host(name, n_cores, memory), machine, source, values.get("gpu", ""))
+        host = described_host(name, n_cores, memory)
+        if "gpu_memory" in values:
+            free = self._bytes(values["gpu_memory"], "gpu_memory")
+            host = replace(host, gpus=((values.get("gpu", "its GPUs"), free),))
+        node = Node(host, machine, source, values.get("gpu", ""))
         yield from [node] * n_slots
 
     def _values(self, words: list[str]) -> dict[str, str]:
@@ -110,13 +116,13 @@ class _Line:
             raise UserError(f"{self.where}: {key}={text}; give a whole number from 1 to {most}")
         return int(text)
 
-    def _bytes(self, text: str) -> int:
+    def _bytes(self, text: str, key: str = "memory") -> int:
         match = NUMBER.fullmatch(text)
         n_bytes = float(match[1]) * UNITS[(match[2] or "").replace("K", "k")] if match else 0
         if not 1 <= n_bytes <= MAX_BYTES:
-            raise UserError(f"{self.where}: memory={text}; give bytes with a unit, as in 64G, 500GiB")
+            raise UserError(f"{self.where}: {key}={text}; give bytes with a unit, as in 64G, 500GiB")
         if n_bytes < LEAST_BYTES:
-            raise UserError(f"{self.where}: memory={text} is {size_text(n_bytes)}, in which nothing fits; give a unit, "
+            raise UserError(f"{self.where}: {key}={text} is {size_text(n_bytes)}, in which nothing fits; give a unit, "
                             "as in 64G, 500GiB")  # fmt: skip
         return int(n_bytes)
 
