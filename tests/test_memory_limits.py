@@ -13,7 +13,7 @@ from tests.memory_group import UNCHECKED, memory_group, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-SMALL_BYTES, STEP_BYTES = 150 << 20, 20 << 20
+SMALL_BYTES, STEP_BYTES = 150 << 20, 40 << 20
 OFF_BY, OFF_BY_BYTES = 0.05, 50e6  # what a plan may be above what a rank takes
 PROMPT = "a rank of the model has a layer\n" * 25
 WIDE = ("-m", "{wide}", "-md", "none")

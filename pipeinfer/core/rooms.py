@@ -101,7 +101,9 @@ class Rooms:
     def _has_place(self, parts: Sequence[Part]) -> bool:
         n_roots, n_inflight = sum(part.has_root for part in parts), self.target.n_useful_flights
         certain = any(part.certain for part in parts)
-        reads = self.max_delay_s == math.inf and any(part.n_context for part in parts)
+        # exact blocks are read on CPUs, which take so long for each that there is nothing to cover
+        covers = self.max_delay_s == math.inf and not self.target.blocks
+        reads = covers and any(part.n_context for part in parts)
         return not self.run_cost or self._room.has_place(n_roots, certain, n_inflight, reads)
 
     def _delays_others(self) -> bool:
