@@ -82,6 +82,10 @@ def write_model(
 
 
 def quantise(source: Path, path: Path, type_name: str) -> None:
+    """A model in float32 in another type: its weights, or for FILE_TYPES random ones."""
+    if type_name in FILE_TYPES:
+        _write_blocks(source, path, type_name)
+        return
     lib = ggml.load_library()
     options = lib.llama_model_quantize_default_params()
     options.ftype = gguf.LlamaFileType["ALL_F32" if type_name == "F32" else f"MOSTLY_{type_name}"].value
@@ -90,12 +94,12 @@ def quantise(source: Path, path: Path, type_name: str) -> None:
     assert code == 0, ggml.last_errors()
 
 
-def with_blocks_of(source: Path, path: Path, type_name: str, seed: int = 0) -> Path:
+def _write_blocks(source: Path, path: Path, type_name: str) -> None:
     """The model in float32 at `source`, layers' matrices as random blocks of one of FILE_TYPES: any bits are numbers of
     it, and scales are what keeps them in bounds."""
     kind = gguf.GGMLQuantizationType[type_name]
     n_values, n_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rng, reader = np.random.default_rng(seed), gguf.GGUFReader(source)
+    rng, reader = np.random.default_rng(0), gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     file_type = gguf.LlamaFileType[f"MOSTLY_{FILE_TYPES[type_name]}"].value
     for name, known in reader.fields.items():
@@ -118,7 +122,6 @@ def with_blocks_of(source: Path, path: Path, type_name: str, seed: int = 0) -> P
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _set_scales(blocks: np.typing.NDArray[np.uint8], type_name: str, scale: float) -> None:

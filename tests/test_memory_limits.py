@@ -11,7 +11,8 @@ import pytest
 from tests.gguf_factory import Shape, write_model
 from tests.memory_group import UNCHECKED, memory_group, missing
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+WHY = missing()
+pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
 
 SMALL_BYTES, STEP_BYTES = 150 << 20, 40 << 20
 OFF_BY, OFF_BY_BYTES = 0.05, 50e6  # what a plan may be above what a rank takes

@@ -10,7 +10,7 @@ import pytest
 
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from tests.gguf_factory import FILE_TYPES, Shape, quantise, with_blocks_of, write_model
+from tests.gguf_factory import FILE_TYPES, Shape, quantise, write_model
 from tests.test_llama_stage import loaded, make_batch, random_tokens, run
 
 __all__ = ["loaded"]
@@ -45,8 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_the_same_in_every_batch(source: Path, tmp_path: Path, loaded: Loader, name: str) -> None:
     path = tmp_path / f"{name}.gguf"
-    make = with_blocks_of if name in FILE_TYPES else quantise
-    make(source, path, name)
+    quantise(source, path, name)
     tokens = random_tokens(sum(SIZES))
     (whole,) = loaded(path, (), PARAMS)
     expected = np.concatenate([run([whole], make_batch([token], at)) for at, token in enumerate(tokens)])

@@ -24,7 +24,7 @@ from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.models.torch.params import TorchParams
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
-from tests.gguf_factory import FILE_TYPES, Shape, quantise, with_blocks_of, write_model
+from tests.gguf_factory import FILE_TYPES, Shape, quantise, write_model
 from tests.test_llama_stage import (
     TreeDriver,
     check_what_stop_raises_comes_out,
@@ -184,8 +184,7 @@ def in_f32(folder: Path) -> Path:
 @pytest.mark.parametrize("type_name", [*MADE, *FILE_TYPES])
 def test_weights_are_what_their_quantisation_says(folder: Path, in_f32: Path, type_name: str) -> None:
     path = folder / f"weights-{type_name}.gguf"
-    make = with_blocks_of if type_name in FILE_TYPES else quantise
-    make(in_f32, path, type_name)
+    quantise(in_f32, path, type_name)
     read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     weights = Weights(open_slice(read_model_info(path), 1, 2), "f32", torch.device("cpu"))
     for name in ("attn_q", "attn_v", "ffn_down"):

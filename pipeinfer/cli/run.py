@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from pipeinfer.cli.cache_options import cache_options
 from pipeinfer.cli.chat_options import chat_options, take_chat, take_stops
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.constraint_options import constraint_options, take_biases, take_grammar
@@ -33,7 +34,6 @@ from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import DEFAULT, MAX_CTX, MAX_SAMPLERS, MAX_SEQUENCES, RunOptions, choose_drafts, unescape
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.cache_types import CACHE_TYPES
 from pipeinfer.policies.registry import POLICIES
 
 
@@ -167,42 +167,7 @@ from pipeinfer.policies.registry import POLICIES
     show_default=True,
     help="What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).",
 )
-@click.option(
-    "-ctk",
-    "--cache-type-k",
-    type=click.Choice(CACHE_TYPES),
-    default=DEFAULT.cache_type_k,
-    show_default=True,
-    help="What the target's keys are kept as (with --numerics fast).",
-)
-@click.option(
-    "-ctv",
-    "--cache-type-v",
-    type=click.Choice(CACHE_TYPES),
-    default=DEFAULT.cache_type_v,
-    show_default=True,
-    help="And its values.",
-)
-@click.option(
-    "-ctkd",
-    "--cache-type-k-draft",
-    "--spec-draft-type-k",
-    "cache_type_k_draft",
-    type=click.Choice(CACHE_TYPES),
-    default=DEFAULT.cache_type_k_draft,
-    show_default=True,
-    help="What a draft's keys are kept as.",
-)
-@click.option(
-    "-ctvd",
-    "--cache-type-v-draft",
-    "--spec-draft-type-v",
-    "cache_type_v_draft",
-    type=click.Choice(CACHE_TYPES),
-    default=DEFAULT.cache_type_v_draft,
-    show_default=True,
-    help="And its values.",
-)
+@cache_options
 @click.option(
     "--slice-cache", type=Folder(), help="Keep each rank's slice in this directory of its host, for the next start."
 )

@@ -5,37 +5,48 @@ Knows bytes, no model and no device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.sizes import size_text
 
 
-def spare_on_gpus(hosts: Sequence[Host], needed: Sequence[int]) -> list[int | None]:
-    """Bytes that are left on the devices of each rank once all ranks that share them have theirs; negative: so many are
-    missing; None: it needs none, or nobody knows what is free. One entry a rank."""
+class _Shared(NamedTuple):
+    """Ranks whose layers go to the same devices, what is free there, and what they need together."""
+
+    ranks: list[int]
+    free: int
+    needed: int
+
+
+def _shared(hosts: Sequence[Host], needed: Sequence[int]) -> Iterator[_Shared]:
+    """Where somebody knows what is free."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
     for rank, host in enumerate(hosts):
         names = tuple(name for name, _ in host.gpus)
         groups.setdefault((host.name, host.gpus_given, names), []).append(rank)
-    found: list[int | None] = [None] * len(hosts)
     for ranks in groups.values():
-        free = [sum(n_bytes for _, n_bytes in hosts[rank].gpus) for rank in ranks]
-        for rank in ranks:
-            if needed[rank] and min(free):
-                found[rank] = min(free) - sum(needed[other] for other in ranks)
+        if free := min(sum(n_bytes for _, n_bytes in hosts[rank].gpus) for rank in ranks):
+            yield _Shared(ranks, free, sum(needed[rank] for rank in ranks))
+
+
+def spare_on_gpus(hosts: Sequence[Host], needed: Sequence[int]) -> list[int | None]:
+    """Bytes that are left on the devices of each rank once all ranks that share them have theirs; negative: so many are
+    missing; None: it needs none, or nobody knows what is free. One entry a rank."""
+    found: list[int | None] = [None] * len(hosts)
+    for ranks, free, together in _shared(hosts, needed):
+        for rank in filter(needed.__getitem__, ranks):
+            found[rank] = free - together
     return found
 
 
 def check_gpus(hosts: Sequence[Host], needed: Sequence[int], way_out: str) -> None:
     """Raises UserError where ranks' layers do not fit onto their GPUs. One entry a rank."""
-    for rank, spare in enumerate(spare_on_gpus(hosts, needed)):
-        if spare is None or spare >= 0:
-            continue
-        names = ", ".join(name for name, _ in hosts[rank].gpus)
-        free = sum(n_bytes for _, n_bytes in hosts[rank].gpus)
-        others = free - spare - needed[rank]
+    short = [shared for shared in _shared(hosts, needed) if shared.needed > shared.free]
+    for rank, free, together in sorted((min(filter(needed.__getitem__, each.ranks)), *each[1:]) for each in short):
+        names, others = ", ".join(name for name, _ in hosts[rank].gpus), together - needed[rank]
         beside = f" and ranks beside it {size_text(others)}" if others else ""
         raise UserError(
             f"rank {rank} on {hosts[rank].name} puts {size_text(needed[rank])} on {names}{beside}, where "

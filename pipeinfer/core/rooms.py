@@ -99,12 +99,14 @@ class Rooms:
         return self.run_cost.n_chunk_rows(n_left, self._room.n_stages, most) if self.run_cost else most
 
     def _has_place(self, parts: Sequence[Part]) -> bool:
+        if not self.run_cost:
+            return True
         n_roots, n_inflight = sum(part.has_root for part in parts), self.target.n_useful_flights
         certain = any(part.certain for part in parts)
         # exact blocks are read on CPUs, which take so long for each that there is nothing to cover
         covers = self.max_delay_s == math.inf and not self.target.blocks
         reads = covers and any(part.n_context for part in parts)
-        return not self.run_cost or self._room.has_place(n_roots, certain, n_inflight, reads)
+        return self._room.has_place(n_roots, certain, n_inflight, reads)
 
     def _delays_others(self) -> bool:
         """Whether a chunk's time matters: there is a limit, and somebody who has read the prompt."""

@@ -188,11 +188,16 @@ def gpu_bytes(
 ) -> int:
     """Of layers [first, last) on a GPU, of which that has the last `n_on_gpu`, all if negative: their weights, with the
     output head where it has more than all of them, keys, values and what evaluating takes."""
-    on_host = first if n_on_gpu < 0 else max(first, last - n_on_gpu)
+    on_gpu = slice(_first_on_gpu(first, last, n_on_gpu), last)
     has_head = last == info.n_layer and not 0 <= n_on_gpu <= last - first
-    weights = sum(info.layer_bytes[on_host:last]) + (info.output_bytes if has_head else 0)
-    kv = n_cells * sum(cache.cell_bytes(info.kv_shapes[on_host:last]))
+    weights = sum(info.layer_bytes[on_gpu]) + (info.output_bytes if has_head else 0)
+    kv = n_cells * sum(cache.cell_bytes(info.kv_shapes[on_gpu]))
     return weights + kv + buffer_bytes(info, has_head, n_cells, n_rows, n_outputs)
+
+
+def _first_on_gpu(first: int, last: int, n_on_gpu: int) -> int:
+    """Of layers [first, last), the last `n_on_gpu` of which are there, all if negative."""
+    return first if n_on_gpu < 0 else max(first, last - n_on_gpu)
 
 
 def slice_memory(
@@ -207,11 +212,11 @@ def slice_memory(
     mapped = weights if exact and in_file else 0
     # read weights are laid out anew, and a table that is also the output head is there in both forms
     head_again = 0 if exact or not is_last or (is_whole and not info.tied) else info.input_bytes
-    on_host = first if n_on_gpu < 0 else max(first, last - n_on_gpu)
+    on_host = slice(first, _first_on_gpu(first, last, n_on_gpu))
     return Memory(
         weights=weights - mapped + head_again,
         mapped=mapped,
-        kv=n_cells * sum(cache.cell_bytes(info.kv_shapes[first:on_host])),
+        kv=n_cells * sum(cache.cell_bytes(info.kv_shapes[on_host])),
         buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs),
         # without exact numerics weights are read out of the slice, which is let go when they are
         loading=0 if exact or in_file else weights,
