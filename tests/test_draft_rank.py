@@ -80,7 +80,7 @@ def test_no_other_rank_would_leave_a_clearly_faster_slowest_stage(seed: int) -> 
 
 
 def test_ranks_that_are_not_alike_are_all_timed() -> None:
-    hosts = ranks(1.0, 1.0, 1.0)
+    hosts = [replace(host, name="a") for host in ranks(1.0, 1.0, 1.0)]
     for threads, expected in (((1, 2, 2), [0, 1, 2]), ((2, 2, 2), [])):
         assert ranks_to_time(replace(ASKED, threads=threads), hosts) == expected
     assert ranks_to_time(replace(ASKED, threads=(1, 2, 2), draft_rank=0), hosts) == []

@@ -23,7 +23,7 @@ from pipeinfer.job.backends import Backend
 from pipeinfer.job.layer_times import _read
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.run_times import _read as read_times
-from pipeinfer.job.timed_ranks import TIMED_BYTES, ranks_beside, ranks_to_time, timed_span, timing_turns
+from pipeinfer.job.timed_ranks import TIMED_BYTES, evened, ranks_beside, ranks_to_time, timed_span, timing_turns
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_blank, open_slice
@@ -220,18 +220,40 @@ def ranks(hosts: list[Host], **changed: Any) -> list[int]:
 
 def test_only_ranks_that_are_not_alike_are_timed() -> None:
     a, b, c = host("a"), host("b"), host("c")
-    assert not ranks([a, b, c]) and not ranks([a, a, b, b], drafts=()) and not ranks([a] * 3)
-    assert not ranks([host("a", processor="y"), b, c]), "the draft's host is no matter"
+    assert not ranks([a] * 3) and not ranks([a, a], drafts=())
+    assert ranks([a, b, c]) == [1, 2] and ranks([a, a, b, b], drafts=()) == [0, 1, 2, 3], "hosts that only look alike"
+    assert not ranks([a, b, b]), "the draft's host is no matter"
     assert ranks([host("a", processor="y"), b, c], draft_rank=None) == [0, 1, 2], "but where it may be any"
     assert ranks([a, b, host("c", processor="y")]) == ranks([a, b, host("c", 8)]) == ranks([a, b, c], threads=(4, 4, 2))
     assert ranks([a, b, c], drafts=(), threads=(1, 2, 2)) == [0, 1, 2]
     assert ranks([a, a, b, c]) == [1, 2, 3], "a rank that has its host for itself"
     assert ranks([a, b, c], n_gpu_layers=(0, -1, -1)) == [1, 2], "GPUs of two hosts"
-    assert not ranks([b, a, a], n_gpu_layers=(-1,)) and not ranks([a, b, c], backend=(Backend.parse("torch:cpu"),))
+    assert not ranks([b, a, a], n_gpu_layers=(-1,)) and not ranks([b, a, a], backend=(Backend.parse("torch:cpu"),))
     assert ranks([a, b, c], backend=(Backend.parse("torch"),)) == [1, 2]
     unlike = {"threads": (1, 1, 2)}
     assert not ranks([a, b, c], **unlike, layer_split="4,5") and not ranks([a, b, c], **unlike, pace="sipipe")
     assert not ranks([a, b, c], threads=(1, 2)) and not ranks([a], **unlike), "which is refused later"
+
+
+def test_what_only_timing_tells_apart_is_alike() -> None:
+    near, far, other, unknown = [1.0, 1.08], [1.0, 1.3], 9.0, None
+    kinds = [("x",), ("x",), ("y",), ("y",)]
+    assert evened([*map(LayerSpeed, near), LayerSpeed(other), unknown], kinds) == [
+        LayerSpeed(1.04),
+        LayerSpeed(1.04),
+        LayerSpeed(other),
+        unknown,
+    ]
+    assert evened([*map(LayerSpeed, far), LayerSpeed(other), unknown], kinds) == [
+        *map(LayerSpeed, far),
+        LayerSpeed(other),
+        unknown,
+    ]
+    assert evened([*map(LayerSpeed, near), LayerSpeed(other)], kinds[:3])[:2] == [LayerSpeed(1.04), LayerSpeed(1.04)]
+    with_output = [LayerSpeed(1.0), LayerSpeed(1.08, 5.0), LayerSpeed(9.0)]
+    assert evened(with_output, kinds[:3])[1] == LayerSpeed(1.04, 5.0)
+    assert evened([unknown, *with_output[:2]], [("y",), *kinds[:2]]) == [None] * 3, "sizes say as much"
+    assert evened([*map(LayerSpeed, far)], kinds[:2]) == [*map(LayerSpeed, far)]
 
 
 def test_ranks_of_a_host_time_at_once_where_it_has_cores_for_them() -> None:

@@ -1,4 +1,4 @@
-"""How fast each rank is at the target's layers, where they are not alike: timed on each, and kept for the next time.
+"""How fast each rank is at the target's layers: timed on each, unless all are alike, and kept for the next time.
 On every rank, before there is a plan. Loads layers without weights, so that it takes no file and little time.
 """
 
@@ -26,7 +26,16 @@ from pipeinfer.job.gpus import rank_devices
 from pipeinfer.job.memory import gpu_layers
 from pipeinfer.job.options import RunOptions, backend_of
 from pipeinfer.job.stages import load_layers, local_rank, place_text
-from pipeinfer.job.timed_ranks import Span, planned_threads, ranks_to_time, timed_span, timing_turns
+from pipeinfer.job.timed_ranks import (
+    Span,
+    evened,
+    kinds_of,
+    planned_threads,
+    ranks_there,
+    ranks_to_time,
+    timed_span,
+    timing_turns,
+)
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
@@ -50,8 +59,8 @@ class _Asked:
 
 
 def with_layer_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts, with how fast those are that shall have layers; as they are where all are alike, where the options say
-    who gets what, or where it cannot be timed. Collective."""
+    """The hosts, with how fast those are that shall have layers; as they are where all are alike ranks of one host,
+    where the options say who gets what, or where it cannot be timed. Collective."""
     ranks = ranks_to_time(options, hosts)
     if not ranks:
         return hosts
@@ -67,7 +76,8 @@ def with_layer_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> 
         found = link.all_gather(_time(crew, hosts, options, asked, info))
         if speed := found[link.rank][0]:
             kept.put(name, {"s_per_byte": speed.s_per_byte, "output_s": speed.output_s})
-    return [replace(host, speed=speed, untimed=why) for host, (speed, why) in zip(hosts, found, strict=True)]
+    speeds = evened([speed for speed, _ in found], kinds_of(options, hosts))
+    return [replace(each, speed=speed, untimed=why) for each, speed, (_, why) in zip(hosts, speeds, found, strict=True)]
 
 
 def _read_info(options: RunOptions) -> ModelInfo | None:
@@ -89,9 +99,9 @@ def _ask(info: ModelInfo, ranks: Sequence[int]) -> _Asked | None:
 def _name(asked: _Asked, hosts: Sequence[Host], options: RunOptions, rank: int) -> str:
     """Under which a rank's speed is kept: all that it depends on."""
     (first, last), host, threads = asked.spans[rank], hosts[rank], planned_threads(options, hosts)
-    beside = [str(threads[other]) for other, each in enumerate(hosts) if each.name == host.name]
+    beside = [str(threads[other]) for other in ranks_there(hosts, rank)]
     return (
-        f"layers: {asked.fingerprint} {first}-{last - 1}, {options.kernels}, {host.processor}, "
+        f"layers: {asked.fingerprint} {first}-{last - 1}, {options.kernels}, {host.name}, {host.processor}, "
         f"{place_text(options, host, threads[rank], rank)}, threads there {' '.join(beside)}, "
         f"pipeinfer {__version__}, {describe_build()}"
     )

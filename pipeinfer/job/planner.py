@@ -17,7 +17,7 @@ from pipeinfer.job.deployment import Deployment, lay_out, read_drafts
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.planned_costs import planned_profile, with_described_speeds
 from pipeinfer.job.request import fit_context
-from pipeinfer.job.timed_ranks import ranks_to_time
+from pipeinfer.job.timed_ranks import kinds_of, ranks_to_time
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.plan_text import UNFIT
 from pipeinfer.policies import Iterative
@@ -76,9 +76,10 @@ class Planner:
 
     @property
     def may_split_otherwise(self) -> bool:
-        """Whether `run` would time ranks of which nobody says how fast they are."""
-        hosts = self.deployment.hosts
-        return any(hosts[rank].speed is None for rank in ranks_to_time(self.options, hosts))
+        """Whether `run` would time ranks that do not look alike, and of which nobody says how fast they are."""
+        hosts, kinds = self.deployment.hosts, kinds_of(self.options, self.deployment.hosts)
+        ranks = ranks_to_time(self.options, hosts)
+        return len({kinds[rank] for rank in ranks}) > 1 and any(hosts[rank].speed is None for rank in ranks)
 
     @property
     def shortage(self) -> int:

@@ -4,8 +4,11 @@ sizes, times nothing."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from statistics import mean
 
 from pipeinfer.cluster.cores import Host, spare_cores
+from pipeinfer.cluster.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import Sizes, draft_widths, stage_ranks
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import threads_of_ranks
@@ -23,16 +26,22 @@ from pipeinfer.job.options import (
 TIMED_BYTES = 128 << 20
 """Weights that are timed: more than caches hold, so that they come from where a stage's will."""
 
+ALIKE = 1.1
+"""Times of ranks of a kind may differ by this factor without saying more than that they were taken twice."""
+
 Span = tuple[int, int]
 """Layers [first, last)."""
 
+Kind = tuple[object, ...]
+"""Processor, cores, threads and what computes: all that is known of a rank's speed before it is timed."""
+
 
 def ranks_to_time(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
-    """The ranks that shall have layers of the target, where they are not alike and nobody says how many each; else
-    none, also where the options are wrong."""
+    """The ranks that shall have layers of the target, where they are not alike ranks of one host and nobody says how
+    many each; else none, also where the options are wrong."""
     ranks = stages_of_target(options, hosts) if not options.layer_split and not options.pace else []
-    threads = planned_threads(options, hosts) if ranks else ()
-    return ranks if len({_kind(options, hosts, threads, rank) for rank in ranks}) > 1 else []
+    kinds = kinds_of(options, hosts) if ranks else []
+    return ranks if len({(hosts[rank].name, kinds[rank]) for rank in ranks}) > 1 else []
 
 
 def stages_of_target(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
@@ -57,13 +66,33 @@ def planned_threads(options: RunOptions, hosts: Sequence[Host]) -> tuple[int, ..
     return threads_of_ranks(options.threads, frozenset(range(len(hosts))), hosts)
 
 
-def _kind(options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> tuple[object, ...]:
-    """Ranks of which this is the same are taken to be equally fast. Of GPUs only those of one host are."""
-    host, backend, n_on_gpu = hosts[rank], backend_of(options, rank), gpu_layers_asked(options, rank)
-    here = host.name if n_on_gpu or backend.may_use_gpu else ""
-    beside = sorted(threads[other] for other, each in enumerate(hosts) if each.name == host.name)
-    device = device_of(options, rank)
-    return host.processor, host.n_cores, threads[rank], str(backend), n_on_gpu, device, here, tuple(beside)
+def kinds_of(options: RunOptions, hosts: Sequence[Host]) -> list[Kind]:
+    """Of every rank. Those of which this is the same should be equally fast; of one host they are taken to be.
+
+    Raises UserError when there are too few or too many values of threads.
+    """
+    threads = planned_threads(options, hosts)
+    return [_kind(options, hosts, threads, rank) for rank in range(len(hosts))]
+
+
+def _kind(options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> Kind:
+    host, beside = hosts[rank], sorted(threads[other] for other in ranks_there(hosts, rank))
+    work = str(backend_of(options, rank)), gpu_layers_asked(options, rank), device_of(options, rank)
+    return host.processor, host.n_cores, threads[rank], *work, tuple(beside)
+
+
+def evened(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[LayerSpeed | None]:
+    """With the mean for those of a kind that differ by no more than timing does: a split would only be uneven. None
+    where that leaves ranks of one kind alone: their layers go by size, as if nobody had timed them."""
+    found = list(speeds)
+    timed = {rank: speed for rank, speed in enumerate(speeds) if speed}
+    for kind in {kinds[rank] for rank in timed}:
+        own = [rank for rank in timed if kinds[rank] == kind]
+        times = [timed[rank].s_per_byte for rank in own]
+        if max(times) <= ALIKE * min(times):
+            for rank in own:
+                found[rank] = None if len(own) == len(timed) else replace(timed[rank], s_per_byte=mean(times))
+    return found
 
 
 def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
@@ -92,11 +121,16 @@ def timing_turns(hosts: Sequence[Host], threads: Sequence[int], ranks: Collectio
     return turns
 
 
+def ranks_there(hosts: Sequence[Host], rank: int) -> list[int]:
+    """All ranks of a rank's host."""
+    return [other for other, each in enumerate(hosts) if each.name == hosts[rank].name]
+
+
 def ranks_beside(hosts: Sequence[Host], threads: Sequence[int], rank: int) -> list[int]:
     """The first ranks of a rank's host, as many as it has cores for: they can compute at once, undisturbed but by what
     they share."""
-    here, found = [other for other, each in enumerate(hosts) if each.name == hosts[rank].name], list[int]()
-    for other in here:
+    found: list[int] = []
+    for other in ranks_there(hosts, rank):
         if sum(threads[each] for each in (*found, other)) <= hosts[rank].n_cores:
             found.append(other)
     return found
