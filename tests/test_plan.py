@@ -69,21 +69,29 @@ def random_case(rng: random.Random) -> tuple[list[list[int]], list[list[int]], S
     hosts = tuple(rng.choice("ab") for _ in range(n_stages))
     left = {host: rng.randint(0, 4 * n_layers) for host in hosts}
     own = tuple(rng.randint(2, 3 * n_layers) for _ in hosts)
-    return costs, needs, StageRoom(lambda stage, first, last: sum(needs[stage][first:last]), hosts, left, own)
+    gpus = tuple(rng.choice(["", f"GPU of {host}", "other GPU"]) for host in hosts) if rng.random() < 0.5 else ()
+    left |= {name: rng.randint(1, 4 * n_layers) for name in gpus if name}
+    return costs, needs, StageRoom(
+        lambda stage, first, last: sum(needs[stage][first:last]), hosts, left, own,
+        lambda stage, first, last: (1 + stage % 2) * (last - first), gpus,
+    )  # fmt: skip
 
 
 def fits(needs: list[list[int]], counts: Sequence[int], room: StageRoom) -> bool:
-    held = stage_sums(needs, counts)
-    by_host = {name: sum(n for n, host in zip(held, room.hosts, strict=True) if host == name) for name in room.left}
-    return all(n <= own for n, own in zip(held, room.own, strict=True)) and all(
-        by_host[name] <= room.left[name] for name in room.left
-    )
+    held, taken = stage_sums(needs, counts), dict.fromkeys(room.left, 0)
+    for stage, host in enumerate(room.hosts):
+        taken[host] += held[stage]
+        if room.gpus and room.gpus[stage]:
+            taken[room.gpus[stage]] += (1 + stage % 2) * counts[stage]
+    is_own = all(n <= own for n, own in zip(held, room.own, strict=True))
+    return is_own and all(taken[name] <= room.left[name] for name in taken)
 
 
 def test_no_split_that_fits_is_faster() -> None:
-    """Against all splits: stages of different speed, hosts that share their memory among stages, limits of ranks."""
+    """Against all splits: stages of different speed, hosts that share their memory among stages, limits of ranks
+    and of their GPUs."""
     rng, n_found, n_tight = random.Random(7), 0, 0
-    for _ in range(1500):
+    for _ in range(2000):
         costs, needs, room = random_case(rng)
         possible = [c for c in splits(len(costs[0]), len(costs)) if fits(needs, c, room)]
         found = spread_layers(costs, room)

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from pipeinfer.cli.plan import plan_command
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.costs import NOTHING, Profile
-from pipeinfer.cluster.gpu_room import spare_on_gpus
+from pipeinfer.cluster.gpu_room import left_on_gpus, spare_on_gpus
 from pipeinfer.cluster.room import Memory, Room, spare_room
 from pipeinfer.cluster.slice_times import RankTimes, SliceTimes
 from pipeinfer.cluster.speed import Speed, measure_speed
@@ -463,7 +463,7 @@ def test_a_short_context_has_room_for_the_prompt_that_nobody_gave() -> None:
 
 
 def test_what_gpus_must_hold_is_counted_and_refused_where_it_does_not_fit(tmp_path: Path, wide: Path) -> None:
-    words = ("-m", wide, "-c", 2048, "--numerics", "fast", "-md", "none", "-ngl", "0,99,1")
+    words = ("-m", wide, "-c", 2048, "--numerics", "fast", "-md", "none", "-ngl", "0,99,1", "--layer-split", "2,3,3")
 
     def planned(free: str) -> tuple[dict[str, Any], str]:
         hosts = write(tmp_path, f"a memory=60G {FAST}", f"b slots=2 memory=60G {FAST} gpu=H100 gpu_memory={free}")
@@ -479,6 +479,35 @@ def test_what_gpus_must_hold_is_counted_and_refused_where_it_does_not_fit(tmp_pa
     found, error = planned(f"{needed - 1000}")
     assert not found["fits"] and [row["fits"] for row in found["ranks"]] == [True, False, False]
     assert error.startswith("rank 1 on b puts ") and "on H100 and ranks beside it" in error and "-ngl" in error
+
+
+def test_layers_go_where_gpus_have_room_for_them(tmp_path: Path, wide: Path) -> None:
+    words = ("-m", wide, "-c", 2048, "--numerics", "fast", "-md", "none", "-ngl", "all")
+
+    def planned(small: float, large: float) -> tuple[list[dict[str, Any]], str]:
+        hosts = write(tmp_path, f"a gpu=A gpu_memory={int(small)}", f"b slots=2 gpu=B gpu_memory={int(large)}")
+        found, error = plan("--hosts", hosts, *words)
+        return found["ranks"], error
+
+    def n_layers(row: dict[str, Any]) -> int:
+        first, last = map(int, row["layers"].split("-"))
+        return last + 1 - first
+
+    alike = planned(1e12, 1e12)[0]
+    sizes = [row["gpu_bytes"] for row in alike]
+    moved, error = planned(0.9 * sizes[0], 1e12)
+    assert not error and n_layers(moved[0]) < n_layers(alike[0]) and all(row["fits"] for row in moved)
+    assert planned(0.9 * sizes[0], sizes[1] + sizes[2])[1].startswith("rank "), "there is no such split"
+
+
+def test_who_shares_devices_shares_what_others_leave_there() -> None:
+    def host(name: str, *gpus: tuple[str, int]) -> Host:
+        return Host(name, frozenset(), 1, gpus=gpus)
+
+    hosts = [host("a", ("CUDA0", 100)), host("a", ("CUDA0", 90)), host("a", ("CUDA1", 50)), host("b")]
+    both, other = "GPUs of rank 0", "GPUs of rank 2"
+    assert left_on_gpus(hosts, [0, 1, 2, 3], [9] * 4) == ((both, both, other, ""), {both: 90, other: 50})
+    assert left_on_gpus(hosts, [1, 2], [30, 0, 10, 0]) == ((both, other), {both: 60, other: 50})
 
 
 def test_devices_are_shared_by_the_ranks_that_see_them() -> None:

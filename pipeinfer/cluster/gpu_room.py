@@ -42,6 +42,19 @@ def spare_on_gpus(hosts: Sequence[Host], needed: Sequence[int]) -> list[int | No
     return found
 
 
+def left_on_gpus(
+    hosts: Sequence[Host], ranks: Sequence[int], taken: Sequence[int]
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Of each of `ranks` the devices that it uses, by a name for all who share them, and what others than these ranks
+    leave there. An empty name where nobody knows what is free. `hosts`, `taken`: one entry a rank."""
+    names, left = dict.fromkeys(ranks, ""), {}
+    for here, free, _ in _shared(hosts, taken):
+        name = f"GPUs of rank {here[0]}"
+        names |= {rank: name for rank in here if rank in names}
+        left[name] = free - sum(taken[rank] for rank in here if rank not in names)
+    return tuple(names.values()), left
+
+
 def check_gpus(hosts: Sequence[Host], needed: Sequence[int], way_out: str) -> None:
     """Raises UserError where ranks' layers do not fit onto their GPUs. One entry a rank."""
     short = [shared for shared in _shared(hosts, needed) if shared.needed > shared.free]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
 
 Held = tuple[tuple[str, float], ...]
-"""(host, bytes) that stages hold of hosts on which further stages run."""
+"""(host or GPUs, bytes) that stages hold of what further stages take of too."""
 
 Split = tuple[int, int, tuple[int, ...]]
 """What the slowest stage costs; the sum of the squares of what all cost; layers of each."""
@@ -30,23 +30,32 @@ class StageRoom:
 
     needed   (stage, first, last) -> what layers [first, last) take as that stage
     hosts    of each stage, where it runs
-    left     host -> what all its stages may take together
+    left     host, or GPUs -> what all its stages may take together
     own      of each stage, what it may take by a limit of its own
+    on_gpus  as `needed`, of what goes to GPUs
+    gpus     of each stage, those it uses; empty: none, or nobody knows what is left there
     """
 
     needed: Callable[[int, int, int], float]
     hosts: tuple[str, ...]
     left: Mapping[str, float]
     own: tuple[float, ...]
+    on_gpus: Callable[[int, int, int], float] = lambda stage, first, last: 0
+    gpus: tuple[str, ...] = ()
 
     def take(self, held: Held, stage: int, first: int, last: int) -> Held | None:
         """`held` once the stage has these layers; None where they do not fit."""
-        host, needed = self.hosts[stage], self.needed(stage, first, last)
-        total = needed + dict(held).get(host, 0)
-        if needed > self.own[stage] or total > self.left[host]:
+        needed, taken = self.needed(stage, first, last), dict(held)
+        taken[self.hosts[stage]] = taken.get(self.hosts[stage], 0) + needed
+        if self.gpus and (gpus := self.gpus[stage]):
+            taken[gpus] = taken.get(gpus, 0) + self.on_gpus(stage, first, last)
+        if needed > self.own[stage] or any(n_bytes > self.left[name] for name, n_bytes in taken.items()):
             return None
-        others = [each for each in held if each[0] != host]
-        return tuple(sorted([*others, (host, total)] if host in self.hosts[stage + 1 :] else others))
+        return tuple(sorted((name, taken[name]) for name in taken.keys() & self._of_stages(stage + 1)))
+
+    def _of_stages(self, first: int, last: int | None = None) -> set[str]:
+        """Hosts and GPUs of stages [first, last)."""
+        return {*self.hosts[first:last], *self.gpus[first:last]}
 
     def fits(self, counts: Sequence[int]) -> bool:
         held: Held | None = ()
@@ -56,16 +65,23 @@ class StageRoom:
         return held is not None
 
     def apart(self) -> StageRoom:
-        """The same with an equal part of its host for each stage."""
-        names = tuple(f"{host}, stage {stage}" for stage, host in enumerate(self.hosts))
-        parts = (self.left[host] / self.hosts.count(host) for host in self.hosts)
-        return replace(self, hosts=names, left=dict(zip(names, parts, strict=True)))
+        """The same with an equal part of its host, and of its GPUs, for each stage."""
+        left: dict[str, float] = {}
+
+        def parted(names: tuple[str, ...]) -> Iterator[str]:
+            for stage, name in enumerate(names):
+                own = name and f"{name}, stage {stage}"
+                if name:
+                    left[own] = self.left[name] / names.count(name)
+                yield own
+
+        return replace(self, hosts=tuple(parted(self.hosts)), gpus=tuple(parted(self.gpus)), left=left)
 
     @property
-    def n_open_hosts(self) -> int:
-        """Hosts that have stages both before and after the same place of the pipeline, at most."""
+    def n_open(self) -> int:
+        """Hosts and GPUs that have stages both before and after the same place of the pipeline, at most."""
         ends = range(1, len(self.hosts))
-        return max((len({*self.hosts[:end]} & {*self.hosts[end:]}) for end in ends), default=0)
+        return max((len(self._of_stages(0, end) & self._of_stages(end) - {""}) for end in ends), default=0)
 
 
 NO_FAULTS: Faults = {}
@@ -85,7 +101,7 @@ def spread_layers(
     counts = _best_counts(sums, None, faults)
     if room is None or counts is None or room.fits(counts):
         return counts
-    n_states = len(cost) * len(cost[0]) ** room.n_open_hosts
+    n_states = len(cost) * len(cost[0]) ** room.n_open
     return _best_counts(sums, room if n_states <= MAX_STATES else room.apart(), faults)
 
 

@@ -8,6 +8,7 @@ from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.gpu_room import left_on_gpus
 from pipeinfer.cluster.plan import Plan, Stages
 from pipeinfer.cluster.room import Memory, check_room, free_room
 from pipeinfer.cluster.samplers import N_BUFFERS
@@ -57,19 +58,24 @@ class MemoryNeeds:
     def on_gpus(self, plan: Plan) -> tuple[int, ...]:
         """Bytes that libllama puts on the GPUs of each rank. What the driver takes for itself is not among them, nor
         what torch puts there."""
-        found = [0] * plan.n_ranks
-        placed = [(self.info, self.n_rows, self.options.cache, plan.stages)]
-        placed += [
-            (draft, N_GUESS_ROWS, self.options.draft_cache, stages)
-            for draft, stages in zip(self.drafts, plan.drafts, strict=True)
-        ]
-        for info, n_rows, types, stages in placed:
+        return tuple(self._on_gpus(plan.n_ranks, (*plan.drafts, plan.stages)))
+
+    def _on_gpus(self, n_ranks: int, placed: Sequence[Stages]) -> list[int]:
+        """The same of the models that have their ranks: the drafts, the smallest first, and then the target."""
+        found = [0] * n_ranks
+        for number, stages in enumerate(placed):
             for stage in stages:
-                by = self._computed_by(stage.rank)
-                if by.n_on_gpu and not by.backend.is_torch:
-                    sizes = (self.n_cells, n_rows, self._n_outputs)
-                    found[stage.rank] += gpu_bytes(info, stage.first, stage.last, *sizes, by.n_on_gpu, types)
-        return tuple(found)
+                found[stage.rank] += self._of_gpu(number, self._computed_by(stage.rank), stage.first, stage.last)
+        return found
+
+    def _of_gpu(self, number: int, by: Computed, first: int, last: int) -> int:
+        """Of layers [first, last) of a draft, or of the target, whose number comes after theirs."""
+        if not by.n_on_gpu or by.backend.is_torch:
+            return 0
+        is_draft = number < len(self.drafts)
+        info, n_rows = (self.drafts[number], N_GUESS_ROWS) if is_draft else (self.info, self.n_rows)
+        types = self.options.draft_cache if is_draft else self.options.cache
+        return gpu_bytes(info, first, last, self.n_cells, n_rows, self._n_outputs, by.n_on_gpu, types)
 
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
         """What is left on `ranks` for the draft that comes after those that are placed, or after all of them for the
@@ -79,12 +85,18 @@ class MemoryNeeds:
         for rank, host in enumerate(hosts):
             left[host.name] -= 0 if rank in ranks else besides[rank].needed
         by = [self._computed_by(rank) for rank in ranks]
+        placed_there = self._on_gpus(len(hosts), placed)
+        gpus, left_there = left_on_gpus(hosts, ranks, placed_there)
         memory = cache(partial(self.of_draft, number) if number < len(self.drafts) else self.of_stage)
         return StageRoom(
             needed=lambda stage, first, last: (besides[ranks[stage]] + memory(by[stage], first, last)).needed,
             hosts=tuple(hosts[rank].name for rank in ranks),
-            left=left,
+            left=left | left_there,
             own=tuple(hosts[rank].room.own for rank in ranks),
+            on_gpus=lambda stage, first, last: (
+                placed_there[ranks[stage]] + self._of_gpu(number, by[stage], first, last)
+            ),
+            gpus=gpus,
         )
 
     def _with_drafts(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
