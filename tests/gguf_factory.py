@@ -54,10 +54,11 @@ class Shape:
     n_strong: int = 1000
     weak: float = 0.0
     seed: int = 0
+    head_length: int = 0  # 0: as long as the heads fill a row
 
     @property
     def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+        return self.head_length or self.n_embd // self.n_head
 
 
 def write_model(
@@ -200,16 +201,17 @@ def _write(
 
 
 def _add_layer(at: str, shape: Shape, matrix: Callable[..., None], vector: Callable[..., None]) -> None:
-    embd, kv, ff = shape.n_embd, shape.n_head_kv * shape.head_dim, shape.n_ff
+    embd, ff = shape.n_embd, shape.n_ff
+    heads, kv = shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim
     vector(at + "attn_norm.weight", embd)
     if shape.arch in ("falcon", "phi3"):
-        matrix(at + "attn_qkv.weight", embd + 2 * kv, embd)
+        matrix(at + "attn_qkv.weight", heads + 2 * kv, embd)
     else:
-        for name, n in (("q", embd), ("k", kv), ("v", kv)):
+        for name, n in (("q", heads), ("k", kv), ("v", kv)):
             matrix(f"{at}attn_{name}.weight", n, embd)
             if shape.arch == "qwen2":
                 vector(f"{at}attn_{name}.bias", n, 0.0)
-    matrix(at + "attn_output.weight", embd, embd)
+    matrix(at + "attn_output.weight", embd, heads)
     if shape.arch.startswith("qwen3"):
         vector(at + "attn_q_norm.weight", shape.head_dim)
         vector(at + "attn_k_norm.weight", shape.head_dim)
@@ -239,6 +241,9 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, type_name: str, with_vo
     writer.add_head_count(shape.n_head)
     writer.add_head_count_kv(shape.n_head_kv)
     writer.add_rope_dimension_count(shape.head_dim)
+    if shape.head_length:
+        writer.add_key_length(shape.head_length)
+        writer.add_value_length(shape.head_length)
     if shape.arch == "falcon":
         writer.add_layer_norm_eps(1e-5)
     else:

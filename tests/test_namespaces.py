@@ -7,6 +7,8 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +19,7 @@ from tests.jobs import run_json
 from tests.namespaces import Hosts, hosts, missing
 
 ASKED = ["-p", "def read_lines(path):\n", "--temp", "0", "--ignore-eos", "-t", "1"]
-N_EMBD = 1024
+N_EMBD = 4096
 SLOW = f"""
 embd = {N_EMBD}
 [target]
@@ -41,6 +43,13 @@ layer_ms = [1.0]
 """
 """120 ms a token, and next to nothing for the links: what they take is real."""
 
+PROMPTS = SLOW.replace(
+    "rows = [1, 128]\nlayer_ms = [40.0, 400.0]", "rows = [1, 128, 256]\nlayer_ms = [100.0, 100.0, 200.0]"
+)
+"""100 ms for 128 tokens of a prompt, whose activations take 134 ms at 125 Mbit/s."""
+
+N_PROMPT = 1400
+
 NOTICED_S = 12.0
 """By then a job whose link was cut has ended: 6 s of silence, and what ranks and launcher need."""
 
@@ -55,27 +64,48 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A job whose stages sleep rather than compute, so that its speed is that of its links."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "slow.toml").write_text(SLOW)
-    write_model(folder / "m.gguf", Shape(n_layer=3, n_embd=N_EMBD, n_head=16, n_head_kv=4, n_ff=256, n_vocab=512))
-    common = ["-m", str(folder / "m.gguf"), "-md", "none", "-p", "the model", "-n", "16", "--temp", "0", "-t", "1"]
-    return ["run", *common, "--ignore-eos", "--pace", str(folder / "slow.toml"), "--json"]
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = Shape(n_layer=3, n_embd=N_EMBD, n_head=1, n_head_kv=1, n_ff=32, n_vocab=512, head_length=32)
+    return write_model(tmp_path_factory.mktemp("model") / "m.gguf", shape)
+
+
+def foretold(profile: Path, mbit: float, n_prompt: int, n: int) -> dict[str, float]:
+    words = ["--gbit", str(mbit / 1000), "--policy", "iterative", "-p", str(n_prompt), "-n", str(n), "-o", "json"]
+    told = CliRunner().invoke(simulate_command, ["--profile", str(profile), *words], standalone_mode=False)
+    (found,) = json.loads(told.stdout)
+    return dict(found)
+
+
+def run_slowed_down(hosts: Hosts, mbit: float, command: str, model: Path, profile: Path, *words: str) -> Any:
+    """Stages sleep rather than compute, so that the speed is that of the links."""
+    hosts.limit(mbit)
+    common = ["-m", str(model), "-md", "none", "-t", "1", "--pace", str(profile)]
+    done = hosts.run([command, *common, *words])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("mbit", [1000, 125, 2])
-def test_the_speed_is_what_simulate_foretells_of_the_links(three: Hosts, asked: list[str], mbit: float) -> None:
-    three.limit(mbit)
-    done = three.run(asked)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_the_speed_is_what_simulate_foretells_of_the_links(three: Hosts, model: Path, mbit: float) -> None:
+    (profile := model.with_name("slow.toml")).write_text(SLOW)
+    words = ["-p", "the model", "-n", "16", "--temp", "0", "--ignore-eos", "--json"]
+    found = run_slowed_down(three, mbit, "run", model, profile, *words)
     assert [rank["host"] for rank in found["ranks"]] == list(three.names)
-    profile, n_prompt = asked[asked.index("--pace") + 1], str(len(found["prompt_tokens"]))
-    words = ["--profile", profile, "--gbit", str(mbit / 1000), "--policy", "iterative", "-p", n_prompt, "-n", "16"]
-    told = CliRunner().invoke(simulate_command, [*words, "-o", "json"], standalone_mode=False)
-    (foretold,) = json.loads(told.stdout)
-    assert found["timings"]["predicted_per_second"] == pytest.approx(foretold["predicted_per_second"], rel=0.15)
+    expected = foretold(profile, mbit, len(found["prompt_tokens"]), 16)["predicted_per_second"]
+    assert found["timings"]["predicted_per_second"] == pytest.approx(expected, rel=0.15)
+
+
+def test_what_prompts_take_of_links_is_what_simulate_foretells(three: Hosts, model: Path) -> None:
+    """A row is 16 KB: at 125 Mbit/s a chunk of a prompt is longer on its way than in a stage, which
+    evaluates another one meanwhile."""
+    (profile := model.with_name("prompts.toml")).write_text(PROMPTS)
+    speeds = []
+    for mbit in (1000, 125):
+        words = ["--policy", "iterative", "-p", str(N_PROMPT), "-n", "2", "-r", "1", "--numerics", "fast", "-o", "json"]
+        (found,) = run_slowed_down(three, mbit, "bench", model, profile, *words)
+        speeds.append(found["prompt_per_second"])
+        assert speeds[-1] == pytest.approx(foretold(profile, mbit, N_PROMPT, 2)["prompt_per_second"], rel=0.15), mbit
+    assert speeds[0] > 1.4 * speeds[1]
 
 
 def test_a_way_that_is_cut_between_two_ranks_ends_the_job_with_both_names(three: Hosts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -10,8 +11,9 @@ import numpy as np
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline
 from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.progress import LARGE_BYTES, NO_PROGRESS, Progress
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker
-from pipeinfer.cluster.transport import N_LOOKS, REST_S, Comm, Inbox, Tag
+from pipeinfer.cluster.transport import N_LOOKS, REST_S, Comm, Inbox, Tag, progress_between
 from pipeinfer.cluster.wire import decode_verdict, encode_verdict, verdict_bytes
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, Row, Run, Verdict
@@ -92,3 +94,20 @@ def test_a_head_that_computes_a_stage_hears_verdicts_meanwhile() -> None:
     pipeline.work()
     assert heard[-1] and pipeline.poll() == Verdict(1, (7,))
     assert pipeline.ledger.verdicts[0][1] == 1
+
+
+def test_messages_move_beside_large_runs_alone() -> None:
+    looked = threading.Event()
+    progress = Progress(looked.set)
+    with progress.beside(LARGE_BYTES - 1):
+        assert not looked.wait(0.05)
+    for _ in range(2):
+        with progress.beside(LARGE_BYTES):
+            assert looked.wait(10)
+        time.sleep(0.05)  # a round of looks that was under way is over
+        looked.clear()
+        assert not looked.wait(0.05)
+
+
+def test_ranks_of_one_host_need_no_thread_for_progress() -> None:
+    assert progress_between(cast(Comm, None), ["a", "a"]) is NO_PROGRESS

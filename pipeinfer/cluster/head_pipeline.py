@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import Courier
+from pipeinfer.cluster.progress import NO_PROGRESS, Progress
 from pipeinfer.cluster.records import Buffer
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
@@ -39,7 +40,8 @@ class OwnPrunings(LocalPrunings):
 
 class HeadPipeline(Generic[A]):
     """The Pipeline of rank 0 to one level. If the head hosts its first stage, `work` evaluates the oldest run; a lone
-    rank does so for the whole model. `decode`: what the last stage's messages mean. `n_bytes`: of a verdict at most."""
+    rank does so for the whole model. `decode`: what the last stage's messages mean. `n_bytes`: of a verdict at most.
+    `progress`: of messages while `work` evaluates."""
 
     def __init__(
         self,
@@ -50,8 +52,9 @@ class HeadPipeline(Generic[A]):
         decode: Callable[[Buffer], A],
         courier: Courier | None = None,
         wire_type: WireType = WireType.F32,
+        progress: Progress = NO_PROGRESS,
     ) -> None:
-        self.comm, self.worker, self.wire_type = comm, worker, wire_type
+        self.comm, self.worker, self.wire_type, self.progress = comm, worker, wire_type, progress
         self.decode: Callable[[Buffer], A] = decode
         self.n_stages = len(stage_ranks)
         self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
@@ -105,7 +108,8 @@ class HeadPipeline(Generic[A]):
         run = self._queue.popleft()
         start_s = time.monotonic()
         transaction = room_for(encode(run), self.worker.model.n_embd, self.wire_type)
-        verdict = self.worker.process(transaction)
+        with self.progress.beside(transaction.n_bytes_full):
+            verdict = self.worker.process(transaction)
         self._prunings.forget_before(run.id + 1)
         if self.remote_ranks:
             self.outbox.send_run(transaction.message, self.remote_ranks[0])

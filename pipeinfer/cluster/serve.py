@@ -13,6 +13,7 @@ from pipeinfer.cluster.activations import WireType, activation_bytes
 from pipeinfer.cluster.begun import BegunTransaction
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import Courier
+from pipeinfer.cluster.progress import NO_PROGRESS, Progress
 from pipeinfer.cluster.records import Buffer
 from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker
@@ -87,6 +88,7 @@ def serve(
     n_samplers: int = 0,
     wire_type: WireType = WireType.F32,
     flow: Flow | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> None:
     """A stage's loop: receive a run, evaluate, pass on; until the shutdown, which it passes on too.
 
@@ -94,6 +96,7 @@ def serve(
     rank only waits for the shutdown. `report` is called, once the order to do so has been passed on, with what was sent
     and how the time was spent since the last time. The ledger's first wait begins at `since_s`, or now. `n_samplers`:
     threads that answer for the last stage while it evaluates its next run. `flow`: of this rank, for the watch.
+    `progress`: of messages while it evaluates.
     """
     flow = flow or Flow()
     flow.source, flow.dest = previous, -1 if following is None else following
@@ -165,7 +168,9 @@ def serve(
             ledger, wait_s = StageLedger(), time.monotonic()
             continue
         assert worker, "a run arrived at a rank whose model did not load"
-        under_way.append((buffer, worker.begin(transaction), start_s))
+        with progress.beside(transaction.n_bytes_full):
+            begun = worker.begin(transaction)
+        under_way.append((buffer, begun, start_s))
         if len(under_way) == N_UNDER_WAY or under_way[0][1].is_done:
             finish_oldest()
     if samplers:

@@ -6,6 +6,7 @@ Knows bytes, sources and tags; no run and no pipeline. Sends never block, receiv
 # ruff: noqa: E402
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import pickle
@@ -24,6 +25,7 @@ from mpi4py import MPI
 
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import N_STAMP, Courier
+from pipeinfer.cluster.progress import NO_PROGRESS, Progress
 from pipeinfer.cluster.records import Buffer
 
 T = TypeVar("T")
@@ -46,6 +48,7 @@ class Tag(IntEnum):
     REPORT = 4  # a rank's progress while loading, its statistics at the end
     CLOCK = 5
     STREAM = 6
+    NOTHING = 7  # is never sent
 
 
 class Outbox:
@@ -156,6 +159,19 @@ class Inbox:
 
 def _is_done(request: MPI.Request, n_looks: int = N_LOOKS, status: MPI.Status | None = None) -> bool:
     return any(request.Test(status) for _ in range(n_looks))
+
+
+def progress_between(comm: Comm, hosts: Iterable[str]) -> Progress:
+    """For ranks on these hosts. Within one, a message is moved at once when somebody asks for it; an MPI that several
+    threads must not call has none."""
+    if len(set(hosts)) == 1 or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return NO_PROGRESS
+
+    def look() -> None:
+        with contextlib.suppress(MPI.Exception):  # whoever waits for a message hears of it
+            comm.Iprobe(MPI.ANY_SOURCE, Tag.NOTHING)
+
+    return Progress(look)
 
 
 def abort(code: int) -> None:

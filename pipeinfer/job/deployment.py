@@ -128,7 +128,12 @@ class Deployment:
     @property
     def rooms(self) -> tuple[list[str], list[Room]]:
         """Of every rank its host's name, and what memory is left there."""
-        return [host.name for host in self.hosts], [host.room for host in self.hosts]
+        return self.host_names, [host.room for host in self.hosts]
+
+    @property
+    def host_names(self) -> list[str]:
+        """Of every rank."""
+        return [host.name for host in self.hosts]
 
     @property
     def crowding(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 from pipeinfer.cluster.calibrate import largest_question, slowest_stage
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
 from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.transport import progress_between
 from pipeinfer.cluster.wire import decode_guess_verdict, decode_verdict, verdict_bytes
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
@@ -154,16 +155,16 @@ class Session:
         """Make this rank's ends of the pipelines, its own stages among them."""
         context, deployment, worker = self.context, self.deployment, None
         comm, courier = context.link.comm, make_courier(context, deployment)
-        wire_type = context.options.wire_type
+        wire_type, progress = context.options.wire_type, progress_between(comm, deployment.host_names)
         if self._stage:
             worker = make_worker(context, deployment, self._stage)
         n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes)
-        self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type)
+        self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type, progress)
         for number, stages in deployment.plan.asked.items():
             draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]
             asker = make_draft_worker(context, deployment, number, draft) if draft else None
             self._asked[number] = HeadPipeline(
-                comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier, wire_type
+                comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier, wire_type, progress
             )
 
     @property

@@ -6,7 +6,7 @@ import socket
 
 from pipeinfer.cluster.serve import serve
 from pipeinfer.cluster.stage import StageWorker
-from pipeinfer.cluster.transport import Outbox
+from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.arrivals import fetch_layers
@@ -60,7 +60,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     samplers = 0 if deployment.plan.stage_of(context.rank) is None else deployment.samplers
     serve(
         context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier, samplers,
-        context.options.wire_type, context.flow,
+        context.options.wire_type, context.flow, progress_between(context.link.comm, deployment.host_names),
     )  # fmt: skip
     if model:
         model.close()
