@@ -50,6 +50,7 @@ def plain() -> dict[str, list[int]]:
         (3, "0.8", ["--no-continuous"]),
         (3, "0", ["--no-async"]),
         (4, "0.8", ["--no-async"]),
+        (4, "0.8", ["--no-post-ahead"]),
         (4, "0", ["--no-partitions"]),
         (3, "0.8", ["--no-partitions", "-b", "3"]),
         (4, "0.8", ["--sequences", "3"]),

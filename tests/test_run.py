@@ -76,7 +76,7 @@ def test_other_quantisations_and_a_long_prompt(tmp_path: Path, type_name: str) -
     "flags",
     [["--no-cancel"], ["--no-continuous", "--microbatch", "4"], ["--no-async"], ["--no-partitions"],
      ["--microbatch", "3", "--inflight", "12", "--width", "8", "-ps", "0"],
-     ["-pa", "0.3", "-pr", "0.2", "-pd", "0.05"]],
+     ["-pa", "0.3", "-pr", "0.2", "-pd", "0.05"], ["--no-post-ahead"]],
 )  # fmt: skip
 def test_no_switch_changes_the_text(flags: list[str], plain: list[int]) -> None:
     result = run_json(3, ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", *flags])

@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 
+from pipeinfer.cluster import transport
 from pipeinfer.cluster.serve import serve
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.transport import Comm, Inbox, Tag
@@ -96,15 +98,43 @@ class Delivered:
         self.is_over = True
 
 
+class Told:
+    """MPI's status of a message that has been found."""
+
+    n_bytes = 0
+
+    def Get_count(self, kind: object) -> int:
+        return self.n_bytes
+
+
+class Found(NamedTuple):
+    """A message of MPI's that has been found, and is the oldest."""
+
+    queue: deque[np.ndarray]
+
+    def Irecv(self, buffer: Sequence[Any]) -> Delivered:
+        assert len(buffer[0]) == len(self.queue[0]), "its length is known"
+        return Delivered(buffer[0], self.queue)
+
+
 class AllHere:
     """Every message that will come has come; what is sent is kept."""
 
     def __init__(self, coming: dict[Tag, list[np.ndarray]]) -> None:
         self.coming = {tag: deque(messages) for tag, messages in coming.items()}
         self.sent: list[tuple[int, Tag, np.ndarray]] = []
+        self.n_probed = 0
 
     def Irecv(self, buffer: Sequence[Any], source: int, tag: int) -> Delivered:
         return Delivered(buffer[0], self.coming[Tag(tag)])
+
+    def Improbe(self, source: int, tag: int, status: Any) -> Found | None:
+        waiting = self.coming[Tag(tag)]
+        if not waiting:
+            return None
+        self.n_probed += 1
+        status.n_bytes = len(waiting[0])
+        return Found(waiting)
 
     def Isend(self, message: Sequence[Any], dest: int, tag: int) -> Delivered:
         self.sent.append((dest, Tag(tag), message[0].copy()))
@@ -127,14 +157,17 @@ def arrived(run: Run) -> np.ndarray:
     return transaction.message
 
 
-def serve_runs(model: LateModel, runs: Sequence[Run], cancelled: Sequence[int] = ()) -> tuple[AllHere, StageLedger]:
+def serve_runs(
+    model: LateModel, runs: Sequence[Run], cancelled: Sequence[int] = (), **switches: Any
+) -> tuple[AllHere, StageLedger]:
     """What is sent, and how the time was spent."""
     orders = [encode_order(Kind.REPORT), encode_order(Kind.SHUTDOWN)]
     prunings = [*encode_prunings(dict.fromkeys(cancelled)), encode_last_prunings()]
     comm, ledgers = AllHere({Tag.PIPELINE: [*map(arrived, runs), *orders], Tag.CANCEL: prunings}), list[StageLedger]()
     worker = StageWorker(model, LocalPrunings(), time.monotonic, is_first=False, n_layers=3)
     following = None if model.is_last else 2
-    serve(cast(Comm, comm), worker, 0, following, 16, N_EMBD, lambda outbox, ledger: ledgers.append(ledger))
+    serve(cast(Comm, comm), worker, 0, following, 16, N_EMBD, lambda outbox, ledger: ledgers.append(ledger),
+          **switches)  # fmt: skip
     return comm, ledgers[0]
 
 
@@ -155,6 +188,22 @@ def test_the_next_run_is_begun_while_one_is_computed() -> None:
         assert transaction.activations[:, 0].tolist() == [row.position for row in run.rows]
     spans = [(start_s, end_s) for _, _, start_s, end_s, _ in ledger.moved(0.0)]
     assert all(before[1] <= after[0] for before, after in pairwise(spans)), "a moment counts once"
+
+
+def test_switched_off_a_run_is_begun_when_the_one_before_is_done() -> None:
+    model = LateModel(is_last=False)
+    comm, _ = serve_runs(model, make_runs(3), n_under_way=1)
+    assert model.heard == ["begin 1", "result 1", "begin 2", "result 2", "begin 3", "result 3"]
+    assert not comm.n_probed
+
+
+def test_switched_off_a_message_is_received_when_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MPI", SimpleNamespace(Status=Told, BYTE=None))
+    model, runs = LateModel(is_last=True), make_runs(3)
+    comm, _ = serve_runs(model, runs, n_posted=0)
+    verdicts = [decode_verdict(message) for _, tag, message in comm.sent if tag is Tag.VERDICT]
+    assert [verdict.run_id for verdict in verdicts] == [1, 2, 3]
+    assert comm.n_probed == len(runs) + 2, "and the orders"
 
 
 def test_verdicts_are_those_of_each_run() -> None:

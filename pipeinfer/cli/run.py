@@ -202,6 +202,22 @@ from pipeinfer.policies.registry import POLICIES
     help="Ablation: one sequence only.",
 )
 @click.option(
+    "--no-prepare-ahead",
+    "prepare_ahead",
+    flag_value=False,
+    type=bool,
+    default=True,
+    help="Ablation: a GPU's next run is prepared when the one before it is evaluated (torch).",
+)
+@click.option(
+    "--no-post-ahead",
+    "post_ahead",
+    flag_value=False,
+    type=bool,
+    default=True,
+    help="Ablation: a message is received when its length is known.",
+)
+@click.option(
     "--sequences",
     type=Whole(0, MAX_SEQUENCES),
     default=DEFAULT.sequences,

@@ -24,6 +24,9 @@ from pipeinfer.observe.ledger import HeadLedger
 
 A = TypeVar("A", Verdict, GuessVerdict)
 
+N_POSTED = 4
+"""Receives of verdicts that are posted ahead."""
+
 
 class OwnPrunings(LocalPrunings):
     """What the head's own stage need not evaluate. `listen` is called between its layers: what has come may spare it
@@ -41,7 +44,7 @@ class OwnPrunings(LocalPrunings):
 class HeadPipeline(Generic[A]):
     """The Pipeline of rank 0 to one level. If the head hosts its first stage, `work` evaluates the oldest run; a lone
     rank does so for the whole model. `decode`: what the last stage's messages mean. `n_bytes`: of a verdict at most.
-    `progress`: of messages while `work` evaluates."""
+    `progress`: of messages while `work` evaluates. `n_posted`: receives of verdicts that are posted ahead."""
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class HeadPipeline(Generic[A]):
         courier: Courier | None = None,
         wire_type: WireType = WireType.F32,
         progress: Progress = NO_PROGRESS,
+        n_posted: int = N_POSTED,
     ) -> None:
         self.comm, self.worker, self.wire_type, self.progress = comm, worker, wire_type, progress
         self.decode: Callable[[Buffer], A] = decode
@@ -68,7 +72,7 @@ class HeadPipeline(Generic[A]):
         if worker:
             worker.pruned = self._prunings
         if self.remote_ranks:
-            self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_ahead=4, courier=courier)
+            self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_posted, courier)
 
     def listen_by(self, listen: Callable[[], object]) -> None:
         """Between the layers of the head's own stage `listen` is called; it is to ask for verdicts."""

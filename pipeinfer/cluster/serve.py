@@ -37,6 +37,9 @@ N_TEXT_MAX = 1 << 20
 N_UNDER_WAY = 2
 """Runs that a model which `RunsAhead` may have begun: while it computes one, the next is prepared."""
 
+N_POSTED = 2
+"""Receives of runs that are posted ahead."""
+
 
 class HeardPrunings:
     """What this stage need not evaluate, as the head's messages have it."""
@@ -89,6 +92,8 @@ def serve(
     wire_type: WireType = WireType.F32,
     flow: Flow | None = None,
     progress: Progress = NO_PROGRESS,
+    n_under_way: int = N_UNDER_WAY,
+    n_posted: int = N_POSTED,
 ) -> None:
     """A stage's loop: receive a run, evaluate, pass on; until the shutdown, which it passes on too.
 
@@ -96,13 +101,14 @@ def serve(
     rank only waits for the shutdown. `report` is called, once the order to do so has been passed on, with what was sent
     and how the time was spent since the last time. The ledger's first wait begins at `since_s`, or now. `n_samplers`:
     threads that answer for the last stage while it evaluates its next run. `flow`: of this rank, for the watch.
-    `progress`: of messages while it evaluates.
+    `progress`: of messages while it evaluates. `n_under_way`: runs that a model which `RunsAhead` has begun at most, 1
+    or 2. `n_posted`: receives of runs that are posted ahead.
     """
     flow = flow or Flow()
     flow.source, flow.dest = previous, -1 if following is None else following
     bare = bytes_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
     n_bytes = bare + activation_bytes(n_rows_max, n_embd, wire_type)
-    inbox = Inbox(comm, previous, Tag.PIPELINE, n_bytes, courier=courier)
+    inbox = Inbox(comm, previous, Tag.PIPELINE, n_bytes, n_posted, courier)
     outbox, idle, ledger = Outbox(comm, courier), Idle(), StageLedger()
     under_way: deque[tuple[Buffer, BegunTransaction, float]] = deque()
     samplers = (
@@ -171,7 +177,7 @@ def serve(
         with progress.beside(transaction.n_bytes_full):
             begun = worker.begin(transaction)
         under_way.append((buffer, begun, start_s))
-        if len(under_way) == N_UNDER_WAY or under_way[0][1].is_done:
+        if len(under_way) == n_under_way or under_way[0][1].is_done:
             finish_oldest()
     if samplers:
         samplers.close()

@@ -86,7 +86,8 @@ class Outbox:
 
 
 class Inbox:
-    """Receives posted ahead, so that the next message arrives while this one is worked on.
+    """Receives posted ahead, so that the next message arrives while this one is worked on (SiPipe, section 5.3); 0
+    `n_ahead`, for ablation studies: one is posted when a message's length is known.
 
     With a `courier`, in paced jobs, a message has not come before it is due.
     """
@@ -94,7 +95,7 @@ class Inbox:
     def __init__(
         self, comm: Comm, source: int, tag: Tag, n_bytes: int, n_ahead: int = 2, courier: Courier | None = None
     ) -> None:
-        self.comm, self.source, self.tag = comm, source, tag
+        self.comm, self.source, self.tag, self._n_ahead = comm, source, tag, n_ahead
         self.n_bytes = n_bytes + (N_STAMP if courier else 0)
         self.courier = courier
         self._looked_s = -math.inf
@@ -113,6 +114,8 @@ class Inbox:
         if not self.holds():
             return None
         self._held, (_, buffer) = False, self._posted.popleft()
+        if not self._n_ahead:
+            return buffer
         if self._resting and self._resting[0][0].Test():
             self._post(self._resting.popleft()[1])
         else:
@@ -121,10 +124,22 @@ class Inbox:
 
     def holds(self) -> bool:
         """Whether `poll` would return a message."""
+        if not self._posted and not self._found():
+            return False
         if not self._held:
             request, buffer = self._posted[0]
             self._held = self._is_due(self.courier, request, buffer) if self.courier else self._has_come(request)
         return self._held
+
+    def _found(self) -> bool:
+        """Whether a message has come of whose length nobody knew; it is being received then."""
+        status = MPI.Status()
+        message = next(filter(None, (self.comm.Improbe(self.source, self.tag, status) for _ in range(N_LOOKS))), None)
+        if message is None:
+            return False
+        buffer = np.empty(self.n_bytes, np.uint8)
+        self._posted.append((message.Irecv([buffer[: status.Get_count(MPI.BYTE)], MPI.BYTE]), buffer))
+        return True
 
     def _has_come(self, request: MPI.Request, status: MPI.Status | None = None) -> bool:
         n_looks = N_LOOKS if time.perf_counter() - self._looked_s > REST_S else 1
@@ -145,7 +160,7 @@ class Inbox:
 
     def give_back(self, buffer: Buffer, sent: MPI.Request = MPI.REQUEST_NULL) -> None:
         """Use the buffer again once the message that is being sent from it, if there is one, is out."""
-        if len(self._resting) < 4:
+        if len(self._resting) < 4 and self._n_ahead:
             self._resting.append((sent, buffer))
 
     def close(self, idle: Idle) -> None:

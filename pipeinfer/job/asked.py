@@ -76,7 +76,8 @@ def options_text(options: RunOptions) -> str:
     changed = [(name, getattr(options, name)) for name in names if getattr(options, name) != getattr(DEFAULT, name)]
     written = [(WRITTEN.get(name, name).removesuffix("_s").replace("_", "-"), value) for name, value in changed]
     shown = [f"{name} {_listed(value)}" for name, value in written]
-    return ", ".join(shown + (["slice-cache"] if options.slice_cache else []))
+    off = [f"no-{name.replace('_', '-')}" for name in ("prepare_ahead", "post_ahead") if not getattr(options, name)]
+    return ", ".join([*shown, *off, *(["slice-cache"] if options.slice_cache else [])])
 
 
 def _listed(value: object) -> str:

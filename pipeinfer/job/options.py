@@ -106,6 +106,8 @@ class RunOptions:
     couple: bool = True
     cancel: bool = True
     partitions: bool = True
+    prepare_ahead: bool = True
+    post_ahead: bool = True
     sequences: int = 0
     parallel: int = 1
     max_delay_s: float | None = None
@@ -294,9 +296,14 @@ def check_wire_type(options: RunOptions) -> None:
 
 def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
     """What is asked of a job that has nothing of the kind, a line each. `n_stages`: of its longest pipeline."""
+    lines = []
+    if not options.prepare_ahead and not any(backend.is_torch for backend in options.backend):
+        lines.append("--no-prepare-ahead is without effect: only stages of torch prepare a run while one is evaluated")
     if options.wire_type is not WireType.F32 and n_stages == 1:
-        return (f"--wire-type {options.wire_type} is without effect: one rank has all layers, no activations travel",)
-    return ()
+        lines.append(
+            f"--wire-type {options.wire_type} is without effect: one rank has all layers, no activations travel"
+        )
+    return tuple(lines)
 
 
 def check_gpu_layers(options: RunOptions, n_ranks: int) -> None:

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from pipeinfer.cluster.calibrate import largest_question, slowest_stage
-from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
+from pipeinfer.cluster.head_pipeline import N_POSTED, HeadPipeline, HeadWaiter
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.transport import progress_between
 from pipeinfer.cluster.wire import decode_guess_verdict, decode_verdict, verdict_bytes
@@ -156,6 +156,7 @@ class Session:
         context, deployment, worker = self.context, self.deployment, None
         comm, courier = context.link.comm, make_courier(context, deployment)
         wire_type, progress = context.options.wire_type, progress_between(comm, deployment.host_names)
+        n_posted = N_POSTED if context.options.post_ahead else 0
         if self._stage:
             worker = make_worker(context, deployment, self._stage)
         n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes)
@@ -164,7 +165,7 @@ class Session:
             draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]
             asker = make_draft_worker(context, deployment, number, draft) if draft else None
             self._asked[number] = HeadPipeline(
-                comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier, wire_type, progress
+                comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier, wire_type, progress, n_posted
             )
 
     @property

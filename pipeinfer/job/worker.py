@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from pipeinfer.cluster.serve import serve
+from pipeinfer.cluster.serve import N_POSTED, N_UNDER_WAY, serve
 from pipeinfer.cluster.stage import StageWorker
 from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.core.interfaces import LoadedModel
@@ -61,6 +61,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     serve(
         context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier, samplers,
         context.options.wire_type, context.flow, progress_between(context.link.comm, deployment.host_names),
+        N_UNDER_WAY if context.options.prepare_ahead else 1, N_POSTED if context.options.post_ahead else 0,
     )  # fmt: skip
     if model:
         model.close()
