@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -147,29 +148,30 @@ def speeds(
 
 def row_alone(model: Path, device: str, backend: str) -> Iterator[dict[str, Any]]:
     """Seconds of one row after some, in this process: what a rank computes, without messages. As graphs that were
-    recorded, as it is on GPUs, begun while the last is computed, and operation by operation."""
+    recorded, as it is on GPUs, begun while the last is computed, operation by operation, and with exact numerics."""
     load_torch()
     from pipeinfer.models.torch.stage import TorchStage
 
     info = read_model_info(model)
     params = TorchParams(N_CELLS, 2, N_CONTEXT, 1, len(os.sched_getaffinity(0)), device, type_of(backend, device),
-                         exact=False, padded=True)  # fmt: skip
-    stage = TorchStage(open_slice(info, 0, info.n_layer), params)
-    for recorded in (True, False):
-        if not recorded:
-            stage._replays = None
-        stage.clear()
-        evaluate(stage, N_CONTEXT, n_wanted=1)
-        times = []
-        for at in range(N_CONTEXT, N_CONTEXT + N_ROWS):
-            start_s = time.perf_counter()
-            evaluate(stage, 1, at)
-            times.append(time.perf_counter() - start_s)
-        yield {"what": "one row", "backend": backend, "filled_up": recorded, "tpot_s": float(np.median(times))}
-        if recorded:
-            tpot_s = seconds_ahead(stage, N_CONTEXT + N_ROWS)
-            yield {"what": "one row", "backend": backend, "filled_up": True, "begun_ahead": True, "tpot_s": tpot_s}
-    stage.close()
+                         padded=True)  # fmt: skip
+    for exact in (False, True):
+        stage = TorchStage(open_slice(info, 0, info.n_layer), replace(params, exact=exact))
+        for recorded in (True, False)[: 1 if exact else 2]:
+            if not recorded:
+                stage._replays = None
+            stage.clear()
+            evaluate(stage, N_CONTEXT, n_wanted=1)
+            times = []
+            for at in range(N_CONTEXT, N_CONTEXT + N_ROWS):
+                start_s = time.perf_counter()
+                evaluate(stage, 1, at)
+                times.append(time.perf_counter() - start_s)
+            found = {"what": "one row", "backend": backend, "filled_up": recorded, "exact": exact}
+            yield found | {"tpot_s": float(np.median(times))}
+            if recorded and not exact:
+                yield found | {"begun_ahead": True, "tpot_s": seconds_ahead(stage, N_CONTEXT + N_ROWS)}
+        stage.close()
 
 
 def seconds_ahead(stage: RunsAhead, first: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def check_devices(folder: Path, device: str) -> Iterator[dict[str, Any]]:
             yield finding(
                 f"{name}, torch {dtype} again", "again", logits_of(stage), logits_of(open_torch(path, device, dtype))
             )
+        for dtype in ("f32", "bf16", "int8"):
+            yield exact_finding(f"{name}, torch {dtype}, exact on {device}", path, device, dtype)
         for dtype in ("int8", "int4"):
             found, there = (logits_of(open_torch(path, where, dtype)) for where in (device, "cpu"))
             yield finding(f"{name}, torch {dtype} on {device} and on the CPU", dtype, found, there)
@@ -64,11 +67,29 @@ def finding(what: str, kind: str, found: FloatArray, expected: FloatArray) -> di
     return {"what": what, "median": median, "worst": worst, "allowed": ALLOWED[kind], "right": median < ALLOWED[kind]}
 
 
-def open_torch(path: Path, device: str, dtype: str) -> StageModel:
+def exact_finding(what: str, path: Path, device: str, dtype: str) -> dict[str, Any]:
+    """Whether rows have the same bits in runs of several as in runs of one."""
+    tokens, rows = tokens_of(N_PROMPT), (1, 2, 3, 5, 8, 21)
+    alone, together = (open_torch(path, device, dtype, exact=True) for _ in range(2))
+    one = np.concatenate([evaluate(alone, [token], [at], [(0,)]) for at, token in enumerate(tokens)])
+    firsts = np.cumsum((0, *rows)).tolist()
+    many = np.concatenate(
+        [
+            evaluate(together, tokens[first:end], range(first, end), [(0,)] * (end - first))
+            for first, end in pairwise(firsts)
+        ]
+    )
+    n_other = int(np.any(one != many, axis=1).sum())
+    return {"what": what, "rows": len(one), "rows_that_differ": n_other, "right": n_other == 0}
+
+
+def open_torch(path: Path, device: str, dtype: str, exact: bool = False) -> StageModel:
+    """Exact as on a GPU, also on the CPU."""
     from pipeinfer.models.torch.stage import TorchStage
 
     info = read_model_info(path)
-    return TorchStage(open_slice(info, 0, info.n_layer), TorchParams(512, 8, 64, 64, 1, device, dtype, exact=False))
+    params = TorchParams(512, 8, 64, 64, 1, device, dtype, exact=exact, padded=exact)
+    return TorchStage(open_slice(info, 0, info.n_layer), params)
 
 
 def open_llama(path: Path, n_gpu_layers: int) -> StageModel:

@@ -35,13 +35,14 @@ def test_the_script_for_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in output.read_text().splitlines()]
     checked = [each for each in found if "right" in each]
-    assert len(checked) >= 24 and all(each["right"] for each in checked)
+    assert len(checked) >= 36 and all(each["right"] for each in checked)
+    assert sum("rows_that_differ" in each for each in checked) == 12
     speeds = {each["what"]: each for each in found if "backend" in each}
     assert set(speeds) == {"one row", "one text", "many texts", "auto with a draft"}
     assert all(each["tokens_per_s"] > 0 for what, each in speeds.items() if what != "one row")
     assert 0 < speeds["one text"]["of_limit"] < 1
     assert (tmp_path / "tiny-torch-int4.png").stat().st_size > 1000
-    assert any(each.get("begun_ahead") for each in found)
+    assert any(each.get("begun_ahead") for each in found) and any(each.get("exact") for each in found)
     others = {each["what"]: each for each in found if "distinct" in each}
     assert 0 < others["torch.compile"]["of_limit"] < 1 and "transformers" in others
 

@@ -16,7 +16,6 @@ import pytest
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
 from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
 from pipeinfer.errors import UserError
-from pipeinfer.job.load import inexact_line
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import KvCacheFull, LlamaStage
@@ -536,9 +535,3 @@ def test_a_gpu_gets_the_cache_types_that_it_has_kernels_for() -> None:
     assert LlamaParams(256).mixed_cache
     assert not LlamaParams(256, exact=False).mixed_cache
     assert not LlamaParams(256, n_gpu_layers=3).mixed_cache and not LlamaParams(256, n_gpu_layers=-1).mixed_cache
-
-
-def test_exact_numerics_on_gpus_are_not_promised() -> None:
-    line = inexact_line("exact", [1, 2])
-    assert line.startswith("--numerics exact holds on CPUs only: the layers of ranks 1, 2") and "-ngl 0" in line
-    assert inexact_line("exact", []) == inexact_line("fast", [1]) == ""

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -21,6 +22,8 @@ from pipeinfer.cli.values import TYPES, File, GpuLayers, Listed, Number, Split, 
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
+from pipeinfer.job.backends import Backend
+from pipeinfer.job.load import inexact_line
 from pipeinfer.job.options import RunOptions, unescape, without_effect
 from pipeinfer.policies.registry import POLICIES
 from tests.jobs import COMMAND, environment, finish, run_json
@@ -401,3 +404,17 @@ def test_the_completion_script_is_printed() -> None:
 def test_an_option_of_pipeinfer_means_it(named: str | None, given: dict[str, int], meant: str) -> None:
     assert policy_meant(named, True, given) == meant
     assert policy_meant(None, False, given) == "iterative"
+
+
+def test_exact_numerics_on_gpus_of_llama_are_not_promised() -> None:
+    exact = RunOptions(model=Path("m"))
+    line = inexact_line(exact, {0: "", 1: "a GPU", 2: "a GPU"})
+    assert "the layers of ranks 1, 2 are on GPUs of llama.cpp's" in line and "-ngl 0" in line
+    assert inexact_line(exact, {0: "", 1: ""}) == inexact_line(replace(exact, numerics="fast"), {1: "a GPU"}) == ""
+
+
+def test_exact_numerics_of_torch_want_devices_of_one_kind() -> None:
+    exact = RunOptions(model=Path("m"), backend=(Backend.parse("torch"),))
+    assert inexact_line(exact, {1: "NVIDIA H200", 2: "NVIDIA H200"}) == ""
+    line = inexact_line(exact, {1: "NVIDIA H200", 2: "NVIDIA H200", 3: ""})
+    assert "ranks 1, 2 on NVIDIA H200, rank 3 on a CPU" in line

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.params import TorchParams
@@ -53,20 +54,24 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeinfer.models.torch.stage.find_device", lambda asked, local_rank: ELSEWHERE)
     monkeypatch.setattr("pipeinfer.models.torch.stage.check_device", lambda device: None)
     monkeypatch.setattr("pipeinfer.models.torch.stage.DeviceQueue", ShapesOnly)
+    monkeypatch.setattr("pipeinfer.models.torch.stage.rows_together", lambda matrices, n_threads: 4)
     monkeypatch.setattr("torch.ops.aten._weight_int4pack_mm", kernel_for_gpus)
 
 
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8", "int4"])
-def test_layers_on_a_device_meet_nothing_of_the_hosts(tmp_path: Path, dtype: str, padded: bool) -> None:
-    """Runs that are filled up and larger ones, without rows that are wanted too; first and last slices."""
+def test_layers_on_a_device_meet_nothing_of_the_hosts(tmp_path: Path, dtype: str, padded: bool, exact: bool) -> None:
+    """Runs that are filled up and larger ones, blocks of a prompt, without rows that are wanted too; first and last
+    slices."""
     info = read_model_info(write_model(tmp_path / "model.gguf", Shape("qwen3", n_layer=2), "Q4_0"))
-    params = TorchParams(512, 8, 256, 64, 1, "cuda", dtype, exact=True, padded=padded)
+    params = TorchParams(512, 8, 256, 64, 1, "cuda", dtype, exact=exact, padded=padded)
     first, last = (TorchStage(open_slice(info, *edges), params) for edges in ((0, 1), (1, 2)))
     at = 0
-    for n, wanted in ((3, True), (100, True), (1, True), (2, False)):
+    for n, wanted in ((3, True), (100, True), (1, True), (64, True), (2, False)):
         rows = np.arange(n, dtype=np.int32)
         batch = Batch(rows + 5, rows + at, [(0,)] * n, None, (rows % 3 == 0) & wanted)
+        batch.span = Span(at, at + n) if n == 64 else None
         begun = first.begin(batch, never)
         assert begun is not None and begun.found.shape == (n, info.n_embd) and begun.found.device == ELSEWHERE
         batch.hidden = np.zeros((n, info.n_embd), np.float32)

@@ -284,6 +284,43 @@ def test_trees_are_the_same_as_plain_decoding(small: Path, plain: tuple[str, lis
         driver.step()
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("block", [32, 256])
+def test_on_a_device_rows_are_the_same_in_every_run(
+    small: Path, dtype: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed there, on the CPU: runs that are filled up, and attention by blocks."""
+    monkeypatch.setattr("pipeinfer.models.torch.attention.BLOCK", block)
+    params, tokens = replace(torch_params(True, dtype, n_cells=600), padded=True), random_tokens(330)
+    (one,), (by_row,) = open_chain(small, (), params), open_chain(small, (), replace(params, padded=False))
+    expected = np.array([run([one], make_batch([token], at))[0] for at, token in enumerate(tokens)])
+    wanted = np.array([run([by_row], make_batch([token], at))[0] for at, token in enumerate(tokens)])
+    assert difference(expected, wanted) < {"f32": 1e-5, "bf16": 1e-2, "int8": 2e-2}[dtype]
+    chain, at = open_chain(small, (1,), params), 0
+    for n in (1, 2, 3, 5, 8, 9, 16, 33, 64, 65, 100):
+        batch = make_batch(tokens[at : at + n], at, None, [index >= n - 64 for index in range(n)])
+        assert np.array_equal(run(chain, batch), expected[at : at + n][-64:]), n
+        at += n
+    driver = TreeDriver(open_chain(small, (1,), params), tokens, expected, seed=2)
+    driver.prefill(240)
+    while driver.at < 310:
+        driver.step()
+    if block == 256:
+        frames = chain[0]._replays._frames  # type: ignore[union-attr]
+        assert {(1, 256), (16, 256), (64, 256)} <= set(frames) and 128 not in {rows for rows, _ in frames}
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen2"])
+def test_on_a_device_rows_of_experts_are_the_same_in_every_run(folder: Path, name: str) -> None:
+    path = write_model(folder / f"device-{name}.gguf", FAMILY[name])
+    params = replace(torch_params(True), padded=True)
+    one, other = open_chain(path, (), params), open_chain(path, (2,), params)
+    tokens = random_tokens(60)
+    alone = np.array([run(one, make_batch([token], at))[0] for at, token in enumerate(tokens)])
+    for first, end in ((0, 3), (3, 36), (36, 60)):
+        assert np.array_equal(run(other, make_batch(tokens[first:end], first)), alone[first:end])
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "qwen2"])
 def test_rows_of_experts_and_biases_are_the_same_in_every_batch(folder: Path, name: str) -> None:
     path = write_model(folder / f"exact-{name}.gguf", FAMILY[name])

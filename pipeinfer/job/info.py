@@ -37,6 +37,7 @@ VARIABLES = (
 """What the names of the environment variables that are told begin with: such as steer threads, devices and MPI."""
 
 ON_CPU, ON_GPU = "exact", "not exact: its kernels depend on the batch"
+BY_TORCH = "exact by the way it computes, proved on no GPU yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,9 @@ def _torch() -> dict[str, Any] | None:
         devices = [{"name": "cpu", "description": torch.backends.cpu.get_cpu_capability(), "exact": ON_CPU}]
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             free, total = torch.cuda.mem_get_info(index)
-            devices.append({"name": f"cuda:{index}", "description": torch.cuda.get_device_name(index), "exact": ON_GPU,
-                            "free_bytes": free, "total_bytes": total})  # fmt: skip
+            name = torch.cuda.get_device_name(index)
+            devices.append({"name": f"cuda:{index}", "description": name, "exact": BY_TORCH, "free_bytes": free,
+                            "total_bytes": total})  # fmt: skip
         return found | {"devices": devices, "cuda": torch.version.cuda, "hip": torch.version.hip}
     except (UserError, OSError, RuntimeError) as error:  # a build that does not fit the host's driver
         return found | {"error": str(error)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
@@ -99,15 +99,31 @@ def _notice(context: Context, line: str) -> None:
     complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
 
 
-def inexact_line(numerics: str, gpu_ranks: Sequence[int]) -> str:
-    """What is to be said when exact numerics were asked for and these ranks have layers of the target on GPUs."""
-    if numerics != "exact" or not gpu_ranks:
+def inexact_line(options: RunOptions, gpus: Mapping[int, str]) -> str:
+    """What is to be said when exact numerics are asked of ranks that compute the target's layers so that they may not
+    hold. `gpus`: of each of these ranks, see `gpu_of`."""
+    if options.numerics != "exact":
         return ""
-    return (
-        f"--numerics exact holds on CPUs only: the layers of {'ranks' if len(gpu_ranks) > 1 else 'rank'} "
-        f"{', '.join(map(str, gpu_ranks))} are on GPUs, whose kernels depend on the batch, so that tokens that are all "
-        "but tied may differ between policies and splits; -ngl 0 and --backend torch:cpu are exact"
-    )
+    by_torch = {rank: gpu for rank, gpu in gpus.items() if backend_of(options, rank).is_torch}
+    inexact = [rank for rank, gpu in gpus.items() if gpu and rank not in by_torch]
+    if inexact:
+        return (
+            f"--numerics exact holds on CPUs and with --backend torch: the layers of {_ranks(inexact)} are on GPUs of "
+            "llama.cpp's, whose kernels depend on the batch, so that tokens that are all but tied may differ between "
+            "policies and splits; -ngl 0 and --backend torch are exact"
+        )
+    kinds = {gpu: [rank for rank in by_torch if by_torch[rank] == gpu] for gpu in by_torch.values()}
+    if len(kinds) > 1:
+        shown = ", ".join(f"{_ranks(own)} on {gpu or 'a CPU'}" for gpu, own in kinds.items())
+        return (
+            f"--numerics exact wants devices of one kind for all layers of the target, here torch computes {shown}: "
+            "tokens that are all but tied may differ between splits"
+        )
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def make_worker(context: Context, deployment: Deployment, model: LoadedModel) -> StageWorker:

@@ -41,7 +41,7 @@ from pipeinfer.job.load import (
 )
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.request import GenerationRequest
-from pipeinfer.job.stages import is_on_gpu
+from pipeinfer.job.stages import gpu_of
 from pipeinfer.models.llama.ggml import amx_works
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.ledger import HeadLedger
@@ -145,9 +145,9 @@ class Session:
         self._engine = self._make_engine()
         if line := self._engine.delay_too_short:
             complain(line)
-        here = is_on_gpu(self.context.options, self.deployment.hosts, 0)
-        on_gpu = {0: here} | {rank: each["on_gpu"] for rank, each in reports.items()}
-        line = inexact_line(self.context.options.numerics, [rank for rank in self._ranks if on_gpu[rank]])
+        here = gpu_of(self.context.options, self.deployment.hosts, 0)
+        gpus = {0: here} | {rank: each["gpu"] for rank, each in reports.items()}
+        line = inexact_line(self.context.options, {rank: gpus[rank] for rank in self._ranks})
         if line:
             complain(line)
 

@@ -49,12 +49,13 @@ def local_rank(hosts: Sequence[Host], rank: int) -> int:
     return sum(host.name == hosts[rank].name for host in hosts[:rank])
 
 
-def is_on_gpu(options: RunOptions, hosts: Sequence[Host], rank: int) -> bool:
-    """Whether a rank has loaded layers onto a GPU: to be asked on that rank."""
+def gpu_of(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
+    """What a rank has loaded layers onto, to be asked on that rank: of torch's devices the name; empty on a CPU."""
     backend = backend_of(options, rank)
     if not backend.is_torch:
-        return gpu_layers(options, rank) != 0
-    load_torch()
+        return "a GPU" if gpu_layers(options, rank) else ""
+    torch = load_torch()
     from pipeinfer.models.torch.stage import find_device
 
-    return bool(find_device(backend.device, local_rank(hosts, rank)).type != CPU)
+    device = find_device(backend.device, local_rank(hosts, rank))
+    return "" if device.type == CPU else str(torch.cuda.get_device_name(device))

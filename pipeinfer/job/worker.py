@@ -21,7 +21,7 @@ from pipeinfer.job.load import (
     time_loaded,
     time_prompt,
 )
-from pipeinfer.job.stages import is_on_gpu
+from pipeinfer.job.stages import gpu_of
 from pipeinfer.observe.ledger import StageLedger
 
 
@@ -42,8 +42,8 @@ def run_stage(context: Context, deployment: Deployment) -> int:
         cost_s = time_loaded(context, deployment, model, number) if model else {}
         chunk_s = time_prompt(context, deployment, model) if model and number is None else None
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
-        on_gpu = is_on_gpu(context.options, deployment.hosts, context.rank)
-        context.link.report({"loaded_s": loaded_s, "cost_s": cost_s, "chunk_s": chunk_s, "on_gpu": on_gpu})
+        gpu = gpu_of(context.options, deployment.hosts, context.rank)
+        context.link.report({"loaded_s": loaded_s, "cost_s": cost_s, "chunk_s": chunk_s, "gpu": gpu})
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
     ranks = [stage.rank for stage in deployment.plan.pipeline_of(context.rank)]

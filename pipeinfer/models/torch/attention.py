@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.models.torch.cells import CellTable
+from pipeinfer.models.torch.groups import in_groups
 
 SPARSE = 2.0
+
+BLOCK = 256
+"""Cells that `attend_in_order` adds up at once."""
 
 
 class Seen(Protocol):
@@ -102,16 +107,15 @@ class BySequence:
 
 class RowByRow:
     """Each row by itself over the cells of its sequence, put into the order of positions: what it computes follows from
-    its position and from those cells alone. With one thread: of several each has its own piece of a buffer, and how
-    that piece is aligned shows in the bits (measured)."""
+    its position and from those cells alone. For CPUs, with one thread: of several each has its own piece of a buffer,
+    and how that piece is aligned shows in the bits (measured)."""
 
-    def __init__(self, batch: Batch, table: CellTable, device: torch.device) -> None:
+    def __init__(self, batch: Batch, table: CellTable) -> None:
         self._rows: dict[int, list[tuple[int, int]]] = {}  # by sequence: (row, how many cells it sees)
         for row, (position, seqs) in enumerate(zip(batch.positions.tolist(), batch.seqs, strict=True)):
             self._rows.setdefault(seqs[0], []).append((row, position + 1))
         self._cells = {
-            seq: torch.from_numpy(table.seen(seq, max(end for _, end in rows))).to(device)
-            for seq, rows in self._rows.items()
+            seq: torch.from_numpy(table.seen(seq, max(end for _, end in rows))) for seq, rows in self._rows.items()
         }
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -123,6 +127,43 @@ class RowByRow:
                     own = queries[row : row + 1]
                     found[row] = attend(own, own_keys[:, :end], own_values[:, :end], scale, None)
         return torch.cat(found)
+
+
+class InOrder:
+    """Rows in groups of one size, each over the cells of its sequence in the order of positions, BLOCK after BLOCK: the
+    kernels have one shape whatever the run is, so that a row's sums have one order. For devices, and for recordings:
+    cells that a row has not add nothing. `order`: (n_rows, n), of each row its cells, then -1."""
+
+    def __init__(self, order: torch.Tensor, group: int) -> None:
+        self._order, self._group = order, group
+
+    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        return in_groups(self._group, partial(attend_in_order, keys, values, scale), queries, self._order)[0]
+
+
+def attend_in_order(
+    keys: torch.Tensor, values: torch.Tensor, scale: float, queries: torch.Tensor, order: torch.Tensor
+) -> torch.Tensor:
+    """In float32, whatever the cache has. A row sees its first cell at least."""
+    n_rows, n_head, length = queries.shape
+    asked = queries.float().view(n_rows * len(keys), -1, length)
+    top = torch.full((*asked.shape[:2], 1), -torch.inf, device=asked.device)
+    total, found = torch.zeros_like(top), torch.zeros_like(asked)
+    for cells in pad(order, (0, -order.shape[1] % BLOCK), value=-1).split(BLOCK, 1):
+        own_keys, own_values = (_of_cells(each, cells) for each in (keys, values))
+        unseen = (cells < 0).repeat_interleave(len(keys), 0)[:, None]
+        weights = (torch.bmm(asked, own_keys.mT) * scale).masked_fill_(unseen, -torch.inf)
+        higher = torch.maximum(top, weights.amax(2, keepdim=True))
+        weights, kept = torch.exp(weights - higher), torch.exp(top - higher)
+        total, found = total * kept + weights.sum(2, keepdim=True), found * kept + torch.bmm(weights, own_values)
+        top = higher
+    return (found / total).view(n_rows, n_head * length)
+
+
+def _of_cells(cache: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+    """(n_head_kv, n_cells, d) of (n_rows, n) cells -> (n_rows * n_head_kv, n, d)."""
+    found = cache.index_select(1, cells.clamp_min(0).flatten()).view(len(cache), *cells.shape, -1)
+    return found.transpose(0, 1).flatten(0, 1).float()
 
 
 class BlockOfPrompt:

@@ -109,6 +109,14 @@ class CellTable:
         cells = self._at[seq, :end].astype(np.int64) - 1
         return cells if end == 0 or cells.min() >= 0 else cells[cells >= 0]
 
+    def order(self, batch: Batch) -> Cells:
+        """(n_rows, cells of the row that sees most): those that each row sees, in the order of positions, then -1.
+        After `place`."""
+        found = np.full((len(batch.positions), int(batch.positions.max()) + 1), -1, np.int64)
+        for row, (position, seqs) in enumerate(zip(batch.positions.tolist(), batch.seqs, strict=True)):
+            found[row, : position + 1] = self._at[seqs[0], : position + 1].astype(np.int64) - 1
+        return found
+
     def mask(self, batch: Batch) -> npt.NDArray[np.bool_]:
         """(n_rows, cells up to the last in use): which of them each row sees. After `place`."""
         found = np.zeros((len(batch.positions), self.end), np.bool_)

@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     wanted    (n_wanted,), the rows whose logits are wanted; on a last slice
     rows      (n_rows, n_embd), the residual stream before the slice
     cos, sin  (n_rows, 1, n_rot / 2)
-    seen      (n_rows, n_cells), which cells each row sees
+    seen      (n_rows, n_cells), which cells each row sees; or their numbers, in order, and -1 behind them
     """
 
     cells: torch.Tensor
@@ -151,15 +151,16 @@ class Frame:
 
 
 def fill(frame: Inputs, inputs: Inputs, spare: int) -> None:
-    """Put a run's rows in; those after them see all cells, and write to the spare one."""
+    """Put a run's rows in; those after them see some cells, whichever, and write to the spare one."""
     n_rows, n_cells = inputs.seen.shape
     for own, given in zip(frame[:-1], inputs[:-1], strict=True):
         own[: len(given)] = given
         own[len(given) :] = 0
     frame.cells[n_rows:] = spare
+    is_mask = inputs.seen.dtype is torch.bool
     frame.seen[:n_rows, :n_cells] = inputs.seen
-    frame.seen[:n_rows, n_cells:] = False
-    frame.seen[n_rows:] = True
+    frame.seen[:n_rows, n_cells:] = False if is_mask else -1
+    frame.seen[n_rows:] = True if is_mask else 0
 
 
 def _next_power(n: int) -> int:

@@ -17,7 +17,7 @@ from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.loading import token_table
 from pipeinfer.models.llama.parts import blocks_of
 from pipeinfer.models.llama.threads import ThreadShare
-from pipeinfer.models.torch.attention import BlockOfPrompt, BySequence, MaskedCells, RowByRow, Seen
+from pipeinfer.models.torch.attention import BlockOfPrompt, BySequence, InOrder, MaskedCells, RowByRow, Seen
 from pipeinfer.models.torch.begun import BegunRun
 from pipeinfer.models.torch.cells import CellTable
 from pipeinfer.models.torch.device_queue import DeviceQueue, Mark
@@ -69,8 +69,9 @@ class TorchStage:
         if self.dtype == INT4:
             check_device(self.device)
         self._queue = DeviceQueue(self.device)
-        self._exact = params.exact and self.device.type == CPU
-        self.threads = ThreadShare(params.n_threads, tries=self._exact)
+        self._exact, is_cpu = params.exact, self.device.type == CPU
+        self._in_order = self._exact and (params.padded or not is_cpu)
+        self.threads = ThreadShare(params.n_threads, tries=self._exact and is_cpu)
         self._cells = CellTable(params.n_cells, params.n_seq_max)
         self._load(slice_file, on_progress)
         # one more cell, for rows that fill up a run
@@ -90,7 +91,7 @@ class TorchStage:
         self._layers: list[Layer] = []
         with closing(Weights(slice_file, self.dtype, self.device, n_threads)) as weights:
             for index in range(self._n_layer):
-                self._layers.append(Layer(weights, index, self._numbers, self._exact))
+                self._layers.append(Layer(weights, index, self._numbers, self._exact and self.device.type == CPU))
                 if on_progress is not None and not on_progress((index + 1) / self._n_layer):
                     raise InterruptedError(f"loading {self._where} was aborted")
             factors = weights.vector("rope_freqs.weight").cpu().numpy() if weights.has("rope_freqs.weight") else None
@@ -142,10 +143,11 @@ class TorchStage:
         """Where the result will be on the host, and when."""
         cells, wanted = torch.from_numpy(self._cells.of_rows(batch)), torch.from_numpy(np.flatnonzero(batch.wanted))
         cos, sin = self._rope.at(batch.positions)
-        if self._replays is not None and self._replays.takes(len(rows)):
+        if self._replays is not None and self._replays.takes(len(rows)) and not (self._exact and batch.span):
             if stop():
                 return None
-            inputs = Inputs(cells, wanted, rows, cos, sin, torch.from_numpy(self._cells.mask(batch)))
+            seen = self._cells.order(batch) if self._in_order else self._cells.mask(batch)
+            inputs = Inputs(cells, wanted, rows, cos, sin, torch.from_numpy(seen))
             return self._replays.begin(inputs, *((self._logits, self.n_vocab) if self.is_last else (None, self.n_embd)))
         rows, cos, sin, cells, wanted = map(self._queue.upload, (rows, cos, sin, cells, wanted))
         after = self._evaluate(batch, rows, cos, sin, cells, stop)
@@ -167,8 +169,12 @@ class TorchStage:
         return self._through_layers(part, 0, rows, cos, sin, cells, stop)
 
     def _compute(self, inputs: Inputs) -> torch.Tensor:
-        part = MaskedCells(inputs.seen, self._n_group, CACHE_TYPES[self.dtype])
-        found = self._through_layers(part, 0, inputs.rows, inputs.cos, inputs.sin, inputs.cells, never)
+        seen: Seen
+        if self._in_order:
+            seen = InOrder(inputs.seen, self._group)
+        else:
+            seen = MaskedCells(inputs.seen, self._n_group, CACHE_TYPES[self.dtype])
+        found = self._through_layers(seen, self._group, inputs.rows, inputs.cos, inputs.sin, inputs.cells, never)
         assert found is not None, "nobody asked to stop"
         return found
 
@@ -178,7 +184,11 @@ class TorchStage:
     ) -> torch.Tensor | None:  # fmt: skip
         """Row by row, or block by block of a prompt."""
         if not batch.span:
-            seen = RowByRow(batch, self._cells, self.device)
+            seen: Seen
+            if self._in_order:
+                seen = InOrder(self._queue.upload(torch.from_numpy(self._cells.order(batch))), self._group)
+            else:
+                seen = RowByRow(batch, self._cells)
             return self._through_layers(seen, self._group, rows, cos, sin, cells, stop)
         found = []
         for first, end in blocks_of(batch):
