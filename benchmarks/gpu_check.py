@@ -52,6 +52,9 @@ def check_devices(folder: Path, device: str) -> Iterator[dict[str, Any]]:
         for dtype in ("int8", "int4"):
             found, there = (logits_of(open_torch(path, where, dtype)) for where in (device, "cpu"))
             yield finding(f"{name}, torch {dtype} on {device} and on the CPU", dtype, found, there)
+        packed = write_model(folder / f"check-{name}-Q4_K_M.gguf", replace(shape, n_layer=2), "Q4_K_M")
+        found, there = (logits_of(open_torch(packed, where, "f32")) for where in (device, "cpu"))
+        yield finding(f"{name}, Q4_K_M, torch f32 on {device} and on the CPU", "f32", found, there)
         if device != "cpu" and load_library().llama_supports_gpu_offload():
             yield finding(f"{name}, libllama on its GPU", "libllama", logits_of(open_llama(path, -1)), expected)
     if find_spec("transformers"):

@@ -64,7 +64,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_on_a_device_meet_nothing_of_the_hosts(tmp_path: Path, dtype: str, padded: bool, exact: bool) -> None:
     """Runs that are filled up and larger ones, blocks of a prompt, without rows that are wanted too; first and last
     slices."""
-    info = read_model_info(write_model(tmp_path / "model.gguf", Shape("qwen3", n_layer=2), "Q4_0"))
+    info = read_model_info(write_model(tmp_path / "model.gguf", Shape("qwen3", n_layer=2), "Q4_K_M"))
     params = TorchParams(512, 8, 256, 64, 1, "cuda", dtype, exact=exact, padded=padded)
     first, last = (TorchStage(open_slice(info, *edges), params) for edges in ((0, 1), (1, 2)))
     at = 0

@@ -1,4 +1,5 @@
-"""The tensors of a slice as torch's, dequantised on the way: by ggml's own conversions, a few rows at a time."""
+"""The tensors of a slice as torch's, dequantised on the way, a few rows at a time: for the CPU, and of rarer types, by
+ggml's own conversions, else on the device, to which a file's bytes are the least to copy."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pipeinfer.models.gguf.header import Tensor, read_header
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.gguf.writer import tensor_data
 from pipeinfer.models.llama.ggml import dequantise
+from pipeinfer.models.torch.dequantise import dequantise_there
 from pipeinfer.models.torch.int4 import Int4Rows, as_in_file, rounded
 from pipeinfer.models.torch.int8 import Int8, quantised
 from pipeinfer.models.torch.matrices import Loaded, Weight, under_each_other
@@ -71,7 +73,7 @@ class Weights:
         rows = found.view(-1, found.shape[-1])
 
         def put(own: slice, data: memoryview) -> None:
-            rows[own] = _numbers(tensor, data, dtype)
+            rows[own] = self._numbers(tensor, data, dtype)
 
         self._read(name, put)
         return found
@@ -86,7 +88,7 @@ class Weights:
         values, scales = found.values.view(-1, shape[-1]), found.scales.view(-1)
 
         def put(own: slice, data: memoryview) -> None:
-            piece = quantised(_numbers(tensor, data, torch.float32))
+            piece = quantised(self._numbers(tensor, data, torch.float32))
             values[own], scales[own] = piece.values, piece.scales
 
         self._read(name, put)
@@ -106,11 +108,23 @@ class Weights:
             if tensor.type in READERS:
                 piece = as_in_file(read_four_bits(tensor.type, data), own.stop - own.start)
             else:
-                piece = rounded(_numbers(tensor, data, torch.float32))
+                piece = rounded(self._numbers(tensor, data, torch.float32))
             pairs[own], steps[own] = piece.pairs, piece.steps
 
         self._read(name, put)
         return found
+
+    def _numbers(self, tensor: Tensor, data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+        """(n_rows, width) what data of a tensor's rows stand for; as they are, where the type is already `dtype`."""
+        width = tensor.shape[0]
+        if tensor.type == BF16 and dtype is torch.bfloat16:
+            return torch.frombuffer(data, dtype=dtype).view(-1, width)
+        if self.device.type != CPU:
+            there = dequantise_there(tensor.type, torch.frombuffer(data, dtype=torch.uint8).to(self.device))
+            if there is not None:
+                return there.view(-1, width)
+        n = len(data) * tensor.n_elements // tensor.n_bytes
+        return torch.from_numpy(dequantise(tensor.type, data, n)).view(-1, width)
 
     def _read(self, name: str, put: Callable[[slice, memoryview], None]) -> None:
         """`put` gets which rows, and their data. Raises UserError where the file has become shorter."""
@@ -133,15 +147,6 @@ class Weights:
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(reversed(tensor.shape))
-
-
-def _numbers(tensor: Tensor, data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """(n_rows, width) what data of a tensor's rows stand for; as they are, where the type is already `dtype`."""
-    width = tensor.shape[0]
-    n = len(data) * tensor.n_elements // tensor.n_bytes
-    if tensor.type == BF16 and dtype is torch.bfloat16:
-        return torch.frombuffer(data, dtype=dtype, count=n).view(-1, width)
-    return torch.from_numpy(dequantise(tensor.type, data, n)).view(-1, width)
 
 
 def _ordered(rows: Loaded, order: torch.Tensor | None) -> Loaded:
