@@ -19,6 +19,7 @@ from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
+from pipeinfer.core.rooms import ONE_CHUNK
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
@@ -33,7 +34,7 @@ from pipeinfer.virtual.simulation import row_costs
 from tests.jobs import finish
 
 STAGE = ModelCost("stage", 10, Work((1.0, 8.0, 64.0), (0.001, 0.0012, 0.006)))  # a row 10 ms, a block of 64 rows 60 ms
-N_PROMPT, BLOCK_S = 4000, 0.060
+N_PROMPT, N_CHUNK, BLOCK_S = 4000, 256, 0.060
 
 
 def hold_up(
@@ -46,7 +47,7 @@ def hold_up(
     choices = [SyntheticChoices((0.7,), seed, n_prompt) for seed, n_prompt in enumerate(lengths)]
     pipeline = SimPipeline(profile, choices, clock)
     engine = Engine(
-        Level(pipeline, SequencePool(64, 80_000, parked=True), n_chunk=256, blocks=blocks),
+        Level(pipeline, SequencePool(64, 80_000, parked=True), n_chunk=N_CHUNK, blocks=blocks),
         None, SimWaiter(clock), clock, run_cost=RunCost(row_costs(profile), chunk=(64, BLOCK_S)),
         max_delay_s=max_delay_s,
     )  # fmt: skip
@@ -90,6 +91,17 @@ def test_a_long_prompt_delays_no_token_by_more_than_the_limit(n_stages: int, n_o
         assert 0.4 * limit_s < delay_s < 1.05 * limit_s + 0.01  # and a row that was in a run already
     assert list(delays_s) == sorted(delays_s, reverse=True)
     assert ttft_s[1] < 2.5 * ttft_s[0]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("n_stages", "n_open", "n_prompts"), [(1, 4, 3), (2, 4, 3), (4, 1, 1), (4, 12, 3), (4, 4, 4)])
+def test_no_token_waits_for_more_than_one_chunk(n_stages: int, n_open: int, n_prompts: int, blocks: bool) -> None:
+    """As long as chunks may be, through all stages; without a limit somewhat longer."""
+    chunk_s = n_stages * STAGE.seconds(N_CHUNK, 0)
+    delay_s, _ = hold_up(n_stages, n_open, ONE_CHUNK, n_prompts, blocks)
+    assert 0.8 * chunk_s < delay_s < 1.03 * chunk_s
+    free_s, _ = hold_up(n_stages, n_open, math.inf, n_prompts, blocks)
+    assert 1.15 * chunk_s < free_s < 3.1 * chunk_s
 
 
 def test_blocks_are_whole() -> None:
@@ -165,6 +177,7 @@ def test_it_is_of_many_requests(command: Any, words: list[str]) -> None:
 def test_loads_with_other_limits_are_other_loads() -> None:
     options = RunOptions(model=Path("m.gguf"))
     assert options_text(options) == "" and options_text(replace(options, max_delay_s=0.25)) == "max-delay 0.25"
+    assert options_text(replace(options, max_delay_s=ONE_CHUNK)) == "max-delay chunk"
 
 
 def test_real_ranks_write_the_same_texts_and_say_what_a_block_takes(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def take_loads(given: dict[str, Any]) -> Loads | None:
     concurrencies, rates = given.pop("concurrencies"), given.pop("rates")
     n_requests, parallel, sequences = given.pop("requests"), given.pop("parallel"), given["sequences"]
     if not concurrencies and not rates:
-        if n_requests or parallel or given["max_delay_s"]:
+        if n_requests or parallel or given["max_delay_s"] is not None:
             raise UserError("--requests, --parallel and --max-delay are of loads; give --concurrency or --rate too")
         return None
     parallel = parallel_of(concurrencies, rates, n_requests, parallel)

@@ -166,7 +166,7 @@ def simulate_command(
                  for load in loads_of(like, concurrencies, rates)]  # fmt: skip
         show_loads(ask_loads(question, loads), output, as_json)
         return 0
-    if parallel or max_delay_s:
+    if parallel or max_delay_s is not None:
         raise UserError("--parallel and --max-delay are of loads; give --concurrency, --rate or --requests too")
     rows, last = ask(question, range(seed, seed + repetitions), results, as_json)
     if trace:

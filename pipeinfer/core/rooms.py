@@ -18,6 +18,9 @@ from pipeinfer.core.opened import Opened
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.scheduler import Room, choose
 
+ONE_CHUNK = 0.0
+"""In place of seconds: what one chunk takes that is as long as chunks may be."""
+
 
 class Rooms:
     """`opened`: the open requests by id. `max_delay_s`: by so much at most a token shall come later, in all stages
@@ -41,7 +44,7 @@ class Rooms:
     def n_chunk(self, context: int) -> int:
         """Certain tokens that a run may carry at most, after so many."""
         most, cost = self.target.n_chunk, self.run_cost
-        if cost is None or not self._delays_others():
+        if cost is None or self.max_delay_s == ONE_CHUNK or not self._delays_others():
             return most
         limit_s = self.max_delay_s / self.target.pipeline.n_stages
         n_rows = bisect_right(range(1, most + 1), limit_s, key=lambda n: cost.chunk_seconds(n, context))
@@ -52,7 +55,7 @@ class Rooms:
         """Why the limit cannot be held, in a line; empty if it can."""
         cost, n_stages, blocks = self.run_cost, self.target.pipeline.n_stages, self.target.blocks
         least_s = n_stages * cost.chunk_seconds(BLOCK if blocks else 1, 0) if cost else 0.0
-        if self.max_delay_s >= least_s:
+        if self.max_delay_s >= least_s or self.max_delay_s == ONE_CHUNK:
             return ""
         limit, stages = f"--max-delay {self.max_delay_s:g} cannot be held", f"{n_stages} stage{'s' * (n_stages > 1)}"
         if not blocks:

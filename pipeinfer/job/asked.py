@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeinfer.core.rooms import ONE_CHUNK
 from pipeinfer.job.options import DEFAULT, RunOptions, device_text
 from pipeinfer.observe.experiment import HASH_DIGITS, SAMPLING, digest, model_columns, settings_text, variant_text
 from pipeinfer.observe.table import Record
@@ -74,6 +75,7 @@ def options_text(options: RunOptions) -> str:
         "max_delay_s",
     )
     changed = [(name, getattr(options, name)) for name in names if getattr(options, name) != getattr(DEFAULT, name)]
+    changed = [("max_delay", "chunk") if each == ("max_delay_s", ONE_CHUNK) else each for each in changed]
     written = [(WRITTEN.get(name, name).removesuffix("_s").replace("_", "-"), value) for name, value in changed]
     shown = [f"{name} {_listed(value)}" for name, value in written]
     off = [f"no-{name.replace('_', '-')}" for name in ("prepare_ahead", "post_ahead") if not getattr(options, name)]

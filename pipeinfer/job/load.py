@@ -187,7 +187,7 @@ def time_loaded(
 
 def time_prompt(context: Context, deployment: Deployment, model: LoadedModel) -> tuple[int, float] | None:
     """Rows and seconds of a chunk of a prompt in this rank's stage, where it is asked how long such may take."""
-    if context.options.max_delay_s is None:
+    if not context.options.max_delay_s:
         return None
     n_rows = BLOCK if deployment.blocks else min(BLOCK, deployment.n_batch)
     return n_rows, time_chunk(model, n_rows, deployment.blocks, CLOCK)

@@ -195,7 +195,7 @@ class Session:
         engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()), run_cost=RunCost(slowest, deployment.crowding, chunk) if slowest else None,
-            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s or math.inf,
+            n_prompts=options.n_prompts, max_delay_s=math.inf if options.max_delay_s is None else options.max_delay_s,
         )  # fmt: skip
         for each in self._pipelines:
             each.listen_by(engine.listen)

@@ -89,7 +89,7 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
     engine = Engine(
         Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.n_open), blocks=profile.blocks),
         drafter, waiter, clock, run_cost=RunCost(row_costs(profile), chunk=(BLOCK, chunk_s)),
-        max_delay_s=load.max_delay_s or math.inf,
+        max_delay_s=math.inf if load.max_delay_s is None else load.max_delay_s,
     )  # fmt: skip
     if drafter:
         drafter.timeout_s = engine.timeout_s
