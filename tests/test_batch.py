@@ -460,6 +460,13 @@ def test_a_torn_line_is_cut_off_and_nothing_else(tmp_path: Path, capfd: pytest.C
     output.write({"id": "c"})
     assert list(output.ids()) == [(1, "a"), (2, "c")]
     output.close()
+    for lost in (b"\0" * 5000, b'{"id": "d", "te' + b"\0" * 50):  # as a power cut leaves them
+        path.write_bytes(b'{"id": "a"}\n' + lost)
+        output = BatchOutput(path)
+        assert list(output.ids()) == [(1, "a")]
+        output.go_on()
+        assert path.read_bytes() == b'{"id": "a"}\n'
+        output.close()
     for foreign in ("notes without an end", '{"text": "a"}\n', "a\nb\n"):
         path.write_text(foreign)
         output = BatchOutput(path)

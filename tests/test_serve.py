@@ -514,6 +514,16 @@ def test_what_is_open_is_given_up_when_its_time_is_over(drain_s: str, n_signals:
         assert "ended where it stood" not in served.errors and "Traceback" not in served.errors
 
 
+def test_a_front_that_stands_still_ends_the_job() -> None:
+    with Served(1, ["--rank-timeout", "3"]) as served:
+        front = next(pid for pid in descendants(served.job.pid) if b"server.process" in command_of(pid))
+        time.sleep(4)  # while nobody asks for anything it says that it is there
+        assert served.http.get("/health").status_code == 200
+        os.kill(front, signal.SIGSTOP)
+        assert served.wait(timeout_s=12) == 1
+        assert "nothing comes from the process that speaks HTTP for 3 s; ending the job" in served.errors
+
+
 def test_without_its_front_the_job_ends() -> None:
     with Served(1, []) as served:
         front = next(pid for pid in descendants(served.job.pid) if b"server.process" in command_of(pid))

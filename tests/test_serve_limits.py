@@ -283,6 +283,15 @@ def test_settings_that_cannot_be_are_said(tmp_path: Path, certificate: tuple[Pat
     assert "secret" not in repr(HttpOptions(api_keys=("secret",)))
 
 
+def test_a_port_is_one_servers_from_the_start() -> None:
+    first = HttpFront(HttpOptions(port=0))
+    port = int(first.address.rpartition(":")[2])
+    with pytest.raises(UserError, match=f"--port {port}: Address already in use"):
+        HttpFront(HttpOptions(port=port))
+    first.close()
+    HttpFront(HttpOptions(port=port)).close()
+
+
 def test_a_key_of_nothing_opens_no_server() -> None:
     for words, variables in ((["--api-key", " ,"], {}), ([], {"LLAMA_API_KEY": ","})):
         done = CliRunner(env=variables).invoke(serve_command, words, standalone_mode=False)

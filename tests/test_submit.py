@@ -91,6 +91,7 @@ def test_the_mpi_that_is_installed_is_recognised() -> None:
         (["-n", 2, "run", "-p", "x", "-f", "y"], "one of them"),
         (["-n", 2, "-t", "soon", "run", "-p", "x"], "--time soon"),
         (["-n", 2, "--mem", "lots", "run", "-p", "x"], "--mem lots"),
+        (["-n", 2, "--mpi", "pmi2\nx", "run", "-p", "x"], "cannot stand in a line"),
         (["-n", 2, "-A", "a\n#SBATCH b", "run", "-p", "x"], "cannot stand in a line"),
         (["-n", 2, "-J", "../up", "run", "-p", "x"], "leave / out"),
         (["-n", 2, "--group", "ntasks=1", "run", "-p", "x"], "--ntasks and --group"),
@@ -105,6 +106,10 @@ def test_bad_input(words: list[object], said: str) -> None:
         call("--dry-run", *words)
     message = caught.value.format_message() if isinstance(caught.value, click.UsageError) else str(caught.value)
     assert said in message and "\n" not in message
+
+
+def test_what_srun_speaks_is_one_word() -> None:
+    assert "srun -X --mpi='a; b' -n 2 " in call("--dry-run", "-n", 2, "--mpi", "a; b", "run", "-p", "x")
 
 
 def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:

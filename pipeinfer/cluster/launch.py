@@ -15,6 +15,7 @@ from pipeinfer.errors import UserError
 LAST_TO_LEAVE_S = 0.5
 """Open MPI adds a banner to a failing rank unless it is the last to end."""
 
+LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 HYDRA_KILLS_S = 1.0
@@ -44,6 +45,12 @@ def rank_from_environment(environ: Mapping[str, str] | None = None) -> int:
 def is_first_here() -> bool:
     """Whether this is the first rank on its host, as far as the launcher says."""
     return next((os.environ[name] == "0" for name in LOCAL_RANK if name in os.environ), True)
+
+
+def n_ranks_here() -> int:
+    """How many ranks are on this host, as far as the launcher says; else 1."""
+    found = next((os.environ[name] for name in LOCAL_SIZE if name in os.environ), "")
+    return int(found) if found.isdecimal() else 1
 
 
 def is_launched() -> bool:

@@ -32,6 +32,8 @@ def _named(settings: Any) -> Iterator[tuple[str, str]]:
     """Every field of a dataclass as text, those of dataclasses in it under their own names."""
     for field in fields(settings):
         value = getattr(settings, field.name)
+        if field.name.startswith("_"):
+            continue  # what settings keep for themselves
         if is_dataclass(value):
             yield field.name, type(value).__name__
             yield from _named(value)

@@ -163,7 +163,7 @@ def _launch(job: SlurmJob) -> str:
         mpirun = shlex.quote(job.mpirun)
         return f"{mpirun} {'--bind-to none ' * job.open_mpi}-np {job.groups[0].n_tasks} {command}"
     # -X: the first signal goes to the ranks, which end in order
-    start = f"srun -X --mpi={job.mpi}"
+    start = f"srun -X --mpi={shlex.quote(_one_line(job.mpi))}"
     if len(job.groups) == 1:
         return f"{start} {_step(job.groups[0])} {command}"
     parts = (f"--het-group={index} {_step(group)} {command}" for index, group in enumerate(job.groups))

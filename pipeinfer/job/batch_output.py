@@ -56,7 +56,8 @@ class BatchOutput:
             for number, line in enumerate(file, start=1):
                 id = _id_in(line)
                 self._lacks_newline = not line.endswith(b"\n")
-                if id is None and self._lacks_newline and BEGINNING.startswith(line[: len(BEGINNING)]):
+                written = line.rstrip(b"\0")  # a power cut may leave a file longer than what was written
+                if id is None and self._lacks_newline and BEGINNING.startswith(written[: len(BEGINNING)]):
                     self._n_torn, self._lacks_newline = len(line), False
                     return
                 if id is None:

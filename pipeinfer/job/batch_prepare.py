@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from pipeinfer.job.request_body import Defaults
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.outputs import check_separate
+
+PATIENCE_S = 2.0
+"""How long requests are checked without a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +135,11 @@ def _check_lines(work: BatchWork) -> None:
 def _deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, work: BatchWork) -> Deployment:
     """Where -c does not say, as much context as --parallel of the longest request take, or as much as fits."""
     longest = longest_prompt = n_total = 1
-    for each in work.ready():
+    start_s, told_s = time.monotonic(), PATIENCE_S
+    for n_checked, each in enumerate(work.ready()):
+        if time.monotonic() - start_s > told_s:
+            complain(f"{work.file.path}: {n_checked} of {work.n_left} requests are checked after {told_s:g} s")
+            told_s *= 2
         if not isinstance(each.asked, UserError):
             longest, n_total = max(longest, each.asked.n_ctx), n_total + each.asked.n_ctx
             longest_prompt = max(longest_prompt, len(each.asked.prompt))

@@ -42,6 +42,11 @@ class Listening:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """The front: it is there. It says so often."""
+
+
+@dataclass(frozen=True, slots=True)
 class Watch:
     """The front: pictures of the pipeline are wanted, or no longer."""
 
@@ -108,7 +113,7 @@ class Picture:
     ranks: list[dict[str, Any]]
 
 
-FromFront = Ask | Drop | Listening | Watch
+FromFront = Alive | Ask | Drop | Listening | Watch
 FromHead = Begun | Waits | Came | Ended | Ready | Draining | Closing | Picture
 
 

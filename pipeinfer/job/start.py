@@ -13,13 +13,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeinfer.cluster.cores import Host, other_clocks, this_host
-from pipeinfer.cluster.launch import check_size, end_job, is_first_here, rank_from_environment, size_from_environment
+from pipeinfer.cluster.launch import (
+    check_size,
+    end_job,
+    is_first_here,
+    n_ranks_here,
+    rank_from_environment,
+    size_from_environment,
+)
 from pipeinfer.cluster.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
 from pipeinfer.cluster.roster import check_alike, own_words, places
 from pipeinfer.cluster.speed import Speed
 from pipeinfer.cluster.transport import Link, abort
 from pipeinfer.cluster.watch.limits import Limits
-from pipeinfer.cluster.watch.segments import marking, sweep
+from pipeinfer.cluster.watch.segments import marking, short_of_room, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import UserError
 from pipeinfer.job.bus_error import report_bus_errors
@@ -79,6 +86,8 @@ def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions
     on_signals(stopper.on_signal)
     watch.open()  # not before: it would take an end by a signal for a death
     if is_first_here():
+        if line := short_of_room(n_ranks_here()):
+            complain(line)
         threading.Thread(target=sweep, daemon=True).start()
     with marking():
         link = Link()

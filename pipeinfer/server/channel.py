@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.front import (
+    Alive,
     Ask,
     Begun,
     Came,
@@ -43,7 +46,7 @@ def _ask(said: dict[str, Any]) -> Ask:
 MAKE: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "Ask": _ask,
     **{kind.__name__: lambda said, kind=kind: kind(**said)  # type: ignore[misc]
-       for kind in (Begun, Came, Closing, Draining, Drop, Ended, Listening, Picture, Ready, Waits, Watch)},
+       for kind in (Alive, Begun, Came, Closing, Draining, Drop, Ended, Listening, Picture, Ready, Waits, Watch)},
 }  # fmt: skip
 
 
@@ -62,6 +65,7 @@ class HeadEnd:
 
     def __init__(self, link: socket.socket) -> None:
         self.link, self.closed = link, False
+        self._heard_s = math.inf  # when something came last; infinite before the first time
         link.setblocking(False)
         self._partial, self._unsent = bytearray(), bytearray()
         self._lines: list[bytes] = []
@@ -87,7 +91,13 @@ class HeadEnd:
         except OSError:
             data = b""
         self.closed = not data
+        self._heard_s = time.monotonic()
         return data
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing has come; 0 before the first time, as the other end has to start."""
+        return max(0.0, time.monotonic() - self._heard_s)
 
     def take(self) -> list[FromFront]:
         lines, self._lines = (self._lines, []) if self.has_news() else ([], [])

@@ -7,6 +7,7 @@ launcher kills all the others, it still tells its clients. Imports nothing but t
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import socket
 import ssl
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.errors import UserError
 from pipeinfer.job.front import Closing, FromFront, FromHead, Setup
 from pipeinfer.job.limited import read_limited
@@ -55,6 +57,7 @@ class HttpFront:
         self._port = _listen(options.host, options.port)
         self._end: HeadEnd | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._most_silent_s = math.inf
 
     @property
     def address(self) -> str:
@@ -63,6 +66,7 @@ class HttpFront:
         return f"{'https' if self.options.ssl_cert_file else 'http'}://{shown}:{port}"
 
     def start(self, setup: Setup) -> None:
+        self._most_silent_s = Limits.of(setup.run.rank_timeout_s).silent_s
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno(), self._port.fileno()]
         with theirs:
@@ -86,8 +90,12 @@ class HttpFront:
             self._end.tell(message)
 
     def lost(self) -> str:
-        if self._end is None or not self._end.closed or self._process is None:
+        if self._end is None or self._process is None:
             return ""
+        if not self._end.closed:
+            if self._end.silent_s < self._most_silent_s:
+                return ""
+            return f"nothing comes from the process that speaks HTTP for {self._most_silent_s:g} s; ending the job"
         try:
             code = self._process.wait(timeout=MARGIN_S)
         except subprocess.TimeoutExpired:
@@ -134,7 +142,7 @@ def _check_certificate(options: HttpOptions) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket at the address, where nobody answers yet."""
+    """A socket at the address, where nobody answers yet. It listens: until then another server could have it too."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -142,6 +150,7 @@ def _listen(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        found.listen(BACKLOG)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error.strerror or error}; give others, --port 0 takes a free "
                         "one") from None  # fmt: skip

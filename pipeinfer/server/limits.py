@@ -15,7 +15,10 @@ HEAD_S = 30.0
 WRITE = "pipeinfer.write"
 """The extension of a request's scope that writes a part of a body which is sent in chunks."""
 
-N_OTHER_FILES = 64
+N_LINGERING, LINGER_S = 32, 1.0
+"""Connections above the limit that may say what they want for so long, while they hear that it is too much."""
+
+N_OTHER_FILES = 64 + N_LINGERING
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\nconnection: close\r\ncontent-type: application/json\r\n\r\n"
     b'{"error": {"message": "there are too many connections; ask again later", "type": "unavailable_error", '
@@ -47,14 +50,23 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > n_most:
-                transport.write(FULL)
-                transport.close()
+            self._is_refused = len(self.connections) > n_most
+            if self._is_refused:
+                self._refuse(transport)
             else:
                 self._await_request()
 
+        def _refuse(self, transport: asyncio.Transport) -> None:
+            """What it sends meanwhile is read, as who is closed upon with something unread may not see the answer."""
+            transport.write(FULL)
+            if len(self.connections) > n_most + N_LINGERING or not transport.can_write_eof():
+                transport.close()
+                return
+            transport.write_eof()
+            self.loop.call_later(LINGER_S, transport.abort)
+
         def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
+            if self._is_refused or self.transport.is_closing():
                 return
             super().data_received(data)
             self._await_request()

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.job.body_prompts import BodyPrompts
-from pipeinfer.job.front import Listening
+from pipeinfer.job.front import Alive, Listening
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.server.app import Api
@@ -54,6 +55,13 @@ def main(link: int, port: int) -> None:
     asyncio.run(serve(given, socket.socket(fileno=link), socket.socket(fileno=port)))
 
 
+async def beat(head: Head, every_s: float) -> None:
+    """Tell the head that this process does not stand still."""
+    while True:
+        head.tell(Alive())
+        await asyncio.sleep(every_s)
+
+
 async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket) -> None:
     """Until the head is gone."""
     http, setup = given.http, given.setup
@@ -70,8 +78,13 @@ async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket) -
     ))  # fmt: skip
     reader, writer = await asyncio.open_unix_connection(sock=link, limit=LINE_BYTES)
     head.writer, server.on_start = writer, lambda: head.tell(Listening())
-    serving = asyncio.create_task(server.serve(sockets=[port]))
-    await head.run(reader)
+    serving, running = asyncio.create_task(server.serve(sockets=[port])), asyncio.create_task(head.run(reader))
+    beating = asyncio.create_task(beat(head, Limits.of(setup.run.rank_timeout_s).beat_s))
+    await asyncio.wait({serving, running}, return_when=asyncio.FIRST_COMPLETED)
+    beating.cancel()
+    if not running.done():  # it could not start: whatever it raises ends the process, which the head notices
+        await serving
+        return
     if not head.closing_s:
         await asyncio.sleep(LAST_WORDS_S)
     server.should_exit = True

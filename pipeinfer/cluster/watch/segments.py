@@ -27,6 +27,24 @@ UCX_NAMES = "ucx_shm_posix_*"
 UCX_AGE_S = 0.2  # how old one must be: its maker may not have it open yet
 
 
+RANK_BYTES = 1_400_000
+"""What MPICH takes of it for a rank; where there is less a bus error ends ranks (measured: 3 ranks want 4 MB)."""
+
+
+def short_of_room(n_ranks: int) -> str:
+    """A line where so many ranks will find too little shared memory here; else empty."""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(FOLDER)
+        free = found.f_bavail * found.f_frsize
+        if free < RANK_BYTES * n_ranks:
+            return (
+                f"{FOLDER} has {free / 1e6:.1f} MB free, and MPI needs about {RANK_BYTES * n_ranks / 1e6:.1f} MB of it "
+                f"for {n_ranks} ranks: where that is missing ranks die of a bus error; make it larger (of a container "
+                "with --shm-size), or remove what is left there"
+            )
+    return ""
+
+
 def segments_of(pid: int) -> set[Path]:
     """The segments that a process of this user maps or has open now."""
     names = []
