@@ -25,7 +25,8 @@ demo: install
 	$(BIN)/mpirun -np $(NP) $(BIN)/pipeinfer run -p "$(PROMPT)" -n 128
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not ranks" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m ranks
 
 lint: .venv/stamp-dev
 	$(BIN)/ruff check .
