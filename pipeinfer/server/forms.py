@@ -18,9 +18,12 @@ MARK = "\0text\0"
 """Stands for a text; no model's name has it."""
 
 
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def json_bytes(data: Any) -> bytes:
     """What cannot be said in UTF-8 is replaced."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return ENCODER.encode(data).encode("utf-8", "replace")
 
 
 def event(data: Any) -> bytes:
@@ -104,13 +107,15 @@ class Form:
 
     def _text(self, index: int, text: str, choice: Choice) -> bytes:
         """Nearly all of it is the same every time."""
-        if self.asked.timed or choice.has_logprobs:
-            timed = {"timings": {"predicted_n": choice.n_tokens, "at_s": choice.came_s}} if self.asked.timed else {}
+        timed = {"timings": {"predicted_n": choice.n_tokens, "at_s": choice.came_s}} if self.asked.timed else {}
+        if choice.has_logprobs:
             return self._piece(index, self._said(text) | {"logprobs": self._logprobs(choice)}, more=timed)
         if index not in self._around:
             before, _, after = self._piece(index, self._said(MARK)).partition(json_bytes(MARK))
             self._around[index] = before, after
         before, after = self._around[index]
+        if timed:  # one more member of the object, which ends there
+            after = after.removesuffix(b"}\n\n") + b"," + json_bytes(timed)[1:] + b"\n\n"
         return before + json_bytes(text) + after
 
     def _said(self, text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -45,6 +45,13 @@ class State(Enum):
     LOST = "lost"
 
 
+class Changed(asyncio.Event):
+    """Something has come. `push`, while a client's connection takes what there is: makes of what has come what is to be
+    written, and returns how; None where that is left to who waits."""
+
+    push: Callable[[], Callable[[], None] | None] | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Choice:
     """One text that is generated. `text`, `entries`: what nobody has taken yet. `has_turn`: the ranks work on it; else
@@ -52,7 +59,7 @@ class Choice:
 
     id: int
     asked: GenerationRequest
-    changed: asyncio.Event
+    changed: Changed
     asked_s: float = field(default_factory=time.monotonic)
     begun_s: float = math.nan
     has_turn: bool = False
@@ -84,7 +91,7 @@ class Answer:
     """All texts of one request of a client; `changed` is set when something has come of any."""
 
     def __init__(self, ids: Sequence[int], asked: Sequence[GenerationRequest]) -> None:
-        self.changed = asyncio.Event()
+        self.changed = Changed()
         self.choices = [Choice(id, each, self.changed) for id, each in zip(ids, asked, strict=True)]
 
     @property
@@ -203,14 +210,25 @@ class Head:
             self._show(message)
 
     def _came(self, message: Came) -> None:
-        for id, n_tokens, text, entries in message.parts:
-            if choice := self.choices.get(id):
-                before_s, choice.came_s = choice.came_s, message.at_s
-                choice.text += text
-                choice.entries += [Entry(*entry) for entry in entries]
-                choice.n_tokens += n_tokens
-                choice.changed.set()
-                self.heard.came(choice, n_tokens, before_s)
+        """What can be written at once is, all of it in a row: to wake a client is most of what that costs, and who is
+        awake need not be woken for the next piece. All else comes later."""
+        came = [(self.choices[part[0]], part) for part in message.parts if part[0] in self.choices]
+        before_s = [choice.came_s for choice, _ in came]
+        for choice, (_, n_tokens, text, entries) in came:
+            choice.came_s = message.at_s
+            choice.text += text
+            choice.entries += [Entry(*entry) for entry in entries]
+            choice.n_tokens += n_tokens
+        writes = []
+        for changed in {choice.changed: None for choice, _ in came}:
+            if write := changed.push() if changed.push else None:
+                writes.append(write)
+            else:
+                changed.set()
+        for write in writes:
+            write()
+        for (choice, part), each_s in zip(came, before_s, strict=True):
+            self.heard.came(choice, part[1], each_s)
 
     def _note(self, message: Begun | Waits | Ended, choice: Choice) -> None:
         if not isinstance(message, Ended):

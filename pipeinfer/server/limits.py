@@ -13,7 +13,7 @@ HEAD_S = 30.0
 """How long the first lines of a request may take at most: until then nobody knows what a client wants."""
 
 WRITE = "pipeinfer.write"
-"""The extension of a request's scope that writes a part of a body which is sent in chunks."""
+"""The extension of a request's scope, `Chunks`."""
 
 N_LINGERING, LINGER_S = 32, 1.0
 """Connections above the limit that may say what they want for so long, while they hear that it is too much."""
@@ -24,6 +24,29 @@ FULL = (
     b'{"error": {"message": "there are too many connections; ask again later", "type": "unavailable_error", '
     b'"param": null, "code": 503}}'
 )
+
+
+class Chunks:
+    """Parts of a body that is sent in chunks, without the many steps of `send`: a token is one."""
+
+    def __init__(self, protocol: H11Protocol) -> None:
+        self._transport, self._flow = protocol.transport, protocol.flow
+
+    @property
+    def flows(self) -> bool:
+        """Whether the connection takes more now."""
+        return not self._flow.write_paused and not self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Where it `flows`."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def send(self, data: bytes) -> None:
+        """Once it flows."""
+        if self._flow.write_paused:
+            await self._flow.drain()
+        if not self._transport.is_closing():
+            self.write(data)
 
 
 def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Protocol]:
@@ -39,14 +62,7 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
             self._reading: asyncio.TimerHandle | None = None
 
         async def _with_writing(self, scope: Any, receive: Any, send: Any) -> None:
-            await self._served({**scope, "extensions": {WRITE: self._write_chunk}}, receive, send)
-
-        async def _write_chunk(self, data: bytes) -> None:
-            """A part of a body that is sent in chunks, without the many steps of `send`: a token is one."""
-            if self.flow.write_paused:
-                await self.flow.drain()
-            if not self.transport.is_closing():
-                self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            await self._served({**scope, "extensions": {WRITE: Chunks(self)}}, receive, send)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)

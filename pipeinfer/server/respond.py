@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from pipeinfer.server.errors import DRAINING_S, Refusal, error_body, lost
 from pipeinfer.server.forms import DONE, Form, event, json_bytes
 from pipeinfer.server.head import Answer, Head, State
-from pipeinfer.server.limits import WRITE
+from pipeinfer.server.limits import WRITE, Chunks
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -42,7 +43,7 @@ class WatchedResponse(Response):
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
-        self.write = (scope.get("extensions") or {}).get(WRITE) if chunked else None
+        self.chunks: Chunks | None = (scope.get("extensions") or {}).get(WRITE) if chunked else None
         responding = asyncio.ensure_future(self.respond(send))
         leaving = asyncio.ensure_future(_has_left(receive))
         try:
@@ -107,11 +108,22 @@ class AnswerResponse(WatchedResponse):
             if self.answer.has_ended:
                 break
             if said or alarm.has_rung():
-                await (self.write(said or PING) if self.write else send_part(send, said or PING))
-            await self._change()
+                await (self.chunks.send(said or PING) if self.chunks else send_part(send, said or PING))
+            self.answer.changed.push = partial(self._push, self.chunks, told) if self.chunks else None
+            try:
+                await self._change()
+            finally:
+                self.answer.changed.push = None
             said = b""
         said += event(self._why().body) + DONE if self.answer.was_given_up else self.form.last()
         await send_part(send, said, more=False)
+
+    def _push(self, chunks: Chunks, told: set[int]) -> Callable[[], None] | None:
+        """While this waits for the next change: what has come, to be written at once."""
+        if not chunks.flows or self.answer.has_ended:
+            return None
+        said = b"".join(self.form.pieces(told))
+        return partial(chunks.write, said) if said else None
 
     def _why(self) -> Refusal:
         if self.head.state is State.LOST and not self.head.closing_s:
