@@ -16,7 +16,7 @@ LARGE_BYTES = 128 << 10
 """Of a run, beside which further ones may be on their way."""
 
 N_LOOKS, PAUSE_S = 16, 1e-3
-"""A link of 1 Gbit/s brings 8 pieces in that time; it costs 3% of a core."""
+"""A link of 1 Gbit/s brings 8 pieces in that time; it costs 2% of a core."""
 
 
 class Progress:

@@ -160,7 +160,9 @@ class Session:
         if self._stage:
             worker = make_worker(context, deployment, self._stage)
         n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes)
-        self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type, progress)
+        self._pipeline = HeadPipeline(
+            comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type, progress, n_posted
+        )
         for number, stages in deployment.plan.asked.items():
             draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]
             asker = make_draft_worker(context, deployment, number, draft) if draft else None
