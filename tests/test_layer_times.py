@@ -23,7 +23,15 @@ from pipeinfer.job.backends import Backend
 from pipeinfer.job.layer_times import _read
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.run_times import _read as read_times
-from pipeinfer.job.timed_ranks import TIMED_BYTES, evened, ranks_beside, ranks_to_time, timed_span, timing_turns
+from pipeinfer.job.timed_ranks import (
+    TIMED_BYTES,
+    evened,
+    is_doubtful,
+    ranks_beside,
+    ranks_to_time,
+    timed_span,
+    timing_turns,
+)
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_blank, open_slice
@@ -236,6 +244,8 @@ def test_only_ranks_that_are_not_alike_are_timed() -> None:
 
 
 def test_what_only_timing_tells_apart_is_alike() -> None:
+    assert not is_doubtful([LayerSpeed(1.0), LayerSpeed(1.08), LayerSpeed(9.0), None], [("x",), ("x",), ("y",), ("y",)])
+    assert is_doubtful([LayerSpeed(1.0), LayerSpeed(1.2), None], [("x",)] * 3) and not is_doubtful([None], [("x",)])
     near, far, other, unknown = [1.0, 1.08], [1.0, 1.3], 9.0, None
     kinds = [("x",), ("x",), ("y",), ("y",)]
     assert evened([*map(LayerSpeed, near), LayerSpeed(other), unknown], kinds) == [

@@ -18,7 +18,7 @@ from tests.gguf_factory import Shape, write_model
 from tests.jobs import run_json
 from tests.namespaces import Hosts, hosts, missing
 
-ASKED = ["-p", "def read_lines(path):\n", "--temp", "0", "--ignore-eos", "-t", "1"]
+ASKED = ["-p", "def read_lines(path):\n", "--temp", "0", "--ignore-eos", "-t", "1", "--draft-rank", "0"]
 N_EMBD = 4096
 SLOW = f"""
 embd = {N_EMBD}

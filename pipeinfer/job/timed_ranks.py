@@ -3,7 +3,7 @@ sizes, times nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 
@@ -84,15 +84,32 @@ def _kind(options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], ra
 def evened(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[LayerSpeed | None]:
     """With the mean for those of a kind that differ by no more than timing does: a split would only be uneven. None
     where that leaves ranks of one kind alone: their layers go by size, as if nobody had timed them."""
-    found = list(speeds)
-    timed = {rank: speed for rank, speed in enumerate(speeds) if speed}
-    for kind in {kinds[rank] for rank in timed}:
-        own = [rank for rank in timed if kinds[rank] == kind]
-        times = [timed[rank].s_per_byte for rank in own]
-        if max(times) <= ALIKE * min(times):
-            for rank in own:
-                found[rank] = None if len(own) == len(timed) else replace(timed[rank], s_per_byte=mean(times))
+    found, groups = list(speeds), _by_kind(speeds, kinds)
+    for own in groups:
+        if _are_alike(own):
+            s_per_byte = mean(speed.s_per_byte for speed in own.values())
+            for rank, speed in own.items():
+                found[rank] = None if len(groups) == 1 else replace(speed, s_per_byte=s_per_byte)
     return found
+
+
+def is_doubtful(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> bool:
+    """Whether ranks of a kind differ: one of them is slower, or was disturbed."""
+    return not all(map(_are_alike, _by_kind(speeds, kinds)))
+
+
+def _by_kind(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[dict[int, LayerSpeed]]:
+    """Of each kind the ranks that were timed."""
+    timed = {rank: speed for rank, speed in enumerate(speeds) if speed}
+    return [
+        {rank: timed[rank] for rank in timed if kinds[rank] == kind}
+        for kind in dict.fromkeys(kinds[rank] for rank in timed)
+    ]
+
+
+def _are_alike(own: Mapping[int, LayerSpeed]) -> bool:
+    times = [speed.s_per_byte for speed in own.values()]
+    return max(times) <= ALIKE * min(times)
 
 
 def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
