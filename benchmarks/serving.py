@@ -1,7 +1,9 @@
 """Many streams against a real server: when each token was there and when its client had it, beside who does not read.
 
-`python benchmarks/serving.py --streams 50` starts `pipeinfer serve`, and prints what HTTP adds to a token: the time
-from its emission by the engine to the client's read, p50 and p99, on the clock of the host, whose cores all share.
+`python benchmarks/serving.py --streams 50` starts `pipeinfer serve`, and prints how long after the target's decision
+on a token the process that speaks HTTP was told of it, and how long after that it lay at its client's socket, by the
+kernel's stamp: that is what HTTP adds. Ranks, server and clients share the cores of one host here, so the clients read
+what is there now and then, all of them at once: they would be elsewhere.
 With `--deaf 20` as many further clients ask for long texts and read nothing.
 """
 
@@ -11,6 +13,7 @@ import json
 import os
 import selectors
 import socket
+import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -27,30 +30,42 @@ from tests.serving import Served
 PROMPT = "def read_lines(path):\n"
 
 
+REST_S = 4e-3
+SO_TIMESTAMPNS = 35  # Linux's, which Python's socket does not name
+STAMP = struct.Struct("qq")  # seconds and nanoseconds on the wall's clock
+
+
 class Client:
-    """One stream. `read` makes of it `late_s`: of each token, how long after its emission it was there."""
+    """One stream. `read` makes of it `steps_s`: of each token when it was decided on, told, and at the socket."""
 
     def __init__(self, port: int, seed: int, n_tokens: int) -> None:
         self.link = ask(port, {"prompt": PROMPT, "max_tokens": n_tokens, "seed": seed, "stream": True,
                                "ignore_eos": True, "timings_per_token": True})  # fmt: skip
+        self.link.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self.start_s, self._came = time.monotonic(), list[tuple[float, bytes]]()
 
     def take(self) -> bool:
         """What is there; False once all has come."""
-        data = self.link.recv(1 << 16)
-        self._came.append((time.monotonic(), data))
+        data, stamps, _, _ = self.link.recvmsg(1 << 16, socket.CMSG_SPACE(STAMP.size))
+        came_s = time.monotonic()
+        for _, kind, stamp in stamps:
+            if kind == SO_TIMESTAMPNS:
+                seconds, nanoseconds = STAMP.unpack(stamp)
+                came_s -= time.time() - seconds - nanoseconds * 1e-9
+        self._came.append((came_s, data))
         return bool(data)
 
     def read(self) -> None:
         """What came, once nobody waits for it any more. A line is there when its end is."""
-        self.late_s, self.n_tokens, self.first_s, rest = list[float](), 0, 0.0, b""
-        for now_s, data in self._came:
+        self.steps_s, self.n_tokens, self.first_s, rest = list[tuple[float, ...]](), 0, 0.0, b""
+        for came_s, data in self._came:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 if line.startswith(b'data: {"id"') and (timed := json.loads(line[6:]).get("timings", {})).get("at_s"):
-                    self.first_s = self.first_s or now_s
-                    self.late_s += [now_s - timed["at_s"]] * (timed["predicted_n"] - self.n_tokens)
-                    self.n_tokens = timed["predicted_n"]
+                    self.first_s = self.first_s or came_s
+                    n_new = timed["predicted_n"] - self.n_tokens
+                    self.steps_s += [(timed["at_s"], timed["told_s"], came_s)] * n_new
+                    self.n_tokens += n_new
 
 
 def ask(port: int, asked: object) -> socket.socket:
@@ -62,11 +77,13 @@ def ask(port: int, asked: object) -> socket.socket:
 
 
 def listen(clients: Sequence[Client]) -> None:
-    """All of them at once, with next to nothing for each piece that comes: a slow client is not the server's time."""
+    """All of them, with next to nothing for each piece that comes, and not while the server writes the others."""
     with selectors.DefaultSelector() as selector:
         for client in clients:
             selector.register(client.link, selectors.EVENT_READ, client)
         while selector.get_map():
+            selector.select()
+            time.sleep(REST_S)
             for key, _ in selector.select():
                 if not key.data.take():
                     selector.unregister(key.fileobj)
@@ -90,16 +107,22 @@ def measure(served: Served, n_streams: int, n_tokens: int, n_deaf: int) -> None:
     wall_s, used_s = time.monotonic() - start_s, cpu_s(served) - before_s
     for client in clients:
         client.read()
-    late_ms = 1e3 * np.array([late_s for client in clients for late_s in client.late_s])
-    p50, p90, p99 = np.percentile(late_ms, (50, 90, 99))
     total = sum(client.n_tokens for client in clients)
     ttft_s = np.median([client.first_s - client.start_s for client in clients])
     print(f"{n_streams} streams, {n_deaf} that read nothing: {total} tokens in {wall_s:.1f} s, {total / wall_s:.0f} a "
           f"second, first ones after {ttft_s:.2f} s (p50)")  # fmt: skip
-    print(f"HTTP adds to a token {p50:.2f} ms (p50), {p90:.2f} ms (p90), {p99:.2f} ms (p99), {late_ms.max():.1f} ms at "
-          f"most; the process that speaks it took {1e6 * used_s / total:.0f} µs of a core for each")  # fmt: skip
+    decided_s, told_s, came_s = np.array([step for client in clients for step in client.steps_s]).T
+    print(f"HTTP adds to a token: {spread(came_s - told_s)}")
+    print(f"  before that, from its decision on: {spread(told_s - decided_s)}; both: {spread(came_s - decided_s)}")
+    print(f"the process that speaks it took {1e6 * used_s / total:.0f} µs of a core for each")
     for client in deaf:
         client.link.close()
+
+
+def spread(waits_s: np.ndarray) -> str:
+    """Waits in seconds as a line in milliseconds."""
+    p50, p90, p99 = np.percentile(1e3 * waits_s, (50, 90, 99))
+    return f"{p50:.2f} ms (p50), {p90:.2f} ms (p90), {p99:.2f} ms (p99), {1e3 * waits_s.max():.1f} ms at most"
 
 
 @click.command(help=__doc__)

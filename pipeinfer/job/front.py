@@ -71,9 +71,11 @@ class Waits:
 @dataclass(frozen=True, slots=True)
 class Came:
     """The head: of some requests how many tokens, the text that is certain with them, and if they asked for these its
-    log-probabilities: (id, tokens, text, entries). `at_s`: when, on this host's monotonic clock."""
+    log-probabilities: (id, tokens, text, entries). On this host's monotonic clock, `at_s`: when the target had decided
+    on them, `told_s`: when the front was told."""
 
     at_s: float
+    told_s: float
     parts: list[tuple[int, int, str, Sequence[Entry]]]
 
 

@@ -17,6 +17,9 @@ DONE = b"data: [DONE]\n\n"
 MARK = "\0text\0"
 """Stands for a text; no model's name has it."""
 
+TIMES = "predicted_n", "at_s", "told_s"
+TIMED = b',"timings":{"predicted_n":%d,"at_s":%.6f,"told_s":%.6f}}\n\n'
+"""One more member of an object, which ends with it."""
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -107,16 +110,15 @@ class Form:
 
     def _text(self, index: int, text: str, choice: Choice) -> bytes:
         """Nearly all of it is the same every time."""
-        timed = {"timings": {"predicted_n": choice.n_tokens, "at_s": choice.came_s}} if self.asked.timed else {}
+        times = choice.n_tokens, choice.came_s, choice.told_s
         if choice.has_logprobs:
-            return self._piece(index, self._said(text) | {"logprobs": self._logprobs(choice)}, more=timed)
+            more = {"timings": dict(zip(TIMES, times, strict=True))} if self.asked.timed else {}
+            return self._piece(index, self._said(text) | {"logprobs": self._logprobs(choice)}, more=more)
         if index not in self._around:
             before, _, after = self._piece(index, self._said(MARK)).partition(json_bytes(MARK))
-            self._around[index] = before, after
+            self._around[index] = before, after.removesuffix(b"}\n\n") if self.asked.timed else after
         before, after = self._around[index]
-        if timed:  # one more member of the object, which ends there
-            after = after.removesuffix(b"}\n\n") + b"," + json_bytes(timed)[1:] + b"\n\n"
-        return before + json_bytes(text) + after
+        return before + json_bytes(text) + (after + TIMED % times if self.asked.timed else after)
 
     def _said(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self.asked.is_chat else {"text": text}

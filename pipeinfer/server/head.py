@@ -32,6 +32,10 @@ from pipeinfer.server.channel import decode, encode
 from pipeinfer.server.errors import DRAINING_S, FULL_S, LOADING_S, Refusal, lost
 
 LINE_BYTES = 1 << 26
+N_ROW = 16
+"""So many clients' pieces are written in a row: to wake who reads them is most of what that costs, and who is awake
+need not be woken for the next one; but the first would wait for the last to be made."""
+
 RETRY = {
     "loading": ("the models are being loaded", LOADING_S),
     "draining": ("the server is shutting down", DRAINING_S),
@@ -63,7 +67,8 @@ class Choice:
     asked_s: float = field(default_factory=time.monotonic)
     begun_s: float = math.nan
     has_turn: bool = False
-    came_s: float = math.nan
+    came_s: float = math.nan  # when the target had decided on its last tokens
+    told_s: float = math.nan  # when the head said so
     text: str = ""
     entries: list[Entry] = field(default_factory=list)
     n_tokens: int = 0
@@ -210,25 +215,30 @@ class Head:
             self._show(message)
 
     def _came(self, message: Came) -> None:
-        """What can be written at once is, all of it in a row: to wake a client is most of what that costs, and who is
-        awake need not be woken for the next piece. All else comes later."""
+        """It is counted after all of it is written."""
         came = [(self.choices[part[0]], part) for part in message.parts if part[0] in self.choices]
         before_s = [choice.came_s for choice, _ in came]
         for choice, (_, n_tokens, text, entries) in came:
-            choice.came_s = message.at_s
+            choice.came_s, choice.told_s = message.at_s, message.told_s
             choice.text += text
             choice.entries += [Entry(*entry) for entry in entries]
             choice.n_tokens += n_tokens
+        changes = list({choice.changed: None for choice, _ in came})
+        for start in range(0, len(changes), N_ROW):
+            self._write(changes[start : start + N_ROW])
+        for (choice, part), each_s in zip(came, before_s, strict=True):
+            self.heard.came(choice, part[1], each_s)
+
+    def _write(self, changes: Sequence[Changed]) -> None:
+        """What can be written at once is; all else comes later."""
         writes = []
-        for changed in {choice.changed: None for choice, _ in came}:
+        for changed in changes:
             if write := changed.push() if changed.push else None:
                 writes.append(write)
             else:
                 changed.set()
         for write in writes:
             write()
-        for (choice, part), each_s in zip(came, before_s, strict=True):
-            self.heard.came(choice, part[1], each_s)
 
     def _note(self, message: Begun | Waits | Ended, choice: Choice) -> None:
         if not isinstance(message, Ended):
