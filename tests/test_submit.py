@@ -74,6 +74,17 @@ def test_a_server_and_a_batch_can_be_submitted(tmp_path: Path, monkeypatch: pyte
         call("--dry-run", "-n", 3, "serve", "--port", "many")
 
 
+def test_files_that_are_not_here_are_named() -> None:
+    def complaints(*words: object) -> list[str]:
+        result = CliRunner().invoke(submit_command, ["--dry-run", "-n", "2", *map(str, words)], standalone_mode=False)
+        return result.stderr.splitlines()
+
+    said = "is not on this host; the job needs it where its ranks are"
+    assert complaints("run", "-m", "gone.gguf", "-md", "none", "-p", "x") == [f"pipeinfer: gone.gguf {said}"]
+    assert complaints("bench", "-md", "a.gguf,b.gguf") == [f"pipeinfer: {name}.gguf {said}" for name in "ab"]
+    assert not complaints("batch", __file__, "-o", "out.jsonl")
+
+
 def test_the_mpi_that_is_installed_is_recognised() -> None:
     assert is_open_mpi() == ("--oversubscribe" in launcher(2))
 

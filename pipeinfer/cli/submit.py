@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -10,7 +11,8 @@ from pipeinfer.cli.command import Command
 from pipeinfer.cli.values import Folder, Text, Whole
 from pipeinfer.cluster.slurm import GROUP_KEYS, Group, SlurmJob, groups_of, script_text
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import STDIN
+from pipeinfer.job.complain import complain
+from pipeinfer.job.options import NO_DRAFT, STDIN
 from pipeinfer.job.submit import FOLDER, in_folder, is_open_mpi, next_folder, own_program, submit
 
 COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")
@@ -105,7 +107,19 @@ def checked_words(words: tuple[str, ...]) -> tuple[str, ...]:
         raise UserError("run: give the prompt with -p TEXT or with -f FILE, one of them")
     if params.get("file") == STDIN:
         raise UserError("-f -: a job has no standard input; give the prompt with -p, or name a file")
+    for path in _read([params.get(name) for name in ("model", "models", "drafts", "file", "source")]):
+        if path != NO_DRAFT and not path.exists():  # a node may have disks of its own
+            complain(f"{path} is not on this host; the job needs it where its ranks are")
     return (*words, *_files(words, params))
+
+
+def _read(given: Iterable[object]) -> Iterator[Path]:
+    """The files among what was given, which may have several in one."""
+    for each in given:
+        if isinstance(each, Path):
+            yield each
+        elif isinstance(each, tuple):
+            yield from _read(each)
 
 
 def _files(words: tuple[str, ...], params: dict[str, object]) -> list[str]:
