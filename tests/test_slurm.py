@@ -96,6 +96,19 @@ def test_a_killed_rank_is_named_and_the_job_ends(slurm: Slurm, rank: int) -> Non
     wait_until_empty(slurm)
 
 
+def test_a_rank_that_dies_before_the_others_have_come_ends_the_job(slurm: Slurm) -> None:
+    late = 'test "$SLURM_PROCID" = 0 || sleep 3; exec "$@"'
+    job = slurm.popen(*SRUN, "sh", "-c", late, "sh", *COMMAND, *SHORT, environ=PACKAGE)
+    deadline = time.monotonic() + 20
+    while len(slurm.processes("SLURM_PROCID=0", "SLURM_STEP_NUM_TASKS=3")) < 2:
+        assert job.poll() is None and time.monotonic() < deadline, "rank 0 has started no watch"
+        time.sleep(0.02)
+    os.kill(pid_of(slurm, 0), signal.SIGABRT)
+    errors = job.communicate(timeout=20)[1]
+    assert job.returncode != 0 and "rank 1, rank 2, which had not joined yet, died" in errors, errors
+    wait_until_empty(slurm)
+
+
 @pytest.mark.parametrize("how", ["scancel", "Ctrl-C"])
 def test_a_stopped_job_keeps_its_text(slurm: Slurm, how: str) -> None:
     job = start_long(slurm)

@@ -1,8 +1,8 @@
 """Shared memory that MPI leaves in /dev/shm when its ranks are killed, about 1 MB a rank: marked, found and removed.
 
-Every rank marks the segments it uses, so that a later start on this host knows them as this program's; those that UCX
-makes are known by their names. Nothing is removed that a living process maps or has open. Knows /proc and the kernel's
-leases; standard library alone.
+Every rank marks the segments it uses, so that a later start on this host knows them as this program's; those that have
+a name only while MPI starts are known by it. Nothing is removed that a living process maps or has open. Knows /proc and
+the kernel's leases; standard library alone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MARK = "user.pipeinfer"  # an extended attribute; tmpfs has them since Linux 6.6
 
 LOOK_EVERY_S = 0.003
 
-UCX_NAMES = "ucx_shm_posix_*"
-"""What MPICH's UCX makes while MPI starts. They have names for some milliseconds only, before anybody marks them."""
+BRIEF_NAMES = ("ucx_shm_posix_*", "mpich_shar_tmp*")
+"""What UCX and MPICH 4 make while MPI starts: some have names for milliseconds only, before anybody marks them."""
 
-UCX_AGE_S = 0.2  # how old one must be: its maker may not have it open yet
+BRIEF_AGE_S = 0.2  # how old one must be: its maker may not have it open yet
 
 
 RANK_BYTES = 1_400_000
@@ -86,7 +86,7 @@ def sweep() -> None:
     """Remove what killed jobs of this user left on this host."""
     with contextlib.suppress(OSError, AttributeError):
         remove_dead(path for path in FOLDER.iterdir() if _is_marked(path))
-    for path in FOLDER.glob(UCX_NAMES):
+    for path in (path for name in BRIEF_NAMES for path in FOLDER.glob(name)):
         with contextlib.suppress(OSError, AttributeError):
             _remove_unopened(path)
 
@@ -111,7 +111,7 @@ def _remove_unopened(path: Path) -> None:
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         state = os.fstat(file)
-        if state.st_uid == os.getuid() and time.time() - state.st_ctime > UCX_AGE_S:
+        if state.st_uid == os.getuid() and time.time() - state.st_ctime > BRIEF_AGE_S:
             # whoever opens it now waits, and we get a signal: not the one that would end us
             fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)

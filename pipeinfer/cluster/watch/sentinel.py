@@ -23,6 +23,7 @@ from pipeinfer.cluster.watch.handshake import MAX_LINE_BYTES, Message, decode, e
 from pipeinfer.cluster.watch.limits import BEATS, Limits
 from pipeinfer.cluster.watch.segments import remove_dead, segments_of, sweep
 from pipeinfer.cluster.watch.silence import Silence
+from pipeinfer.cluster.watch.step import end_step
 
 EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
@@ -199,6 +200,8 @@ class Sentinel:
         if os.getppid() == self._head_pid:
             os.kill(self._head_pid, signal.SIGKILL)
         self._clear_up()
+        if len(self._links) < self._size:
+            end_step()  # who is not here could not be told
         os._exit(EXIT_CODE)
 
     def _await_head(self, timeout_s: float) -> None:

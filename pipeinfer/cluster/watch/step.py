@@ -1,0 +1,21 @@
+"""A step of Slurm, whose tasks srun leaves alone when one of them has died. Standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+
+SCANCEL_TIMEOUT_S = 5.0
+
+
+def end_step() -> None:
+    """Kill all tasks of the step that this process belongs to, if it does; it may be killed too. Raises nothing."""
+    step = os.environ.get("SLURM_STEP_ID")
+    jobs = {value for name, value in os.environ.items() if name.startswith("SLURM_JOB_ID")}  # each group is a job
+    if step and jobs:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(
+                ["scancel", "--signal=KILL", *(f"{job}.{step}" for job in jobs)], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=SCANCEL_TIMEOUT_S,
+            )  # fmt: skip
