@@ -309,6 +309,9 @@ def test_an_interrupted_batch_goes_on_and_nothing_is_lost_or_repeated(
     done = finish(1, [*words, "--numerics", "fast"])
     assert done.returncode == 2 and "line 1 is the result of no request" in done.stderr, done.stderr
     assert output.read_bytes() == before
+    output.write_bytes(before + before.partition(b"\n")[0] + b"\n")
+    done = finish(1, words)
+    assert done.returncode == 2 and "line 67 is of the same request as line 1" in done.stderr, done.stderr
 
 
 # -- lines

@@ -112,7 +112,11 @@ def _tell_done(work: BatchWork) -> None:
 
 def _check_lines(work: BatchWork) -> None:
     """Every line of what is asked and of what is done. Raises UserError for the first that is wrong."""
-    known = {id: number for number, id in work.output.ids()}
+    known: dict[str, int] = {}
+    for number, id in work.output.ids():
+        if (first := known.setdefault(id, number)) != number:
+            raise UserError(f"{WHAT} {work.output.path} line {number} is of the same request as line {first}; remove "
+                            "one of them")  # fmt: skip
     custom_ids: dict[str, int] = {}
     for request in work.file.requests():
         name = request.custom_id
