@@ -8,6 +8,7 @@ import errno
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -35,6 +36,18 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
             yield from _beside(path)
     except OSError as error:
         raise write_error(path, what, error) from None
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """It is gone at the end of the block. Raises UserError where none can be made."""
+    try:
+        place = tempfile.TemporaryDirectory(prefix="pipeinfer-")
+    except OSError as error:
+        raise UserError(f"there is no place for temporary files: {error.strerror}; set TMPDIR to a directory that can "
+                        "be written") from None  # fmt: skip
+    with place as folder:
+        yield Path(folder)
 
 
 def path_of(file: BinaryIO) -> Path:

@@ -16,7 +16,10 @@ import pytest
 
 from pipeinfer.cluster.cores import Host, this_host
 from pipeinfer.cluster.room import Memory
-from pipeinfer.job.deployment import lay_out
+from pipeinfer.errors import UserError
+from pipeinfer.job.arrivals import TARGET as TARGET_MODEL
+from pipeinfer.job.arrivals import Want, _pieces
+from pipeinfer.job.deployment import ModelFile, lay_out
 from pipeinfer.job.options import RunOptions
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
@@ -138,6 +141,22 @@ def test_who_does_not_want_it_is_told_which_file_is_missing(folder: Path) -> Non
     assert done.returncode == 2 and "model file target.gguf does not exist" in done.stderr, done.stderr
 
 
+def test_a_file_that_is_not_the_one_planned_with_is_not_sent(tmp_path: Path) -> None:
+    """Whoever waits for its pieces is told, as getting the first one raises."""
+    path = tmp_path / "m.gguf"
+    write_model(path, Shape(n_layer=2))
+    info = read_model_info(path)
+    file, want = ModelFile.of(info), Want(TARGET_MODEL, "file", 0, 2, info.n_bytes)
+    assert b"".join(map(bytes, _pieces(file, want))) == path.read_bytes()
+    write_model(tmp_path / "other.gguf", Shape(n_layer=2, seed=2))
+    (tmp_path / "other.gguf").rename(path)
+    for said in ("was changed while the job started", "does not exist"):
+        pieces = _pieces(file, want)
+        with pytest.raises(UserError, match=said):
+            next(pieces)
+        path.unlink(missing_ok=True)
+
+
 STREAMS = """
 from types import SimpleNamespace
 from zlib import crc32
@@ -160,7 +179,7 @@ def pieces(n, fails=False):
 for n in (0, 1, 999, 1000, 1001, 5000):
     if link.rank == 0:
         counts = []
-        streams.send_stream(link, 1, n, pieces(n), counts.append)
+        streams.send_stream(link, 1, pieces(n), counts.append)
         assert sum(counts) == n
     else:
         got = b"".join(map(bytes, streams.receive_stream(link, 0, n)))
@@ -168,7 +187,7 @@ for n in (0, 1, 999, 1000, 1001, 5000):
     failed = ""
     try:
         if link.rank == 0:
-            streams.send_stream(link, 1, n + 700, pieces(n, fails=True), lambda n: None)
+            streams.send_stream(link, 1, pieces(n, fails=True), lambda n: None)
         else:
             for piece in streams.receive_stream(link, 0, n + 700):
                 pass
@@ -176,7 +195,7 @@ for n in (0, 1, 999, 1000, 1001, 5000):
         failed = str(error)
     assert failed.startswith(["the file is gone", "what rank 0 sends of the model is not whole"][link.rank]), failed
     if link.rank == 0:
-        streams.send_stream(link, 1, n, pieces(n), lambda n: None)
+        streams.send_stream(link, 1, pieces(n), lambda n: None)
     else:
         stream = streams.receive_stream(link, 0, n)
         for piece in stream:
@@ -186,7 +205,7 @@ if link.rank:
     streams.zlib = SimpleNamespace(crc32=lambda data, before: crc32(data, before) ^ 1)  # as if a bit had changed
 try:
     if link.rank == 0:
-        streams.send_stream(link, 1, 1700, pieces(1700), lambda n: None)
+        streams.send_stream(link, 1, pieces(1700), lambda n: None)
     else:
         b"".join(map(bytes, streams.receive_stream(link, 0, 1700)))
         raise SystemExit("nobody noticed")

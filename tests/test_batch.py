@@ -418,6 +418,32 @@ def test_a_wrong_line_is_named_before_anything_loads(pair: list[str], tmp_path: 
     assert done.returncode == 2 and "line 2: custom_id 'x' is that of line 1 too" in done.stderr, done.stderr
 
 
+CHANGED = """
+import sys
+from pipeinfer.job.session import Session
+
+open_session = Session.open
+def opened(self):
+    open_session(self)
+    open(sys.argv[2], "w").write('{"prompt": 5}\\n')
+
+Session.open = opened
+from pipeinfer.cli.main import main
+main()
+"""
+
+
+def test_a_file_that_changes_while_models_load_ends_the_batch_in_order(pair: list[str], tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGED, "batch", str(source), "-o", str(output), *pair], env=environment(), text=True,
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and "line 1: prompt is 5" in done.stderr and "rank 0" not in done.stderr, done.stderr
+    assert not output.exists()
+
+
 def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "a"}\n  \n{"prompt": "b"}')

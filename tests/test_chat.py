@@ -235,6 +235,15 @@ def test_lines_of_a_pipe_come_whole_whatever_their_pieces() -> None:
     assert PipedLines(-1, lambda: False).read("> ") is None
 
 
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)  # a directory
+    lines = PipedLines(descriptor, lambda: False)
+    assert not lines.next_is("/stop")
+    with pytest.raises(UserError, match="standard input cannot be read: Is a directory"):
+        lines.read("> ")
+    os.close(descriptor)
+
+
 def test_a_first_interrupt_ends_the_answer_a_second_one_the_job() -> None:
     typed = False
     interrupts = Interrupts(lambda: typed)
@@ -310,6 +319,15 @@ def test_the_answer_is_stopped_and_the_chat_goes_on_under_mpirun() -> None:
     _, errors = chat.communicate(timeout=60)
     counts = [int(count) for count in re.findall(r"prompt tokens evaluated, (\d+) tokens", errors)]
     assert chat.returncode == 0 and len(counts) == 2 and max(counts) < 900, errors
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_an_answer_may_be_stopped_twice(n_ranks: int) -> None:
+    """What is said while it comes to its end is for the next one."""
+    chat = start(n_ranks, ["chat", "-md", "none", "-c", "4000", "-t", "1", "--ignore-eos"], stdin=subprocess.PIPE)
+    said, errors = chat.communicate("def f(x):\n/stop\n/stop\nclass\n/stop\n/stop\n/stop\n", timeout=60)
+    assert chat.returncode == 0 and errors.count("prompt tokens evaluated") == 2, errors
+    assert "StopRequested" not in errors and len(said) < 8000
 
 
 class Typist:

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,11 +17,20 @@ import pytest
 from pipeinfer.errors import UserError
 from pipeinfer.observe.results import append_result, check_results, read_results
 from pipeinfer.observe.trace import Span, write_chrome_trace
-from pipeinfer.outputs import check_separate, check_writable, whole_file, write_file
+from pipeinfer.outputs import check_separate, check_writable, temporary_folder, whole_file, write_file
 from pipeinfer.virtual.choices import RecordedChoices
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import COMMAND, environment, finish
 from tests.rows import make_row
+
+
+def test_no_place_for_temporary_files_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with temporary_folder() as folder:
+        (folder / "file").touch()
+    assert not folder.exists()
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    with pytest.raises(UserError, match="set TMPDIR"), temporary_folder():
+        pass
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from pipeinfer.virtual.choices import RecordedChoices, ranks_for, synthetic_team
 from pipeinfer.virtual.measured import ModelTimes, Overheads, disturbed_line, profile_toml
 from pipeinfer.virtual.profile import SHIPPED, load_profile, share_layers, shipped_profiles
 from pipeinfer.virtual.simulation import simulate
-from tests.jobs import finish, run_json
+from tests.jobs import environment, finish, launcher, run_json
 from tests.toy import check_blocks
 
 SIZES = Sizes((20, 20, 20, 20, 20, 20), (1,) * 6, 7, 50)
@@ -437,6 +439,33 @@ def test_little_time_is_enough_for_single_rows() -> None:
 def test_ranks_of_one_host_slow_each_other_down() -> None:
     beside = [{1: 1e-3, 2: 1.2e-3, 3: 2e-3}, {1: 2e-3, 2: 2.8e-3, 3: 4e-3}, {1: 2.5e-3, 3: 5e-3}]
     assert slowdowns(beside) == pytest.approx([1.0, 1.3, 2.0])
+
+
+LACKS = """
+import sys
+from pipeinfer.errors import UserError
+from pipeinfer.job import measure
+
+load = measure.load_stage
+def refused(context, *given):
+    if context.rank:
+        raise UserError("target.gguf differs")
+    return load(context, *given)
+
+measure.load_stage = refused
+from pipeinfer.cli.main import main
+main()
+"""
+
+
+def test_measure_says_which_rank_cannot_load() -> None:
+    done = subprocess.run(
+        [*launcher(2), sys.executable, "-c", LACKS, "measure", "-o", "m.toml", "-t", "1"], env=environment(),
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and "target.gguf differs" in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
+    assert line.startswith("pipeinfer: rank 1 (") and not Path("m.toml").exists()
 
 
 def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:

@@ -153,5 +153,6 @@ def test_what_a_killed_writer_leaves_is_swept_and_a_living_ones_file_is_not(mode
         cached(model, tmp_path)
         assert temporary.exists(), "its writer lives"
         writer.send_signal(signal.SIGKILL)
+    (tmp_path / temporary.name.replace(".gguf.", "-tokens.bin.")).touch()
     path, _ = cached(model, tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -151,6 +151,26 @@ def test_a_job_that_waits_and_is_killed_is_followed(tmp_path: Path, capfd: pytes
     ]  # fmt: skip
 
 
+def test_a_job_is_followed_through_a_restart_of_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeinfer.job.submit.ASK_S", 0.0)
+    answers = iter(["RUNNING", "", "", "COMPLETED"])
+
+    def state_of(job: str) -> JobState:
+        if name := next(answers):
+            return JobState(name)
+        raise UserError("scontrol: Unable to contact slurm controller")
+
+    assert follow("7", tmp_path / "text", tmp_path / "log", state_of) == 0
+    said = "job 7 is not known to have ended: scontrol: Unable to contact slurm controller"
+    assert capfd.readouterr().err == f"pipeinfer: {said}\n"
+    monkeypatch.setattr("pipeinfer.job.submit.SILENT_S", 0.0)
+    answers = iter(["RUNNING", "", ""])
+    with pytest.raises(UserError, match="Unable to contact"):
+        follow("7", tmp_path / "text", tmp_path / "log", state_of)
+
+
 def test_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

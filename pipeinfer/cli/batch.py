@@ -11,13 +11,13 @@ import click
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.run import run, run_options, warn_of_variables
+from pipeinfer.cli.setting_options import ablations
 from pipeinfer.cli.values import File, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import INT32_MAX, MAX_SEQUENCES
 
 NOT_SHARED = (
-    "prompt", "file", "chat", "conversation", "predict", "cancel", "partitions", "continuous", "asynchronous",
-    "results", "trace",
+    "prompt", "file", "chat", "conversation", "predict", *ablations(), "results", "trace",
 )  # fmt: skip
 HELP = {
     "ctx_size": "Context in tokens, of all open requests together; 0: what --parallel of the longest take, or as much "

@@ -14,14 +14,14 @@ from pipeinfer.cli.command import Command
 from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.environment import read_variables
 from pipeinfer.cli.run import run, run_options, warn_of_variables
+from pipeinfer.cli.setting_options import ablations
 from pipeinfer.cli.values import File, Number, Text, Whole
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import INT32_MAX, MAX_SEQUENCES
 from pipeinfer.server.options import HttpOptions
 
 NOT_SHARED = (
-    "prompt", "file", "chat", "conversation", "predict", "cancel", "partitions", "continuous", "asynchronous",
-    "results", "trace", "json",
+    "prompt", "file", "chat", "conversation", "predict", *ablations(), "results", "trace", "json",
 )  # fmt: skip
 HELP = {
     "ctx_size": "Context in tokens, of all open requests together; 0: 4096 for each of --parallel, or as much as fits "

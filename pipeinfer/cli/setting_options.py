@@ -72,6 +72,12 @@ def _owners() -> Mapping[str, Mapping[str, tuple[Any, Setting]]]:
     return found
 
 
+def ablations() -> tuple[str, ...]:
+    """Options that switch a part of some policy off, for studies."""
+    switches = (name for name, owners in _owners().items() if any(default is True for default, _ in owners.values()))
+    return ("cancel", "partitions", *switches)
+
+
 def _policy_option(name: str, owners: Mapping[str, tuple[Any, Setting]]) -> Callable[[Command], Command]:
     default, setting = next(iter(owners.values()))
     whose = f"({', '.join(owners)})"

@@ -30,11 +30,9 @@ def n_chunks(n_bytes: int) -> int:
     return -(-n_bytes // CHUNK_BYTES)
 
 
-def send_stream(
-    link: Link, rank: int, n_bytes: int, pieces: Iterable[bytes | memoryview], on_sent: Callable[[int], object]
-) -> None:
-    """Send these pieces, `n_bytes` in all, to a rank that is in `receive_stream`. `on_sent` hears of every further
-    bytes that are out.
+def send_stream(link: Link, rank: int, pieces: Iterable[bytes | memoryview], on_sent: Callable[[int], object]) -> None:
+    """Send these pieces to a rank that is in `receive_stream` for as many bytes. `on_sent` hears of every further bytes
+    that are out.
 
     Raises the UserError that getting a piece raises, when the other rank has been told.
     """

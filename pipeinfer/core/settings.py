@@ -16,7 +16,7 @@ KEY = "setting"
 @dataclass(frozen=True, slots=True)
 class Setting:
     """`flags`: as on the command line, the long name first. `least`, `most`: of a number. `shown`: in tables also while
-    it is as by default. `ablation`: it is on by default and `flags` switch it off, for studies."""
+    it is as by default."""
 
     flags: tuple[str, ...]
     help: str

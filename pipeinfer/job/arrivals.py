@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,10 +20,11 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, ModelFile
-from pipeinfer.models.gguf.model_info import part_paths, read_model_info
+from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
 from pipeinfer.models.gguf.remote import RemoteModel, What, contents
 from pipeinfer.models.gguf.skeleton import Skeleton, take_skeleton
 from pipeinfer.models.vocabulary_file import VocabularyFile
+from pipeinfer.outputs import temporary_folder
 
 if TYPE_CHECKING:
     from pipeinfer.observe.progress import TransferProgress
@@ -107,13 +107,21 @@ def _share_skeletons(link: Link, deployment: Deployment, numbers: list[int]) -> 
     error = ""
     if link.rank == 0:
         try:
-            found = {number: take_skeleton(read_model_info(model_file(deployment, number).path)) for number in numbers}
+            found = {number: take_skeleton(_read(model_file(deployment, number))) for number in numbers}
         except UserError as caught:
             error = str(caught)
     found, error = link.broadcast((found, error) if link.rank == 0 else None)
     if error:
         raise UserError(error)
     return found
+
+
+def _read(file: ModelFile) -> ModelInfo:
+    """On rank 0. Raises UserError when it is not the file of which the plan was made."""
+    info = read_model_info(file.path)
+    if (info.fingerprint, info.states) != (file.fingerprint, file.states):
+        raise UserError(f"{file.path} was changed while the job started; start again")
+    return info
 
 
 class _Fetching:
@@ -127,11 +135,13 @@ class _Fetching:
     def run(self, missing: list[list[int]]) -> None:
         """`missing`: the models that each rank lacks."""
         link = self.link
-        with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:
-            own: dict[int, RemoteModel] = {}
-            for number in missing[link.rank]:
-                with self._noting():
-                    own[number] = self._put_up(number, Path(folder))
+        own: dict[int, RemoteModel] = {}
+        with ExitStack() as stack:
+            with self._noting():
+                folder = stack.enter_context(temporary_folder())
+                for number in missing[link.rank]:
+                    with self._noting():
+                        own[number] = self._put_up(number, folder)
             wants = link.all_gather([want for number, model in own.items() for want in self._wants(number, model)])
             for rank, its in enumerate(wants):
                 if link.rank == 0 and its:
@@ -194,15 +204,13 @@ class _Fetching:
         self.progress = TransferProgress(stderr_console(), CLOCK, f"to rank {rank}", n_bytes)
 
     def _send(self, rank: int, want: Want) -> None:
-        info = read_model_info(model_file(self.deployment, want.number).path)
-        n_bytes, pieces = contents(info, want.what, want.first, want.last)
         assert self.progress
-        send_stream(self.link, rank, n_bytes, _readable(pieces), self.progress.advance)
+        send_stream(self.link, rank, _pieces(model_file(self.deployment, want.number), want), self.progress.advance)
 
 
-def _readable(pieces: Iterator[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Raises UserError for any OSError."""
+def _pieces(file: ModelFile, want: Want) -> Iterator[bytes | memoryview]:
+    """Raises UserError, for whatever is wrong, when the first is asked for, or later: so the other rank is told."""
     try:
-        yield from pieces
+        yield from contents(_read(file), want.what, want.first, want.last)[1]
     except OSError as error:
         raise UserError(f"the model cannot be read any more: {error.strerror}; start again") from None

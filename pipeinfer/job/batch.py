@@ -70,7 +70,6 @@ class Batch:
         self.progress = BatchProgress(self.console, CLOCK, work.n_requests, work.n_done)
         self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx, self._take)
         self.summary.begin(CLOCK())
-        self._next = next(self._coming, None)
         try:
             self._serve()
         except StopRequested:
@@ -94,6 +93,7 @@ class Batch:
     def _serve(self) -> None:
         """Until every request has its result."""
         self.work.output.go_on()
+        self._next = next(self._coming, None)
         self._admit()
         while self.requests.engine.busy:
             self.requests.step()

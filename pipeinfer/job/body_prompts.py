@@ -68,7 +68,6 @@ class BodyPrompts:
         """`rendered`: of a chat its text, after those of its earlier turns."""
         if rendered and isinstance(rendered[-1], UserError):
             raise rendered[-1]
-        earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, str)]
         prompt = encode_rendered(self.tokenizer, str(rendered[-1])) if rendered else self._tokens(body)
         check_constraints(body.sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
         if not prompt:
@@ -81,6 +80,7 @@ class BodyPrompts:
             )
             raise UserError(f"the prompt has {len(prompt)} tokens, with {n_predict} to come {n_ctx}; "
                             f"{source} holds {self.n_ctx}")  # fmt: skip
+        earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, str)]
         stops = body.stops
         if body.messages:
             stops += self.format.stops[len(self.options.stops) :]

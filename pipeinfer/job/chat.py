@@ -100,6 +100,7 @@ class Chat:
             with self.interrupts.reading():
                 return self._read_lines()
         except UserError as error:
+            self.n_refused += 1
             complain(str(error))
         except KeyboardInterrupt:
             self.console.print()  # the shell's prompt begins on a line of its own

@@ -5,11 +5,9 @@ On every rank, before there is a plan. Loads layers without weights, so that it 
 from __future__ import annotations
 
 import math
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer import __version__
@@ -43,6 +41,7 @@ from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
 from pipeinfer.models.gguf.slice import open_blank, slice_bytes
 from pipeinfer.models.llama.build import describe_build
 from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.outputs import temporary_folder
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.start import Crew
@@ -186,8 +185,8 @@ def load_blank(
         cache=options.cache,
         devices=rank_devices(options, hosts, rank),
     )
-    with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:
-        info = put_up(skeleton, Path(folder))
+    with temporary_folder() as folder:
+        info = put_up(skeleton, folder)
         _check_room(slice_bytes(info, *own), hosts, rank)
         return load_layers(
             lambda: open_blank(info, *own), params, backend_of(options, rank), local_rank(hosts, rank), lambda _: True

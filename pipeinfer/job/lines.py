@@ -81,7 +81,7 @@ class PipedLines:
 
     def __init__(self, descriptor: int, leaves: Callable[[], bool]) -> None:
         self._descriptor, self._leaves = descriptor, leaves
-        self._data, self._ended = b"", descriptor < 0
+        self._data, self._ended, self._wrong = b"", descriptor < 0, ""
         self._asked_s = 0.0
 
     def read(self, prompt: str) -> str | None:
@@ -93,6 +93,8 @@ class PipedLines:
             self._fill(POLL_S)
             if len(self._data) > MAX_LENGTH:
                 raise UserError(f"a line is longer than {MAX_LENGTH >> 20} MiB, the limit for prompts; give less")
+        if self._wrong:
+            raise UserError(self._wrong)
         if not self._data:
             return None
         line, _, self._data = self._data.partition(b"\n")
@@ -112,6 +114,9 @@ class PipedLines:
     def _fill(self, timeout_s: float) -> None:
         if self._ended or len(self._data) > MAX_LENGTH or not select.select([self._descriptor], [], [], timeout_s)[0]:
             return
-        data = os.read(self._descriptor, READ_BYTES)
+        try:
+            data = os.read(self._descriptor, READ_BYTES)
+        except OSError as error:
+            data, self._wrong = b"", f"standard input cannot be read: {error.strerror}; give what to say there"
         self._data += data
         self._ended = not data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from pipeinfer.job.arrivals import fetch_layers
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, check_profiled
-from pipeinfer.job.fetch import fetch_models
+from pipeinfer.job.fetch import fetch_models, find_models
 from pipeinfer.job.gpus import ranks_fault, with_gpus
 from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.load import load_drafts, load_stage
@@ -41,14 +42,20 @@ def measure(options: RunOptions, output: Path) -> int:
 
 def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
     link, deployment, request = crew.link, None, None
-    error = ranks_fault(options, crew.hosts, link.rank, link.all_gather)
-    found_hosts = crew.hosts if error else with_gpus(options, crew.hosts, link.rank, link.all_gather)
-    hosts = with_layer_times(crew, found_hosts, options)
+
+    def paths() -> list[Path]:
+        nonlocal options
+        if link.size < 2:
+            raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
+        options = fetch_models(options)
+        return [options.model, *options.drafts]
+
+    hosts, error = find_models(link, crew.hosts, paths)
+    error = error or ranks_fault(options, hosts, link.rank, link.all_gather)
+    if not error:
+        hosts = with_layer_times(crew, with_gpus(options, hosts, link.rank, link.all_gather), options)
     if link.rank == 0 and not error:
         try:
-            if link.size < 2:
-                raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
-            options = fetch_models(options)
             check_separate({"--output": output}, inputs_of(options))
             check_writable(output, "--output")
             found, (request, _) = prepare(options, hosts)
@@ -64,7 +71,13 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
     context = crew.context(replace(options, trace=Path()), deployment)
     context.tracer.on = True
     gbit_per_s = link.bandwidth_gbit()
-    times = link.all_gather(_time_own_models(crew, context, deployment))
+    models = _load_own(context, deployment)
+    errors = [found for found in link.all_gather(models if isinstance(models, str) else "") if found]
+    if errors or isinstance(models, str):
+        if link.rank == 0:
+            complain(errors[0])
+        return 2
+    times = link.all_gather(_time_own_models(crew, context, deployment, *models))
     extra = _run_plainly(context, deployment, request, times)
     if link.rank == 0:
         assert extra
@@ -72,12 +85,21 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
     return 0
 
 
-def _time_own_models(crew: Crew, context: Context, deployment: Deployment) -> dict[str, ModelTimes]:
-    """Load, time and free this rank's models; ranks of one host in turns, the others asleep, then 2, 3, … of them at
+def _load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | None, dict[int, LoadedModel]] | str:
+    """This rank's part of the target and its drafts, or why it cannot have them."""
+    try:
+        fetch_layers(context, deployment)
+        stage = load_stage(context, deployment, lambda fraction: True)
+        return stage, load_drafts(context, deployment, lambda fraction: True)
+    except UserError as error:
+        return f"rank {context.rank} ({socket.gethostname()}): {error}"
+
+
+def _time_own_models(
+    crew: Crew, context: Context, deployment: Deployment, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
+) -> dict[str, ModelTimes]:
+    """Time and free this rank's models; ranks of one host in turns, the others asleep, then 2, 3, … of them at
     once."""
-    fetch_layers(context, deployment)
-    stage = load_stage(context, deployment, lambda fraction: True)
-    drafts = load_drafts(context, deployment, lambda fraction: True)
     start_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
     names = [host.name for host in crew.hosts]
     n_here, n_most = names.count(names[context.rank]), max(map(names.count, names))

@@ -151,5 +151,6 @@ class OpenRequests:
         """Give up what is open, and wait until nothing is in flight."""
         for opened in list(self._open.values()):
             self.stop(opened)
-        for _ in self.engine.generate():
-            pass
+        with self.context.flag.held():
+            for _ in self.engine.generate():
+                pass

@@ -314,7 +314,8 @@ class Session:
             for emission in engine.generate():
                 take([emission])
         except StopRequested:
-            drain(engine, [request])
+            with self.context.flag.held():
+                drain(engine, request)
 
 
 def first_error(reports: Mapping[int, Mapping[str, Any]]) -> str:
@@ -322,9 +323,8 @@ def first_error(reports: Mapping[int, Mapping[str, Any]]) -> str:
     return next((report["error"] for _, report in sorted(reports.items()) if report.get("error")), "")
 
 
-def drain(engine: Engine, requests: Sequence[Request]) -> None:
-    """Stop these, all that are open, in order: what is in flight comes back."""
-    for request in requests:
-        engine.stop(request)
+def drain(engine: Engine, request: Request) -> None:
+    """Stop it, the only one that is open, in order: what is in flight comes back."""
+    engine.stop(request)
     for _ in engine.generate():
         raise AssertionError("a stopped request emitted tokens")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +48,7 @@ class StopFlag:
         self.exit_code = 0
         self.orderly = False
         self.interrupts: Interrupts | None = None
-        self._raised = False
+        self._raised = self._waits = False
 
     def set(self, reason: str, exit_code: int = 1) -> None:
         if not self.reason:
@@ -58,7 +59,18 @@ class StopFlag:
         self.set(reason, exit_code)
         self._raised = True
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile `check` lets be what is brought to an end already; what was asked for meanwhile it says later."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
     def check(self) -> None:
+        if self._waits:
+            return
         if self.reason and not self._raised:
             self._raised = True
             raise StopRequested(self.reason)

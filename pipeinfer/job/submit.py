@@ -20,6 +20,9 @@ from pipeinfer.outputs import write_file
 LOOK_S, ASK_S = 0.25, 2.0
 """How often the job's files are looked at; how often Slurm is asked about it, which has more to do."""
 
+SILENT_S = 600.0
+"""How long Slurm may give no answer about a job that is followed: its controller may be busy, or be started again."""
+
 MOST_FOLDERS = 10_000
 VERSION_TIMEOUT_S = 20.0
 
@@ -37,7 +40,10 @@ def submit(job: SlurmJob, wait: bool) -> int:
     except UserError:
         shutil.rmtree(job.folder, ignore_errors=True)
         raise
-    write_file(job.folder / "id", "the job's number", f"{number}\n".encode())
+    try:
+        write_file(job.folder / "id", "the job's number", f"{number}\n".encode())
+    except UserError as error:  # the job is in the queue all the same
+        _tell(str(error))
     if not wait:
         print(f"{number} {job.folder}", flush=True)
         return 0
@@ -79,12 +85,23 @@ def _new_folder(base: Path, name: str) -> Path:
 
 def follow(number: str, text: Path, log: Path, state_of: Callable[[str], JobState] = job_state) -> int:
     """Hand on what a job writes to its files until it has ended. Returns its exit code; 128 and the signal's number if
-    one ended it; 1 where Slurm says neither but that it failed."""
+    one ended it; 1 where Slurm says neither but that it failed. Raises UserError when Slurm does not answer any more.
+    """
     tails = [_Tail(text, sys.stdout), _Tail(log, sys.stderr)]
-    said, asked_s = "", float("-inf")
+    said, asked_s, answered_s = "", float("-inf"), time.monotonic()
+    state = JobState("PENDING")
     while True:
         if time.monotonic() - asked_s >= ASK_S:
-            state, asked_s = state_of(number), time.monotonic()
+            asked_s = time.monotonic()
+            try:
+                state, answered_s = state_of(number), asked_s
+            except UserError as error:
+                if asked_s - answered_s > SILENT_S:
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    _tell(f"job {number} is not known to have ended: {said}")
+                continue
             if state.name == "PENDING" and state.reason != said:
                 said = state.reason
                 _tell(f"job {number} waits: {said or 'Slurm has not said why'}")

@@ -21,34 +21,36 @@ N_STEPS = 64
 """Tokens of a text that is written by the grammar, to see how its states grow."""
 
 SAID = re.compile(r"error parsing grammar: (.{1,100})")
+TOO_MUCH = (
+    "the grammar takes llama.cpp too much time or memory: it can read the same text in too many ways; write it without "
+    "parts that may be empty or repeated within repeated parts"
+)
 WRONG = 3  # exit code: standard output says what is wrong
 
 
-@lru_cache(maxsize=256)
 def check_grammar(model: Path, text: str) -> None:
     """Raises UserError for what is no grammar, or none that can be used with the vocabulary of this file."""
+    if wrong := _what_is_wrong(model, text):
+        raise UserError(wrong)
+
+
+@lru_cache(maxsize=256)
+def _what_is_wrong(model: Path, text: str) -> str:
+    """Empty if nothing is. Raises UserError where that takes too long, which another time it may not."""
     try:
         given = text.encode()
     except UnicodeEncodeError:
-        raise UserError(
-            "a grammar has half of a character (a lone surrogate), which no text has; leave it out"
-        ) from None
+        return "a grammar has half of a character (a lone surrogate), which no text has; leave it out"
     command = [sys.executable, "-m", "pipeinfer.models.grammar_check", str(model), str(CPU_S)]
     try:
         done = subprocess.run(command, input=given, capture_output=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise _too_much() from None
-    if done.returncode not in (0, WRONG):
-        raise _too_much()
+        raise UserError(TOO_MUCH) from None
     if done.returncode == WRONG:
         found = SAID.search(done.stderr.decode("utf-8", "replace"))
         said = done.stdout.decode().strip()
-        raise UserError(f"{said}: {found[1].strip()}" if found else said)
-
-
-def _too_much() -> UserError:
-    return UserError("the grammar takes llama.cpp too much time or memory: it can read the same text in too many ways; "
-                     "write it without parts that may be empty or repeated within repeated parts")  # fmt: skip
+        return f"{said}: {found[1].strip()}" if found else said
+    return TOO_MUCH if done.returncode else ""
 
 
 def main(model: Path, cpu_s: int) -> int:

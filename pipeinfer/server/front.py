@@ -96,10 +96,10 @@ class HttpFront:
             if self._end.silent_s < self._most_silent_s:
                 return ""
             return f"nothing comes from the process that speaks HTTP for {self._most_silent_s:g} s; ending the job"
-        try:
-            code = self._process.wait(timeout=MARGIN_S)
-        except subprocess.TimeoutExpired:
-            return "the process that speaks HTTP has closed its ears; ending the job"
+        code = self._process.poll()
+        if code is None:
+            gone = self._end.silent_s > MARGIN_S  # since it closed
+            return "the process that speaks HTTP has closed its ears; ending the job" if gone else ""
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the process that speaks HTTP {how}; ending the job"
 

@@ -144,7 +144,7 @@ class Head:
         try:
             while line := await reader.readline():
                 self._take(decode(line))
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a line that is too long, or none of ours
             pass
         self.state = State.LOST
         for choice in list(self.choices.values()):

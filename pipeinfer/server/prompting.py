@@ -15,6 +15,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.body_prompts import BodyPrompts
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.request_body import Body
+from pipeinfer.models.grammar_check import check_grammar
 from pipeinfer.server.asked import Asked
 
 T = TypeVar("T")
@@ -22,16 +23,20 @@ T = TypeVar("T")
 N_TOGETHER = 64
 """Chats at most that a process is started for."""
 
+N_CHECKING = 2
+"""Processes at most that check grammars."""
+
 Found = GenerationRequest | UserError
 
 
 class Prompting:
-    """One thread tokenises, another has chats rendered."""
+    """One thread tokenises, another has chats rendered; grammars, of which some take seconds, are checked by others."""
 
     def __init__(self, prompts: BodyPrompts) -> None:
         self.prompts = prompts
         self._tokenising = ThreadPoolExecutor(1, "tokenise")
         self._rendering = ThreadPoolExecutor(1, "render")
+        self._checking = ThreadPoolExecutor(N_CHECKING, "check")
         self._chats: list[tuple[Body, asyncio.Future[Found]]] = []
         self._renderer: asyncio.Task[None] | None = None
         self._rendering.submit(self._start_ahead)
@@ -42,6 +47,8 @@ class Prompting:
     async def ask(self, asked: Asked) -> list[GenerationRequest]:
         """One for each of its texts. Raises UserError for the first prompt that cannot be served."""
         bodies = asked.prompts
+        for grammar in {body.sampling.grammar for body in bodies if body.sampling.grammar and not body.ignore_eos}:
+            await self._check(grammar)  # what is found is remembered for whoever asks next
         if asked.is_chat:
             found = await self._ask_chats(bodies)
         else:
@@ -51,6 +58,10 @@ class Prompting:
             replace(prompts[at // asked.n], sampling=body.sampling.settled, keep=asked.keep)
             for at, body in enumerate(asked.bodies)
         ]
+
+    async def _check(self, grammar: str) -> None:
+        path = self.prompts.tokenizer.path
+        await asyncio.get_running_loop().run_in_executor(self._checking, check_grammar, path, grammar)
 
     async def tokenise(self, work: Callable[[], T]) -> T:
         """Do something with the vocabulary, where nobody waits for it."""
@@ -74,6 +85,12 @@ class Prompting:
                 found = await asyncio.get_running_loop().run_in_executor(self._rendering, self.prompts.ask, bodies)
             except UserError as error:
                 found = [error] * len(group)
+            except BaseException as error:  # as where no process can be started: nobody shall wait for ever
+                for _, future in (*group, *self._chats):
+                    if not future.done():
+                        future.set_exception(error)
+                self._chats.clear()
+                raise
             for (_, future), each in zip(group, found, strict=True):
                 if not future.done():
                     future.set_result(each)

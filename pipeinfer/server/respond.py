@@ -51,9 +51,11 @@ class WatchedResponse(Response):
         finally:
             for task in (responding, leaving):
                 task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await responding
-            self.over()
+            try:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await responding
+            finally:
+                self.over()
 
     async def respond(self, send: Send) -> None:
         raise NotImplementedError

@@ -136,7 +136,7 @@ def _suffix() -> str:
 
 def sweep(folder: Path) -> None:
     """Remove what killed writers on this host left: temporary files that nobody holds a lock on."""
-    for path in folder.glob(f".*.gguf.*{_suffix()}"):
+    for path in folder.glob(f".*{_suffix()}"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:

@@ -1,0 +1,69 @@
+"""Requests on their way to prompts: nobody waits for ever, nor for another one's grammar."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.request_body import Body
+from pipeinfer.server.prompting import Prompting
+
+
+def prompting(ask: Callable[[Sequence[Body]], Any]) -> Prompting:
+    template = SimpleNamespace(start_ahead=lambda: None)
+    prompts: Any = SimpleNamespace(
+        ask=ask, format=SimpleNamespace(template=template), tokenizer=SimpleNamespace(path=Path("m.gguf"))
+    )
+    return Prompting(prompts)
+
+
+def asked(grammar: str = "", is_chat: bool = False) -> Any:
+    body = SimpleNamespace(sampling=SimpleNamespace(grammar=grammar), ignore_eos=False)
+    return SimpleNamespace(prompts=(body,), bodies=(), is_chat=is_chat, n=1, keep=False)
+
+
+def test_chats_whose_renderer_fails_are_told() -> None:
+    def fail(bodies: Sequence[Body]) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    async def run() -> list[Any]:
+        server = prompting(fail)
+        return [
+            found
+            for _ in range(2)  # the next ones are rendered anew
+            for found in await asyncio.wait_for(
+                asyncio.gather(*(server.ask(asked(is_chat=True)) for _ in range(3)), return_exceptions=True), 10
+            )
+        ]
+
+    assert [type(each) for each in asyncio.run(run())] == [OSError] * 6
+
+
+def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = threading.Event()
+
+    def check(model: Path, grammar: str) -> None:
+        checked.wait(20)
+        raise UserError("it takes too much time")
+
+    monkeypatch.setattr("pipeinfer.server.prompting.check_grammar", check)
+
+    async def run() -> None:
+        server = prompting(lambda bodies: [None] * len(bodies))
+        slow = [asyncio.create_task(server.ask(asked("slow"))) for _ in range(5)]
+        for is_chat in (False, True):
+            assert await asyncio.wait_for(server.ask(asked(is_chat=is_chat)), 10) == []
+        assert not any(each.done() for each in slow)
+        checked.set()
+        for each in slow:
+            with pytest.raises(UserError, match="too much time"):
+                await each
+
+    asyncio.run(run())
