@@ -126,7 +126,7 @@ def time_batches(target: Path, backend: Backend, exact: bool, n_threads: int) ->
     params = LlamaParams(
         n_cells, n_seq_max=2, n_batch=N_CHUNK, n_outputs_max=max(SIZES), n_threads=n_threads, exact=exact
     )
-    model = load_layers(lambda: open_slice(info, 0, info.n_layer, None), params, backend, 0, lambda done: True)
+    model = load_layers(lambda: open_slice(info, 0, info.n_layer, None), params, backend, 0)
     prompts = {f"prompt of {n}": statistics.median(_timed(model, 0, n, exact) for _ in range(3)) for n in PROMPTS_OF}
     _evaluate(model, 0, N_CONTEXT)
     times = {f"{size} row{'s' if size > 1 else ''}": _median_of(model, size) for size in SIZES}

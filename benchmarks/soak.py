@@ -146,7 +146,7 @@ class SoakHead:
         from pipeinfer.job.session import Session
 
         end_s = time.monotonic() + 60 * float(os.environ["SOAK_MINUTES"])
-        session = Session(self.context, self.job, lambda rank, loaded_s: None)
+        session = Session(self.context, self.job)
         session.open()
         self._generate(session, largest_case())  # touches the memory that later ones need
         for index in count(int(os.environ["SOAK_FIRST"])):

@@ -476,20 +476,6 @@ def test_gpu_layers_need_a_gpu_build(model: Path) -> None:
         load(model, (), LlamaParams(n_cells=256, n_gpu_layers=3))
 
 
-def test_progress_is_told_and_may_abort(model: Path) -> None:
-    info = read_model_info(model)
-    told: list[float] = []
-
-    def note(done: float) -> bool:
-        told.append(done)
-        return True
-
-    LlamaStage(open_slice(info, 0, 2), PARAMS, note).close()
-    assert told[-1] == 1.0
-    with pytest.raises(InterruptedError, match=r"layers 0-1 of .* was aborted"):
-        LlamaStage(open_slice(info, 0, 2), PARAMS, lambda done: False)
-
-
 PEAK = """
 import sys; from pathlib import Path; import numpy as np
 from pipeinfer.models.gguf.slice import open_slice, read_model_info

@@ -11,10 +11,10 @@ import pytest
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.runs import Guess, Run
 from pipeinfer.policies import PipeSpec
-from pipeinfer.policies.pipespec_theory import next_rho, pipespec_tokens, speculative_speedup, steady_rho
 from pipeinfer.virtual.choices import Branch
 from pipeinfer.virtual.pipeline import SimPipeline
 from pipeinfer.virtual.simulation import Simulated, simulate
+from tests.pipespec_theory import next_rho, pipespec_tokens, speculative_speedup, steady_rho
 
 Batches = list[tuple[float, list[int]]]
 

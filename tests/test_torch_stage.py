@@ -489,17 +489,3 @@ def test_a_device_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"--backend torch:cuda:1: torch .* sees no GPU here"):
         find_device("cuda:1", 0)
     assert find_device("auto", 3).type == "cpu"
-
-
-def test_loading_tells_its_progress_and_may_be_aborted(small: Path) -> None:
-    heard: list[float] = []
-
-    def note(done: float) -> bool:
-        heard.append(done)
-        return True
-
-    info = read_model_info(small)
-    TorchStage(open_slice(info, 0, 2), torch_params(), note).close()
-    assert heard == [0.5, 1.0]
-    with pytest.raises(InterruptedError, match="aborted"):
-        TorchStage(open_slice(info, 0, 2), torch_params(), lambda done: False)

@@ -15,7 +15,6 @@ TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 MEMORY = re.compile(r"\d+[KMGT]?")
 COUNTS = ("nodes", "ntasks", "cpus_per_task")
 MOST = 1_000_000
-WORD = re.compile(r"[^\s\x00-\x1f\x7f]+")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pipeinfer.models.torch.params import AUTO, CPU, CUDA
+from pipeinfer.models.torch.params import AUTO, CUDA
 
 LLAMA, TORCH = "llama", "torch"
 SPELLING = re.compile(r"torch(?::(auto|cpu|cuda(?::[0-9]{1,3})?))?(?::(f32|bf16|int8|int4))?")
@@ -39,10 +39,6 @@ class Backend:
     @property
     def is_torch(self) -> bool:
         return self.name == TORCH
-
-    @property
-    def may_use_gpu(self) -> bool:
-        return self.is_torch and self.device != CPU
 
     @property
     def wants_gpu(self) -> bool:

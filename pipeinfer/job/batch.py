@@ -46,7 +46,7 @@ class Batch:
     def __init__(self, context: Context, deployment: Deployment, work: BatchWork) -> None:
         self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
         self.console = stderr_console()
-        self.session = Session(context, deployment, lambda rank, loaded_s: None)
+        self.session = Session(context, deployment)
         self.summary = Summary(deployment, work)
         self._asked: dict[Open, Ready] = {}
         self._entries: dict[Open, list[Entry]] = {}

@@ -57,7 +57,7 @@ class Chat:
     def __init__(self, context: Context, deployment: Deployment, setup: ChatSetup) -> None:
         self.context, self.deployment, self.setup, self.options = context, deployment, setup, context.options
         self.console = stderr_console()
-        self.session = Session(context, deployment, lambda rank, loaded_s: None)
+        self.session = Session(context, deployment)
         self.dialogue = Dialogue(setup.format)
         self.sampling = setup.request.sampling
         self.n_asked = self.n_refused = 0  # turns

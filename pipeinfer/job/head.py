@@ -38,7 +38,7 @@ class Head:
         """Returns the exit code."""
         flag = self.context.flag
         show_plan(self.console, self.deployment, self._about())
-        session = Session(self.context, self.deployment, self._show_loaded)
+        session = Session(self.context, self.deployment, on_loaded=self._show_loaded)
         try:
             session.open()
         except UserError as error:

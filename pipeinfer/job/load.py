@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from pipeinfer import __version__
 from pipeinfer.cluster.calibrate import recall_rows, time_chunk, time_rows
@@ -36,11 +35,8 @@ from pipeinfer.policies.limits import MAX_WIDTH
 
 N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a larger draft's answer at most
 
-if TYPE_CHECKING:
-    Progress = Callable[[float], bool]
 
-
-def load_stage(context: Context, deployment: Deployment, on_progress: Progress) -> LoadedModel | None:
+def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
     """This rank's slice of the target, if it has one. Raises UserError when this host's file is not rank 0's."""
     index = deployment.plan.stage_of(context.rank)
     if index is None:
@@ -62,7 +58,7 @@ def load_stage(context: Context, deployment: Deployment, on_progress: Progress) 
         n_snapshots=options.n_snapshots(info.layers.rewinds),
         devices=rank_devices(options, deployment.hosts, context.rank),
     )
-    model = _load(context, deployment, TARGET, stage, params, on_progress)
+    model = _load(context, deployment, TARGET, stage, params)
     return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
 
 
@@ -77,13 +73,11 @@ def _read(context: Context, number: int, file: ModelFile) -> ModelInfo:
     return info
 
 
-def _load(
-    context: Context, deployment: Deployment, number: int, own: StagePlan, params: LlamaParams, on_progress: Progress
-) -> LoadedModel:
+def _load(context: Context, deployment: Deployment, number: int, own: StagePlan, params: LlamaParams) -> LoadedModel:
     rank = context.rank
     return load_layers(
         lambda: _open(context, deployment, number, own),
-        params, backend_of(context.options, rank), local_rank(deployment.hosts, rank), on_progress,
+        params, backend_of(context.options, rank), local_rank(deployment.hosts, rank),
     )  # fmt: skip
 
 
@@ -136,17 +130,15 @@ def make_worker(context: Context, deployment: Deployment, model: LoadedModel) ->
     return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers, constrain)
 
 
-def load_drafts(context: Context, deployment: Deployment, on_progress: Progress) -> dict[int, LoadedModel]:
+def load_drafts(context: Context, deployment: Deployment) -> dict[int, LoadedModel]:
     """What this rank hosts of drafts, by number, each with a KV cache for as many tokens as the target's."""
     return {
-        number: _load_draft(context, deployment, number, own, on_progress)
+        number: _load_draft(context, deployment, number, own)
         for number, own in deployment.plan.drafts_on(context.rank).items()
     }
 
 
-def _load_draft(
-    context: Context, deployment: Deployment, number: int, own: StagePlan, on_progress: Progress
-) -> LoadedModel:
+def _load_draft(context: Context, deployment: Deployment, number: int, own: StagePlan) -> LoadedModel:
     options = context.options
     params = LlamaParams(
         n_cells=deployment.n_cells,
@@ -159,7 +151,7 @@ def _load_draft(
         cache=options.draft_cache,
         devices=rank_devices(options, deployment.hosts, context.rank),
     )
-    model = _load(context, deployment, number, own, params, on_progress)
+    model = _load(context, deployment, number, own, params)
     if translation := deployment.translations[number]:
         model = TranslatedStage(model, translation)
     return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model

@@ -89,8 +89,8 @@ def _load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | N
     """This rank's part of the target and its drafts, or why it cannot have them."""
     try:
         fetch_layers(context, deployment)
-        stage = load_stage(context, deployment, lambda fraction: True)
-        return stage, load_drafts(context, deployment, lambda fraction: True)
+        stage = load_stage(context, deployment)
+        return stage, load_drafts(context, deployment)
     except UserError as error:
         return f"rank {context.rank} ({socket.gethostname()}): {error}"
 
@@ -155,7 +155,7 @@ def _run_plainly(
     if not request:
         run_stage(context, deployment)
         return None
-    session = Session(context, deployment, lambda rank, loaded_s: None)
+    session = Session(context, deployment)
     session.open()
     for _ in range(2):  # the first one warms up
         plain = session.generate(request, context.options, Iterative(), lambda tokens: None)

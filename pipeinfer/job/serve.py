@@ -50,7 +50,7 @@ class Service:
         self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
         self.front, self.drain = work.front, Drain(work.drain_s)
         self.console = stderr_console()
-        self.session = Session(context, deployment, lambda rank, loaded_s: None, self._is_called)
+        self.session = Session(context, deployment, self._is_called)
         self.pictures = Pictures(self.session, deployment)
         self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then as they came; when
         self._open: dict[int, Open] = {}  # by the front's ids

@@ -88,11 +88,11 @@ class Session:
         self,
         context: Context,
         deployment: Deployment,
-        on_loaded: Callable[[int, float], None],
         called: Callable[[], bool] = lambda: False,
+        on_loaded: Callable[[int, float], object] = lambda rank, loaded_s: None,
     ) -> None:
-        """`on_loaded(rank, seconds)` is called for every remote stage that has loaded. `called`: whether there is
-        something to do that is no run's: it ends the engine's waits."""
+        """`called`: whether there is something to do that is no run's: it ends the engine's waits. `on_loaded(rank,
+        seconds)` is called for every remote stage that has loaded."""
         self.context, self.deployment, self.on_loaded, self.called = context, deployment, on_loaded, called
         self._ranks = [stage.rank for stage in deployment.plan.stages]
         self.remote_ranks = sorted(deployment.plan.computing - {0})
@@ -114,8 +114,8 @@ class Session:
         error = ""
         try:
             fetch_layers(self.context, self.deployment)
-            self._stage = load_stage(self.context, self.deployment, lambda fraction: True)
-            self._drafts = load_drafts(self.context, self.deployment, lambda fraction: True)
+            self._stage = load_stage(self.context, self.deployment)
+            self._drafts = load_drafts(self.context, self.deployment)
             if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
                 complain(NO_AMX)
             if self._stage:

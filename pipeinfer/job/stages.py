@@ -17,15 +17,14 @@ from pipeinfer.models.torch.params import CPU, TorchParams
 
 
 def load_layers(
-    open_layers: Callable[[], SliceFile], params: LlamaParams, backend: Backend, local_rank: int,
-    on_progress: Callable[[float], bool],
-) -> LoadedModel:  # fmt: skip
+    open_layers: Callable[[], SliceFile], params: LlamaParams, backend: Backend, local_rank: int
+) -> LoadedModel:
     """`params`: what libllama would be loaded with; of torch, which computes the same, as far as it has such options.
 
-    Raises UserError when the backend is not there, or it is no model for it; InterruptedError when on_progress aborted.
+    Raises UserError when the backend is not there, or it is no model for it.
     """
     if not backend.is_torch:
-        return LlamaStage(open_layers(), params, on_progress)
+        return LlamaStage(open_layers(), params)
     load_torch()
     from pipeinfer.models.torch.stage import TorchStage  # takes seconds, and room that others have no use for
 
@@ -33,7 +32,7 @@ def load_layers(
         params.n_cells, params.n_seq_max, params.n_batch, params.n_outputs_max, params.n_threads, backend.device,
         backend.dtype, local_rank, params.exact,
     )  # fmt: skip
-    return TorchStage(open_layers(), own, on_progress)
+    return TorchStage(open_layers(), own)
 
 
 def place_text(options: RunOptions, host: Host, n_threads: int, rank: int) -> str:

@@ -146,7 +146,7 @@ class SweepHead(Generic[G]):
     def _measure_group(self, group: G) -> int:
         forget_peak()
         context = self.crew.context(group.options, group.deployment)
-        session = Session(context, group.deployment, lambda rank, loaded_s: None, self.called)
+        session = Session(context, group.deployment, self.called)
         try:
             session.open()
         except UserError as error:

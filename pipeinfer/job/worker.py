@@ -34,8 +34,8 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     model = None
     try:
         fetch_layers(context, deployment)
-        model, number = load_stage(context, deployment, lambda fraction: True), None
-        drafts = load_drafts(context, deployment, lambda fraction: True)
+        model, number = load_stage(context, deployment), None
+        drafts = load_drafts(context, deployment)
         if drafts:
             ((number, model),) = drafts.items()
         loaded_s = CLOCK() - start_s

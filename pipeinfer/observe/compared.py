@@ -14,11 +14,6 @@ from pipeinfer.observe.looks import looks
 from pipeinfer.observe.timeline import picture_format
 from pipeinfer.outputs import write_file
 
-ABOUT = (
-    "Limit: a token whenever the slowest stage has evaluated one row; runs of several rows can pass it. "
-    "Dots: single generations."
-)
-
 
 def draw(path: Path, speeds: Sequence[tuple[str, Sequence[float]]], limit: float) -> None:
     """A bar a policy, its generations as dots, and the limit as a line; tokens a second.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 from types import ModuleType
 
 from pipeinfer.errors import UserError
@@ -18,13 +17,10 @@ LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
 ROPE_OF_PLANES, PLANE_BYTES = (8, 40), 12  # positions of several dimensions, and what a cell notes of them
 
 
-def load_model(
-    lib: ModuleType, slice_file: SliceFile, params: LlamaParams, where: str,
-    on_progress: Callable[[float], bool] | None = None,
-) -> object:  # fmt: skip
+def load_model(lib: ModuleType, slice_file: SliceFile, params: LlamaParams, where: str) -> object:
     """libllama's model, which the caller frees. `where` says in errors what it is.
 
-    Raises UserError when the build does not do, or libllama refuses it; InterruptedError when on_progress aborted.
+    Raises UserError when the build does not do, or libllama refuses it.
     """
     if params.n_gpu_layers and not lib.llama_supports_gpu_offload():
         shown = "all" if params.n_gpu_layers < 0 else params.n_gpu_layers
@@ -38,17 +34,7 @@ def load_model(
     options.use_extra_bufts = not params.exact and ggml.amx_works()
     # repacking copies the weights: mapped, they would be in memory twice
     options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
-    go_on = True
-
-    def progress(done: float, _: object) -> bool:
-        nonlocal go_on
-        go_on = on_progress is None or on_progress(done)
-        return go_on
-
-    options.progress_callback = lib.llama_progress_callback(progress)
     model = lib.llama_model_load_from_file(str(slice_file.path).encode(), options)
-    if not go_on:
-        raise InterruptedError(f"loading {where} was aborted")
     if not model:
         raise UserError(f"{where} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")
     return model

@@ -47,12 +47,8 @@ class KvCacheFull(RuntimeError):
 class LlamaStage:
     """Layers [first, last) with their KV cache. A whole model is the stage that is both first and last."""
 
-    def __init__(self, slice_file: SliceFile, params: LlamaParams,
-                 on_progress: Callable[[float], bool] | None = None) -> None:  # fmt: skip
-        """Load the slice and close its file. `on_progress` gets 0..1 and may answer False to abort the loading.
-
-        Raises UserError when the build or the memory does not do, InterruptedError when on_progress aborted.
-        """
+    def __init__(self, slice_file: SliceFile, params: LlamaParams) -> None:
+        """Load the slice and close its file. Raises UserError when the build or the memory does not do."""
         info = slice_file.info
         if not 2 <= params.n_seq_max <= MAX_SEQUENCES:
             raise ValueError(f"n_seq_max {params.n_seq_max}, 2 to {MAX_SEQUENCES} are possible")
@@ -82,7 +78,7 @@ class LlamaStage:
         self._table: ggml.TokenTable | None = None
         self.threads = ThreadShare(params.n_threads, tries=params.exact)
         try:
-            self._model = load_model(self._lib, slice_file, params, self._where, on_progress)
+            self._model = load_model(self._lib, slice_file, params, self._where)
             self._table = token_table(slice_file) if self.is_first and not self.is_last else None
             self._form = cache_form(self._lib, self._model, info)
             self._context = self._create_decoding_context()

@@ -40,23 +40,19 @@ def never() -> bool:
 class TorchStage:
     """Layers [first, last) with their KV cache. A whole model is the stage that is both first and last."""
 
-    def __init__(self, slice_file: SliceFile, params: TorchParams,
-                 on_progress: Callable[[float], bool] | None = None) -> None:  # fmt: skip
-        """Load the slice and close its file. `on_progress` gets 0..1 and may answer False to abort the loading.
-
-        Raises UserError when this is no model for torch or the device is not there, InterruptedError when on_progress
-        aborted.
-        """
+    def __init__(self, slice_file: SliceFile, params: TorchParams) -> None:
+        """Load the slice and close its file. Raises UserError when this is no model for torch or the device is not
+        there."""
         try:
             with torch.inference_mode():
-                self._open(slice_file, params, on_progress)
+                self._open(slice_file, params)
         except torch.OutOfMemoryError:
             raise UserError(f"no room on {self.device} for {self._where} with {params.n_cells} KV cells; "
                             "use a smaller context (-c) or more ranks") from None  # fmt: skip
         finally:
             slice_file.close()
 
-    def _open(self, slice_file: SliceFile, params: TorchParams, on_progress: Callable[[float], bool] | None) -> None:
+    def _open(self, slice_file: SliceFile, params: TorchParams) -> None:
         info, self.params = slice_file.info, params
         self.is_first, self.is_last = slice_file.is_first, slice_file.is_last
         self.n_embd, self.n_vocab, self.n_cells = info.n_embd, info.n_vocab, params.n_cells
@@ -73,7 +69,7 @@ class TorchStage:
         self._in_order = self._exact and (params.padded or not is_cpu)
         self.threads = ThreadShare(params.n_threads, tries=self._exact and is_cpu)
         self._cells = CellTable(params.n_cells, params.n_seq_max)
-        self._load(slice_file, on_progress)
+        self._load(slice_file)
         # one more cell, for rows that fill up a run
         size = (numbers.n_head_kv, params.n_cells + 1, numbers.head_dim)
         self._keys, self._values = (
@@ -85,15 +81,13 @@ class TorchStage:
             self._replays = Replays(self._compute, params.n_cells, self._queue, self.device.type == CUDA)
         self._table = token_table(slice_file) if self.is_first else None
 
-    def _load(self, slice_file: SliceFile, on_progress: Callable[[float], bool] | None) -> None:
+    def _load(self, slice_file: SliceFile) -> None:
         n_threads, no_order = self.params.n_threads, lambda name: None
         torch.set_num_threads(1)  # the threads that read are enough
         self._layers: list[Layer] = []
         with closing(Weights(slice_file, self.dtype, self.device, n_threads)) as weights:
             for index in range(self._n_layer):
                 self._layers.append(Layer(weights, index, self._numbers, self._exact and self.device.type == CPU))
-                if on_progress is not None and not on_progress((index + 1) / self._n_layer):
-                    raise InterruptedError(f"loading {self._where} was aborted")
             factors = weights.vector("rope_freqs.weight").cpu().numpy() if weights.has("rope_freqs.weight") else None
             self._rope = RopeTable(self._numbers, factors)
             if self.is_last:
