@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
-from pipeinfer.cluster.serve import serve
+from pipeinfer.cluster.serve import Pipe, StageLoop
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker
 from pipeinfer.cluster.transport import Link
 from pipeinfer.cluster.wire import decode_verdict, verdict_bytes
@@ -101,7 +101,8 @@ def main() -> None:
             naive_s.append((time.perf_counter() - start_s) / size)
         if rank:
             worker = StageWorker(InstantModel(following is None), LocalPrunings(), time.perf_counter, rank == 1)
-            serve(link.comm, worker, rank - 1, following, 64, N_EMBD, lambda outbox, ledger: None)
+            pipe = Pipe(rank - 1, following, 64, N_EMBD)
+            StageLoop(link.comm, pipe, worker, lambda outbox, ledger: None).run()
             continue
         pipeline = HeadPipeline(link.comm, range(1, size), None, verdict_bytes(64), decode_verdict)
         waiter = HeadWaiter(lambda: None, pipeline)

@@ -14,8 +14,9 @@ import pytest
 from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.flights import Flight
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
-from pipeinfer.core.levels import Flight, Level
+from pipeinfer.core.levels import Level
 from pipeinfer.core.prefixes import Prefixes, common, spans_to_continue
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind

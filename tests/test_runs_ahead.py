@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.cluster import transport
-from pipeinfer.cluster.serve import serve
+from pipeinfer.cluster.serve import Pipe, StageLoop
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.transport import Comm, Inbox, Tag
 from pipeinfer.cluster.wire import (
@@ -166,8 +166,8 @@ def serve_runs(
     comm, ledgers = AllHere({Tag.PIPELINE: [*map(arrived, runs), *orders], Tag.CANCEL: prunings}), list[StageLedger]()
     worker = StageWorker(model, LocalPrunings(), time.monotonic, is_first=False, n_layers=3)
     following = None if model.is_last else 2
-    serve(cast(Comm, comm), worker, 0, following, 16, N_EMBD, lambda outbox, ledger: ledgers.append(ledger),
-          **switches)  # fmt: skip
+    pipe = Pipe(0, following, 16, N_EMBD, **switches)
+    StageLoop(cast(Comm, comm), pipe, worker, lambda outbox, ledger: ledgers.append(ledger)).run()
     return comm, ledgers[0]
 
 

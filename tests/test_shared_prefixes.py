@@ -9,7 +9,8 @@ import pytest
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.levels import Level, Part
+from pipeinfer.core.flights import Part
+from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pipeinfer.cluster.activations import WireType, activation_bytes
 from pipeinfer.cluster.begun import BegunTransaction
@@ -78,111 +79,149 @@ class HeardPrunings:
         self._inbox.close(idle)
 
 
-def serve(
-    comm: Comm,
-    worker: StageWorker | None,
-    previous: int,
-    following: int | None,
-    n_rows_max: int,
-    n_embd: int,
-    report: Callable[[Outbox, StageLedger], None],
-    since_s: float | None = None,
-    courier: Courier | None = None,
-    n_samplers: int = 0,
-    wire_type: WireType = WireType.F32,
-    flow: Flow | None = None,
-    progress: Progress = NO_PROGRESS,
-    n_under_way: int = N_UNDER_WAY,
-    n_posted: int = N_POSTED,
-) -> None:
-    """A stage's loop: receive a run, evaluate, pass on; until the shutdown, which it passes on too.
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """What a stage's end of a pipeline is, and what comes through it.
 
-    `following` is None on the last stage, which answers the head instead. Without a worker (its model did not load) the
-    rank only waits for the shutdown. `report` is called, once the order to do so has been passed on, with what was sent
-    and how the time was spent since the last time. The ledger's first wait begins at `since_s`, or now. `n_samplers`:
-    threads that answer for the last stage while it evaluates its next run. `flow`: of this rank, for the watch.
-    `progress`: of messages while it evaluates. `n_under_way`: runs that a model which `RunsAhead` has begun at most, 1
-    or 2. `n_posted`: receives of runs that are posted ahead.
+    previous, following   ranks; None follows the last stage, which answers the head instead
+    n_rows                of a run at most
+    n_embd, wire_type     of an activation
+    courier               in paced jobs
+    n_samplers            threads that answer for the last stage while it evaluates its next run
+    n_under_way           runs that a model which `RunsAhead` has begun at most, 1 or 2
+    n_posted              receives of runs that are posted ahead
     """
-    flow = flow or Flow()
-    flow.source, flow.dest = previous, -1 if following is None else following
-    bare = bytes_before_activations(N_OPS_MAX, n_rows_max, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
-    n_bytes = bare + activation_bytes(n_rows_max, n_embd, wire_type)
-    inbox = Inbox(comm, previous, Tag.PIPELINE, n_bytes, n_posted, courier)
-    outbox, idle, ledger = Outbox(comm, courier), Idle(), StageLedger()
-    under_way: deque[tuple[Buffer, BegunTransaction, float]] = deque()
-    samplers = (
-        Samplers(n_samplers, lambda: bool(under_way) or inbox.holds()) if n_samplers and following is None else None
-    )
-    wait_s = time.monotonic() if since_s is None else since_s
 
-    def answer() -> None:
-        while samplers and (verdict := samplers.ready()) is not None:
-            outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
+    previous: int
+    following: int | None
+    n_rows: int
+    n_embd: int
+    wire_type: WireType = WireType.F32
+    courier: Courier | None = None
+    n_samplers: int = 0
+    n_under_way: int = N_UNDER_WAY
+    n_posted: int = N_POSTED
 
-    def next_run() -> Buffer | None:
-        answer()
-        return inbox.poll()
+    @property
+    def is_last(self) -> bool:
+        return self.following is None
 
-    def wait() -> Buffer:
-        flow.waits = True
-        buffer = idle.until(next_run)
-        flow.waits = False
+    @property
+    def n_bytes(self) -> int:
+        """Of a message at most."""
+        bare = bytes_before_activations(N_OPS_MAX, self.n_rows, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
+        return bare + activation_bytes(self.n_rows, self.n_embd, self.wire_type)
+
+
+class StageLoop:
+    """Receive a run, evaluate it, pass it on; until the shutdown, which is passed on too."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        pipe: Pipe,
+        worker: StageWorker | None,
+        report: Callable[[Outbox, StageLedger], None],
+        since_s: float | None = None,
+        flow: Flow | None = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> None:
+        """Without a worker (its model did not load) the rank only waits for the shutdown. `report` is called, once the
+        order to do so has been passed on, with what was sent and how the time was spent since the last time. The first
+        wait begins at `since_s`, or now. `flow`: of this rank, for the watch. `progress`: of messages while it
+        evaluates."""
+        self.pipe, self.worker, self.report, self.progress = pipe, worker, report, progress
+        self.flow = flow or Flow()
+        self.flow.source, self.flow.dest = pipe.previous, -1 if pipe.following is None else pipe.following
+        self._inbox = Inbox(comm, pipe.previous, Tag.PIPELINE, pipe.n_bytes, pipe.n_posted, pipe.courier)
+        self._outbox, self._idle, self._ledger = Outbox(comm, pipe.courier), Idle(), StageLedger()
+        self._under_way: deque[tuple[Buffer, BegunTransaction, float]] = deque()
+        self._samplers: Samplers | None = None
+        if pipe.n_samplers and pipe.is_last:
+            self._samplers = Samplers(pipe.n_samplers, lambda: bool(self._under_way) or self._inbox.holds())
+        self._prunings = HeardPrunings(comm, pipe.courier, self._answer)
+        if worker:
+            worker.pruned, worker.samplers = self._prunings, self._samplers
+        self._wait_s = time.monotonic() if since_s is None else since_s
+
+    def run(self) -> None:
+        while True:
+            buffer = self._next_run() if self._under_way else self._wait()
+            if buffer is None:
+                self._finish_oldest()
+                continue
+            self.flow.n_taken += 1
+            start_s = time.monotonic()
+            transaction = Transaction(buffer, self.pipe.n_embd, self.pipe.wire_type)
+            if transaction.kind is Kind.RUN:
+                self._begin(buffer, transaction, start_s)
+            elif self._obey(transaction, start_s):
+                break
+        self._close()
+
+    def _answer(self) -> None:
+        """What samplers have chosen."""
+        while self._samplers and (verdict := self._samplers.ready()) is not None:
+            self._outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
+
+    def _next_run(self) -> Buffer | None:
+        self._answer()
+        return self._inbox.poll()
+
+    def _wait(self) -> Buffer:
+        self.flow.waits = True
+        buffer = self._idle.until(self._next_run)
+        self.flow.waits = False
         return buffer
 
-    def finish_oldest() -> None:
+    def _begin(self, buffer: Buffer, transaction: Transaction, start_s: float) -> None:
+        assert self.worker, "a run arrived at a rank whose model did not load"
+        with self.progress.beside(transaction.n_bytes_full):
+            begun = self.worker.begin(transaction)
+        self._under_way.append((buffer, begun, start_s))
+        if len(self._under_way) == self.pipe.n_under_way or self._under_way[0][1].is_done:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
         """Wait for its result and pass that on."""
-        nonlocal wait_s
-        assert worker
-        buffer, begun, start_s = under_way.popleft()
-        verdict, transaction = worker.finish(begun), begun.transaction
+        assert self.worker
+        buffer, begun, start_s = self._under_way.popleft()
+        verdict, transaction = self.worker.finish(begun), begun.transaction
         end_s = time.monotonic()  # before it is sent: whoever gets it may be quicker than this rank
-        if following is not None:
-            inbox.give_back(buffer, outbox.send_run(transaction.message, following))
-            flow.n_passed += 1
+        if self.pipe.following is not None:
+            self._inbox.give_back(buffer, self._outbox.send_run(transaction.message, self.pipe.following))
+            self.flow.n_passed += 1
         else:
-            assert verdict or samplers, "the last stage has no verdict"
+            assert verdict or self._samplers, "the last stage has no verdict"
             if verdict:
-                outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
-            inbox.give_back(buffer)
-        ledger.note(transaction.run_id, wait_s, max(start_s, wait_s), end_s, transaction.cancelled)
-        wait_s = end_s
+                self._outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
+            self._inbox.give_back(buffer)
+        self._note(transaction.run_id, start_s, end_s, transaction.cancelled)
 
-    prunings = HeardPrunings(comm, courier, answer)
-    if worker:
-        worker.pruned, worker.samplers = prunings, samplers
+    def _note(self, run_id: int, start_s: float, end_s: float, was_cancelled: bool) -> None:
+        self._ledger.note(run_id, self._wait_s, max(start_s, self._wait_s), end_s, was_cancelled)
+        self._wait_s = end_s
 
-    while True:
-        next_here = next_run() if under_way else wait()
-        if next_here is None:
-            finish_oldest()
-            continue
-        buffer = next_here
-        flow.n_taken += 1
-        start_s = time.monotonic()
-        transaction = Transaction(buffer, n_embd, wire_type)
-        if transaction.kind is not Kind.RUN:
-            while under_way:
-                finish_oldest()
-            ledger.note(0, wait_s, max(start_s, wait_s), max(start_s, wait_s), False)
-            if following is not None:
-                outbox.send(transaction.message, following, Tag.PIPELINE)
-                flow.n_passed += 1
-            if transaction.kind is Kind.SHUTDOWN:
-                break
-            report(outbox, ledger)
-            ledger, wait_s = StageLedger(), time.monotonic()
-            continue
-        assert worker, "a run arrived at a rank whose model did not load"
-        with progress.beside(transaction.n_bytes_full):
-            begun = worker.begin(transaction)
-        under_way.append((buffer, begun, start_s))
-        if len(under_way) == n_under_way or under_way[0][1].is_done:
-            finish_oldest()
-    if samplers:
-        samplers.close()
-        answer()
-    flow.waits = True
-    outbox.flush(idle)
-    inbox.close(idle)
-    prunings.close(idle)
+    def _obey(self, order: Transaction, start_s: float) -> bool:
+        """Pass it on, behind all runs before it; whether it is the shutdown."""
+        while self._under_way:
+            self._finish_oldest()
+        start_s = max(start_s, self._wait_s)
+        self._note(0, start_s, start_s, False)
+        if self.pipe.following is not None:
+            self._outbox.send(order.message, self.pipe.following, Tag.PIPELINE)
+            self.flow.n_passed += 1
+        if order.kind is Kind.SHUTDOWN:
+            return True
+        self.report(self._outbox, self._ledger)
+        self._ledger, self._wait_s = StageLedger(), time.monotonic()
+        return False
+
+    def _close(self) -> None:
+        if self._samplers:
+            self._samplers.close()
+            self._answer()
+        self.flow.waits = True
+        self._outbox.flush(self._idle)
+        self._inbox.close(self._idle)
+        self._prunings.close(self._idle)

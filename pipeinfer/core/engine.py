@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeinfer.core.admission import Admission
+from pipeinfer.core.flights import Flight, Part
 from pipeinfer.core.growth import Growth
 from pipeinfer.core.interfaces import Clock, Drafter, Waiter
-from pipeinfer.core.levels import Flight, Level, Part
+from pipeinfer.core.levels import Level
 from pipeinfer.core.observer import Observer
 from pipeinfer.core.opened import Opened
 from pipeinfer.core.pacer import Pacer

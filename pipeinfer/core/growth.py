@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from pipeinfer.core.flights import Part
 from pipeinfer.core.interfaces import Clock, Drafter
-from pipeinfer.core.levels import Level, Part
+from pipeinfer.core.levels import Level
 from pipeinfer.core.opened import Opened
 from pipeinfer.core.remote_draft import RemoteDraft
 from pipeinfer.core.requests import Request

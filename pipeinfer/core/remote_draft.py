@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeinfer.core.flights import Flight, Part
 from pipeinfer.core.interfaces import Clock
-from pipeinfer.core.levels import Flight, Level, Part
+from pipeinfer.core.levels import Level
 from pipeinfer.core.opened import Opened
 from pipeinfer.core.requests import Request
 from pipeinfer.core.rota import Rota

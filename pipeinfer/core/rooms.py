@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipeinfer.core.blocks import BLOCK
-from pipeinfer.core.levels import Level, Part
+from pipeinfer.core.flights import Part
+from pipeinfer.core.levels import Level
 from pipeinfer.core.opened import Opened
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.scheduler import Room, choose

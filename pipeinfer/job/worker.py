@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from pipeinfer.cluster.serve import N_POSTED, N_UNDER_WAY, serve
+from pipeinfer.cluster.serve import N_POSTED, N_UNDER_WAY, Pipe, StageLoop
 from pipeinfer.cluster.stage import StageWorker
 from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.core.interfaces import LoadedModel
@@ -58,11 +58,12 @@ def run_stage(context: Context, deployment: Deployment) -> int:
 
     n_rows, n_embd = deployment.largest_input(context.rank)
     samplers = 0 if deployment.plan.stage_of(context.rank) is None else deployment.samplers
-    serve(
-        context.link.comm, worker, previous, following, n_rows, n_embd, report, ready_s, courier, samplers,
-        context.options.wire_type, context.flow, progress_between(context.link.comm, deployment.host_names),
+    pipe = Pipe(
+        previous, following, n_rows, n_embd, context.options.wire_type, courier, samplers,
         N_UNDER_WAY if context.options.prepare_ahead else 1, N_POSTED if context.options.post_ahead else 0,
     )  # fmt: skip
+    progress = progress_between(context.link.comm, deployment.host_names)
+    StageLoop(context.link.comm, pipe, worker, report, ready_s, context.flow, progress).run()
     if model:
         model.close()
     context.close_vocabulary()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.core.drafting import to_the_end
-from pipeinfer.core.levels import Flight, Level
+from pipeinfer.core.flights import Flight
+from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, GuessVerdict
 from pipeinfer.core.sequences import SequencePool
