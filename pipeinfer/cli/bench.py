@@ -1,4 +1,4 @@
-"""`pipeinfer bench`: its options. What is measured is in `sweep`, the measuring in `measure`."""
+"""`pipeinfer bench`: its options. What is measured is in `job.sweep`, how in `job.bench` and `job.bench_load`."""
 
 from __future__ import annotations
 

@@ -285,8 +285,8 @@ class StageWorker:
 
 
 class DraftWorker(StageWorker):
-    """A stage of a larger draft: its verdicts have as many guesses for a row as are wanted. `couple`: as for a
-    drafter."""
+    """A stage of a draft that is asked by messages: its verdicts have as many guesses for a row as are wanted.
+    `couple`: as for a drafter."""
 
     UNIT = "question"
 

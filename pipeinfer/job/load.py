@@ -33,7 +33,7 @@ from pipeinfer.models.translated import TranslatedStage
 from pipeinfer.models.vocabulary_file import VocabularyFile
 from pipeinfer.policies.limits import MAX_WIDTH
 
-N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a larger draft's answer at most
+N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a draft's answer at most
 
 
 def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
@@ -193,7 +193,7 @@ def make_drafter(context: Context, deployment: Deployment, options: RunOptions, 
 
 
 def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:
-    """What drives a loaded larger draft, or a stage of it."""
+    """What drives a loaded draft that is asked by messages, or a stage of it."""
     own, couple = deployment.plan.drafts_on(context.rank)[number], context.options.couple
     n_layers = own.last - own.first
     return DraftWorker(model, LocalPrunings(), CLOCK, own.first == 0, context.tracer, n_layers, couple=couple)

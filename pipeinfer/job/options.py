@@ -206,7 +206,7 @@ def threads_of_rank(threads: tuple[int, ...], rank: int, n_ranks: int, default: 
 
 
 def gpu_layers_asked(options: RunOptions, rank: int) -> int:
-    """Of a rank, as given: ALL_LAYERS and AUTO_LAYERS are numbers too. None where it shall use no device."""
+    """Of a rank, as given: ALL_LAYERS and AUTO_LAYERS are numbers too. 0 where it shall use no device."""
     if device_of(options, rank) == NO_DEVICE:
         return 0
     given = options.n_gpu_layers

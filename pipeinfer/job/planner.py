@@ -86,7 +86,7 @@ class Planner:
         """Bytes that are missing where most are; 0: it fits."""
         spare = spare_room(*self.deployment.rooms, self.deployment.memory)
         on_gpus = spare_on_gpus(self.deployment.hosts, self.deployment.on_gpus)
-        return max(0, *(-each for each in (*spare, *on_gpus) if each is not None), 0)
+        return max(0, max((-each for each in (*spare, *on_gpus) if each is not None), default=0))
 
     def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
         """What the plan costs, for `simulate`; without a draft its rank has layers too, as in `run`."""

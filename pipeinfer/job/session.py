@@ -61,7 +61,7 @@ N_NOTED = 20_000
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What the ranks did in some time. `figures`: what each rank that took part reports of itself. `refiners`: what
-    rank 0 asked each rank of a larger draft, and when. `row_s`: seconds of one row in each stage's rank, timed at
+    rank 0 asked each rank of a draft elsewhere, and when. `row_s`: seconds of one row in each stage's rank, timed at
     loading."""
 
     ledger: HeadLedger

@@ -1,4 +1,4 @@
-"""The rank of a stage, of the target or of a larger draft, from loading to the shutdown."""
+"""The rank of a stage, of the target or of a draft that is elsewhere, from loading to the shutdown."""
 
 from __future__ import annotations
 
