@@ -13,14 +13,12 @@ from pipeinfer.job.deployment import N_CELLS_SPARE, Deployment, read_drafts
 from pipeinfer.job.host_speeds import MEASURED, with_speeds
 from pipeinfer.job.memory import CELLS_PADDING
 from pipeinfer.job.options import RunOptions
-from pipeinfer.job.planner import ETHERNET, Planner
+from pipeinfer.job.planner import ETHERNET, N_PROMPT, Planner
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.virtual.nodes import Node
 
 CLEAR_GAIN = 1.1
 """What is predicted of hosts that were timed for a moment has to be so many times better to be told."""
-
-N_PROMPT = 128
 
 
 def orders(planner: Planner) -> Iterator[tuple[str, Planner]]:

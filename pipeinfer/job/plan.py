@@ -20,7 +20,7 @@ from pipeinfer.job.host_speeds import known_speeds, own_speed, with_speeds, with
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.plan_report import plan_report
-from pipeinfer.job.planner import ETHERNET, open_planner
+from pipeinfer.job.planner import ETHERNET, N_PROMPT, open_planner
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.plan_text import plan_lines
 from pipeinfer.virtual.hosts_file import read_hosts
@@ -29,8 +29,6 @@ from pipeinfer.virtual.profile import load_profile
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.start import Crew
-
-N_PROMPT = 128  # tokens that a prompt is thought to have
 
 
 @dataclass(frozen=True, slots=True)

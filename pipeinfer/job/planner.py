@@ -26,6 +26,7 @@ from pipeinfer.virtual.compare import Compared, compare
 from pipeinfer.virtual.nodes import Node
 from pipeinfer.virtual.study import Question
 
+N_PROMPT = 128  # tokens that a prompt is thought to have
 ETHERNET = LinkCost(latency_s=50e-6, bytes_per_s=10e9 / 8)
 """Of hosts whose links nobody describes: 10 Gbit/s."""
 

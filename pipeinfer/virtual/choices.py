@@ -19,9 +19,7 @@ import numpy as np
 from pipeinfer.core.runs import Guess
 from pipeinfer.errors import UserError
 from pipeinfer.outputs import write_file
-
-MAX_WIDTH = 16
-"""Guesses after a context at most."""
+from pipeinfer.policies.limits import MAX_WIDTH
 
 Branch = tuple[int, ...]
 
