@@ -34,6 +34,7 @@ What differs where the name is the same:
 * `-r` is not printed; `--stop` is another name for it.
 * `-cnv` is not the default for models with a template: `run` continues a text as it stands, `run --chat` asks once.
 * `--draft`, `--draft-p-min` and the like are options of some policies.
+* `-t -1`, `--temp` below 0, `--repeat-last-n -1` and an empty `-sys` are refused: leave them out, or give a number.
 
 """
 

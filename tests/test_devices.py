@@ -71,6 +71,12 @@ def test_what_does_not_go_together_is_refused(text: str, others: dict[str, Any],
         check_devices(asked(text, **others), 3)
 
 
+@pytest.mark.parametrize("n_layers", ["1,2", "all,auto"])
+def test_a_wrong_number_of_values_is_refused_before_devices_are_looked_for(n_layers: str) -> None:
+    done = finish(3, ["run", "-p", "x", "-n", "2", "-ngl", n_layers])
+    assert done.returncode == 2 and f"--gpu-layers {n_layers} has 2 values for 3 ranks" in done.stderr, done.stderr
+
+
 def test_no_device_is_no_layer_on_one_and_a_lone_rank_takes_commas() -> None:
     options = asked("none,CUDA0,auto")
     check_devices(options, 3)

@@ -6,15 +6,17 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from pipeinfer.cli.batch import batch_command
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
 from pipeinfer.cli.compare import compare_command
 from pipeinfer.cli.environment import VARIABLES, ignored_variables
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run, run_options
+from pipeinfer.cli.serve import serve_command
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.errors import UserError
-from tests.jobs import run_json
+from tests.jobs import finish, run_json
 from tests.llama_table import HEAD, PATH, arguments, own_options, table
 
 
@@ -78,6 +80,33 @@ def test_models_of_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyP
         with pytest.raises((click.BadParameter, UserError), match=why):
             asked(*wrong)
     assert asked(HF_REPO="u/v", SPEC_DRAFT_HF_REPO="u/d") == ("hf:u/v", ["hf:u/d"])
+
+
+def test_what_the_command_line_names_variables_do_not_name_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"HF_REPO": "u/v", "HF_FILE": "x.gguf", "SPEC_DRAFT_HF_REPO": "u/d", "MODEL": "a.gguf", "MODEL_DRAFT": "b"}
+    for command in (run, batch_command, serve_command):
+        words = ["in.jsonl", "-o", "out.jsonl"] if command is batch_command else []
+        found = parsed(command, [*words, "-m", "m.gguf", "-md", "none"], monkeypatch, **others).params
+        assert (str(found["model"]), found["hf_repo"], found["hf_file"]) == ("m.gguf", None, None)
+        assert list(map(str, found["drafts"])) == ["none"] and found["hf_drafts"] == ()
+        found = parsed(command, [*words, "-hf", "u/t", "-hfd", "u/e"], monkeypatch).params
+        assert found["model"] is None and found["hf_file"] == "x.gguf", "a file of any repository"
+        assert found["drafts"] == () and [name.repo for name in found["hf_drafts"]] == ["u/e"]
+
+
+def test_variables_for_chats_do_not_hinder_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_CHAT_TEMPLATE_FILE", "no.jinja")
+    done = finish(1, ["run", "-md", "none", "-p", "x", "-n", "2"])
+    assert done.returncode == 0 and "options are given by LLAMA_ARG_CHAT_TEMPLATE_FILE" in done.stderr, done.stderr
+    assert finish(1, ["run", "-md", "none", "-p", "x", "-n", "2", "--chat"]).returncode == 2
+
+
+@pytest.mark.parametrize("command", [batch_command, serve_command])
+def test_who_batches_anyway_may_be_asked_to(command: click.Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["in.jsonl", "-o", "out.jsonl"] if command is batch_command else []
+    parsed(command, [*words, "--cont-batching", "-cb", "--no-mmap"], monkeypatch)
+    with pytest.raises(click.UsageError, match="one prompt a run"):
+        parsed(run, ["-p", "x", "-cb"], monkeypatch)
 
 
 @pytest.mark.parametrize("command", [simulate_command, compare_command])

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from pipeinfer.cli.command import is_from_environment
 from pipeinfer.cli.values import File, Text
 from pipeinfer.job.options import ChatOptions, unescape
 
@@ -51,8 +52,9 @@ def take_chat(given: dict[str, Any], is_chat: bool, escape: bool) -> ChatOptions
     """
     found = {name: given.pop(name) for name in TEMPLATE_NAMES}
     if not is_chat:
+        ctx = click.get_current_context(silent=True)
         for name, value in found.items():
-            if value is not None:
+            if value is not None and not (ctx and is_from_environment(ctx, name)):
                 flag = next(param for param in _params() if param.name == name).opts[-1]
                 raise click.UsageError(f"{flag} is for chats; give --chat or -cnv too, or leave it out")
         return None
@@ -65,9 +67,9 @@ def take_chat(given: dict[str, Any], is_chat: bool, escape: bool) -> ChatOptions
 
 def take_stops(given: dict[str, Any], escape: bool) -> tuple[str, ...]:
     """The same for the stop strings. Raises click.UsageError for an empty one, which would end every text."""
-    stops = tuple(unescape(text, "--reverse-prompt") if escape else text for text in given.pop("stops"))
+    stops = tuple(unescape(text, "--stop") if escape else text for text in given.pop("stops"))
     if not all(stops):
-        raise click.UsageError("--reverse-prompt '' would end every text where it begins; give some text")
+        raise click.UsageError("--stop '' would end every text where it begins; give some text")
     return stops
 
 

@@ -7,11 +7,17 @@ import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import partial
 
 import click
 from click.core import ParameterSource
 
-from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD, NODES, RANKS
+from pipeinfer.cli.llama_flags import BATCHED, BATCHING, HARMLESS, INSTEAD, NODES, RANKS
+
+MEANS_THE_SAME = {
+    "model": ("hf_repo", "hf_file"), "hf_repo": ("model",), "drafts": ("hf_drafts",), "hf_drafts": ("drafts",),
+}  # fmt: skip
+"""Parameters, and those that name the same in another way."""
 
 ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")
 """`-n8`: the only thing that may stand behind an option's letter is its number."""
@@ -21,19 +27,37 @@ class Command(click.Command):
     """Raises click.NoSuchOption or UsageError for words that are no option here, with the way out."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if self.name in BATCHED and not ctx.resilient_parsing:
+            args = [word for word in args if word not in BATCHING]
         words = (
             args if ctx.resilient_parsing else list(read_words(args, self.get_params(ctx), ctx.allow_interspersed_args))
         )
         try:
-            return super().parse_args(ctx, words)
+            rest = super().parse_args(ctx, words)
+            _prefer_command_line(ctx)
+            return rest
         except click.BadParameter as error:
             param = error.param
-            if param and ctx.get_parameter_source(str(param.name)) is ParameterSource.ENVIRONMENT:
-                raise click.BadParameter(f"{error.message} ({_variable_of(param)})", ctx, param) from None
+            if param and is_from_environment(ctx, str(param.name)):
+                raise click.BadParameter(f"{error.message} ({variable_of(param)})", ctx, param) from None
             raise
 
 
-def _variable_of(param: click.Parameter) -> str:
+def _prefer_command_line(ctx: click.Context) -> None:
+    """What it names is not named a second time by variables, under another option."""
+    for name, others in MEANS_THE_SAME.items():
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            for other in filter(partial(is_from_environment, ctx), others):
+                ctx.params[other] = () if isinstance(ctx.params[other], tuple) else None
+                ctx.set_parameter_source(other, ParameterSource.DEFAULT)
+
+
+def is_from_environment(ctx: click.Context, name: str) -> bool:
+    """Whether a variable gives a parameter its value."""
+    return ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+
+
+def variable_of(param: click.Parameter) -> str:
     """The environment variable that gives a parameter its value."""
     names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
     return next((name for name in names if os.environ.get(name)), "the environment")

@@ -18,10 +18,13 @@ HARMLESS: Mapping[str, tuple[str, ...] | None] = {
     **dict.fromkeys(
         ("-no-cnv", "--no-conversation", "--no-display-prompt", "--simple-io", "--perf", "--warmup", "--no-warmup",
          "--no-context-shift", "-kvu", "--kv-unified", "--swa-full", "--no-op-offload", "--jinja",
-         "--no-show-timings", "--skip-chat-parsing"),
+         "--no-show-timings", "--skip-chat-parsing", "--mmap", "--no-mmap", "--mlock"),
     ),
 }  # fmt: skip
 """Flag -> the values that change nothing here; None: it takes none. They are accepted and do nothing."""
+
+BATCHED, BATCHING = ("serve", "batch"), ("-cb", "--cont-batching")
+"""Commands that do in any case what these flags ask for."""
 
 _CHAT = "`pipeinfer chat`, or -cnv, talks with the model; `run --chat` asks it once"
 _REASONING = "reasoning is printed as the model writes it; --chat-template-kwargs sets what its template looks at"
@@ -108,7 +111,7 @@ _INSTEAD = {
     "-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload "
     "-mmdev --mmproj-device --image --audio --video --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens "
     "--video-fps --video-timestamp-interval --video-ffmpeg-dir --media-path": _MEDIA,
-    "-lm --load-mode -lzm --lazy-mode --mmap --no-mmap --mlock -dio --direct-io --check-tensors": _LOADING,
+    "-lm --load-mode -lzm --lazy-mode -dio --direct-io --check-tensors": _LOADING,
     "--lora --lora-scaled --lora-init-without-apply --control-vector --control-vector-scaled "
     "--control-vector-layer-range": _LORA,
     "--prompt-cache --prompt-cache-all --prompt-cache-ro -lcs --lookup-cache-static -lcd --lookup-cache-dynamic": _KEPT,

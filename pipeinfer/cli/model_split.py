@@ -41,4 +41,4 @@ def split_command(
     split = parse_split(layer_split) if layer_split else split_of_plan(plan) if plan else None
     for each in write_slices(path, split, stages or 0, output, only):
         state = "written" if each.is_new else "is there"
-        click.echo(f"{each.path}: layers {each.first}-{each.last - 1}, {each.n_bytes / 1e6:.1f} MB, {state}")
+        click.echo(f"{each.path}: {each.what}, {each.n_bytes / 1e6:.1f} MB, {state}")

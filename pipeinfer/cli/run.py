@@ -11,7 +11,7 @@ import click
 
 from pipeinfer.cli.cache_options import cache_options
 from pipeinfer.cli.chat_options import chat_options, take_chat, take_stops
-from pipeinfer.cli.command import Command
+from pipeinfer.cli.command import Command, is_from_environment, variable_of
 from pipeinfer.cli.constraint_options import constraint_options, take_biases, take_grammar
 from pipeinfer.cli.environment import ignored_variables, read_variables
 from pipeinfer.cli.hub_options import hub_options, take_models
@@ -278,8 +278,12 @@ def run_options(
 
 
 def warn_of_variables(command: click.Command) -> None:
-    """Say, on one rank, which of llama.cpp's variables are set in vain."""
+    """Say, on one rank, which of llama.cpp's variables are read, and which are set in vain."""
     if rank_from_environment() == 0:
+        ctx = click.get_current_context()
+        read = [variable_of(param) for param in command.params if is_from_environment(ctx, str(param.name))]
+        if read:
+            click.echo(f"pipeinfer: options are given by {', '.join(sorted(read))}", err=True)
         for line in ignored_variables(command, os.environ):
             click.echo(f"pipeinfer: {line}", err=True)
 

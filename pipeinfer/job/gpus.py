@@ -62,13 +62,13 @@ def ranks_fault(options: RunOptions, hosts: Sequence[Host], rank: int, gather: C
 
     `gather`: every rank's text, on every rank.
     """
-    if not any(options.device):
-        return ""
     try:
         for check in (check_gpu_layers, check_backends, check_devices):
             check(options, len(hosts))
     except UserError as error:
         return str(error)
+    if not any(options.device):
+        return ""
     return next(filter(None, gather(_fault(options, hosts, rank))), "")
 
 

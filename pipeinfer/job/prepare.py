@@ -10,12 +10,13 @@ from pathlib import Path
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
+from pipeinfer.job.complain import complain
 from pipeinfer.job.constraints import constrained
 from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.model_files import open_models
 from pipeinfer.job.options import STDIN, RunOptions
 from pipeinfer.job.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
-from pipeinfer.models.gguf.model_info import part_paths
+from pipeinfer.models.gguf.model_info import ModelInfo, part_paths
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.results import check_results
 from pipeinfer.outputs import check_separate, check_writable
@@ -37,6 +38,7 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ask
     check_outputs(options)
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
+    _tell_long(options, info)
     text, format = read_prompt(options), open_format(options, info, tokenizer)
     prompt = format.first_prompt(text) if format else tokenizer.encode(text)
     if not prompt:
@@ -60,6 +62,7 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
     options = constrained(options, tokenizer)
     format = open_format(options, info, tokenizer)
     assert format, "a chat without its options"
+    _tell_long(options, info)
     format.template.check()
     asked = options.prompt is not None or options.file is not None
     first = read_prompt(options) if asked else None
@@ -70,6 +73,12 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
         keep=True,
     )  # fmt: skip
     return deploy(options, hosts, info, n_ctx, n_ctx), ChatSetup(request, format, first)
+
+
+def _tell_long(options: RunOptions, info: ModelInfo) -> None:
+    if options.ctx_size > info.n_ctx_train:
+        complain(f"-c {options.ctx_size} is more than the {info.n_ctx_train} tokens that the model was trained for; "
+                 "what comes behind these may be of no use")  # fmt: skip
 
 
 def check_outputs(options: RunOptions) -> None:

@@ -21,11 +21,10 @@ from pipeinfer.sizes import size_text
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A slice in the directory. `is_new`: it was not there, or was not what it should be."""
+    """A file in the directory. `is_new`: it was not there, or was not what it should be."""
 
     path: Path
-    first: int
-    last: int
+    what: str
     n_bytes: int
     is_new: bool
 
@@ -63,7 +62,9 @@ def write_slices(
     for stage in stages.values():
         yield _write(info, stage.first, stage.last, output)
     if 0 in stages:
-        write_table(info, output)
+        was_there = cached_table(info, output).is_good
+        table = write_table(info, output)
+        yield Written(table, "token table", table.stat().st_size, not was_there)
 
 
 def _missing(info: ModelInfo, stage: StagePlan, output: Path) -> int:
@@ -95,4 +96,4 @@ def _write(info: ModelInfo, first: int, last: int, output: Path) -> Written:
     before = path.stat().st_ino if path.exists() else None
     part = open_slice(info, first, last, output)
     part.close()
-    return Written(path, first, last, part.n_bytes, path.stat().st_ino != before)
+    return Written(path, f"layers {first}-{last - 1}", part.n_bytes, path.stat().st_ino != before)

@@ -41,9 +41,13 @@ def schema_grammar(schema: Any) -> str:
 def read_schema(text: str) -> Any:
     """Raises UserError for what is no JSON."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise UserError(f"the JSON schema is no JSON: {error}") from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"it has no {name}")
 
 
 @lru_cache(maxsize=64)
