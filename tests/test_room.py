@@ -152,6 +152,13 @@ def test_a_context_that_cannot_be_is_refused(value: str, words: str, n_ranks: in
     assert words in line and (value in line or ("rank 0: " in line and "KV" in line)), line
 
 
+def test_a_context_beyond_what_the_model_was_trained_for_is_taken_with_a_note() -> None:
+    for words, noted in (["run", "-p", "x", "-n", "2", "-c", "1024"], False), (["chat", "-p", "x", "-c", "1025"], True):
+        done = finish(1, [*words, "--predict", "2"])
+        notes = [line for line in done.stderr.splitlines() if "1024 tokens that the model was trained for" in line]
+        assert done.returncode == 0 and len(notes) == int(noted), done.stderr
+
+
 def test_texts_that_cannot_be_held_are_refused_by_the_other_commands(tmp_path: Path) -> None:
     output = str(tmp_path / "out")
     for arguments in (["record", "-p", "x"], ["models", "grow", "--layers", "12", "--acceptance", "0.5"]):

@@ -87,7 +87,7 @@ class Deployment:
     translations  of each draft, between the target's token ids and its own, where they differ
     backends  of each rank
     devices   of each rank, as asked for; empty: as it comes
-    tied      a line about texts that exact numerics do not hold for; empty: there are none
+    notes     lines about texts: those that exact numerics do not hold for, or the model was not trained for
     pace      what the ranks and links shall be slowed down to
     """
 
@@ -109,7 +109,7 @@ class Deployment:
     devices: tuple[str, ...] = ()
     translations: tuple[Translation | None, ...] = ()
     unused: tuple[str, ...] = ()
-    tied: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def n_embd(self) -> int:
@@ -151,7 +151,7 @@ class Deployment:
         ]
         paged = paging_lines(*self.rooms, self.memory)
         return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads), *paged,
-                *self.unused, *filter(None, [self.tied])]  # fmt: skip
+                *self.unused, *self.notes]  # fmt: skip
 
 
 class DoesNotFit(UserError):
@@ -224,7 +224,7 @@ def lay_out(
         on_gpus=needs.on_gpus(plan),
         blocks=_in_blocks(options, info, len(hosts), len(drafts)),
         parked=_parks(options, plan),
-        tied=_tied(options, info, n_ctx),
+        notes=_ties(options, info, n_ctx),
         backends=tuple(backend_of(options, rank) for rank in range(len(hosts))),
         devices=tuple(_device_asked(options, rank, len(hosts)) for rank in range(len(hosts))),
         unused=without_effect(options, max(map(len, (plan.stages, *plan.drafts)))),
@@ -274,14 +274,14 @@ def _parks(options: RunOptions, plan: Plan) -> bool:
     return options.numerics == "exact" and not all(backend_of(options, stage.rank).is_torch for stage in plan.stages)
 
 
-def _tied(options: RunOptions, info: ModelInfo, n_ctx: int) -> str:
+def _ties(options: RunOptions, info: ModelInfo, n_ctx: int) -> tuple[str, ...]:
     selected = info.layers.n_selected
     if options.numerics != "exact" or not 0 < selected < n_ctx:
-        return ""
+        return ()
     return (
         f"the layers of {info.path.name} see only the {selected} earlier tokens with the highest scores; where "
         "scores are equal libllama chooses by where their cells are, so that a longer text may be another one beside "
-        f"other texts or guesses; texts of up to {selected} tokens are exact"
+        f"other texts or guesses; texts of up to {selected} tokens are exact",
     )
 
 

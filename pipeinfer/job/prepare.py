@@ -10,7 +10,6 @@ from pathlib import Path
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat_format import ChatFormat, open_format
-from pipeinfer.job.complain import complain
 from pipeinfer.job.constraints import constrained
 from pipeinfer.job.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.model_files import open_models
@@ -38,7 +37,6 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ask
     check_outputs(options)
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
-    _tell_long(options, info)
     text, format = read_prompt(options), open_format(options, info, tokenizer)
     prompt = format.first_prompt(text) if format else tokenizer.encode(text)
     if not prompt:
@@ -47,11 +45,12 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ask
     if format:
         request = replace(request, stops=format.stops)
     try:
-        return deploy(options, hosts, info, request.n_ctx, len(prompt)), (request, tokenizer)
+        deployment = deploy(options, hosts, info, request.n_ctx, len(prompt))
     except DoesNotFit as error:
         from pipeinfer.job.ways import advised  # only what is refused pays for importing what looks for ways out
 
         raise advised(error, options, hosts, info, len(prompt)) from None
+    return _noted(deployment, options, info), (request, tokenizer)
 
 
 def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ChatSetup]:
@@ -62,7 +61,6 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
     options = constrained(options, tokenizer)
     format = open_format(options, info, tokenizer)
     assert format, "a chat without its options"
-    _tell_long(options, info)
     format.template.check()
     asked = options.prompt is not None or options.file is not None
     first = read_prompt(options) if asked else None
@@ -72,13 +70,17 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
         (), n_predict, n_ctx, options.sampling.settled, end_tokens(options, tokenizer), format.stops, markers=True,
         keep=True,
     )  # fmt: skip
-    return deploy(options, hosts, info, n_ctx, n_ctx), ChatSetup(request, format, first)
+    return _noted(deploy(options, hosts, info, n_ctx, n_ctx), options, info), ChatSetup(request, format, first)
 
 
-def _tell_long(options: RunOptions, info: ModelInfo) -> None:
-    if options.ctx_size > info.n_ctx_train:
-        complain(f"-c {options.ctx_size} is more than the {info.n_ctx_train} tokens that the model was trained for; "
-                 "what comes behind these may be of no use")  # fmt: skip
+def _noted(deployment: Deployment, options: RunOptions, info: ModelInfo) -> Deployment:
+    if options.ctx_size <= info.n_ctx_train:
+        return deployment
+    beyond = (
+        f"-c {options.ctx_size} is more than the {info.n_ctx_train} tokens that the model was trained for; what comes "
+        "behind these may be of no use"
+    )
+    return replace(deployment, notes=(*deployment.notes, beyond))
 
 
 def check_outputs(options: RunOptions) -> None:
