@@ -188,7 +188,8 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     """--resume leaves nothing out that was asked otherwise, in whichever option of `run`."""
     changed: dict[str, Any] = {
         "drafts": (TARGET,), "prompt": "one three", "predict": 9, "ctx_size": 64, "batch_size": 7, "threads": (2,),
-        "n_gpu_layers": (1,), "device": (("none",),), "numa": "isolate", "backend": (Backend("torch"),),
+        "n_gpu_layers": (1,), "n_gpu_layers_draft": 0, "device": (("none",),), "numa": "isolate",
+        "backend": (Backend("torch"),),
         "policy": Speculative(), "layer_split": "1,8", "numerics": "fast", "slice_cache": tmp_path,
         "pace": "pipeinfer-c", "sampling": SamplingParams(seed=1), "couple": False,
         "cancel": False, "partitions": False, "prepare_ahead": False, "post_ahead": False,

@@ -268,7 +268,7 @@ def test_what_llama_cpp_has_and_we_lack_is_named() -> None:
         (["-st"], "run --chat"),
         (["--no-jinja"], "always rendered by Jinja"),
         (["-ctk", "q3_K"], "'iq4_nl'"),
-        (["-ngld", "3"], "-ngl"),
+        (["-devd", "CUDA0"], "-ngl and --device"),
         (["-fa", "off"], "on, 1"),
         (["-fa"], "on, 1"),
         (["--flash-attn", "-n", "3"], "--flash-attn has no value"),

@@ -106,7 +106,6 @@ _INSTEAD = {
     "-sm --split-mode -ts --tensor-split -mg --main-gpu": _DEVICES,
     "--list-devices": "pipeinfer info",
     "-devd --device-draft --spec-draft-device": _DRAFT_DEVICES,
-    "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl": "-ngl holds for a draft too",
     "--rpc": "the machines are those that mpirun starts ranks on: mpirun -f hosts -np N pipeinfer run …",
     "-mm --mmproj -mmu --mmproj-url --mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload "
     "-mmdev --mmproj-device --image --audio --video --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens "

@@ -19,7 +19,8 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 
 SHARED = (
-    "model", "drafts", "threads", "n_gpu_layers", "device", "numa", "backend", "layer_split", "draft_split", "numerics",
+    "model", "drafts", "threads", "n_gpu_layers", "n_gpu_layers_draft",
+    "device", "numa", "backend", "layer_split", "draft_split", "numerics",
     "wire_type", "cache_type_k", "cache_type_v", "cache_type_k_draft", "cache_type_v_draft",
     "slice_cache", "send_layers", "rank_timeout_s", "verbose", *HUB_NAMES,
 )  # fmt: skip

@@ -19,10 +19,10 @@ from pipeinfer.job.options import RunOptions, choose_drafts
 from pipeinfer.models.demo import DRAFT, TARGET
 
 SHARED = (
-    "model", "drafts", "lookup", "predict", "ctx_size", "batch_size", "threads", "n_gpu_layers", "device", "numa",
-    "backend", "policy", "layer_split", "draft_split", "draft_rank", "numerics", "wire_type", "cache_type_k",
-    "cache_type_v", "cache_type_k_draft", "cache_type_v_draft", "slice_cache", "partitions", "sequences",
-    "rank_timeout_s", "json", *HUB_NAMES,
+    "model", "drafts", "lookup", "predict", "ctx_size", "batch_size", "threads", "n_gpu_layers", "n_gpu_layers_draft",
+    "device", "numa", "backend", "policy", "layer_split", "draft_split", "draft_rank", "numerics", "wire_type",
+    "cache_type_k", "cache_type_v", "cache_type_k_draft", "cache_type_v_draft", "slice_cache", "partitions",
+    "sequences", "rank_timeout_s", "json", *HUB_NAMES,
 )  # fmt: skip
 
 

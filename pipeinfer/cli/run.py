@@ -122,6 +122,18 @@ from pipeinfer.policies.registry import POLICIES
     "is one. One value, or one a rank: all,0,0 has the draft on a GPU.",
 )
 @click.option(
+    "-ngld",
+    "--gpu-layers-draft",
+    "--n-gpu-layers-draft",
+    "--spec-draft-ngl",
+    "n_gpu_layers_draft",
+    type=GpuLayers(),
+    default="auto",
+    show_default=True,
+    help="Layers of drafts on the GPUs of their ranks; 0: libllama computes them on CPUs; auto: as -ngl and --backend "
+    "have it, but of one value for all ranks a lone draft goes to the CPU where it is timed to be faster there.",
+)
+@click.option(
     "--backend",
     type=Listed(BackendName()),
     default="llama",

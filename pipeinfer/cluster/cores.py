@@ -57,6 +57,9 @@ class Host:
     """Of this rank, at the target's layers; None: nobody has timed it."""
     untimed: str = ""
     """Why that could not be timed, where it should have been."""
+    draft_s: tuple[float, float] | None = None
+    """A row of the draft on this rank: by what computes the target's layers there, and by libllama on the CPU; None:
+    nobody has timed it."""
 
 
 def this_host(name: str) -> Host:

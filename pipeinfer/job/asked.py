@@ -62,6 +62,7 @@ def options_text(options: RunOptions) -> str:
         "ctx_size",
         "batch_size",
         "n_gpu_layers",
+        "n_gpu_layers_draft",
         "device",
         "numa",
         "backend",

@@ -17,6 +17,7 @@ from pipeinfer.core.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.backends import Backend
 from pipeinfer.job.cache_types import check_cache_types
+from pipeinfer.job.draft_place import check_draft_gpu_layers, options_of_draft, place_note
 from pipeinfer.job.draft_rank import check_draft_rank, choose_draft_rank
 from pipeinfer.job.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.model_files import draft_translation, translation_note
@@ -207,7 +208,7 @@ def lay_out(
     )  # fmt: skip
     rank = choose_draft_rank(options, hosts, model.sizes, sizes[0], plan_with) if drafts and len(hosts) > 1 else 0
     plan = plan_with(rank)
-    _check_computable(options, plan, info, drafts)
+    _check_computable(options, hosts, plan, info, drafts)
     if options.pace is not None:
         check_profiled(f"--pace {options.pace}", plan)
     return Deployment(
@@ -224,12 +225,25 @@ def lay_out(
         on_gpus=needs.on_gpus(plan),
         blocks=_in_blocks(options, info, len(hosts), len(drafts)),
         parked=_parks(options, plan),
-        notes=_ties(options, info, n_ctx),
-        backends=tuple(backend_of(options, rank) for rank in range(len(hosts))),
-        devices=tuple(_device_asked(options, rank, len(hosts)) for rank in range(len(hosts))),
+        notes=(*_draft_notes(options, hosts, plan), *_ties(options, info, n_ctx)),
+        backends=tuple(backend_of(options_on(options, hosts, plan, rank), rank) for rank in range(len(hosts))),
+        devices=tuple(
+            _device_asked(options_on(options, hosts, plan, rank), rank, len(hosts)) for rank in range(len(hosts))
+        ),
         unused=without_effect(options, max(map(len, (plan.stages, *plan.drafts)))),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
     )
+
+
+def options_on(options: RunOptions, hosts: Sequence[Host], plan: Plan, rank: int) -> RunOptions:
+    """Those by which a rank computes: the target's layers where it has some, else those of a draft."""
+    is_draft = plan.stage_of(rank) is None and bool(plan.drafts_on(rank))
+    return options_of_draft(options, hosts, rank) if is_draft else options
+
+
+def _draft_notes(options: RunOptions, hosts: Sequence[Host], plan: Plan) -> list[str]:
+    ranks = [stage.rank for stages in plan.drafts for stage in stages]
+    return [note for rank in ranks if (note := place_note(options, hosts[rank], rank))]
 
 
 def _device_asked(options: RunOptions, rank: int, n_ranks: int) -> str:
@@ -237,11 +251,16 @@ def _device_asked(options: RunOptions, rank: int, n_ranks: int) -> str:
     return device_text(names) if names else ""
 
 
-def _check_computable(options: RunOptions, plan: Plan, info: ModelInfo, drafts: Sequence[ModelInfo]) -> None:
+def _check_computable(
+    options: RunOptions, hosts: Sequence[Host], plan: Plan, info: ModelInfo, drafts: Sequence[ModelInfo]
+) -> None:
     """Raises UserError where a backend is asked for layers that it cannot compute, or not as exactly as is asked."""
     check_one_backend(options, [stage.rank for stage in plan.stages])
-    for model, stages in ((info, plan.stages), *zip(drafts, plan.drafts, strict=True)):
-        if any(backend_of(options, stage.rank).is_torch for stage in stages):
+    check_draft_gpu_layers(options, [stage.rank for stages in plan.drafts for stage in stages])
+    if any(backend_of(options, stage.rank).is_torch for stage in plan.stages):
+        check_known(info)
+    for model, stages in zip(drafts, plan.drafts, strict=True):
+        if any(backend_of(options_of_draft(options, hosts, stage.rank), stage.rank).is_torch for stage in stages):
             check_known(model)
 
 
@@ -253,7 +272,8 @@ def memory_needs(
     n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
     n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, info, len(hosts), len(drafts)) else 0
     lacks = tuple(host.lacks for host in hosts)
-    return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks, lacks)
+    of_drafts = tuple(options_of_draft(options, hosts, rank) for rank in range(len(hosts)))
+    return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks, lacks, of_drafts)
 
 
 def _n_batch(options: RunOptions, n_ctx: int) -> int:

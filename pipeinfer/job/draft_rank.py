@@ -8,7 +8,7 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.layer_speed import told_apart
 from pipeinfer.cluster.plan import Plan, Sizes
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.options import AUTO_LAYERS, RunOptions
 
 CLEAR_GAIN = 1.1
 """How many times faster the slowest stage has to be: rank 0 then has the engine beside its layers."""
@@ -22,6 +22,7 @@ def may_choose(options: RunOptions) -> bool:
     by_role = bool(options.layer_split or options.pace or options.lookup) or any(
         len(values) > 1 for values in (options.n_gpu_layers, options.device, options.backend)
     )
+    by_role = by_role or options.n_gpu_layers_draft != AUTO_LAYERS  # its speed there is nowhere timed
     return options.draft_rank is None and len(options.drafts_in_use) == 1 and not by_role
 
 
@@ -51,6 +52,8 @@ def choose_draft_rank(
         return options.draft_rank or 0
 
     def draft_s(rank: int) -> float:
+        if timed_s := hosts[rank].draft_s:
+            return min(timed_s)
         return sum(speeds[rank].seconds(draft.layer_bytes, draft.output_bytes))
 
     def slowest_s(rank: int) -> float:

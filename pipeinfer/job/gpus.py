@@ -8,8 +8,10 @@ from dataclasses import replace
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.shares import share_of
 from pipeinfer.errors import UserError
+from pipeinfer.job.draft_place import options_of_draft
 from pipeinfer.job.memory import gpu_layers
 from pipeinfer.job.options import (
+    AUTO_LAYERS,
     NO_DEVICE,
     RunOptions,
     backend_of,
@@ -87,14 +89,19 @@ def with_gpus(
 
     Each rank must find its devices: see `ranks_fault`.
     """
-    if not any(options.n_gpu_layers):
+    if not any(options.n_gpu_layers) and options.n_gpu_layers_draft in (0, AUTO_LAYERS):
         return tuple(hosts)
     own: Gpus = ()
-    if gpu_layers(options, rank) and not backend_of(options, rank).is_torch:
-        names = rank_devices(options, hosts, rank)
+    used = [each for each in (options, options_of_draft(options, hosts, rank)) if _uses_gpus(each, rank)]
+    if used:
+        names = rank_devices(used[0], hosts, rank)
         present = [device for device in gpus() if names is None or device.name in names]
         own = tuple((device.name, device.free_bytes) for device in present if device.free_bytes)
     return tuple(replace(host, gpus=each) for host, each in zip(hosts, gather(own), strict=True))
+
+
+def _uses_gpus(options: RunOptions, rank: int) -> bool:
+    return gpu_layers(options, rank) != 0 and not backend_of(options, rank).is_torch
 
 
 def check_present(asked: Sequence[str], present: Sequence[Device]) -> None:
@@ -112,5 +119,4 @@ def check_present(asked: Sequence[str], present: Sequence[Device]) -> None:
 def _may_share(options: RunOptions, hosts: Sequence[Host], rank: int, other: int) -> bool:
     """Whether another rank puts layers on GPUs that this one sees too, and is not told on which."""
     is_beside = hosts[other].name == hosts[rank].name and hosts[other].gpus_given == hosts[rank].gpus_given
-    is_free = not device_of(options, other, len(hosts)) and not backend_of(options, other).is_torch
-    return is_beside and is_free and gpu_layers(options, other) != 0
+    return is_beside and not device_of(options, other, len(hosts)) and _uses_gpus(options, other)

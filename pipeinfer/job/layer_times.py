@@ -116,12 +116,13 @@ def _read(value: Any) -> LayerSpeed | None:
     if not isinstance(value, dict) or value.keys() != {"s_per_byte", "output_s"}:
         return None
     s_per_byte, output_s = value["s_per_byte"], value["output_s"]
-    if not _is_time(s_per_byte) or not (output_s is None or _is_time(output_s)):
+    if not is_time(s_per_byte) or not (output_s is None or is_time(output_s)):
         return None
     return LayerSpeed(s_per_byte, output_s, BEFORE)
 
 
-def _is_time(value: Any) -> bool:
+def is_time(value: Any) -> bool:
+    """Whether what was kept can be the seconds of something."""
     return isinstance(value, float) and 0 < value < math.inf
 
 
@@ -133,7 +134,7 @@ def _time(
     link, own = crew.link, asked.spans.get(crew.link.rank)
     model, error = None, ""
     try:
-        skeleton: Skeleton | None = link.broadcast(_skeleton(info) if info else None)
+        skeleton: Skeleton | None = link.broadcast(take_skeleton_of(info) if info else None)
         if own and skeleton:
             crew.watch.describe(f"timing layers {own[0]}-{own[1] - 1}")
             model = load_blank(skeleton, own, hosts, options, link.rank)
@@ -162,7 +163,8 @@ def _time_loaded(model: LoadedModel, own: Span, sizes: Sizes, asks: bool) -> Lay
     return replace(time_layers(model, sizes.layer_bytes[slice(*own)], output_bytes, time.monotonic, asks), source=NOW)
 
 
-def _skeleton(info: ModelInfo) -> Skeleton | None:
+def take_skeleton_of(info: ModelInfo) -> Skeleton | None:
+    """None where its file cannot be read."""
     try:
         return take_skeleton(info)
     except UserError:

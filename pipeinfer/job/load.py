@@ -20,6 +20,7 @@ from pipeinfer.job.arrivals import TARGET, model_file
 from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, ModelFile
+from pipeinfer.job.draft_place import options_of_draft
 from pipeinfer.job.gpus import rank_devices
 from pipeinfer.job.memory import gpu_layers
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions, backend_of
@@ -58,7 +59,7 @@ def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
         n_snapshots=options.n_snapshots(info.layers.rewinds),
         devices=rank_devices(options, deployment.hosts, context.rank),
     )
-    model = _load(context, deployment, TARGET, stage, params)
+    model = _load(context, deployment, TARGET, stage, params, options)
     return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
 
 
@@ -73,11 +74,14 @@ def _read(context: Context, number: int, file: ModelFile) -> ModelInfo:
     return info
 
 
-def _load(context: Context, deployment: Deployment, number: int, own: StagePlan, params: LlamaParams) -> LoadedModel:
+def _load(
+    context: Context, deployment: Deployment, number: int, own: StagePlan, params: LlamaParams, options: RunOptions
+) -> LoadedModel:
+    """`options`: those by which this rank computes it."""
     rank = context.rank
     return load_layers(
         lambda: _open(context, deployment, number, own),
-        params, backend_of(context.options, rank), local_rank(deployment.hosts, rank),
+        params, backend_of(options, rank), local_rank(deployment.hosts, rank),
     )  # fmt: skip
 
 
@@ -139,7 +143,7 @@ def load_drafts(context: Context, deployment: Deployment) -> dict[int, LoadedMod
 
 
 def _load_draft(context: Context, deployment: Deployment, number: int, own: StagePlan) -> LoadedModel:
-    options = context.options
+    options = options_of_draft(context.options, deployment.hosts, context.rank)
     params = LlamaParams(
         n_cells=deployment.n_cells,
         n_seq_max=options.n_seq + 1,
@@ -151,7 +155,7 @@ def _load_draft(context: Context, deployment: Deployment, number: int, own: Stag
         cache=options.draft_cache,
         devices=rank_devices(options, deployment.hosts, context.rank),
     )
-    model = _load(context, deployment, number, own, params)
+    model = _load(context, deployment, number, own, params, options)
     if translation := deployment.translations[number]:
         model = TranslatedStage(model, translation)
     return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model
@@ -171,6 +175,7 @@ def time_loaded(
         part = f"{deployment.model.fingerprint} {deployment.plan.stages[index].layers} {options.kernels}"
     else:
         own, types = deployment.plan.drafts_on(rank)[draft], " ".join(options.draft_cache)
+        options = options_of_draft(options, deployment.hosts, rank)
         part = f"{deployment.drafts[draft].fingerprint} {own.layers} of a draft, {types}"
     place = place_text(options, deployment.hosts[rank], deployment.threads[rank], rank)
     name = f"rows: {part}, {place}, pipeinfer {__version__}"

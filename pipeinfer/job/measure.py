@@ -15,8 +15,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, check_profiled
 from pipeinfer.job.fetch import fetch_models, find_models
-from pipeinfer.job.gpus import ranks_fault, with_gpus
-from pipeinfer.job.layer_times import with_layer_times
+from pipeinfer.job.found_hosts import with_own_gpus, with_times
 from pipeinfer.job.load import load_drafts, load_stage
 from pipeinfer.job.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.prepare import inputs_of, prepare
@@ -51,9 +50,10 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
         return [options.model, *options.drafts]
 
     hosts, error = find_models(link, crew.hosts, paths)
-    error = error or ranks_fault(options, hosts, link.rank, link.all_gather)
     if not error:
-        hosts = with_layer_times(crew, with_gpus(options, hosts, link.rank, link.all_gather), options)
+        hosts, error = with_own_gpus(crew, hosts, options)
+    if not error:
+        hosts = with_times(crew, hosts, options)
     if link.rank == 0 and not error:
         try:
             check_separate({"--output": output}, inputs_of(options))

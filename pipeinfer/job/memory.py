@@ -47,6 +47,8 @@ class MemoryNeeds:
     n_in_blocks: int
     lacks: Sequence[frozenset[str]] = ()
     """Of each rank, the models whose files are not on its host, as far as that is known."""
+    draft_options: Sequence[RunOptions] = ()
+    """Of each rank, those by which it computes what it has of drafts; empty: the job's."""
 
     def of_plan(self, plan: Plan) -> tuple[Memory, ...]:
         """Of every rank."""
@@ -65,7 +67,8 @@ class MemoryNeeds:
         found = [0] * n_ranks
         for number, stages in enumerate(placed):
             for stage in stages:
-                found[stage.rank] += self._of_gpu(number, self._computed_by(stage.rank), stage.first, stage.last)
+                by = self._computed_by(stage.rank, number < len(self.drafts))
+                found[stage.rank] += self._of_gpu(number, by, stage.first, stage.last)
         return found
 
     def _of_gpu(self, number: int, by: Computed, first: int, last: int) -> int:
@@ -84,7 +87,7 @@ class MemoryNeeds:
         left = {host.name: min(other.room.host for other in hosts if other.name == host.name) for host in hosts}
         for rank, host in enumerate(hosts):
             left[host.name] -= 0 if rank in ranks else besides[rank].needed
-        by = [self._computed_by(rank) for rank in ranks]
+        by = [self._computed_by(rank, number < len(self.drafts)) for rank in ranks]
         placed_there = self._on_gpus(len(hosts), placed)
         gpus, left_there = left_on_gpus(hosts, ranks, placed_there)
         memory = cache(partial(self.of_draft, number) if number < len(self.drafts) else self.of_stage)
@@ -105,12 +108,13 @@ class MemoryNeeds:
         found[0] += Memory(buffers=TOKEN_BYTES * self.info.n_vocab * (1 + len(self.drafts)))
         for number, stages in enumerate(placed):
             for stage in stages:
-                found[stage.rank] += self.of_draft(number, self._computed_by(stage.rank), stage.first, stage.last)
+                found[stage.rank] += self.of_draft(number, self._computed_by(stage.rank, True), stage.first, stage.last)
         return found
 
-    def _computed_by(self, rank: int) -> Computed:
+    def _computed_by(self, rank: int, is_draft: bool = False) -> Computed:
         lacks = self.lacks[rank] if self.lacks else frozenset[str]()
-        return Computed(backend_of(self.options, rank), gpu_layers(self.options, rank), lacks)
+        options = self.draft_options[rank] if is_draft and self.draft_options else self.options
+        return Computed(backend_of(options, rank), gpu_layers(options, rank), lacks)
 
     def of_draft(self, number: int, by: Computed, first: int, last: int) -> Memory:
         """Of layers [first, last) of a draft, likewise."""

@@ -81,6 +81,8 @@ class RunOptions:
     threads: tuple[int, ...] = ()
     samplers: int | None = None
     n_gpu_layers: tuple[int, ...] = (0,)
+    n_gpu_layers_draft: int = AUTO_LAYERS
+    """Of drafts, on whichever rank; AUTO_LAYERS: as the target's there, or none where that is sooner."""
     device: tuple[tuple[str, ...], ...] = ((),)
     """Of each rank, or of all; empty: its share of its host's."""
     backend: tuple[Backend, ...] = (Backend(),)

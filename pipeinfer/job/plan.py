@@ -77,7 +77,8 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
 
 def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     """On every rank. Returns the exit code."""
-    from pipeinfer.job.layer_times import with_layer_times  # what it loads with takes a while
+    from pipeinfer.job.found_hosts import with_own_gpus  # what it loads with takes a while
+    from pipeinfer.job.found_hosts import with_times as with_found_times
     from pipeinfer.job.run_times import known_run_times
 
     link, code, times, untimed = crew.link, 0, list[RankTimes](), ""
@@ -85,10 +86,10 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     gpus = link.all_gather(gpu_names())
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
     hosts, error = find_models(link, crew.hosts, lambda: _paths(options))
-    error = error or ranks_fault(options, hosts, link.rank, link.all_gather)
     if not error:
-        hosts = with_gpus(options, hosts, link.rank, link.all_gather)
-        hosts = with_layer_times(crew, hosts, options)
+        hosts, error = with_own_gpus(crew, hosts, options)
+    if not error:
+        hosts = with_found_times(crew, hosts, options)
         times, untimed = known_run_times(crew, hosts, options)
     if link.rank == 0:
         try:

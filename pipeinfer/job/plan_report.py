@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeinfer.errors import UserError
+from pipeinfer.job.draft_place import has_choice
 from pipeinfer.job.model_files import draft_translation, translation_note
 from pipeinfer.job.plan_rows import plan_rows
 from pipeinfer.job.planner import Planner
@@ -88,5 +89,7 @@ def _notes(planner: Planner) -> Iterator[str]:
         yield f"what a GPU's driver takes there is not counted, nor what torch does{untimed}"
     if any("_exps" in tensor.name for tensor in planner.info.tensors):
         yield "predictions read the experts of one row: guesses, of which each has experts of its own, are dearer"
+    if has_choice(planner.options) and not any(host.draft_s for host in planner.deployment.hosts):
+        yield "the draft is planned where -ngl or --backend has it; `run` times it on the CPU too"
     if planner.may_split_otherwise:
         yield "layers go by size; `run` times them on ranks that are not alike, and may split them otherwise"

@@ -20,6 +20,7 @@ from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.context import forget_peak
 from pipeinfer.job.deployment import read_drafts, sizes_of
+from pipeinfer.job.draft_place import options_of_draft
 from pipeinfer.job.fetch import fetch_files
 from pipeinfer.job.layer_times import load_blank
 from pipeinfer.job.options import RunOptions, backend_of
@@ -69,7 +70,9 @@ def known_run_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> t
         return [], ""
     places = [_place(asked, hosts, options, rank) for rank in range(link.size)]
     draft = asked.drafts.get(link.rank)
-    name = f"{places[link.rank]}, {draft.name if draft else 'no draft'}"
+    drafting = options_of_draft(options, hosts, link.rank)
+    by = "" if drafting is options else f" by {backend_of(drafting, link.rank)} -ngl {drafting.n_gpu_layers[link.rank]}"
+    name = f"{places[link.rank]}, {draft.name + by if draft else 'no draft'}"
     found: list[RankTimes | None] = link.all_gather(_read(kept.get(name)))
     if all(found):
         return [each for each in found if each], ""
@@ -145,12 +148,12 @@ def _time(
     if target is None:
         crew.watch.describe("")
         return None, error
-    part = asked.drafts.get(link.rank)
-    model, error = _loaded(skeletons, part, hosts, options, link.rank) if part else (None, "")
+    part, drafting = asked.drafts.get(link.rank), options_of_draft(options, hosts, link.rank)
+    model, error = _loaded(skeletons, part, hosts, drafting, link.rank) if part else (None, "")
     draft = None
     if not any(link.all_gather(error)):
         each_draft = [f"rank {rank}" for rank in range(link.size)]
-        draft, _ = _time_in_turns(crew, hosts, options, each_draft, part, model)
+        draft, _ = _time_in_turns(crew, hosts, drafting, each_draft, part, model)
     _close(model)
     crew.watch.describe("")
     number = part.model - 1 if part and draft else None

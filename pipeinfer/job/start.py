@@ -34,9 +34,8 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import CLOCK, Context
 from pipeinfer.job.deployment import Deployment, DoesNotFit
 from pipeinfer.job.fetch import fetch_models, find_models
-from pipeinfer.job.gpus import ranks_fault, with_gpus
+from pipeinfer.job.found_hosts import with_own_gpus, with_times
 from pipeinfer.job.host_speeds import known_speeds, order_matters
-from pipeinfer.job.layer_times import with_layer_times
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.prepare import prepare
 from pipeinfer.job.request import GenerationRequest
@@ -158,11 +157,11 @@ def run_prepared(
         return [options.model, *options.drafts]
 
     hosts, error = find_models(link, crew.hosts, paths)
-    error = error or ranks_fault(options, hosts, link.rank, link.all_gather)
+    if not error:
+        hosts, error = with_own_gpus(crew, hosts, options)
     speeds: list[Speed] = []
     if not error:
-        hosts = with_gpus(options, hosts, link.rank, link.all_gather)
-        hosts = with_layer_times(crew, hosts, options)
+        hosts = with_times(crew, hosts, options)
         speeds = known_speeds(link, hosts) if order_matters(options, hosts) else []
     prepared = None
     if link.rank == 0 and not error:

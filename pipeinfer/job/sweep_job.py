@@ -15,8 +15,7 @@ from pipeinfer.job.complain import complain
 from pipeinfer.job.context import forget_peak
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.fetch import fetch_files
-from pipeinfer.job.gpus import ranks_fault, with_gpus
-from pipeinfer.job.layer_times import with_layer_times
+from pipeinfer.job.found_hosts import with_own_gpus, with_times
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.session import Session
 from pipeinfer.job.start import Crew, start_job
@@ -48,10 +47,9 @@ def start_sweep(settings: object, sweep: Sweep, plan: Planner[G], lead: Callable
 
 def _run(crew: Crew, sweep: Sweep, plan: Planner[G], lead: Callable[[Crew, list[G]], int]) -> int:
     link, groups = crew.link, list[G]()
-    error = ranks_fault(sweep.base, crew.hosts, link.rank, link.all_gather)
-    hosts = crew.hosts if error else with_gpus(sweep.base, crew.hosts, link.rank, link.all_gather)
+    hosts, error = with_own_gpus(crew, crew.hosts, sweep.base)
     # which splits fit, rank 0 finds out: where some are given nothing is timed
-    hosts_of = [hosts if sweep.splits else with_layer_times(crew, hosts, each) for each, _ in loads_of(sweep)]
+    hosts_of = [hosts if sweep.splits else with_times(crew, hosts, each) for each, _ in loads_of(sweep)]
     if link.rank == 0 and not error:
         try:
             groups = plan(_fetched(sweep), hosts_of)

@@ -24,8 +24,8 @@ def load_model(lib: ModuleType, slice_file: SliceFile, params: LlamaParams, wher
     """
     if params.n_gpu_layers and not lib.llama_supports_gpu_offload():
         shown = "all" if params.n_gpu_layers < 0 else params.n_gpu_layers
-        raise UserError(f"this llama-cpp-python has no GPU support: -ngl {shown} needs 0, or a build with "
-                        "CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
+        raise UserError(f"this llama-cpp-python has no GPU support: -ngl {shown} (of drafts -ngld) needs 0, or a "
+                        "build with CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
     options = lib.llama_model_default_params()
     n_layer = slice_file.last - slice_file.first
     options.n_gpu_layers = n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers

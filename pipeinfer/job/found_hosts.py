@@ -1,0 +1,31 @@
+"""What is found out of a job's hosts once it is known where its models are: which GPUs their ranks have, and how fast
+they are. On every rank, before there is a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.job.draft_times import with_draft_times
+from pipeinfer.job.gpus import ranks_fault, with_gpus
+from pipeinfer.job.layer_times import with_layer_times
+from pipeinfer.job.options import RunOptions
+
+if TYPE_CHECKING:  # imports MPI
+    from pipeinfer.job.start import Crew
+
+
+def with_own_gpus(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> tuple[Sequence[Host], str]:
+    """The hosts with what is free on the GPUs that ranks shall use, and what is wrong with those; empty if nothing is.
+    Collective."""
+    link = crew.link
+    if fault := ranks_fault(options, hosts, link.rank, link.all_gather):
+        return hosts, fault
+    return with_gpus(options, hosts, link.rank, link.all_gather), ""
+
+
+def with_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
+    """The hosts with how fast each rank is at a lone draft and at the target's layers, where that decides something.
+    Collective."""
+    return with_layer_times(crew, with_draft_times(crew, hosts, options), options)
