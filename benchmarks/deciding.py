@@ -54,7 +54,7 @@ def opened(n_nodes: int, n_cheap: int, policy: Policy) -> View:
         node.run_id = 1 if index < n_nodes // 2 else None
     return View(
         request, level, 1, [], lambda: False, lambda context: n_cheap, lambda n_rows: 0.03, lambda: 0.01,
-        lambda: ([], 0.0), lambda: True, lambda node: 0.2 + 1e-4 * node.position,
+        lambda: ([], 0.0), lambda: True, lambda node: 0.2 + 1e-4 * node.position, lambda: 0.0,
     )  # fmt: skip
 
 

@@ -45,6 +45,35 @@ def test_the_root_takes_along_what_is_known_to_follow_it() -> None:
     assert Auto().send(view) == [tree.root], "room for the root is made"  # type: ignore[arg-type]
 
 
+def test_so_many_runs_are_under_way_as_slow_messages_want() -> None:
+    """One a stage and one that waits; where a verdict is on its way for the time of three runs, four."""
+    tree = TokenTree(1, 0)
+    (child,) = tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
+    tree.root.run_id = 1
+
+    class View:
+        n_stages, n_cheap_rows, depth_left, n_inflight = 2, 1, 50, 0
+        on_way_s = run_s = staticmethod(lambda *given: 0.1)
+        fitting, hold, drafting = list, staticmethod(lambda patience: False), staticmethod(lambda: ((), 0.0))
+        verdict_in_s = staticmethod(lambda node: 0.5)
+
+        def __init__(self) -> None:
+            self.tree = tree
+
+    def most(**changed: object) -> int:
+        view = View()
+        for name, value in changed.items():
+            setattr(view, name, value)
+        for view.n_inflight in range(20):
+            if not Auto().send(view):  # type: ignore[arg-type]
+                return view.n_inflight
+            assert Auto().send(view) == [child]  # type: ignore[arg-type]
+        raise AssertionError("no limit")
+
+    assert most() == 3 and most(on_way_s=lambda: 0.3) == 4 and most(n_stages=4) == 5
+    assert most(run_s=lambda n_rows: 0.0) == 3, "nobody knows what runs take"
+
+
 @pytest.mark.parametrize(("acceptance", "least"), [(0.05, 1.0), (0.3, 1.2), (0.6, 1.5), (0.9, 1.8)])
 def test_one_stage_gains_too(acceptance: float, least: float) -> None:
     """Two ranks, what a newcomer starts: the verdict comes when the only stage is free, and two rows cost as one."""
@@ -122,7 +151,7 @@ def test_a_guess_whose_verdict_is_about_to_come_goes_last() -> None:
         def __init__(self) -> None:
             self.tree, self.n_inflight, self.n_stages, self.n_cheap_rows, self.depth_left = tree, 3, 4, 1, 50
             self.hold, self.drafting = lambda patience: False, lambda: ((), 0.0)
-            self.verdict_in_s = left_s.__getitem__
+            self.verdict_in_s, self.run_s = left_s.__getitem__, lambda n_rows: 0.0
 
         @staticmethod
         def fitting(nodes: list[object]) -> list[object]:
@@ -144,7 +173,7 @@ def test_a_run_waits_for_better_guesses_while_that_is_worth_the_stage_s_time() -
         def __init__(self) -> None:
             self.tree, self.n_inflight, self.n_stages, self.n_cheap_rows, self.depth_left = tree, 2, 4, 1, 50
             self.hold, self.drafting = lambda patience: False, lambda: (at_work, left_s)
-            self.run_s = lambda n_rows: 0.1
+            self.run_s, self.on_way_s = lambda n_rows: 0.1, lambda: 0.3
 
         @staticmethod
         def fitting(nodes: list[object]) -> list[object]:

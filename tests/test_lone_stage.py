@@ -11,6 +11,7 @@ from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled, TokenTree
 from pipeinfer.policies import Auto
 from pipeinfer.policies.confidence import HIT_MEMORY
+from pipeinfer.policies.lone_stage import best_run, pays_alone
 
 STEEP = (1.0, 1.8, 2.2, 2.5, 2.8, 3.0, 3.1, 3.2, 3.4)
 """Of runs of one row, two, …: a second row costs nearly as much as the first one, further ones little."""
@@ -25,7 +26,7 @@ class View:
         self.tree, self.costs, self.step_s, self.alone = TokenTree(1, 7), costs, step_s, True
         self.fitting, self.verdict_in_s, self.may_branch = list, lambda node: 0.5, lambda node: True
         self.drafting, self.draft_s, self.hold = lambda: ((), 0.0), lambda: self.step_s, lambda patience: False
-        self.is_alone = lambda: self.alone
+        self.is_alone, self.on_way_s = lambda: self.alone, lambda: 0.0
         self.end: Node = self.tree.root
         for token, hit in enumerate(hits):
             (self.end,) = self.tree.grow(self.end, [Guess(token, hit)], [math.log(hit)])
@@ -56,6 +57,39 @@ def test_nothing_goes_before_the_verdict_of_what_is_in_flight() -> None:
     view = View([0.9] * 7)
     view.tree.root.run_id, view.n_inflight = 1, 1
     assert caught_up().send(view) == []  # type: ignore[arg-type]
+
+
+def sent_behind(view: View, n_inflight: int = 1) -> int:
+    view.tree.root.run_id, view.n_inflight = 1, n_inflight
+    return len(caught_up().send(view))  # type: ignore[arg-type]
+
+
+def test_runs_go_before_the_verdict_where_that_is_long_on_its_way() -> None:
+    """As many rows as make the most tokens a second, unless hardly any would be of use."""
+    view = View([0.9] * 7)
+    view.on_way_s = lambda: 0.06
+    assert sent_behind(view) == 7 and sent_behind(view, 2) == 0, "one waits for the stage already"
+    view.on_way_s = lambda: 1.6
+    assert sent_behind(view, 2) == 7 and sent_behind(view, 3) == 0
+    view.hold = lambda patience: True
+    assert sent_behind(view) == 0, "the stage does not want one yet"
+    for hits, n_rows in (([0.3, 0.9], 2), ([0.2, 0.9], 0), ([0.9, 0.1], 1)):
+        view = View(hits)
+        view.on_way_s = lambda: 0.06
+        assert sent_behind(view) == n_rows, hits
+    view.is_at_head = True
+    assert sent_behind(view) == 0, "the head evaluates one run at a time"
+
+
+def test_a_verdict_s_way_counts_for_how_many_rows_go() -> None:
+    """Long ways make rows cheap that are dear in themselves; but single rows that go ahead hide them."""
+    view = View([0.7, 0.3])
+    assert len(best_run(view)[0]) == 1 and pays_alone(view, 0.9)  # type: ignore[arg-type]
+    view.on_way_s = lambda: 9.0
+    assert len(best_run(view)[0]) == 3  # type: ignore[arg-type]
+    assert not pays_alone(view, 0.9)  # type: ignore[arg-type]
+    view.is_at_head = True
+    assert pays_alone(view, 0.9), "nothing is hidden there"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("first_rate", "step_s", "waits"), [(0.9, 0.05, True), (0.9, 0.5, False), (0.2, 0.05, False)])

@@ -88,3 +88,17 @@ def test_nothing_is_early_where_no_costs_are_known_or_runs_were_given_up(pacer: 
     pacer.given_up()
     pacer.begin()
     assert not pacer.is_early(0)
+
+
+def test_what_a_verdict_takes_besides_is_the_least_of_late(pacer: Pacer) -> None:
+    """What met a queue says nothing of the way; that it got longer is noticed by and by."""
+    assert pacer.on_way_s == 0.0
+    for took_s, found_s in ((0.5, 0.5), (0.1, 0.1), (-0.1, 0.0)):
+        pacer.came(took_s)
+        assert pacer.on_way_s == found_s
+    pacer.came(0.02)
+    pacer.came(0.82)
+    assert pacer.on_way_s == pytest.approx(0.12)
+    for _ in range(60):
+        pacer.came(0.82)
+    assert pacer.on_way_s == pytest.approx(0.82, rel=0.01)

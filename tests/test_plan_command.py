@@ -219,7 +219,8 @@ def test_the_host_whose_layers_are_missed_least_is_advised_to_draft(tmp_path: Pa
     free = open_planner(
         replace(options, draft_rank=None), read_model_info(wide), slow_last.nodes, ETHERNET, 128, (), is_described=True
     )
-    assert free.deployment.plan.drafts[0][0].rank == 2 and free.speed == pytest.approx(slow_first.speed, rel=0.05)
+    assert free.deployment.plan.drafts[0][0].rank == 2 and free.speed and slow_first.speed
+    assert 0.7 < free.speed / slow_first.speed < 0.9, "the draft, of a step of 0.1 ms, is asked by messages of 0.05 ms"
     found = ways(slow_last, [slow_last.predict(options.policy)])
     way = next(way for way in found if way.what == "c first, to draft (begin the hosts file with c:1)")
     assert way.tokens_per_s == pytest.approx(slow_first.speed, rel=0.01)

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +22,11 @@ from pipeinfer.core.runs import Guess, Row, Run
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import ASKED
 from pipeinfer.observe.results import key_of, read_results
-from pipeinfer.policies import Auto, Iterative
+from pipeinfer.policies import Auto, Iterative, PipeInfer
 from pipeinfer.policies.registry import POLICIES, USUAL, make_policy
 from pipeinfer.virtual import reproduction
 from pipeinfer.virtual.choices import RecordedChoices, SyntheticChoices, ranks_for, synthetic_team
+from pipeinfer.virtual.outcome import make_result
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import Simulated, simulate
@@ -99,6 +101,24 @@ def test_only_the_first_of_a_prompts_blocks_pays_for_its_context() -> None:
         found = simulate(replace(profile, blocks=blocks), choices, Iterative(), 1)
         took_s = [end_s - start_s for _, _, start_s, end_s, _ in found.pipeline.stages[0].ledger.moved(0.0)]
         assert took_s == pytest.approx(runs_s)
+
+
+def test_a_draft_that_is_not_the_heads_is_asked_over_the_link() -> None:
+    """The head has the lone stage, to which nothing travels. A step of the draft takes two ways, a run none."""
+    stage, draft = ModelCost("stage", 1, Work((1.0,), (0.1,))), ModelCost("draft", 1, Work((1.0,), (0.001,)))
+    for latency_s in (0.0, 0.004):
+        link = LinkCost(latency_s, math.inf)
+        profile = Profile("two", 64, (stage,), (draft,), link, HeadCost(), head_is_first=True)
+        assert (profile.n_ranks, profile.drafts_elsewhere) == (2, True)
+        choices = SyntheticChoices((1.0,), n_prompt=8)
+        plain, guessed = (simulate(profile, choices, policy, 40) for policy in (Iterative(), PipeInfer()))
+        assert plain.metrics.itl_s == pytest.approx([0.1] * 39)
+        steps = guessed.pipeline.neighbours[1].stages[0].ledger.moved(0.0)
+        assert len(steps) > 10 and all(end_s - start_s == pytest.approx(0.001) for _, _, start_s, end_s, _ in steps)
+        between = [second[2] - first[3] for first, second in pairwise(steps)]
+        assert min(between) == pytest.approx(2 * latency_s)
+        ranks = make_result(guessed, defaultdict(str))["ranks"]
+        assert [(rank["rank"], rank["role"]) for rank in ranks] == [(1, "draft 1"), (0, "stage")]
 
 
 def test_only_a_stage_that_had_nothing_to_do_pays_for_the_rest() -> None:

@@ -138,7 +138,7 @@ class HostWork:
 class Profile:
     """A cluster with its models laid out. `stages` in pipeline order; `head_is_first`: the head hosts the first.
 
-    `drafts`: the smallest first, which is the head's; each other one has a rank to itself.
+    `drafts`: the smallest first, which is the head's unless that has a stage; each other one has a rank to itself.
     """
 
     name: str
@@ -181,4 +181,9 @@ class Profile:
 
     @property
     def n_ranks(self) -> int:
-        return len(self.stages) + (not self.head_is_first) + len(self.drafts[1:])
+        return len(self.stages) + max(len(self.drafts), not self.head_is_first)
+
+    @property
+    def drafts_elsewhere(self) -> bool:
+        """Whether another rank than the head's has the smallest draft."""
+        return self.head_is_first and bool(self.drafts)

@@ -184,6 +184,7 @@ class Engine:
             self._pacer.answered(now_s - flight.sent_s)
             if verdict.slowest_s:
                 self._pacer.reported(flight.cost_s, verdict.slowest_s)
+                self._pacer.came(now_s - flight.sent_s - verdict.slowest_s)
         if flight.whole and self.run_cost and verdict.slowest_s:
             learn = self.run_cost.learn_chunk if flight.n_context else self.run_cost.learn
             learn(flight.n_rows, flight.context, verdict.slowest_s)

@@ -25,6 +25,7 @@ class Pacer:
         self._off_s = self._late_s = 0.0  # running means: costs against what was reported; asked after a run was due
         self._awaited_s: float | None = None  # when what was held back was due
         self.answer_s = 0.0  # from a run that was not pruned to its verdict, a running mean; 0 before the first
+        self.on_way_s = 0.0  # the least of that besides the slowest stage's time, lately; 0 before the first
 
     def begin(self) -> None:
         """A round of questions begins: nothing is held back yet."""
@@ -81,6 +82,11 @@ class Pacer:
     def reported(self, expected_s: float, took_s: float) -> None:
         """What a run that every stage evaluated as a whole took the slowest one."""
         self._off_s = _mean(self._off_s, abs(took_s - expected_s))
+
+    def came(self, on_way_s: float) -> None:
+        """The verdict of such a run took so long besides, queues included: those that met none have the least."""
+        on_way_s = max(0.0, on_way_s)
+        self.on_way_s = min(_mean(self.on_way_s, on_way_s), on_way_s) if self.on_way_s else on_way_s
 
     def given_up(self) -> None:
         """Runs were cancelled: the stages are free as soon as they hear of it."""

@@ -43,6 +43,9 @@ class View:
     """How long until the verdict of a node is here, as long as verdicts take lately; of one that was not sent: if it
     were sent now. 0 before the first verdict."""
 
+    on_way_s: Callable[[], float]
+    """What a verdict takes besides the evaluation in the stages, as little as it took lately; 0 before the first."""
+
     drafts_elsewhere: bool = False  # whether another rank than the head's has the smallest draft
 
     tree: TokenTree = field(init=False)

@@ -37,7 +37,7 @@ class Views:
             request, self.target, self.growth.n_drafts, self.growth.drafts, partial(self._holds, tree),
             self.rooms.n_rows_for_guesses, partial(self._run_s, tree), lambda: self.growth.step_s,
             partial(self.growth.at_work, request), lambda: len(self.opened) == 1, self._verdict_in_s,
-            self.growth.remote is not None,
+            lambda: self.pacer.on_way_s, self.growth.remote is not None,
         )  # fmt: skip
 
     def _holds(self, tree: TokenTree, patience: float = 0.0) -> bool:

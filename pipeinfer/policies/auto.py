@@ -23,7 +23,7 @@ goes with the root is won; else the next run takes it as well, and only one afte
 P (1 - P). The draft expands as many nodes as a run carries in a step, the likeliest first, if their guesses could
 belong to the next run. When hardly any guess is right, there are none (`Silence`). PipeInfer's, PipeDec's and
 FlowSpec's trees are what comes of this at their authors' costs. A single stage that works for a single request has no
-other runs in flight to think of: there a run is worth its tokens by its time (`lone_stage`).
+other requests and stages to think of: there a run is worth its tokens by its time (`lone_stage`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.confidence import Confidence
 from pipeinfer.policies.likeliest import to_expand, to_refine, unsent_in_reach
 from pipeinfer.policies.limits import MAX_WIDTH
-from pipeinfer.policies.lone_stage import best_run, pays_alone, to_expand_ahead
+from pipeinfer.policies.lone_stage import best_ahead, best_run, pays_ahead, pays_alone, to_expand_ahead
 from pipeinfer.policies.sharpness import Sharpness
 from pipeinfer.policies.silence import Silence
 
@@ -87,15 +87,25 @@ class Auto(Policy):
         if root.run_id is None:
             best = self._best(view, view.n_cheap_rows, [root]) or [root]  # room for it is made
             return [] if self._awaits_first(view, best) else best
-        if view.n_inflight > view.n_stages or (view.n_inflight and view.hold(PATIENCE)):
+        if view.n_inflight and self._is_busy(view):
             return []
         best = self._best(view, view.n_cheap_rows)
         return [] if best and view.n_inflight and self._awaits_draft(view, best) else best
 
+    @staticmethod
+    def _is_busy(view: View) -> bool:
+        """Whether the slowest stage has enough to do: one run a stage is under way, more where messages take longer
+        than a run, and one more waits; or it is not yet about to want another."""
+        run_s = view.run_s(1)
+        n_under_way = max(view.n_stages, math.ceil(view.on_way_s() / run_s)) if run_s else view.n_stages
+        return view.n_inflight > n_under_way or view.hold(PATIENCE)
+
     def _send_all(self, view: View) -> list[Node]:
-        """All that pays with the root, when the draft can add no more that is worth the wait."""
+        """All that pays with the root, when the draft can add no more that is worth the wait; and likewise behind it,
+        where the stage would be idle for long until a verdict is here."""
         if view.n_inflight:
-            return []
+            is_wanted = view.tree.root.run_id is not None and pays_ahead(view) and not self._is_busy(view)
+            return best_ahead(view) if is_wanted else []
         best, promise = best_run(view)
         nodes, left_s = self._next_guesses(view) if self._is_caught_up(view) else ((), 0.0)
         scores = [node.score for node in nodes if node.live]

@@ -97,7 +97,8 @@ def _ranks(simulated: Simulated) -> list[dict[str, Any]]:
     if not profile.head_is_first:
         rows.append(head | asdict(head_time(simulated.pipeline.ledger, window)))
     bounds = [0, *accumulate(cost.layers for cost in profile.stages)]
-    layers: list[list[int] | None] = [*[None] * len(profile.drafts[1:]), *map(list, pairwise(bounds))]
+    n_asked = len(simulated.pipeline.neighbours) - 1
+    layers: list[list[int] | None] = [*[None] * n_asked, *map(list, pairwise(bounds))]
     for (rank, role, pipeline, stage), part in zip(_workers(simulated), layers, strict=True):
         use = stage_time(stage.ledger.moved(0.0), pipeline.ledger.submitted_s, window)
         saved = {"runs_skipped": stage.n_skipped, "runs_stopped": stage.n_stopped}
@@ -110,10 +111,11 @@ def _head_role(profile: Profile) -> str:
 
 
 def _workers(simulated: Simulated) -> Iterator[tuple[int, str, SimPipeline, SimStage]]:
-    """(rank, role, its pipeline, its stage) of the larger drafts, then of the stages."""
+    """(rank, role, its pipeline, its stage) of the drafts that are asked by messages, then of the stages."""
     main, first = simulated.pipeline, _first_rank(simulated)
-    for rank, pipeline in enumerate(main.neighbours[1:], start=1):
-        yield rank, f"draft {rank + 1}", pipeline, pipeline.stages[0]
+    own = 0 if simulated.profile.drafts_elsewhere else 1
+    for number, pipeline in enumerate(main.neighbours[1:], start=own):
+        yield number if own else len(main.stages) + number, f"draft {number + 1}", pipeline, pipeline.stages[0]
     for rank, stage in enumerate(main.stages, start=first):
         yield rank, stage.cost.name, main, stage
 

@@ -136,8 +136,7 @@ class SimPipeline:
         self.is_at_head = profile.head_is_first and self.n_stages == 1
         near = LinkCost(0.0, math.inf)
         self.first_hop = _Hop(near if profile.head_is_first else profile.link)
-        alone = profile.n_ranks == 1
-        self.stages = [SimStage(cost, _Hop(near if alone else profile.link)) for cost in profile.stages]
+        self.stages = [SimStage(cost, _Hop(near if self.is_at_head else profile.link)) for cost in profile.stages]
         self.ledger = HeadLedger()
         self._idle = Idle() if profile.sleeps else None
         self.drafting = False  # the head computes

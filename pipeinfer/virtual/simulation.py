@@ -67,17 +67,20 @@ def simulate(
     n_seq, n_cells = policy.n_seq if partitions else 1, n_ctx + N_CELLS_SPARE
     target = SimPipeline(profile, [choices], clock)
     drafts = [_draft_level(profile, number, found, clock, n_seq, n_cells) for number, found in enumerate(larger, 1)]
-    pipelines = (target, *(level.alone for level in drafts))
+    # a head that has layers has no draft: that is asked by messages
+    asked = [_draft_level(profile, 0, choices, clock, n_seq, n_cells)] if profile.drafts_elsewhere else []
+    pipelines = (target, *(level.alone for level in (*asked, *drafts)))
     for pipeline in pipelines:
         pipeline.neighbours = pipelines
-    drafter = SimDrafter(profile, [choices], pipelines) if profile.drafts else None
+    own = SimDrafter(profile, [choices], pipelines) if profile.drafts and not asked else None
+    drafter = asked[0] if asked else own
     pool = SequencePool(n_seq, n_cells, parked=profile.parked)
     engine = Engine(
         Level(target, pool, n_chunk=n_chunk, n_rows=N_GUESS_ROWS, cancel=cancel, blocks=profile.blocks), drafter,
         SimWaiter(clock), clock, drafts=drafts, run_cost=RunCost(row_costs(profile)),
     )  # fmt: skip
-    if drafter:
-        drafter.timeout_s = engine.timeout_s
+    if own:
+        own.timeout_s = engine.timeout_s
     request = Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)
     metrics = RequestMetrics(tracer)
     engine.add(request, policy, metrics)
@@ -89,10 +92,11 @@ def simulate(
 def _draft_level(
     profile: Profile, number: int, choices: Choices, clock: VirtualClock, n_seq: int, n_cells: int
 ) -> SimDraftLevel:
-    """A larger draft on its own rank, beyond one link."""
+    """A draft on its own rank, beyond one link."""
     cost = profile.drafts[number]
     pipeline = SimPipeline(replace(profile, stages=(cost,), drafts=(), head_is_first=False), [choices], clock)
-    n_rows = largest_question({n_rows: cost.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS})
+    costs = {n_rows: cost.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS}
+    n_rows = largest_question(costs) if number else N_GUESS_ROWS
     return SimDraftLevel(pipeline, [choices], SequencePool(n_seq, n_cells), n_rows)
 
 
