@@ -77,7 +77,9 @@ def test_runs_go_before_the_verdict_where_that_is_long_on_its_way() -> None:
         view = View(hits)
         view.on_way_s = lambda: 0.06
         assert sent_behind(view) == n_rows, hits
-    view.is_at_head = True
+    view.step_s = 0.5
+    assert sent_behind(view) == 0, "eight guesses take longer than eight rows"
+    view.step_s, view.is_at_head = 0.05, True
     assert sent_behind(view) == 0, "the head evaluates one run at a time"
 
 

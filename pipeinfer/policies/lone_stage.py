@@ -72,8 +72,10 @@ def best_ahead(view: View) -> list[Node]:
 
 
 def pays_ahead(view: View) -> bool:
-    """Whether the stage would be idle for long if the next run waited for a verdict."""
-    return not view.is_at_head and view.on_way_s() > IDLE_SHARE * view.run_s(1)
+    """Whether the stage would be idle for long if the next run waited for a verdict, and the draft guesses as fast as
+    rows are evaluated: else it has no guesses for further runs, and sending those keeps it from making them."""
+    guesses_keep_up = view.draft_s() * MOST_ROWS <= view.run_s(MOST_ROWS)
+    return not view.is_at_head and guesses_keep_up and view.on_way_s() > IDLE_SHARE * view.run_s(1)
 
 
 def pays_alone(view: View, first_rate: float) -> bool:
@@ -82,9 +84,8 @@ def pays_alone(view: View, first_rate: float) -> bool:
     before it, which hides what a verdict takes besides the evaluation, but for guesses that were wrong."""
     if view.n_stages > 1 or not view.is_alone() or not view.run_s(1):
         return False
-    missed = 1.0 if view.is_at_head else 1 - first_rate  # the head evaluates one run at a time
-    ahead_s = view.run_s(1) + missed * view.on_way_s()
-    return Promise(1.0, 1, ahead_s).grows(view, first_rate, 0.0, first_rate)
+    single_s = _round_s(view, 1) if view.is_at_head else view.run_s(1)
+    return Promise(1.0, 1, single_s).grows(view, first_rate, 0.0, first_rate)
 
 
 def _round_s(view: View, n_rows: int) -> float:
