@@ -163,6 +163,8 @@ def test_torch_leaves_the_draft_to_libllama_on_a_cpu(n_ranks: int) -> None:
         done = finish(n_ranks, ["run", *words, "-ngld", place])
         assert ("libllama on the CPU of rank 0: " in done.stderr) == says, done.stderr
         assert done.stdout.strip("\n") == chosen["text"].strip("\n")
+    on_cpu = run_json(n_ranks, [*words, "-ngld", "0"])["ranks"][0]
+    assert on_cpu["peak_rss_bytes"] < on_cpu["memory_bytes"] + 50e6, "who computes nothing by torch does not import it"
     done = finish(n_ranks, ["plan", "--json", "--backend", "torch"])
     planned_ranks = json.loads(done.stdout)["ranks"]
     assert [rank["backend"] for rank in planned_ranks][-1] == "torch"

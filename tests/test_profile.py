@@ -483,3 +483,12 @@ def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:
     assert none.returncode == 2 and "measure needs a draft model" in none.stderr
     lone = finish(1, ["measure", "-o", str(path)])
     assert lone.returncode == 2 and "mpirun" in lone.stderr
+
+
+def test_what_was_measured_is_not_lost_where_there_is_no_room_for_it(tmp_path: Path) -> None:
+    done = finish(2, ["measure", "-o", "/dev/full", "-t", "1"])
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "No space left on device" in last and last.endswith("the profile is on standard output"), last
+    (path := tmp_path / "there.toml").write_text(done.stdout)
+    assert load_profile(str(path)).lay_out().n_stages == 1

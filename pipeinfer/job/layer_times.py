@@ -41,6 +41,7 @@ from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
 from pipeinfer.models.gguf.slice import open_blank, slice_bytes
 from pipeinfer.models.llama.build import describe_build
 from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.torch.library import load_torch
 from pipeinfer.outputs import temporary_folder
 
 if TYPE_CHECKING:  # imports MPI
@@ -187,6 +188,8 @@ def load_blank(
         cache=options.cache,
         devices=rank_devices(options, hosts, rank),
     )
+    if backend_of(options, rank).is_torch:
+        load_torch()  # takes seconds, in which somebody might kill this rank, and nobody would remove the folder
     with temporary_folder() as folder:
         info = put_up(skeleton, folder)
         _check_room(slice_bytes(info, *own), hosts, rank)

@@ -81,7 +81,7 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
     extra = _run_plainly(context, deployment, request, times)
     if link.rank == 0:
         assert extra
-        _write(output, crew, options, deployment, times, extra, gbit_per_s)
+        return _write(output, crew, options, deployment, times, extra, gbit_per_s)
     return 0
 
 
@@ -175,7 +175,8 @@ def _run_plainly(
 def _write(
     output: Path, crew: Crew, options: RunOptions, deployment: Deployment, times: list[dict[str, ModelTimes]],
     extra: Overheads, gbit_per_s: float,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
+    """Returns the exit code."""
     stages = [times[stage.rank]["stage"] for stage in deployment.plan.stages]
     hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
     title = [
@@ -190,7 +191,13 @@ def _write(
         title, deployment.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
         deployment.blocks, deployment.parked,
     )  # fmt: skip
-    write_file(output, "--output", text.encode())
     if line := disturbed_line([*stages, *drafts]):
         complain(line)
+    try:
+        write_file(output, "--output", text.encode())
+    except UserError as error:
+        print(text, end="", flush=True)  # what was measured is not lost
+        complain(f"{error}; the profile is on standard output")
+        return 2
     print(output)
+    return 0

@@ -145,8 +145,8 @@ class Session:
         self._engine = self._make_engine()
         if line := self._engine.delay_too_short:
             complain(line)
-        here = gpu_of(self.context.options, self.deployment.hosts, 0)
-        gpus = {0: here} | {rank: each["gpu"] for rank, each in reports.items()}
+        here = {0: gpu_of(self.context.options, self.deployment.hosts, 0)} if self._stage else {}
+        gpus = here | {rank: each["gpu"] for rank, each in reports.items()}
         line = inexact_line(self.context.options, {rank: gpus[rank] for rank in self._ranks})
         if line:
             complain(line)

@@ -42,7 +42,8 @@ def run_stage(context: Context, deployment: Deployment) -> int:
         cost_s = time_loaded(context, deployment, model, number) if model else {}
         chunk_s = time_prompt(context, deployment, model) if model and number is None else None
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
-        gpu = gpu_of(context.options, deployment.hosts, context.rank)
+        # a draft's is not asked for: that alone would import torch, where libllama computes it
+        gpu = gpu_of(context.options, deployment.hosts, context.rank) if model and number is None else ""
         context.link.report({"loaded_s": loaded_s, "cost_s": cost_s, "chunk_s": chunk_s, "gpu": gpu})
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
