@@ -11,6 +11,7 @@ import pytest
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.params import TorchParams
 from tests.gguf_factory import Shape, write_model
@@ -19,6 +20,7 @@ from tests.test_llama_stage import never
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
 from pipeinfer.models.torch.device_queue import DeviceQueue, Past  # noqa: E402
+from pipeinfer.models.torch.device_rows import OwnDeviceRows  # noqa: E402
 from pipeinfer.models.torch.int4 import GROUP, Int4Rows, multiply_int4, packed  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 
@@ -58,12 +60,19 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.ops.aten._weight_int4pack_mm", kernel_for_gpus)
 
 
+def rows_of(begun: Any) -> Any:
+    """What is being computed there."""
+    assert begun.found.rows.device == ELSEWHERE and isinstance(begun.done, Past)
+    return begun.found.rows
+
+
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "int8", "int4"])
 def test_layers_on_a_device_meet_nothing_of_the_hosts(tmp_path: Path, dtype: str, padded: bool, exact: bool) -> None:
     """Runs that are filled up and larger ones, blocks of a prompt, without rows that are wanted too; first and last
-    slices."""
+    slices, and what passes between these by way of the host or not."""
+    rounded = dtype != "f32"
     info = read_model_info(write_model(tmp_path / "model.gguf", Shape("qwen3", n_layer=2), "Q4_K_M"))
     params = TorchParams(512, 8, 256, 64, 1, "cuda", dtype, exact=exact, padded=padded)
     first, last = (TorchStage(open_slice(info, *edges), params) for edges in ((0, 1), (1, 2)))
@@ -72,12 +81,16 @@ def test_layers_on_a_device_meet_nothing_of_the_hosts(tmp_path: Path, dtype: str
         rows = np.arange(n, dtype=np.int32)
         batch = Batch(rows + 5, rows + at, [(0,)] * n, None, (rows % 3 == 0) & wanted)
         batch.span = Span(at, at + n) if n == 64 else None
-        begun = first.begin(batch, never)
-        assert begun is not None and begun.found.shape == (n, info.n_embd) and begun.found.device == ELSEWHERE
+        assert rows_of(first.begin(batch, never)).shape == (n, info.n_embd)
         batch.hidden = np.zeros((n, info.n_embd), np.float32)
-        begun = last.begin(batch, never)
-        assert begun is not None and begun.found.shape == (batch.wanted.sum(), info.n_vocab)
-        assert begun.found.device == ELSEWHERE and isinstance(begun.done, Past)
+        assert rows_of(last.begin(batch, never)).shape == (batch.wanted.sum(), info.n_vocab)
+        for stage in (first, last):  # once more, from device to device
+            stage.apply([KvOp(OpKind.REMOVE, 0, first=at)])
+        left = rows_of(first.begin_apart(batch, never, rounded))
+        assert left.shape == (n, info.n_embd) and left.dtype == (torch.bfloat16 if rounded else torch.float32)
+        memory = OwnDeviceRows(left, first._queue).memory
+        batch.hidden, batch.on_device = None, last.device_rows(memory, n, rounded)
+        assert rows_of(last.begin(batch, never)).shape == (batch.wanted.sum(), info.n_vocab)
         at += n
 
 

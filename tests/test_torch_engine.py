@@ -8,9 +8,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.begun import BegunTransaction
 from pipeinfer.cluster.stage import room_for
 from pipeinfer.cluster.wire import Transaction, encode_verdict
@@ -32,10 +34,10 @@ from tests.gguf_factory import Shape, write_model
 from tests.test_engine import random_policy
 from tests.toy import OracleDrafter, Reference, ToyPipeline, ToyWaiter, mix
 
-pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.stage import TorchStage
-from tests.test_torch_queue import LateQueue
+from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
+from tests.test_torch_queue import LateQueue  # noqa: E402
 
 N_LAYER, N_CELLS, N_PREDICT = 3, 140, 24
 TINY = Shape(n_layer=N_LAYER, n_embd=64, n_ff=96, n_vocab=320, peaky=5.0)
@@ -133,16 +135,21 @@ class AheadPipeline(ToyPipeline):
         index = self.rng.choice([index for index in range(self.n_stages) if self.queues[index]] or [-1])
         if index < 0:
             return
-        queue, begun, worker = self.queues[index], self.begun[index], self.workers[index]
+        queue, begun = self.queues[index], self.begun[index]
         if len(begun) < min(2, len(queue)) and (not begun or self.rng.random() < 0.7):
             AheadPipeline.n_ahead += len(begun)
-            message = queue[len(begun)]
-            begun.append(worker.begin((Transaction if index else room_for)(message, self.n_embd, self.wire_type)))
+            begun.append(self.begin(index, queue[len(begun)]))
             return
         oldest, _ = begun.popleft(), queue.popleft()
-        verdict = worker.finish(oldest)
+        verdict = self.finish(index, oldest)
         done = encode_verdict(verdict) if verdict else oldest.transaction.message.copy()
         self.queues[index + 1].append(done)
+
+    def begin(self, index: int, message: Any) -> BegunTransaction:
+        return self.workers[index].begin((Transaction if index else room_for)(message, self.n_embd, self.wire_type))
+
+    def finish(self, index: int, begun: BegunTransaction) -> Any:
+        return self.workers[index].finish(begun)
 
 
 def test_runs_begun_ahead_on_late_devices_give_the_plain_text(
@@ -157,6 +164,58 @@ def test_runs_begun_ahead_on_late_devices_give_the_plain_text(
         write_text(late, other, random_policy(random.Random(seed)), seed, plain.tokens, AheadPipeline)
         assert other.tokens == plain.tokens, f"seed {seed}"
     assert AheadPipeline.n_ahead > 50
+
+
+# --- activations from device to device --------------------------------------------------------------------------------
+
+
+class ApartPipeline(AheadPipeline):
+    """The same with activations that come apart: in room that is written over as soon as this run is done, as MPI does.
+    Now and then a stage leaves its result with the host instead."""
+
+    n_apart = 0
+
+    def __init__(self, stages: Sequence[TorchStage], rng: random.Random, late: float) -> None:
+        super().__init__(stages, rng, late)
+        self.memories: list[deque[Any]] = [deque() for _ in stages]
+        self.rooms: dict[int, Any] = {}
+
+    def begin(self, index: int, message: Any) -> BegunTransaction:
+        worker, transaction = self.workers[index], room_for(message, self.n_embd)
+        worker.leaves_as = self.rng.choice([WireType.F32] * 3 + [None]) if index + 1 < self.n_stages else None
+        if transaction.comes_apart:
+            memory = self.memories[index].popleft()
+            assert isinstance(worker.model, TorchStage)
+            transaction.apart = worker.model.device_rows(memory, transaction.n_rows, rounded=False)
+            self.rooms[id(transaction)] = memory
+        return worker.begin(transaction)
+
+    def finish(self, index: int, begun: BegunTransaction) -> Any:
+        verdict = self.workers[index].finish(begun)
+        if (room := self.rooms.pop(id(begun.transaction), None)) is not None:
+            room.fill_(255)  # no numbers
+        if index + 1 < self.n_stages and (memory := begun.transaction.apart_memory) is not None:
+            ApartPipeline.n_apart += 1
+            room = torch.full((len(memory) + 64,), 255, dtype=torch.uint8)
+            room[: len(memory)] = memory
+            self.memories[index + 1].append(room)
+        return verdict
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_activations_from_device_to_device_give_the_plain_text(
+    chains: dict[int, list[TorchStage]], tiny: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    if late:
+        monkeypatch.setattr("pipeinfer.models.torch.stage.DeviceQueue", lambda device: LateQueue())
+    stages = open_stages(tiny, [1, 2], N_CELLS, exact=not late, padded=late)
+    before = ApartPipeline.n_apart
+    for seed in range(50, 62):
+        plain, other = make_request(seed), make_request(seed)
+        write_text(chains[1], plain, Iterative(), seed, [])
+        write_text(stages, other, random_policy(random.Random(seed)), seed, plain.tokens, ApartPipeline)
+        assert other.tokens == plain.tokens, f"seed {seed}"
+    assert ApartPipeline.n_apart > before + 300
 
 
 # --- every policy on the shipped pair ---------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_without_that_wait_results_are_wrong(
         assert expected is not None and begun is not None
         under_way.append((begun, expected.copy()))
     queue.work_off(queue.n_asked)
-    assert sum(difference(begun.found.numpy(), expected) > 1e-3 for begun, expected in under_way) >= 6
+    assert sum(difference(begun.result(), expected) > 1e-3 for begun, expected in under_way) >= 6
 
 
 def test_a_run_that_is_stopped_before_it_began_leaves_those_under_way_alone(

@@ -32,7 +32,18 @@ from pipeinfer.cli.values import (
 )
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import DEFAULT, MAX_CTX, MAX_SAMPLERS, MAX_SEQUENCES, RunOptions, choose_drafts, unescape
+from pipeinfer.job.options import (
+    AUTO,
+    DEFAULT,
+    MAX_CTX,
+    MAX_SAMPLERS,
+    MAX_SEQUENCES,
+    OFF,
+    ON,
+    RunOptions,
+    choose_drafts,
+    unescape,
+)
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.registry import POLICIES
 
@@ -178,6 +189,14 @@ from pipeinfer.policies.registry import POLICIES
     default="f32",
     show_default=True,
     help="What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).",
+)
+@click.option(
+    "--gpu-aware",
+    type=click.Choice([AUTO, ON, OFF]),
+    default=DEFAULT.gpu_aware,
+    show_default=True,
+    help="Activations between stages of torch go from device to device by MPI; auto: from GPUs, where MPI says that it "
+    "is GPU-aware; on: from CPUs too, and where MPI does not say.",
 )
 @cache_options
 @click.option(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeinfer.cluster.wire import Transaction
-from pipeinfer.core.interfaces import Allowed, FloatArray, UnderWay
+from pipeinfer.core.interfaces import Allowed, DeviceRows, FloatArray, UnderWay
 from pipeinfer.core.sampling import SamplingParams
 
 
@@ -40,7 +40,7 @@ class BegunTransaction:
     transaction: Transaction
     start_s: float
     alive: list[int] = field(default_factory=list)
-    rows: UnderWay | None = None
+    rows: UnderWay[FloatArray] | UnderWay[DeviceRows] | None = None
     questions: list[Question] = field(default_factory=list)
 
     @property

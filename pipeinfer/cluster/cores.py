@@ -57,6 +57,8 @@ class Host:
     """Of this rank, at the target's layers; None: nobody has timed it."""
     untimed: str = ""
     """Why that could not be timed, where it should have been."""
+    device_messages: bool = False
+    """Whether MPI takes activations from the memory of what computes this rank's layers, and puts them there."""
     draft_s: tuple[float, float] | None = None
     """A row of the draft on this rank: by what computes the target's layers there, and by libllama on the CPU; None:
     nobody has timed it."""

@@ -116,7 +116,7 @@ class HeadPipeline(Generic[A]):
             verdict = self.worker.process(transaction)
         self._prunings.forget_before(run.id + 1)
         if self.remote_ranks:
-            self.outbox.send_run(transaction.message, self.remote_ranks[0])
+            self.outbox.send_run(transaction.message, self.remote_ranks[0], transaction.apart_memory)
         else:
             self._verdicts.append(cast(A, verdict))
         if transaction.cancelled:

@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pipeinfer.cluster.activations import WireType, activation_bytes
 from pipeinfer.cluster.begun import BegunTransaction
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import Courier
 from pipeinfer.cluster.progress import NO_PROGRESS, Progress
-from pipeinfer.cluster.records import Buffer
+from pipeinfer.cluster.run_inbox import Arrival, RunInbox
 from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
@@ -28,6 +29,7 @@ from pipeinfer.cluster.wire import (
     decode_prunings,
     encode_verdict,
 )
+from pipeinfer.core.interfaces import LeavesOnDevice
 from pipeinfer.observe.ledger import StageLedger
 
 N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 256  # room in a transaction, far above what 256 sequences need
@@ -86,6 +88,7 @@ class Pipe:
     previous, following   ranks; None follows the last stage, which answers the head instead
     n_rows                of a run at most
     n_embd, wire_type     of an activation
+    comes_apart           activations may come from another device's memory to that of this rank's model
     courier               in paced jobs
     n_samplers            threads that answer for the last stage while it evaluates its next run
     n_under_way           runs that a model which `RunsAhead` has begun at most, 1 or 2
@@ -101,6 +104,7 @@ class Pipe:
     n_samplers: int = 0
     n_under_way: int = N_UNDER_WAY
     n_posted: int = N_POSTED
+    comes_apart: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -111,6 +115,17 @@ class Pipe:
         """Of a message at most."""
         bare = bytes_before_activations(N_OPS_MAX, self.n_rows, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
         return bare + activation_bytes(self.n_rows, self.n_embd, self.wire_type)
+
+
+def _run_inbox(comm: Comm, pipe: Pipe, worker: StageWorker | None) -> RunInbox:
+    inbox = Inbox(comm, pipe.previous, Tag.PIPELINE, pipe.n_bytes, pipe.n_posted, pipe.courier)
+    if not (worker and pipe.comes_apart):
+        return RunInbox(inbox, pipe.n_embd, pipe.wire_type)
+    model, rounded = worker.model, pipe.wire_type is not WireType.F32
+    assert isinstance(model, LeavesOnDevice), "activations were to come to a device that there is not"
+    n_bytes = activation_bytes(pipe.n_rows, pipe.n_embd, pipe.wire_type)
+    apart = Inbox(comm, pipe.previous, Tag.APART, n_bytes, pipe.n_posted, room=model.device_memory)
+    return RunInbox(inbox, pipe.n_embd, pipe.wire_type, apart, partial(model.device_rows, rounded=rounded))
 
 
 class StageLoop:
@@ -133,9 +148,9 @@ class StageLoop:
         self.pipe, self.worker, self.report, self.progress = pipe, worker, report, progress
         self.flow = flow or Flow()
         self.flow.source, self.flow.dest = pipe.previous, -1 if pipe.following is None else pipe.following
-        self._inbox = Inbox(comm, pipe.previous, Tag.PIPELINE, pipe.n_bytes, pipe.n_posted, pipe.courier)
+        self._inbox = _run_inbox(comm, pipe, worker)
         self._outbox, self._idle, self._ledger = Outbox(comm, pipe.courier), Idle(), StageLedger()
-        self._under_way: deque[tuple[Buffer, BegunTransaction, float]] = deque()
+        self._under_way: deque[tuple[Arrival, BegunTransaction, float]] = deque()
         self._samplers: Samplers | None = None
         if pipe.n_samplers and pipe.is_last:
             self._samplers = Samplers(pipe.n_samplers, lambda: bool(self._under_way) or self._inbox.holds())
@@ -146,16 +161,15 @@ class StageLoop:
 
     def run(self) -> None:
         while True:
-            buffer = self._next_run() if self._under_way else self._wait()
-            if buffer is None:
+            arrival = self._next_run() if self._under_way else self._wait()
+            if arrival is None:
                 self._finish_oldest()
                 continue
             self.flow.n_taken += 1
             start_s = time.monotonic()
-            transaction = Transaction(buffer, self.pipe.n_embd, self.pipe.wire_type)
-            if transaction.kind is Kind.RUN:
-                self._begin(buffer, transaction, start_s)
-            elif self._obey(transaction, start_s):
+            if arrival.transaction.kind is Kind.RUN:
+                self._begin(arrival, start_s)
+            elif self._obey(arrival.transaction, start_s):
                 break
         self._close()
 
@@ -164,38 +178,39 @@ class StageLoop:
         while self._samplers and (verdict := self._samplers.ready()) is not None:
             self._outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
 
-    def _next_run(self) -> Buffer | None:
+    def _next_run(self) -> Arrival | None:
         self._answer()
         return self._inbox.poll()
 
-    def _wait(self) -> Buffer:
+    def _wait(self) -> Arrival:
         self.flow.waits = True
-        buffer = self._idle.until(self._next_run)
+        arrival = self._idle.until(self._next_run)
         self.flow.waits = False
-        return buffer
+        return arrival
 
-    def _begin(self, buffer: Buffer, transaction: Transaction, start_s: float) -> None:
+    def _begin(self, arrival: Arrival, start_s: float) -> None:
         assert self.worker, "a run arrived at a rank whose model did not load"
-        with self.progress.beside(transaction.n_bytes_full):
-            begun = self.worker.begin(transaction)
-        self._under_way.append((buffer, begun, start_s))
+        with self.progress.beside(arrival.transaction.n_bytes_full):
+            begun = self.worker.begin(arrival.transaction)
+        self._under_way.append((arrival, begun, start_s))
         if len(self._under_way) == self.pipe.n_under_way or self._under_way[0][1].is_done:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         """Wait for its result and pass that on."""
         assert self.worker
-        buffer, begun, start_s = self._under_way.popleft()
+        arrival, begun, start_s = self._under_way.popleft()
         verdict, transaction = self.worker.finish(begun), begun.transaction
         end_s = time.monotonic()  # before it is sent: whoever gets it may be quicker than this rank
         if self.pipe.following is not None:
-            self._inbox.give_back(buffer, self._outbox.send_run(transaction.message, self.pipe.following))
+            sent = self._outbox.send_run(transaction.message, self.pipe.following, transaction.apart_memory)
+            self._inbox.give_back(arrival, sent)
             self.flow.n_passed += 1
         else:
             assert verdict or self._samplers, "the last stage has no verdict"
             if verdict:
                 self._outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
-            self._inbox.give_back(buffer)
+            self._inbox.give_back(arrival)
         self._note(transaction.run_id, start_s, end_s, transaction.cancelled)
 
     def _note(self, run_id: int, start_s: float, end_s: float, was_cancelled: bool) -> None:

@@ -18,7 +18,17 @@ from pipeinfer.cluster.records import Buffer
 from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.wire import SentRow, Transaction
 from pipeinfer.core.drafting import guess_next
-from pipeinfer.core.interfaces import Allowed, Batch, Constraint, FloatArray, RunsAhead, StageModel, UnderWay
+from pipeinfer.core.interfaces import (
+    Allowed,
+    Batch,
+    Constraint,
+    DeviceRows,
+    FloatArray,
+    LeavesOnDevice,
+    RunsAhead,
+    StageModel,
+    UnderWay,
+)
 from pipeinfer.core.runs import NO_TOKEN, Guess, GuessVerdict, OpKind, Verdict
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.observe.trace import NO_TRACE, Tracer
@@ -80,7 +90,8 @@ NO_LOGITS = np.empty((0, 0), np.float32)
 
 class StageWorker:
     """One stage, first or not, last or not. `n_layers` is the model's, for the statistics. `constrain`: makes a
-    Constraint of a request's grammar; without it, as for drafts, grammars are passed over."""
+    Constraint of a request's grammar; without it, as for drafts, grammars are passed over. `leaves_as`: activations
+    are left on the model's device, as this; None: they go to the host."""
 
     UNIT = "run"
     """What a timeline calls a transaction."""
@@ -94,8 +105,9 @@ class StageWorker:
         tracer: Tracer = NO_TRACE,
         n_layers: int = 0,
         constrain: Callable[[str], Constraint] | None = None,
+        leaves_as: WireType | None = None,
     ) -> None:
-        self.constrain = constrain
+        self.constrain, self.leaves_as = constrain, leaves_as
         self.model, self.pruned, self.clock, self.is_first, self.tracer = model, pruned, clock, is_first, tracer
         self.samplers: Samplers | None = None
         self.n_layers, self._n_asked = n_layers, 0
@@ -204,11 +216,14 @@ class StageWorker:
         transaction, alive = begun.transaction, begun.alive
         result = begun.rows.result() if begun.rows else np.empty((0, self.model.n_embd), np.float32)
         if self.model.is_last:
+            assert isinstance(result, np.ndarray), "logits were left on a device"
             return result
         if len(alive) < transaction.n_rows:
-            living, result = result, np.zeros((transaction.n_rows, self.model.n_embd), np.float32)
-            result[alive] = living
-        transaction.activations = result
+            result = _spread(result, alive, transaction.n_rows)
+        if isinstance(result, np.ndarray):
+            transaction.activations = result
+        else:
+            transaction.leave_apart(result)
         return NO_LOGITS
 
     def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
@@ -230,14 +245,19 @@ class StageWorker:
 
     def _begin_rows(
         self, transaction: Transaction, alive: list[int], seqs: Sequence[tuple[int, ...]]
-    ) -> UnderWay | None:
-        rows, hidden = transaction.rows, None if self.is_first else transaction.activations
+    ) -> UnderWay[FloatArray] | UnderWay[DeviceRows] | None:
+        rows, apart = transaction.rows, transaction.apart
+        hidden = None if self.is_first or apart else transaction.activations
         if len(alive) < transaction.n_rows:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
+            apart = apart.pick(alive) if apart else None
         wanted = rows["n_wanted"] > 0
-        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span)
+        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span, apart)
         stop = partial(self._asked, transaction.run_id)
+        if self.leaves_as:
+            assert isinstance(self.model, LeavesOnDevice), "there is no device to leave activations on"
+            return self.model.begin_apart(batch, stop, self.leaves_as is not WireType.F32)
         if isinstance(self.model, RunsAhead):
             return self.model.begin(batch, stop)
         result = self.model.evaluate(batch, stop)
@@ -282,6 +302,15 @@ class StageWorker:
     @staticmethod
     def _verdict(run_id: int, answers: list[Any], cancelled: bool, slowest_s: float) -> Verdict | GuessVerdict:
         return Verdict(run_id, tuple(answers), cancelled, slowest_s)
+
+
+def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -> FloatArray | DeviceRows:
+    """Of `n_rows` rows these; the others are zero."""
+    if not isinstance(values, np.ndarray):
+        return values.spread(rows, n_rows)
+    found = np.zeros((n_rows, values.shape[1]), np.float32)
+    found[rows] = values
+    return found
 
 
 class DraftWorker(StageWorker):

@@ -35,6 +35,10 @@ N_LOOKS, REST_S = 16, 5e-4
 for so long, asleep or between two layers, therefore looks so often: 1 MB takes 7 ms instead of 47 at a look a ms."""
 
 Comm: TypeAlias = MPI.Comm
+Request: TypeAlias = MPI.Request
+NOT_SENT = MPI.REQUEST_NULL
+GPU_KINDS = ("cuda", "rocm", "hip")
+"""As Open MPI and MPICH call them in questions."""
 
 
 N_LOOKS_AWAKE, AWAKE_S = 1000, 0.2
@@ -49,6 +53,7 @@ class Tag(IntEnum):
     CLOCK = 5
     STREAM = 6
     NOTHING = 7  # is never sent
+    APART = 8  # the activations of the run before it, from a device's memory
 
 
 class Outbox:
@@ -57,14 +62,21 @@ class Outbox:
     def __init__(self, comm: Comm, courier: Courier | None = None) -> None:
         self.comm, self.courier = comm, courier
         self._pending: deque[tuple[MPI.Request, Any]] = deque()
-        self.n_runs = self.n_run_bytes = 0
+        self.n_runs = self.n_run_bytes = self.n_apart = 0
 
-    def send_run(self, message: Buffer, dest: int) -> MPI.Request:
+    def send_run(self, message: Buffer, dest: int, apart: Any = None) -> MPI.Request:
+        """`apart`: its activations, if they are in a device's memory, which this MPI can read. Returns when `message`
+        will be out."""
         self.n_runs += 1
         self.n_run_bytes += message.nbytes
-        return self.send(message, dest, Tag.PIPELINE)
+        request = self.send(message, dest, Tag.PIPELINE)
+        if apart is not None:
+            self.n_apart += 1
+            self.n_run_bytes += apart.nbytes
+            self.send(apart, dest, Tag.APART)
+        return request
 
-    def send(self, message: np.ndarray, dest: int, tag: Tag) -> MPI.Request:
+    def send(self, message: Any, dest: int, tag: Tag) -> MPI.Request:
         while self._pending and self._pending[0][0].Test():
             self._pending.popleft()
         if self.courier:
@@ -73,9 +85,11 @@ class Outbox:
         self._pending.append((request, message))
         return request
 
-    def take_counts(self) -> tuple[int, int]:
-        """Messages that carried a run since the last time, and their bytes."""
-        counts, self.n_runs, self.n_run_bytes = (self.n_runs, self.n_run_bytes), 0, 0
+    def take_counts(self) -> tuple[int, int, int]:
+        """Messages that carried a run since the last time, their bytes, and those of them whose activations went
+        apart."""
+        counts = self.n_runs, self.n_run_bytes, self.n_apart
+        self.n_runs = self.n_run_bytes = self.n_apart = 0
         return counts
 
     def flush(self, idle: Idle) -> None:
@@ -85,32 +99,43 @@ class Outbox:
             self._pending.popleft()
 
 
+def host_room(n_bytes: int) -> Buffer:
+    return np.empty(n_bytes, np.uint8)
+
+
 class Inbox:
     """Receives posted ahead, so that the next message arrives while this one is worked on (SiPipe, section 5.3); 0
     `n_ahead`, for ablation studies: one is posted when a message's length is known.
 
-    With a `courier`, in paced jobs, a message has not come before it is due.
+    With a `courier`, in paced jobs, a message has not come before it is due. `room`: makes room for so many bytes.
     """
 
     def __init__(
-        self, comm: Comm, source: int, tag: Tag, n_bytes: int, n_ahead: int = 2, courier: Courier | None = None
+        self,
+        comm: Comm,
+        source: int,
+        tag: Tag,
+        n_bytes: int,
+        n_ahead: int = 2,
+        courier: Courier | None = None,
+        room: Callable[[int], Any] = host_room,
     ) -> None:
-        self.comm, self.source, self.tag, self._n_ahead = comm, source, tag, n_ahead
+        self.comm, self.source, self.tag, self._n_ahead, self._room = comm, source, tag, n_ahead, room
         self.n_bytes = n_bytes + (N_STAMP if courier else 0)
         self.courier = courier
         self._looked_s = -math.inf
         self._due_s: float | None = None  # of the oldest message, which is here
         self._held = False  # and due
-        self._posted: deque[tuple[MPI.Request, Buffer]] = deque()
-        self._resting: deque[tuple[MPI.Request, Buffer]] = deque()
+        self._posted: deque[tuple[MPI.Request, Any]] = deque()
+        self._resting: deque[tuple[MPI.Request, Any]] = deque()
         for _ in range(n_ahead):
-            self._post(np.empty(self.n_bytes, np.uint8))
+            self._post(room(self.n_bytes))
 
-    def _post(self, buffer: Buffer) -> None:
+    def _post(self, buffer: Any) -> None:
         self._posted.append((self.comm.Irecv([buffer, MPI.BYTE], self.source, self.tag), buffer))
 
-    def poll(self) -> Buffer | None:
-        """The next message in a buffer that is the caller's until it is handed to `give_back`."""
+    def poll(self) -> Any:
+        """The next message, or None; in a Buffer, or other room, that is the caller's until handed to `give_back`."""
         if not self.holds():
             return None
         self._held, (_, buffer) = False, self._posted.popleft()
@@ -119,7 +144,7 @@ class Inbox:
         if self._resting and self._resting[0][0].Test():
             self._post(self._resting.popleft()[1])
         else:
-            self._post(np.empty(self.n_bytes, np.uint8))
+            self._post(self._room(self.n_bytes))
         return buffer
 
     def holds(self) -> bool:
@@ -137,7 +162,7 @@ class Inbox:
         message = next(filter(None, (self.comm.Improbe(self.source, self.tag, status) for _ in range(N_LOOKS))), None)
         if message is None:
             return False
-        buffer = np.empty(self.n_bytes, np.uint8)
+        buffer = self._room(self.n_bytes)
         self._posted.append((message.Irecv([buffer[: status.Get_count(MPI.BYTE)], MPI.BYTE]), buffer))
         return True
 
@@ -158,7 +183,7 @@ class Inbox:
         self._due_s = None
         return True
 
-    def give_back(self, buffer: Buffer, sent: MPI.Request = MPI.REQUEST_NULL) -> None:
+    def give_back(self, buffer: Any, sent: Request = NOT_SENT) -> None:
         """Use the buffer again once the message that is being sent from it, if there is one, is out."""
         if len(self._resting) < 4 and self._n_ahead:
             self._resting.append((sent, buffer))
@@ -332,5 +357,7 @@ class Link:
 
 def is_gpu_aware() -> bool | None:
     """Whether this MPI says that it sends from a GPU's memory; None where it cannot be asked. MPI must be started."""
-    ask = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
-    return None if ask is None else bool(ask())
+    library = ctypes.CDLL(MPI.__file__)
+    asks = [getattr(library, f"MPIX_Query_{kind}_support", None) for kind in GPU_KINDS]
+    answers = [bool(ask()) for ask in asks if ask is not None]
+    return any(answers) if answers else None

@@ -5,13 +5,15 @@
 | a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request an int32, its      |
 |           |                         | SamplingParams and the bytes of its texts; these texts; then the           |
 |           |                         | activations (n_rows, n_embd), of a WireType                                |
+| apart     | stage to stage          | the activations of the run before it, from one device's memory to another's |
 | an order  | head, stage after stage | Header: to report, or to end                                               |
 | a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
 |           |                         | of a draft; of each token with log-probabilities ScoredRow and its Likelys |
 | prunings  | head, every stage       | PruningsHeader, then of each run PrunedRun and its rows, int32             |
 
-Activations are absent from what the head sends and from cancelled runs. What a stage passes on differs from what it
-received in the header, in which rows are dropped and in the activations only, so it writes them in place.
+Activations are absent from what the head sends, from cancelled runs, and where they go apart. What a stage passes on
+differs from what it received in the header, in which rows are dropped and in the activations only, so it writes them in
+place.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pipeinfer.cluster.activations import WireType, activation_bytes, read_activ
 from pipeinfer.cluster.logprobs import MAX_TOP, Likely, ScoredToken
 from pipeinfer.cluster.records import I32, Buffer, Record
 from pipeinfer.core.blocks import Span
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.interfaces import DeviceRows, FloatArray
 from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 
@@ -62,6 +64,7 @@ class Header(NamedTuple):
     span_start: I32  # see Run
     span_end: I32  # 0: there is none
     slowest_us: I32  # of the stages that evaluated it, the one that it took longest
+    is_apart: I32  # its activations come in a message of their own, unless it is cancelled
 
 
 class SentRow(NamedTuple):
@@ -133,17 +136,18 @@ def verdict_bytes(n_rows: int, n_guesses: int = 0, n_scored: int = 0) -> int:
 class Transaction:
     """A view on a run's message; nothing is copied. `buffer` may be longer than the message.
 
-    `rows`: SentRows as a structured array, which may be written to.
+    `rows`: SentRows as a structured array, which may be written to. `apart`: activations that are on a device.
     """
 
-    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "_texts_at", "buffer", "kind",
-                 "n_embd", "n_rows", "rows", "run_id", "span", "wire_type")  # fmt: skip
+    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "_texts_at", "apart", "buffer",
+                 "kind", "n_embd", "n_rows", "rows", "run_id", "span", "wire_type")  # fmt: skip
 
     def __init__(self, buffer: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> None:
         self.buffer, self.n_embd, self.wire_type = buffer, n_embd, wire_type
         self._header = header = HEADER.read(buffer, 0)
         assert header.magic == MAGIC, f"not a transaction: starts with {header.magic:#x}"
         self.kind, self.run_id = Kind(header.kind), header.run_id
+        self.apart: DeviceRows | None = None
         self.n_rows = header.n_rows
         self.span = Span(header.span_start, header.span_end) if header.span_end else None
         self._rows_at = HEADER.n_bytes + OP.n_bytes * header.n_ops
@@ -188,9 +192,19 @@ class Transaction:
 
     @property
     def message(self) -> Buffer:
-        """What travels on: with the activations, unless the run is cancelled or this is no run."""
-        has_activations = self.kind is Kind.RUN and not self.cancelled
+        """What travels on: with the activations, unless these go apart, the run is cancelled or this is no run."""
+        has_activations = self.kind is Kind.RUN and not self.cancelled and not self._header.is_apart
         return self.buffer[: self.n_bytes_full if has_activations else self._end]
+
+    @property
+    def comes_apart(self) -> bool:
+        """Whether another message has the activations."""
+        return bool(self._header.is_apart) and not self.cancelled
+
+    @property
+    def apart_memory(self) -> Any:
+        """What that other message is; None if there is none."""
+        return self.apart.memory if self.apart is not None and self.comes_apart else None
 
     @property
     def activations(self) -> FloatArray:
@@ -199,7 +213,14 @@ class Transaction:
 
     @activations.setter
     def activations(self, values: FloatArray) -> None:
+        self.leave_apart(None)
         write_activations(values, self.buffer[self._end : self.n_bytes_full], self.wire_type)
+
+    def leave_apart(self, values: DeviceRows | None) -> None:
+        """From here on the activations are these."""
+        self.apart = values
+        if self._header.is_apart != (is_apart := values is not None):
+            self._change(self._header._replace(is_apart=is_apart))
 
     @property
     def slowest_s(self) -> float:
@@ -232,7 +253,7 @@ def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     text += bytes(-len(text) % INT.itemsize)  # activations are aligned
     counts = len(run.ops), len(run.rows), len(extra), len(run.opens), len(text)
     return _message(
-        HEADER.pack(Header(MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0)),
+        HEADER.pack(Header(MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0, 0)),
         *map(OP.pack, run.ops),
         *(ROW.pack(SentRow(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0)) for row in run.rows),
         *map(EXTRA.pack, extra),

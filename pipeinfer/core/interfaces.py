@@ -19,6 +19,23 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
+class DeviceRows(Protocol):
+    """Activations (n_rows, n_embd) in a device's memory, as they travel."""
+
+    @property
+    def memory(self) -> Any:
+        """Their bytes, which MPI may send."""
+        ...
+
+    def pick(self, rows: Sequence[int]) -> DeviceRows:
+        """These rows."""
+        ...
+
+    def spread(self, rows: Sequence[int], n_rows: int) -> DeviceRows:
+        """Of `n_rows` rows these; the others are zero."""
+        ...
+
+
 @dataclass(slots=True)
 class Batch:
     """The rows one stage evaluates together, in topological order.
@@ -28,6 +45,7 @@ class Batch:
     hidden             (n_rows, n_embd) float32, the residual stream before this stage; None on the first stage
     wanted             (n_rows,) bool, rows whose logits the last stage must return
     span               the rows are whole blocks of it (see `blocks`), all in the same one sequence, and none is wanted
+    on_device          instead of `hidden`, for a model that `LeavesOnDevice`
     """
 
     tokens: IntArray
@@ -36,6 +54,7 @@ class Batch:
     hidden: FloatArray | None
     wanted: npt.NDArray[np.bool_]
     span: Span | None = None
+    on_device: DeviceRows | None = None
 
     @property
     def begins_blocks(self) -> bool:
@@ -66,13 +85,16 @@ class StageModel(Protocol):
         ...
 
 
-class UnderWay(Protocol):
+Rows = TypeVar("Rows", FloatArray, DeviceRows, covariant=True)
+
+
+class UnderWay(Protocol[Rows]):
     """A batch that a device has been told to evaluate."""
 
     @property
     def is_done(self) -> bool: ...
 
-    def result(self) -> FloatArray:
+    def result(self) -> Rows:
         """What `evaluate` would have returned. Waits for the device; the caller may change it."""
         ...
 
@@ -81,9 +103,27 @@ class UnderWay(Protocol):
 class RunsAhead(Protocol):
     """A StageModel that may be given its next batch before the last one's result is there."""
 
-    def begin(self, batch: Batch, stop: Callable[[], bool]) -> UnderWay | None:
+    def begin(self, batch: Batch, stop: Callable[[], bool]) -> UnderWay[FloatArray] | None:
         """As `evaluate`, but for the result, which comes later; `stop` is asked before this returns. The next batch,
         and the operations before it, may come at once: they are done in the order in which they came."""
+        ...
+
+
+@runtime_checkable
+class LeavesOnDevice(RunsAhead, Protocol):
+    """A StageModel that may take activations from its device's memory, and leave them there, for MPI to move."""
+
+    def device_memory(self, n_bytes: int) -> Any:
+        """Room on the device, which nothing there uses any more, for MPI to receive into."""
+        ...
+
+    def device_rows(self, memory: Any, n_rows: int, rounded: bool) -> DeviceRows:
+        """What was received there, in float32 or `rounded` to bf16. The room must be left alone until the run that it
+        is for is done, or was stopped."""
+        ...
+
+    def begin_apart(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> UnderWay[DeviceRows] | None:
+        """As `begin`, with the result on the device. Not for a last slice."""
         ...
 
 

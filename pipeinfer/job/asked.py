@@ -67,6 +67,7 @@ def options_text(options: RunOptions) -> str:
         "numa",
         "backend",
         "wire_type",
+        "gpu_aware",
         "cache_type_k",
         "cache_type_v",
         "cache_type_k_draft",

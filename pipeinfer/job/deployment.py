@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from pipeinfer.cluster.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
@@ -23,6 +24,7 @@ from pipeinfer.job.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.model_files import draft_translation, translation_note
 from pipeinfer.job.options import (
     N_GUESS_ROWS,
+    ON,
     RunOptions,
     backend_of,
     check_backends,
@@ -125,6 +127,11 @@ class Deployment:
         """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
         drafts = [self.drafts[number] for number in self.plan.drafts_on(rank)]
         return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.n_embd)
+
+    def hop_is_apart(self, source: int | None, dest: int | None) -> bool:
+        """Whether activations go from a rank to the next by messages of their own, from device to device: between
+        stages of the target that torch computes."""
+        return hop_is_apart(self.hosts, self.plan, source, dest)
 
     @property
     def rooms(self) -> tuple[list[str], list[Room]]:
@@ -230,7 +237,10 @@ def lay_out(
         devices=tuple(
             _device_asked(options_on(options, hosts, plan, rank), rank, len(hosts)) for rank in range(len(hosts))
         ),
-        unused=without_effect(options, max(map(len, (plan.stages, *plan.drafts)))),
+        unused=(
+            *without_effect(options, max(map(len, (plan.stages, *plan.drafts)))),
+            *_without_devices(options, hosts, plan),
+        ),
         pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
     )
 
@@ -239,6 +249,21 @@ def options_on(options: RunOptions, hosts: Sequence[Host], plan: Plan, rank: int
     """Those by which a rank computes: the target's layers where it has some, else those of a draft."""
     is_draft = plan.stage_of(rank) is None and bool(plan.drafts_on(rank))
     return options_of_draft(options, hosts, rank) if is_draft else options
+
+
+def hop_is_apart(hosts: Sequence[Host], plan: Plan, source: int | None, dest: int | None) -> bool:
+    """See `Deployment.hop_is_apart`."""
+    ends = [rank for rank in (source, dest) if rank is not None and plan.stage_of(rank) is not None]
+    return len(ends) == 2 and all(hosts[rank].device_messages for rank in ends)
+
+
+def _without_devices(options: RunOptions, hosts: Sequence[Host], plan: Plan) -> list[str]:
+    """What is said where messages were asked for that do not come to be."""
+    hops = pairwise(stage.rank for stage in plan.stages)
+    if options.gpu_aware != ON or any(hop_is_apart(hosts, plan, *hop) for hop in hops):
+        return []
+    why = "messages are paced" if options.pace is not None else "no two stages that torch computes follow each other"
+    return [f"--gpu-aware {ON} is without effect: {why}"]
 
 
 def _draft_notes(options: RunOptions, hosts: Sequence[Host], plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeinfer.cluster.cores import Host
+from pipeinfer.job.device_messages import with_device_messages
 from pipeinfer.job.draft_times import with_draft_times
 from pipeinfer.job.gpus import ranks_fault, with_gpus
 from pipeinfer.job.layer_times import with_layer_times
@@ -17,12 +18,15 @@ if TYPE_CHECKING:  # imports MPI
 
 
 def with_own_gpus(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> tuple[Sequence[Host], str]:
-    """The hosts with what is free on the GPUs that ranks shall use, and what is wrong with those; empty if nothing is.
-    Collective."""
+    """The hosts with what is free on the GPUs that ranks shall use and whether MPI reads their memory, and what is
+    wrong with those; empty if nothing is. Collective."""
+    from pipeinfer.cluster.transport import is_gpu_aware  # initialises MPI
+
     link = crew.link
     if fault := ranks_fault(options, hosts, link.rank, link.all_gather):
         return hosts, fault
-    return with_gpus(options, hosts, link.rank, link.all_gather), ""
+    hosts = with_gpus(options, hosts, link.rank, link.all_gather)
+    return with_device_messages(options, hosts, link.rank, is_gpu_aware, link.all_gather)
 
 
 def with_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:

@@ -131,7 +131,9 @@ def make_worker(context: Context, deployment: Deployment, model: LoadedModel) ->
     stage = deployment.plan.stages[index]
     n_layers = deployment.pace.stages[index].layers if deployment.pace else stage.last - stage.first
     constrain = Grammars(context.vocabulary.open) if context.vocabulary else None
-    return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers, constrain)
+    following = deployment.plan.stages[index + 1].rank if index + 1 < len(deployment.plan.stages) else None
+    leaves_as = context.options.wire_type if deployment.hop_is_apart(context.rank, following) else None
+    return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers, constrain, leaves_as)
 
 
 def load_drafts(context: Context, deployment: Deployment) -> dict[int, LoadedModel]:

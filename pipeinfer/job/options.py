@@ -28,6 +28,7 @@ ALL_LAYERS, AUTO_LAYERS = -1, -2
 """All of a rank's layers on its GPU; the same where there is a GPU, else none."""
 
 NO_DEVICE = ("none",)
+AUTO, ON, OFF = "auto", "on", "off"
 """Of a rank's devices: its layers stay on the CPU."""
 
 N_GUESS_ROWS = 32  # guesses a run carries at most
@@ -110,6 +111,7 @@ class RunOptions:
     partitions: bool = True
     prepare_ahead: bool = True
     post_ahead: bool = True
+    gpu_aware: str = AUTO
     sequences: int = 0
     parallel: int = 1
     max_delay_s: float | None = None

@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # these import MPI
     from pipeinfer.job.session import Figures, Generation
 
 SHOWN = ("policy", "variant", "settings", "options", *SAMPLING, "numerics", "pace")  # of what was asked
-OWN_FIGURES = ("spans", "n_messages", "n_bytes", "runs")  # of a rank's figures, those that go elsewhere than its row
+OWN_FIGURES = ("spans", "n_messages", "n_bytes", "n_apart", "runs")
+"""Of a rank's figures, those that go elsewhere than its row."""
 
 
 def make_result(text: str, generation: Generation, deployment: Deployment, asked: Record) -> dict[str, Any]:
@@ -49,7 +50,13 @@ def _wire(generation: Generation, deployment: Deployment) -> dict[str, Any]:
     ranks = [0, *(stage.rank for stage in deployment.plan.stages if stage.rank != 0)]
     figures = generation.figures
     hops = [
-        {"from": rank, "to": following, "messages": figures[rank]["n_messages"], "bytes": figures[rank]["n_bytes"]}
+        {
+            "from": rank,
+            "to": following,
+            "messages": figures[rank]["n_messages"],
+            "bytes": figures[rank]["n_bytes"],
+            "from_device": figures[rank]["n_apart"],
+        }
         for rank, following in pairwise(ranks)
     ]
     return {"hops": hops, "cancel_messages": generation.ledger.n_cancel_messages}

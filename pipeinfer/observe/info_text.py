@@ -43,7 +43,7 @@ def _mpi(mpi: Facts) -> Iterator[tuple[str, str]]:
     else:
         yield "MPI", f"{mpi['library']}, MPI {mpi['standard']}, mpi4py {mpi['mpi4py']}"
     aware = {True: "takes GPU memory", False: "takes host memory only", None: "not known without mpirun"}
-    yield "GPU memory", f"{aware[mpi['gpu_aware']]}; activations always come and go through the host's"
+    yield "GPU memory", f"{aware[mpi['gpu_aware']]}; see --gpu-aware"
     yield (
         "launchers",
         ", ".join(path for path in (mpi["mpirun"], mpi["srun"]) if path) or "neither mpirun nor srun is there",

@@ -77,11 +77,15 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
         n_layers = sum(rank["layers_saved"] for rank in result["ranks"] if "layers_saved" in rank)
         console.print(f"cancelled   {s['runs_cancelled']} runs, which spared {n_layers} layer evaluations")
     hops = [
-        f"{hop['from']}->{hop['to']} {hop['messages']} messages, {size_text(hop['bytes'])}"
+        f"{hop['from']}->{hop['to']} {hop['messages']} messages{_apart(hop)}, {size_text(hop['bytes'])}"
         for hop in result["wire"]["hops"]
     ]
     if hops:
         console.print(f"wire        {'; '.join(hops)}")
+
+
+def _apart(hop: dict[str, Any]) -> str:
+    return f" ({hop['from_device']} from device to device)" if hop["from_device"] else ""
 
 
 def show_ranks(console: Console, result: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ def _wire(simulated: Simulated) -> dict[str, Any]:
     hops = [pipeline.first_hop] * (first > 0) + [stage.out for stage in pipeline.stages[:-1]]
     return {
         "hops": [
-            {"from": source, "to": dest, "messages": hop.n_messages, "bytes": hop.n_bytes}
+            {"from": source, "to": dest, "messages": hop.n_messages, "bytes": hop.n_bytes, "from_device": 0}
             for hop, (source, dest) in zip(hops, pairwise(ranks), strict=True)
         ],
         "cancel_messages": pipeline.ledger.n_cancel_messages,

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic
 
-import torch
-
-from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.models.torch.device_queue import Mark
+from pipeinfer.models.torch.results import Check, R, Result
 
 
 @dataclass(frozen=True, slots=True)
-class BegunRun:
-    """`found` is on the host, and complete when the mark is past; then `check` looks at it once, and may raise."""
+class BegunRun(Generic[R]):
+    """`found` is complete when the mark is past; then `check` looks at it once, and may raise."""
 
-    found: torch.Tensor
+    found: Result[R]
     done: Mark
-    check: Callable[[FloatArray], None]
+    check: Check
 
     @property
     def is_done(self) -> bool:
         return self.done.query()
 
-    def result(self) -> FloatArray:
+    def result(self) -> R:
         """The only wait for the device that a run costs."""
         self.done.synchronize()
-        rows: FloatArray = self.found.numpy()
-        self.check(rows)
-        return rows
+        return self.found.get(self.check)

@@ -59,13 +59,20 @@ class DeviceQueue:
         """On the device, without the host's waiting for it: torch keeps the memory that is copied from until then."""
         return values.pin_memory().to(self.device, non_blocking=True) if self._is_late else values
 
-    def download(self, values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
-        """On the host, complete when the mark is past."""
+    def download(self, values: torch.Tensor) -> torch.Tensor:
+        """On the host, complete when the device has come so far."""
         if not self._is_late:
-            return values, Past()
+            return values
         found = self.host_memory(tuple(values.shape), values.dtype)
         found.copy_(values, non_blocking=True)
-        return found, self.mark()
+        return found
+
+    def device_memory(self, n_bytes: int) -> torch.Tensor:
+        """Bytes on the device that no work of it uses any more, nor will unasked."""
+        with self.current():
+            found = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+            self.mark().synchronize()
+        return found
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """What the device copies from and to without the host's waiting for it."""

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from pipeinfer.models.torch.device_queue import DeviceQueue, Mark, Past
+from pipeinfer.models.torch.results import Result
 
 MOST_ROWS = 64
 """Of a run that is filled up; larger ones, chunks of prompts, keep a GPU busy without."""
@@ -34,7 +35,7 @@ N_VERSIONS = 2
 class Inputs(NamedTuple):
     """cells     (n_rows,), where keys and values go
     wanted    (n_wanted,), the rows whose logits are wanted; on a last slice
-    rows      (n_rows, n_embd), the residual stream before the slice
+    rows      (n_rows, n_embd), the residual stream before the slice; no rows where it is on the device
     cos, sin  (n_rows, 1, n_rot / 2)
     seen      (n_rows, n_cells), which cells each row sees; or their numbers, in order, and -1 behind them
     """
@@ -45,6 +46,9 @@ class Inputs(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
     seen: torch.Tensor
+
+
+ROWS = Inputs._fields.index("rows")
 
 
 @dataclass(slots=True)
@@ -69,10 +73,14 @@ class Replays:
         return n_rows <= MOST_ROWS
 
     def begin(
-        self, inputs: Inputs, finish: Callable[[torch.Tensor], torch.Tensor] | None, n_out: int
-    ) -> tuple[torch.Tensor, Mark]:
-        """Of inputs on the host the residual stream, (n_rows, n_out), or what `finish` makes of the rows that are
-        wanted, (n_wanted, n_out); on the host too, complete when the mark is past."""
+        self,
+        inputs: Inputs,
+        on_device: torch.Tensor | None,
+        finish: Callable[[torch.Tensor], torch.Tensor] | None,
+        result: Result[Any],
+    ) -> Mark:
+        """Of inputs on the host, of which `rows` may be `on_device`, the residual stream goes to the result, or what
+        `finish` makes of the rows that are wanted; it is complete when the mark is past."""
         n_rows, n_cells = inputs.seen.shape
         size = _next_power(n_rows), min(self._spare, max(LEAST_CELLS, _next_power(n_cells)))
         if size not in self._frames:
@@ -84,19 +92,15 @@ class Replays:
             version.memory = self._queue.host_memory((frame.n_bytes,), torch.uint8)
         fill(frame.views(version.memory), inputs, self._spare)
         source, n_wanted = version.memory[: frame.n_bytes], len(inputs.wanted)
-        found = self._queue.host_memory((n_wanted if finish else n_rows, n_out), torch.float32)
 
         def work() -> None:
-            frame.memory.copy_(source, non_blocking=True)
+            frame.read(source, on_device)
             after = frame.replay()
-            if finish:
-                found.copy_(finish(after.index_select(0, frame.inputs.wanted[:n_wanted])), non_blocking=True)
-            else:
-                found.copy_(after[:n_rows], non_blocking=True)
+            result.take(finish(after.index_select(0, frame.inputs.wanted[:n_wanted])) if finish else after[:n_rows])
 
         self._queue.do(work)
         version.done = self._queue.mark()
-        return found, version.done
+        return version.done
 
 
 class Frame:
@@ -131,6 +135,17 @@ class Frame:
             )
         )
 
+    def read(self, source: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Bytes of the host's; `rows` of the residual stream, if they are on the device."""
+        if rows is None:
+            self.memory.copy_(source, non_blocking=True)
+            return
+        first, end = self._ends[ROWS : ROWS + 2]
+        self.memory[:first].copy_(source[:first], non_blocking=True)
+        self.memory[end:].copy_(source[end:], non_blocking=True)
+        self.inputs.rows[: len(rows)].copy_(rows)
+        self.inputs.rows[len(rows) :].zero_()
+
     def replay(self) -> torch.Tensor:
         """(n_rows, n_embd), valid until the next time."""
         if self._graph is None:
@@ -154,6 +169,8 @@ def fill(frame: Inputs, inputs: Inputs, spare: int) -> None:
     """Put a run's rows in; those after them see some cells, whichever, and write to the spare one."""
     n_rows, n_cells = inputs.seen.shape
     for own, given in zip(frame[:-1], inputs[:-1], strict=True):
+        if given is inputs.rows and not len(given):
+            continue
         own[: len(given)] = given
         own[len(given) :] = 0
     frame.cells[n_rows:] = spare

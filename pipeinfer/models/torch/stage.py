@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +21,22 @@ from pipeinfer.models.torch.attention import BlockOfPrompt, BySequence, InOrder,
 from pipeinfer.models.torch.begun import BegunRun
 from pipeinfer.models.torch.cells import CellTable
 from pipeinfer.models.torch.device_queue import DeviceQueue, Mark
+from pipeinfer.models.torch.device_rows import OwnDeviceRows
 from pipeinfer.models.torch.groups import in_groups, rows_together
 from pipeinfer.models.torch.hyperparameters import read_hyperparameters
 from pipeinfer.models.torch.int4 import check_device
 from pipeinfer.models.torch.layer import Layer, Matrix
 from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, INT4, INT8, TorchParams
 from pipeinfer.models.torch.replays import Inputs, Replays
+from pipeinfer.models.torch.results import OnDevice, OnHost, Result
 from pipeinfer.models.torch.rope import RopeTable
 from pipeinfer.models.torch.weights import Weights
 
 CACHE_TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.bfloat16, INT4: torch.bfloat16}
+
+
+WIRE_TYPES = (torch.float32, torch.bfloat16)
+"""What activations travel as from device to device, by whether they are rounded."""
 
 
 def never() -> bool:
@@ -112,42 +118,68 @@ class TorchStage:
         begun = self.begin(batch, stop)
         return None if begun is None else begun.result()
 
-    def begin(self, batch: Batch, stop: Callable[[], bool]) -> BegunRun | None:
+    def begin(self, batch: Batch, stop: Callable[[], bool]) -> BegunRun[FloatArray] | None:
         """See RunsAhead. On a CPU the run is done when this returns."""
+        result = OnHost(self._queue)
+        done = self._begin(batch, stop, result)
+        return None if done is None else BegunRun(result, done, self._check_result)
+
+    def begin_apart(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> BegunRun[OwnDeviceRows] | None:
+        """See LeavesOnDevice."""
+        assert not self.is_last, "logits are the host's"
+        result = OnDevice(self._queue, WIRE_TYPES[rounded])
+        done = self._begin(batch, stop, result)
+        return None if done is None else BegunRun(result, done, self._check_result)
+
+    def _check_result(self, rows: FloatArray) -> None:
+        check_result(rows, are_logits=self.is_last, where=self._where)
+
+    def _begin(self, batch: Batch, stop: Callable[[], bool], result: Result[Any]) -> Mark | None:
+        """When the result will be complete; None when told to stop."""
         self._check(batch)
-        rows = self._table.lookup(batch.tokens) if self._table else batch.hidden
-        assert rows is not None, "a stage that is not the first without activations"
         self._cells.place(batch)
         torch.set_num_threads(self.threads.begin(len(batch.positions)))
-        begun = None
+        done = None
         try:
             with torch.inference_mode(), self._queue.current():
-                begun = self._begin(batch, torch.from_numpy(np.ascontiguousarray(rows, np.float32)), stop)
+                done = self._ask_device(batch, stop, result)
         except BaseException:
             self._cells.forget(batch)
             raise
         finally:
-            self.threads.end(begun is not None)
-        if begun is None:
+            self.threads.end(done is not None)
+        if done is None:
             self._cells.forget(batch)
-            return None
-        return BegunRun(*begun, partial(check_result, are_logits=self.is_last, where=self._where))
+        return done
 
-    def _begin(self, batch: Batch, rows: torch.Tensor, stop: Callable[[], bool]) -> tuple[torch.Tensor, Mark] | None:
-        """Where the result will be on the host, and when."""
+    def _ask_device(self, batch: Batch, stop: Callable[[], bool], result: Result[Any]) -> Mark | None:
+        rows, on_device = self._inputs(batch)
         cells, wanted = torch.from_numpy(self._cells.of_rows(batch)), torch.from_numpy(np.flatnonzero(batch.wanted))
         cos, sin = self._rope.at(batch.positions)
-        if self._replays is not None and self._replays.takes(len(rows)) and not (self._exact and batch.span):
+        if self._replays is not None and self._replays.takes(len(cells)) and not (self._exact and batch.span):
             if stop():
                 return None
             seen = self._cells.order(batch) if self._in_order else self._cells.mask(batch)
             inputs = Inputs(cells, wanted, rows, cos, sin, torch.from_numpy(seen))
-            return self._replays.begin(inputs, *((self._logits, self.n_vocab) if self.is_last else (None, self.n_embd)))
-        rows, cos, sin, cells, wanted = map(self._queue.upload, (rows, cos, sin, cells, wanted))
+            return self._replays.begin(inputs, on_device, self._logits if self.is_last else None, result)
+        cos, sin, cells, wanted = map(self._queue.upload, (cos, sin, cells, wanted))
+        rows = self._queue.upload(rows) if on_device is None else on_device
         after = self._evaluate(batch, rows, cos, sin, cells, stop)
         if after is None:
+            if on_device is not None:
+                self._queue.mark().synchronize()  # it may still be read, and is the caller's from here on
             return None
-        return self._queue.download(self._logits(after.index_select(0, wanted)) if self.is_last else after)
+        result.take(self._logits(after.index_select(0, wanted)) if self.is_last else after)
+        return self._queue.mark()
+
+    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The residual stream before the slice: on the host, or no rows there and all on the device."""
+        if self._table is None and batch.on_device is not None:
+            assert isinstance(batch.on_device, OwnDeviceRows), "rows on a device of another library's"
+            return torch.empty((0, self.n_embd)), batch.on_device.values.float()
+        rows = self._table.lookup(batch.tokens) if self._table else batch.hidden
+        assert rows is not None, "a stage that is not the first without activations"
+        return torch.from_numpy(np.ascontiguousarray(rows, np.float32)), None
 
     def _evaluate(
         self, batch: Batch, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cells: torch.Tensor,
@@ -221,6 +253,16 @@ class TorchStage:
 
     def _to_logits(self, rows: torch.Tensor) -> torch.Tensor:
         return self._head(torch.nn.functional.rms_norm(rows, rows.shape[1:], self._norm, self._numbers.epsilon))
+
+    def device_memory(self, n_bytes: int) -> torch.Tensor:
+        """See LeavesOnDevice."""
+        return self._queue.device_memory(n_bytes)
+
+    def device_rows(self, memory: torch.Tensor, n_rows: int, rounded: bool) -> OwnDeviceRows:
+        """See LeavesOnDevice."""
+        dtype = WIRE_TYPES[rounded]
+        values = memory[: n_rows * self.n_embd * dtype.itemsize].view(dtype).view(n_rows, self.n_embd)
+        return OwnDeviceRows(values, self._queue)
 
     def apply(self, ops: Sequence[KvOp]) -> None:
         """See StageModel. Removed cells are free at once, also with exact numerics: rows put those that they see into

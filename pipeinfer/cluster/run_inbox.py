@@ -1,0 +1,71 @@
+"""What comes to a stage: runs, with their activations in the same message or, from a device, in one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeinfer.cluster.activations import WireType
+from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.transport import NOT_SENT, Inbox, Request
+from pipeinfer.cluster.wire import Transaction
+from pipeinfer.core.interfaces import DeviceRows
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A transaction that is here as a whole, in room that is the caller's until it is given back. `memory`: where its
+    activations came to, if they came apart."""
+
+    transaction: Transaction
+    memory: Any = None
+
+
+class RunInbox:
+    """`apart`: receives into a device's memory, where activations may come apart; `rows`: what of it, by (memory,
+    n_rows), these are."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        n_embd: int,
+        wire_type: WireType,
+        apart: Inbox | None = None,
+        rows: Callable[[Any, int], DeviceRows] | None = None,
+    ) -> None:
+        self._inbox, self._n_embd, self._wire_type = inbox, n_embd, wire_type
+        self._apart, self._rows = apart, rows
+        self._waiting: Transaction | None = None  # for its activations
+
+    def poll(self) -> Arrival | None:
+        """The next one."""
+        if self._waiting is None:
+            buffer = self._inbox.poll()
+            if buffer is None:
+                return None
+            self._waiting = Transaction(buffer, self._n_embd, self._wire_type)
+        transaction, memory = self._waiting, None
+        if transaction.comes_apart:
+            assert self._apart and self._rows, "activations come apart to a rank that has no room for them"
+            memory = self._apart.poll()
+            if memory is None:
+                return None
+            transaction.apart = self._rows(memory, transaction.n_rows)
+        self._waiting = None
+        return Arrival(transaction, memory)
+
+    def holds(self) -> bool:
+        """Whether one has come, or the first part of it."""
+        return self._waiting is not None or self._inbox.holds()
+
+    def give_back(self, arrival: Arrival, sent: Request = NOT_SENT) -> None:
+        """Nobody reads it any more, once its message, if that is being sent on, is out."""
+        self._inbox.give_back(arrival.transaction.buffer, sent)
+        if self._apart and arrival.memory is not None:
+            self._apart.give_back(arrival.memory)
+
+    def close(self, idle: Idle) -> None:
+        """Take the receives back that no message will come for."""
+        for inbox in filter(None, (self._inbox, self._apart)):
+            inbox.close(idle)
