@@ -113,6 +113,20 @@ def test_what_cannot_be_parsed_is_found_before_anything_is_said(tokenizer: Token
     assert not caught.value.is_broken and caught.value.what.endswith("not this")
 
 
+def test_a_process_that_somebody_kills_is_started_again_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ChatTemplate("{{ messages[1].content }}", "the template", limits=LITTLE)
+    template.start_ahead()
+    template.ahead[0].kill()
+    template.ahead[0].wait()
+    assert template.render(TURNS, tokenizer) == "the <b>"
+    monkeypatch.setattr("pipeinfer.models.chat.START", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(TemplateFault, match="its process was killed, 2 times") as caught:
+        template.render(TURNS, tokenizer)
+    assert caught.value.is_broken, "not the fault of who asks"
+
+
 @pytest.mark.parametrize("command", ["serve", "chat"])
 def test_a_broken_template_of_the_user_is_refused_before_loading(model: Path, tmp_path: Path, command: str) -> None:
     template = tmp_path / "broken.jinja"

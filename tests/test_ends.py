@@ -24,7 +24,8 @@ from pipeinfer.cluster.watch.segments import BRIEF_AGE_S, FOLDER, MARK, mark_own
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import ChatOptions
+from pipeinfer.job.backends import Backend
+from pipeinfer.job.options import ChatOptions, RunOptions
 from pipeinfer.job.signals import HEAD_FIRST_S
 from pipeinfer.job.stop import StopFlag, Stopper
 from tests.jobs import COMMAND, ROOT, command_of, descendants, environment, launcher
@@ -237,6 +238,12 @@ def test_another_version_is_refused_by_name() -> None:
     check_alike([ours, ours])
     with pytest.raises(UserError, match=r"rank 1 \(host b\) runs pipeinfer 0\.0\.9 and rank 0 "):
         check_alike([ours, ("0.0.9", "b", ours[2], ours[3])])
+
+
+def test_what_was_asked_otherwise_is_said_as_it_is_asked() -> None:
+    asked = [RunOptions(model=Path("a.gguf"), backend=backend) for backend in ((Backend(),), (Backend("torch"),) * 2)]
+    with pytest.raises(UserError, match=r"was started with backend torch,torch and rank 0 \(host .*\) with llama; "):
+        check_alike([own_words(each) for each in asked])
 
 
 def test_another_command_is_refused_as_such() -> None:

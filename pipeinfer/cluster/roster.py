@@ -38,7 +38,12 @@ def _named(settings: Any) -> Iterator[tuple[str, str]]:
             yield field.name, type(value).__name__
             yield from _named(value)
         elif field.compare:  # what is learned while running is asked by nobody
-            yield field.name, repr(value)
+            yield field.name, _text(value)
+
+
+def _text(value: Any) -> str:
+    """As the command line has it, nearly; of values that differ another one."""
+    return ",".join(map(_text, value)) if isinstance(value, tuple) and value else str(value)
 
 
 def places(all_words: Sequence[Words]) -> list[Place]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,9 @@ PLAIN_TEMPLATE = (
 
 PLAIN_STOP = "\nUser:"
 """Where a model that knows no turns begins to speak for the user."""
+
+N_TRIES = 2
+"""Of a rendering whose process was killed by somebody else."""
 
 START = (
     "import sys; sys.path = sys.argv[4:]; "
@@ -122,19 +126,27 @@ class ChatTemplate:
     def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The answers of the process that renders, or why there are none; it is killed when its time is over."""
         limits = self.limits
-        try:
-            with self.ahead.pop() if self.ahead else self._start() as process:
-                try:
-                    found = json.loads(process.communicate(json.dumps(asked).encode(), limits.wall_s)[0])
-                finally:
-                    process.kill()
-        except subprocess.TimeoutExpired:
-            return {"error": f"is not rendered after {limits.wall_s:g} s"}
-        except OSError as error:
-            return {"error": f"cannot be rendered: {error.strerror}"}
-        except ValueError:  # it was killed, or could not even say that there is no memory left
-            return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
-        return found if isinstance(found, dict) else {}
+        for _ in range(N_TRIES):
+            start_s = time.monotonic()
+            try:
+                with self.ahead.pop() if self.ahead else self._start() as process:
+                    try:
+                        said = process.communicate(json.dumps(asked).encode(), limits.wall_s)[0]
+                    finally:
+                        process.kill()
+                found = json.loads(said)
+            except subprocess.TimeoutExpired:
+                return {"error": f"is not rendered after {limits.wall_s:g} s"}
+            except OSError as error:
+                return {"error": f"cannot be rendered: {error.strerror}"}
+            except ValueError:
+                # at its limit of time the system kills it too, but no sooner
+                if process.returncode == -signal.SIGKILL and time.monotonic() - start_s < limits.cpu_s:
+                    continue
+                # or it could not even say that there is no memory left
+                return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
+            return found if isinstance(found, dict) else {}
+        return {"broken": f"is not rendered: its process was killed, {N_TRIES} times; the host may be short of memory"}
 
     def _start(self) -> subprocess.Popen[bytes]:
         limits = self.limits
