@@ -66,11 +66,11 @@ def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
     done = finish(3, [*arguments, "--results", str(results), "-o", "jsonl"])
     assert done.returncode == 0, done.stderr
     rows = read_results(results)
-    # 6 prompts, 2 lengths, 2 repetitions of 5: three policies and two ablations
-    assert len(rows) == 6 * 2 * 2 * 5
+    # 6 prompts, 2 lengths, 2 repetitions of 7: four policies and the ablations that they have
+    assert len(rows) == 6 * 2 * 2 * 7
     assert list(dict.fromkeys((row["policy"], row["variant"]) for row in rows)) == [
         ("iterative", ""), ("speculative", ""), ("pipeinfer", ""), ("pipeinfer", "no-cancel"),
-        ("pipeinfer", "no-continuous"),
+        ("pipeinfer", "no-continuous"), ("auto", ""), ("auto", "no-cancel"),
     ]  # fmt: skip
     assert {row["prompt"] for row in rows} == {"pp24", "tale", "asked/1", "asked/1.2", "asked/2", "asked/2.2"}
     assert {row["prompt_n"] for row in rows if row["prompt"] == "pp24"} == {24}
@@ -84,7 +84,7 @@ def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
         # in a generation of milliseconds, on cores that others want too, one of them may lack a name
         assert sum(unnamed) <= 0.01 * sum(row["total_s"] for row in rows), f"rank {rank}"
     summaries = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(summaries) == 3 * 2 * 5, "questions of one set are samples of one line"
+    assert len(summaries) == 3 * 2 * 7, "questions of one set are samples of one line"
     assert {summary["samples"] for summary in summaries if summary["prompt"] == "asked"} == {8}
 
 
@@ -266,12 +266,12 @@ def test_resuming_measures_only_what_is_missing(pair: list[str], tmp_path: Path)
     results.write_text("".join(lines[:3] + lines[4:]))
     again = finish(2, arguments)
     assert again.returncode == 0 and "1 generations to measure" in again.stderr, again.stderr
-    assert len(read_results(results)) == 6
+    assert len(read_results(results)) == 8
     nothing = finish(2, arguments)
     assert nothing.returncode == 0 and not nothing.stdout, nothing.stdout
     assert f"nothing left to measure: {results} has it all" in nothing.stderr, nothing.stderr
-    assert len(read_results(results)) == 6
-    assert "6 generations to measure" in finish(3, arguments).stderr, "another number of ranks is another measurement"
+    assert len(read_results(results)) == 8
+    assert "8 generations to measure" in finish(3, arguments).stderr, "another number of ranks is another measurement"
 
 
 def test_a_later_turn_is_asked_after_the_answers(tmp_path: Path) -> None:
@@ -300,12 +300,12 @@ def test_a_conversation_is_resumed_at_its_first_missing_turn(pair: list[str], tm
     results = tmp_path / "results.csv"
     source = ["-p", str(folder_of(pair) / "asked.jsonl"), "--questions", "1", "--cut", "40"]
     arguments = ["bench", *pair, *source, "-n", "8", "-r", "1", "--results", str(results), "--resume"]
-    assert "3 generations to measure" in finish(2, [*arguments, "--turns", "1"]).stderr
+    assert "4 generations to measure" in finish(2, [*arguments, "--turns", "1"]).stderr
     assert {row["prompt"] for row in read_results(results)} == {"asked/1"}, "a table as older versions write it"
     rest = finish(2, arguments)
-    assert rest.returncode == 0 and "3 generations to measure" in rest.stderr, rest.stderr
+    assert rest.returncode == 0 and "4 generations to measure" in rest.stderr, rest.stderr
     rows = read_results(results)
-    assert [row["prompt"] for row in rows] == ["asked/1"] * 3 + ["asked/1.2"] * 3
+    assert [row["prompt"] for row in rows] == ["asked/1"] * 4 + ["asked/1.2"] * 4
     assert {row["prompt_n"] for row in rows} == {40}, "the first tokens of the first turn, the newest of the second"
     assert "nothing left to measure" in finish(2, arguments).stderr
     lines = results.read_text().splitlines(keepends=True)
@@ -366,7 +366,7 @@ def test_splits_go_to_the_policies_they_fit(pair: list[str], tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     found = {(row["policy"], row["layers"]) for row in read_results(results)}
     assert found == {("iterative", (2, 2, 2))} | {
-        (policy, layers) for policy in ("speculative", "pipeinfer") for layers in ((1, 5), (4, 2))
+        (policy, layers) for policy in ("speculative", "pipeinfer", "auto") for layers in ((1, 5), (4, 2))
     }
 
 

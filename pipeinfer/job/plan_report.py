@@ -32,7 +32,7 @@ def plan_report(planner: Planner) -> dict[str, Any]:
         "numerics": options.numerics,
         "wire_type": str(options.wire_type),
         "link": {"bytes_per_s": planner.link.bytes_per_s, "latency_s": planner.link.latency_s},
-        "acceptance": list(planner.acceptances) or [DEFAULT_ACCEPTANCE] * len(planner.drafts_in_use),
+        "acceptance": list(planner.acceptances) or [DEFAULT_ACCEPTANCE] * len(planner.drafts),
         "fits": not planner.shortage,
         "shortage": shortage_text(planner, helping),
         "layer_split": [stage.last - stage.first for stage in deployment.plan.stages],

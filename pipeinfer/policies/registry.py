@@ -19,8 +19,8 @@ POLICIES: Mapping[str, type[Policy]] = {
     kind.name: kind for kind in (Iterative, Speculative, PipeInfer, PipeDec, FlowSpec, PipeSpec, Auto)
 }
 
-USUAL = ("iterative", "speculative", "pipeinfer")
-"""What is measured where no policy is named: PipeInfer's figures."""
+USUAL = ("iterative", "speculative", "pipeinfer", "auto")
+"""What is measured where no policy is named: those of PipeInfer's figures, and the default."""
 
 
 def ablations_of(kind: type[Policy]) -> tuple[str, ...]:
