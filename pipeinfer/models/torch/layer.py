@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
+from pipeinfer.models.torch.experts import of_experts
 from pipeinfer.models.torch.groups import gated_apart, in_groups
 from pipeinfer.models.torch.hyperparameters import Hyperparameters
 from pipeinfer.models.torch.matrices import Weight, multiply
@@ -47,9 +48,12 @@ class Matrix:
 class Layer:
     """`project` comes before attention, `finish` after it."""
 
-    def __init__(self, weights: Weights, index: int, numbers: Hyperparameters, exact: bool) -> None:
-        """`index`: in the slice. `exact`: no row's bits shall depend on the others'; rows then come in groups."""
-        at, self._numbers = f"blk.{index}.", numbers
+    def __init__(
+        self, weights: Weights, index: int, numbers: Hyperparameters, exact: bool, experts_at_once: bool = False
+    ) -> None:
+        """`index`: in the slice. `exact`: no row's bits shall depend on the others'; rows then come in groups.
+        `experts_at_once`: all that rows choose, without waiting for what these are; weights must be tensors."""
+        at, self._numbers, self._experts_at_once = f"blk.{index}.", numbers, experts_at_once
         self._gate = gated_apart if exact else _gated
         self.group = 0  # rows of a group of an expert's; 0: all at once
 
@@ -108,6 +112,9 @@ class Layer:
         shares = torch.softmax(linear(rows, self._router), dim=1)
         shares, chosen = shares.topk(self._numbers.n_expert_used, dim=1)
         shares = shares / shares.sum(1, keepdim=True).clamp_min(LEAST_SUM)
+        if self._experts_at_once:
+            matrices = [each for each in self._experts if isinstance(each, torch.Tensor)]
+            return of_experts(rows, chosen, shares, matrices, self._gate)
         found = torch.zeros_like(rows)
         for expert in chosen.unique().tolist():
             share = (shares * (chosen == expert)).sum(1, keepdim=True)

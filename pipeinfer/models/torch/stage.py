@@ -22,6 +22,7 @@ from pipeinfer.models.torch.begun import BegunRun
 from pipeinfer.models.torch.cells import CellTable
 from pipeinfer.models.torch.device_queue import DeviceQueue, Mark
 from pipeinfer.models.torch.device_rows import OwnDeviceRows
+from pipeinfer.models.torch.experts import runs_without_waiting
 from pipeinfer.models.torch.groups import in_groups, rows_together
 from pipeinfer.models.torch.hyperparameters import read_hyperparameters
 from pipeinfer.models.torch.int4 import check_device
@@ -34,6 +35,9 @@ from pipeinfer.models.torch.weights import Weights
 
 CACHE_TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.bfloat16, INT4: torch.bfloat16}
 
+
+TENSORS = {F32: torch.float32, BF16: torch.bfloat16}
+"""Of weights that are kept as such."""
 
 WIRE_TYPES = (torch.float32, torch.bfloat16)
 """What activations travel as from device to device, by whether they are rounded."""
@@ -75,6 +79,10 @@ class TorchStage:
         self._in_order = self._exact and (params.padded or not is_cpu)
         self.threads = ThreadShare(params.n_threads, tries=self._exact and is_cpu)
         self._cells = CellTable(params.n_cells, params.n_seq_max)
+        may_go_at_once = numbers.n_expert_used and not self._exact and (params.padded or not is_cpu)
+        self._experts_at_once = (
+            bool(may_go_at_once) and self.dtype in TENSORS and runs_without_waiting(self.device, TENSORS[self.dtype])
+        )
         self._load(slice_file)
         # one more cell, for rows that fill up a run
         size = (numbers.n_head_kv, params.n_cells + 1, numbers.head_dim)
@@ -83,17 +91,17 @@ class TorchStage:
             for _ in range(2)
         )
         self._replays: Replays | None = None
-        if (self.device.type == CUDA or params.padded) and not numbers.n_expert_used:
+        if (self.device.type == CUDA or params.padded) and (not numbers.n_expert_used or self._experts_at_once):
             self._replays = Replays(self._compute, params.n_cells, self._queue, self.device.type == CUDA)
         self._table = token_table(slice_file) if self.is_first else None
 
     def _load(self, slice_file: SliceFile) -> None:
-        n_threads, no_order = self.params.n_threads, lambda name: None
+        n_threads, no_order, is_cpu = self.params.n_threads, lambda name: None, self.device.type == CPU
         torch.set_num_threads(1)  # the threads that read are enough
         self._layers: list[Layer] = []
         with closing(Weights(slice_file, self.dtype, self.device, n_threads)) as weights:
             for index in range(self._n_layer):
-                self._layers.append(Layer(weights, index, self._numbers, self._exact and self.device.type == CPU))
+                self._layers.append(Layer(weights, index, self._numbers, self._exact and is_cpu, self._experts_at_once))
             factors = weights.vector("rope_freqs.weight").cpu().numpy() if weights.has("rope_freqs.weight") else None
             self._rope = RopeTable(self._numbers, factors)
             if self.is_last:
