@@ -75,6 +75,8 @@ class TorchStage:
         if self.dtype == INT4:
             check_device(self.device)
         self._queue = DeviceQueue(self.device)
+        if self.device.type == CUDA:
+            torch.cuda.set_device(self.device)  # MPI moves a device's memory by the current one's means
         self._exact, is_cpu = params.exact, self.device.type == CPU
         self._in_order = self._exact and (params.padded or not is_cpu)
         self.threads = ThreadShare(params.n_threads, tries=self._exact and is_cpu)
