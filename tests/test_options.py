@@ -25,6 +25,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.backends import Backend
 from pipeinfer.job.load import inexact_line
 from pipeinfer.job.options import RunOptions, unescape, without_effect
+from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import POLICIES
 from tests.jobs import COMMAND, environment, finish, run_json
 
@@ -229,6 +230,14 @@ def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:
     done = finish(1, arguments)
     assert done.returncode == 2 and done.stdout == "" and words in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_what_is_about_guesses_is_without_effect_where_there_are_none() -> None:
+    asked = RunOptions(model=Path("m"), lookup=True, cancel=False, n_gpu_layers_draft=0)
+    assert without_effect(asked, 1) == (
+        "--lookup, -ngld, --no-cancel are without effect: policy iterative makes no guesses",
+    )
+    assert not without_effect(replace(asked, policy=PipeInfer()), 1)
 
 
 def test_a_wire_type_is_without_effect_where_nothing_is_sent() -> None:

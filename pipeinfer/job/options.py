@@ -298,9 +298,22 @@ def check_wire_type(options: RunOptions) -> None:
         )
 
 
+FOR_GUESSES = {
+    "lookup": "--lookup", "n_gpu_layers_draft": "-ngld", "draft_rank": "--draft-rank", "couple": "--no-couple-draft",
+    "cancel": "--no-cancel", "partitions": "--no-partitions",
+    "cache_type_k_draft": "-ctkd", "cache_type_v_draft": "-ctvd",
+}  # fmt: skip
+"""Options that are about guesses alone, as the command line has them when they are not as by default."""
+
+
 def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
     """What is asked of a job that has nothing of the kind, a line each. `n_stages`: of its longest pipeline."""
     lines = []
+    if not options.policy.drafts:
+        asked = [flag for name, flag in FOR_GUESSES.items() if getattr(options, name) != getattr(DEFAULT, name)]
+        if asked:
+            are = "is" if len(asked) == 1 else "are"
+            lines.append(f"{', '.join(asked)} {are} without effect: policy {options.policy.name} makes no guesses")
     if not options.prepare_ahead and not any(backend.is_torch for backend in options.backend):
         lines.append("--no-prepare-ahead is without effect: only stages of torch prepare a run while one is evaluated")
     if options.wire_type is not WireType.F32 and n_stages == 1:
