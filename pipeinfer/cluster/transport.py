@@ -65,8 +65,8 @@ class Outbox:
         self.n_runs = self.n_run_bytes = self.n_apart = 0
 
     def send_run(self, message: Buffer, dest: int, apart: Any = None) -> MPI.Request:
-        """`apart`: its activations, if they are in a device's memory, which this MPI can read. Returns when `message`
-        will be out."""
+        """`apart`: its activations, if they are in a device's memory, which this MPI can read. Returns what tells that
+        `message` is out."""
         self.n_runs += 1
         self.n_run_bytes += message.nbytes
         request = self.send(message, dest, Tag.PIPELINE)

@@ -5,7 +5,7 @@
 | a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request an int32, its      |
 |           |                         | SamplingParams and the bytes of its texts; these texts; then the           |
 |           |                         | activations (n_rows, n_embd), of a WireType                                |
-| apart     | stage to stage          | the activations of the run before it, from one device's memory to another's |
+| apart     | stage to stage          | the activations of the run before it, from a device's memory to another's  |
 | an order  | head, stage after stage | Header: to report, or to end                                               |
 | a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
 |           |                         | of a draft; of each token with log-probabilities ScoredRow and its Likelys |
