@@ -4,7 +4,7 @@ it sends is the same, in the same order."""
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -35,6 +35,17 @@ from pipeinfer.observe.ledger import StageLedger
 N_EMBD, N_VOCAB = 4, 50
 
 
+def a_while() -> Callable[[int], bool]:
+    """Whether a run of this number is done: when that was asked some times."""
+    asked: Counter[int] = Counter()
+
+    def is_done(number: int) -> bool:
+        asked[number] += 1
+        return asked[number] > 3
+
+    return is_done
+
+
 @dataclass
 class LateRun:
     model: LateModel
@@ -43,22 +54,27 @@ class LateRun:
 
     @property
     def is_done(self) -> bool:
-        return False
+        assert time.monotonic() < self.model.ends_s, "what it waits for does not come"
+        return self.model.is_done(self.number)
 
     def result(self) -> FloatArray:
+        assert self.is_done, "whoever waits here hears nobody"
         self.model.heard.append(f"result {self.number}")
         return self.rows
 
 
 @dataclass
 class LateModel:
-    """Tokens of a row follow from its position. A run is never done before its result is asked for."""
+    """Tokens of a row follow from its position. `is_done`: of the run of a number."""
 
     is_last: bool
     n_embd: int = N_EMBD
     heard: list[str] = field(default_factory=list)
     end: int = 0
     n_begun: int = 0
+    is_done: Callable[[int], bool] = field(default_factory=a_while)
+    sent: list[tuple[int, Tag, np.ndarray]] = field(default_factory=list)
+    ends_s: float = field(default_factory=lambda: time.monotonic() + 10)
 
     def apply(self, ops: Sequence[KvOp]) -> None: ...
 
@@ -82,13 +98,17 @@ class LateModel:
 
 
 class Delivered:
-    """A request of MPI's. Of a receive without a message for it none ever comes."""
+    """A request of MPI's. Of a receive without a message for it none ever comes; others come when it was asked `n_late`
+    times."""
 
-    def __init__(self, buffer: np.ndarray | None = None, queue: deque[np.ndarray] | None = None) -> None:
-        self.buffer, self.queue, self.is_over = buffer, queue, False
+    def __init__(
+        self, buffer: np.ndarray | None = None, queue: deque[np.ndarray] | None = None, n_late: int = 0
+    ) -> None:
+        self.buffer, self.queue, self.n_late, self.is_over = buffer, queue, n_late, False
 
     def Test(self, status: object = None) -> bool:
-        if not self.is_over and self.buffer is not None and self.queue:
+        self.n_late -= 1
+        if self.n_late < 0 and not self.is_over and self.buffer is not None and self.queue:
             message = self.queue.popleft()
             self.buffer[: len(message)] = message
             self.is_over = True
@@ -118,15 +138,16 @@ class Found(NamedTuple):
 
 
 class AllHere:
-    """Every message that will come has come; what is sent is kept."""
+    """Every message that will come has come, or comes `n_late` looks later; what is sent is kept."""
 
-    def __init__(self, coming: dict[Tag, list[np.ndarray]]) -> None:
+    def __init__(self, coming: dict[Tag, list[np.ndarray]], n_late: int = 0) -> None:
+        self.n_late = n_late
         self.coming = {tag: deque(messages) for tag, messages in coming.items()}
         self.sent: list[tuple[int, Tag, np.ndarray]] = []
         self.n_probed = 0
 
     def Irecv(self, buffer: Sequence[Any], source: int, tag: int) -> Delivered:
-        return Delivered(buffer[0], self.coming[Tag(tag)])
+        return Delivered(buffer[0], self.coming[Tag(tag)], self.n_late)
 
     def Improbe(self, source: int, tag: int, status: Any) -> Found | None:
         waiting = self.coming[Tag(tag)]
@@ -158,12 +179,14 @@ def arrived(run: Run) -> np.ndarray:
 
 
 def serve_runs(
-    model: LateModel, runs: Sequence[Run], cancelled: Sequence[int] = (), **switches: Any
+    model: LateModel, runs: Sequence[Run], cancelled: Sequence[int] = (), n_late: int = 0, **switches: Any
 ) -> tuple[AllHere, StageLedger]:
     """What is sent, and how the time was spent."""
     orders = [encode_order(Kind.REPORT), encode_order(Kind.SHUTDOWN)]
     prunings = [*encode_prunings(dict.fromkeys(cancelled)), encode_last_prunings()]
-    comm, ledgers = AllHere({Tag.PIPELINE: [*map(arrived, runs), *orders], Tag.CANCEL: prunings}), list[StageLedger]()
+    coming = {Tag.PIPELINE: [*map(arrived, runs), *orders], Tag.CANCEL: prunings}
+    comm, ledgers = AllHere(coming, n_late), list[StageLedger]()
+    model.sent = comm.sent
     worker = StageWorker(model, LocalPrunings(), time.monotonic, is_first=False, n_layers=3)
     following = None if model.is_last else 2
     pipe = Pipe(0, following, 16, N_EMBD, **switches)
@@ -188,6 +211,23 @@ def test_the_next_run_is_begun_while_one_is_computed() -> None:
         assert transaction.activations[:, 0].tolist() == [row.position for row in run.rows]
     spans = [(start_s, end_s) for _, _, start_s, end_s, _ in ledger.moved(0.0)]
     assert all(before[1] <= after[0] for before, after in pairwise(spans)), "a moment counts once"
+
+
+def test_a_run_that_comes_while_one_is_computed_is_begun_then() -> None:
+    """Nobody waits for the device alone: here a run is not done before the next one has begun."""
+    model = LateModel(is_last=False)
+    model.is_done = lambda number: model.n_begun > number or number == 4
+    serve_runs(model, make_runs(4), n_late=200)
+    assert model.heard == ["begin 1", "begin 2", "result 1", "begin 3", "result 2", "begin 4", "result 3", "result 4"]
+
+
+def test_what_samplers_have_chosen_goes_out_while_a_run_is_computed() -> None:
+    """A run is not done before the verdict of the one before it was sent."""
+    model, runs = LateModel(is_last=True), make_runs(4)
+    runs[0].opens[1] = SamplingParams(temp=0.8, seed=1)
+    model.is_done = lambda number: number - 1 <= sum(tag is Tag.VERDICT for _, tag, _ in model.sent)
+    comm, _ = serve_runs(model, runs, n_samplers=1)
+    assert [decode_verdict(message).run_id for _, tag, message in comm.sent if tag is Tag.VERDICT] == [1, 2, 3, 4]
 
 
 def test_switched_off_a_run_is_begun_when_the_one_before_is_done() -> None:

@@ -161,7 +161,7 @@ class StageLoop:
 
     def run(self) -> None:
         while True:
-            arrival = self._next_run() if self._under_way else self._wait()
+            arrival = self._run_or_result() if self._under_way else self._wait()
             if arrival is None:
                 self._finish_oldest()
                 continue
@@ -182,6 +182,16 @@ class StageLoop:
         self._answer()
         return self._inbox.poll()
 
+    def _run_or_result(self) -> Arrival | None:
+        """The next run, or None once the oldest that is under way is done. Whatever comes first: a device must not
+        stand still because this rank waits for it alone."""
+
+        def look() -> tuple[Arrival | None] | None:
+            arrival = self._next_run()
+            return (arrival,) if arrival or self._under_way[0][1].is_done else None
+
+        return self._idle.until(look)[0]
+
     def _wait(self) -> Arrival:
         self.flow.waits = True
         arrival = self._idle.until(self._next_run)
@@ -197,9 +207,15 @@ class StageLoop:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait for its result and pass that on."""
+        """Wait for its result and pass that on; what samplers choose meanwhile goes out too."""
         assert self.worker
         arrival, begun, start_s = self._under_way.popleft()
+
+        def is_done() -> bool | None:
+            self._answer()
+            return begun.is_done or None
+
+        self._idle.until(is_done)
         verdict, transaction = self.worker.finish(begun), begun.transaction
         end_s = time.monotonic()  # before it is sent: whoever gets it may be quicker than this rank
         if self.pipe.following is not None:
