@@ -10,4 +10,5 @@ class StopRequested(Exception):
 
 
 class ModelFault(Exception):
-    """A loaded model went bad: its file was changed, or what it computes is no number. Exit code 1."""
+    """A loaded model went bad: its file was changed, what it computes is no number, or its device is full. Exit code
+    1."""

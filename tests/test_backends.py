@@ -130,7 +130,11 @@ def test_results_tell_experiments_with_other_backends_apart() -> None:
 
 
 def test_ranks_of_a_host_take_its_gpus_in_turns() -> None:
-    assert [local_rank(HOSTS, rank) for rank in range(3)] == [0, 1, 0]
+    hosts = [HOSTS[0]] * 5 + [HOSTS[2]]
+    given = RunOptions(model=TARGET, backend=backends("llama,torch,torch:cuda:1,torch:cuda,torch:bf16,torch"))
+    assert [local_rank(given, hosts, rank) for rank in (1, 3, 4, 5)] == [0, 1, 2, 0], "of those that have none named"
+    alike = replace(given, backend=backends("torch"))
+    assert [local_rank(alike, HOSTS, rank) for rank in range(3)] == [0, 1, 0]
 
 
 def test_the_command_line_says_it_in_one_line() -> None:

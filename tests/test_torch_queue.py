@@ -13,6 +13,7 @@ import pytest
 
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.errors import ModelFault
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.params import TorchParams
 from tests.gguf_factory import Shape, write_model
@@ -154,3 +155,61 @@ def test_a_run_that_is_stopped_before_it_began_leaves_those_under_way_alone(
     for batch, found in ((first, begun), (after, last)):
         expected = plain.evaluate(batch, never)
         assert expected is not None and found is not None and difference(found.result(), expected) < 1e-5
+
+
+# --- recordings -------------------------------------------------------------------------------------------------------
+
+
+class PlayedGraph:
+    """Runs again what was recorded: reads where its inputs were then, writes where its result was."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self.compute, self.found, self.n_replays = compute, compute(), 0
+
+    def replay(self) -> None:
+        self.found.copy_(self.compute())
+        self.n_replays += 1
+
+
+class PlayedRecorder:
+    def __init__(self) -> None:
+        self.graphs: list[PlayedGraph] = []
+
+    def record(self, compute: Callable[[], Any]) -> tuple[PlayedGraph, Any]:
+        self.graphs.append(PlayedGraph(compute))
+        return self.graphs[-1], self.graphs[-1].found
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_recordings_are_replayed_with_each_run_s_own_inputs(
+    stages: tuple[TorchStage, TorchStage, LateQueue], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exact: bool
+) -> None:
+    """Made ahead, or when a size is first met; with exact numerics those of many rows and cells are not."""
+    monkeypatch.setattr("pipeinfer.models.torch.stage.MOST_EXACT", 4 * 256)
+    monkeypatch.setattr("pipeinfer.models.torch.stage.DeviceQueue", DeviceQueue)
+    plain, recorder = stages[0], PlayedRecorder()
+    stage = TorchStage(open_slice(read_model_info(tmp_path / "small.gguf"), 0, 2), replace(PARAMS, exact=exact))
+    assert stage._replays is not None
+    stage._replays._recorder = recorder  # type: ignore[assignment]
+    with torch.inference_mode():
+        stage._replays.record_ahead(stage._no_inputs())
+    # 256 cells and all 300, of 1, 2, 4 and 8 rows
+    assert len(recorder.graphs) == (5 if exact else 8) and len(stage._replays._frames) == 8
+    for ops, batch in runs():
+        for each in (plain, stage):
+            each.apply(ops)
+        expected, found = plain.evaluate(batch, never), stage.evaluate(batch, never)
+        assert expected is not None and found is not None and difference(found, expected) < 1e-5
+    assert sum(graph.n_replays for graph in recorder.graphs) > (5 if exact else 29)
+
+
+def test_a_device_without_room_for_a_run_is_named(
+    stages: tuple[TorchStage, TorchStage, LateQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*inputs: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    plain, _, _ = stages
+    monkeypatch.setattr(plain, "_through_layers", full)
+    with pytest.raises(ModelFault, match=r"no room on cpu for a run of 3 rows through layers 0-1 of .*; use a"):
+        plain.evaluate(make_batch([5, 6, 7], 0), never)

@@ -193,7 +193,9 @@ def load_blank(
     with temporary_folder() as folder:
         info = put_up(skeleton, folder)
         _check_room(slice_bytes(info, *own), hosts, rank)
-        return load_layers(lambda: open_blank(info, *own), params, backend_of(options, rank), local_rank(hosts, rank))
+        return load_layers(
+            lambda: open_blank(info, *own), params, backend_of(options, rank), local_rank(options, hosts, rank)
+        )
 
 
 def _check_room(n_bytes: int, hosts: Sequence[Host], rank: int) -> None:

@@ -81,7 +81,7 @@ def _load(
     rank = context.rank
     return load_layers(
         lambda: _open(context, deployment, number, own),
-        params, backend_of(options, rank), local_rank(deployment.hosts, rank),
+        params, backend_of(options, rank), local_rank(context.options, deployment.hosts, rank),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.torch.library import load_torch, torch_version
-from pipeinfer.models.torch.params import CPU, TorchParams
+from pipeinfer.models.torch.params import AUTO, CPU, CUDA, TorchParams
 
 
 def load_layers(
@@ -43,9 +43,15 @@ def place_text(options: RunOptions, host: Host, n_threads: int, rank: int) -> st
     return f"{host.name}, {host.n_cores} cores, {n_threads} threads, {by}"
 
 
-def local_rank(hosts: Sequence[Host], rank: int) -> int:
-    """Which of its host's ranks this is, from 0 on."""
-    return sum(host.name == hosts[rank].name for host in hosts[:rank])
+def local_rank(options: RunOptions, hosts: Sequence[Host], rank: int) -> int:
+    """Which of the ranks this is, from 0 on, that torch gives the GPUs of its host in turns."""
+    beside = (other for other in range(rank) if hosts[other].name == hosts[rank].name)
+    return sum(takes_turns(backend_of(options, other)) for other in beside)
+
+
+def takes_turns(backend: Backend) -> bool:
+    """Whether no device is said that it shall have."""
+    return backend.is_torch and backend.device in (AUTO, CUDA)
 
 
 def gpu_of(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
@@ -56,5 +62,5 @@ def gpu_of(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
     torch = load_torch()
     from pipeinfer.models.torch.stage import find_device
 
-    device = find_device(backend.device, local_rank(hosts, rank))
+    device = find_device(backend.device, local_rank(options, hosts, rank))
     return "" if device.type == CPU else str(torch.cuda.get_device_name(device))

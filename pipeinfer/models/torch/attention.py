@@ -6,7 +6,7 @@ that no key is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -171,12 +171,13 @@ class BlockOfPrompt:
 
     def __init__(
         self, positions: Sequence[int], seq: int, table: CellTable, n_group: int, dtype: torch.dtype,
-        device: torch.device,
+        upload: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:  # fmt: skip
+        """`upload`: to the device of the cache."""
         end = positions[-1] + 1
-        self._cells = torch.from_numpy(table.seen(seq, end)).to(device)
+        self._cells = upload(torch.from_numpy(table.seen(seq, end)))
         seen = torch.arange(end) <= torch.tensor(positions)[:, None]
-        self._mask = additive(seen.to(device), n_group, dtype)
+        self._mask = additive(upload(seen), n_group, dtype)
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         own_keys, own_values = keys.index_select(1, self._cells), values.index_select(1, self._cells)

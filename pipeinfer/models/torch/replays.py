@@ -25,6 +25,9 @@ MOST_ROWS = 64
 """Of a run that is filled up; larger ones, chunks of prompts, keep a GPU busy without."""
 
 LEAST_CELLS = 256
+AHEAD_ROWS, AHEAD_CELLS = (1, 2, 4, 8), 4096
+"""Of runs that are recorded when a model is loaded; others are when they are first met, which takes some runs' time."""
+
 N_WARM_UP = 2
 """Runs before a recording: libraries choose their kernels and buffers then."""
 
@@ -63,14 +66,38 @@ class Replays:
     """`compute` makes of inputs the residual stream after the slice. `spare`: the cell that rows of no use write to."""
 
     def __init__(
-        self, compute: Callable[[Inputs], torch.Tensor], spare: int, queue: DeviceQueue, records: bool
+        self,
+        compute: Callable[[Inputs], torch.Tensor],
+        spare: int,
+        queue: DeviceQueue,
+        records: bool,
+        most_recorded: int | None = None,
     ) -> None:
-        self._compute, self._spare, self._queue, self._records = compute, spare, queue, records
+        """`most_recorded`: rows times cells of what is recorded; larger runs are filled up only. None: no limit."""
+        self._compute, self._spare, self._queue, self._most_recorded = compute, spare, queue, most_recorded
         self._frames: dict[tuple[int, int], Frame] = {}
+        self._recorder = Recorder() if records else None
         self._versions = [Version(torch.empty(0, dtype=torch.uint8)) for _ in range(N_VERSIONS)]
 
     def takes(self, n_rows: int) -> bool:
         return n_rows <= MOST_ROWS
+
+    def record_ahead(self, like: Inputs) -> None:
+        """What texts will need, so that none of them stands still for it: few rows, and cells up to some thousands."""
+        n_cells, most = LEAST_CELLS, min(self._spare, AHEAD_CELLS)
+        while True:
+            for n_rows in AHEAD_ROWS:
+                self._frame(like, (n_rows, min(self._spare, n_cells)))
+            if n_cells >= most:
+                return
+            n_cells *= 2
+
+    def _frame(self, like: Inputs, size: tuple[int, int]) -> Frame:
+        if size not in self._frames:
+            is_small = self._most_recorded is None or size[0] * size[1] <= self._most_recorded
+            recorder = self._recorder if is_small else None
+            self._frames[size] = Frame(self._compute, like, size, self._spare, self._queue, recorder)
+        return self._frames[size]
 
     def begin(
         self,
@@ -83,9 +110,7 @@ class Replays:
         `finish` makes of the rows that are wanted; it is complete when the mark is past."""
         n_rows, n_cells = inputs.seen.shape
         size = _next_power(n_rows), min(self._spare, max(LEAST_CELLS, _next_power(n_cells)))
-        if size not in self._frames:
-            self._frames[size] = Frame(self._compute, inputs, size, self._spare, self._queue, self._records)
-        frame, version = self._frames[size], self._versions[0]
+        frame, version = self._frame(inputs, size), self._versions[0]
         self._versions.append(self._versions.pop(0))
         version.done.synchronize()
         if len(version.memory) < frame.n_bytes:
@@ -108,7 +133,7 @@ class Frame:
 
     def __init__(
         self, compute: Callable[[Inputs], torch.Tensor], like: Inputs, size: tuple[int, int], spare: int,
-        queue: DeviceQueue, records: bool,
+        queue: DeviceQueue, recorder: Recorder | None,
     ) -> None:  # fmt: skip
         """`size`: rows and cells, of inputs as `like`."""
         n_rows, n_cells = size
@@ -123,8 +148,8 @@ class Frame:
         self.memory = neutral.to(queue.device)
         self.inputs, self._compute = self.views(self.memory), compute
         self._graph: torch.cuda.CUDAGraph | None = None
-        if records:
-            self._record()
+        if recorder:
+            self._graph, self._out = recorder.record(lambda: compute(self.inputs))
 
     def views(self, memory: torch.Tensor) -> Inputs:
         """The parts of bytes."""
@@ -153,16 +178,29 @@ class Frame:
         self._graph.replay()
         return self._out
 
-    def _record(self) -> None:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+
+class Recorder:
+    """All recordings of a device. What one needs while it runs they share: each result is copied before the next
+    runs."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # one stream, as each has work space of the library's that multiplies
+        self._aside = torch.cuda.Stream()
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """What is recorded, and where its result is when it ran."""
+        current = torch.cuda.current_stream()
+        self._aside.wait_stream(current)
+        with torch.cuda.stream(self._aside):
             for _ in range(N_WARM_UP):
-                self._compute(self.inputs)
-        torch.cuda.current_stream().wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._out = self._compute(self.inputs)
+                compute()
+        current.wait_stream(self._aside)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may ask MPI for messages meanwhile, and it the device
+        with torch.cuda.graph(graph, self._pool, self._aside, capture_error_mode="thread_local"):
+            found = compute()
+        return graph, found
 
 
 def fill(frame: Inputs, inputs: Inputs, spare: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp
-from pipeinfer.errors import UserError
+from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.loading import token_table
@@ -33,11 +33,15 @@ from pipeinfer.models.torch.results import OnDevice, OnHost, Result
 from pipeinfer.models.torch.rope import RopeTable
 from pipeinfer.models.torch.weights import Weights
 
+MORE_ROOM = "use a smaller context (-c), fewer rows (-b) or more ranks"
 CACHE_TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.bfloat16, INT4: torch.bfloat16}
 
 
 TENSORS = {F32: torch.float32, BF16: torch.bfloat16}
 """Of weights that are kept as such."""
+
+MOST_EXACT = 8 * 8192
+"""Rows times cells of a run that is recorded with exact numerics, whose attention goes cell block by cell block."""
 
 WIRE_TYPES = (torch.float32, torch.bfloat16)
 """What activations travel as from device to device, by whether they are rounded."""
@@ -58,7 +62,7 @@ class TorchStage:
                 self._open(slice_file, params)
         except torch.OutOfMemoryError:
             raise UserError(f"no room on {self.device} for {self._where} with {params.n_cells} KV cells; "
-                            "use a smaller context (-c) or more ranks") from None  # fmt: skip
+                            f"{MORE_ROOM}") from None  # fmt: skip
         finally:
             slice_file.close()
 
@@ -94,8 +98,25 @@ class TorchStage:
         )
         self._replays: Replays | None = None
         if (self.device.type == CUDA or params.padded) and (not numbers.n_expert_used or self._experts_at_once):
-            self._replays = Replays(self._compute, params.n_cells, self._queue, self.device.type == CUDA)
+            self._replays = self._make_replays()
         self._table = token_table(slice_file) if self.is_first else None
+
+    def _make_replays(self) -> Replays:
+        """Where there is a GPU, with recordings of the usual runs."""
+        records = self.device.type == CUDA
+        most = MOST_EXACT if self._in_order else None
+        replays = Replays(self._compute, self.params.n_cells, self._queue, records, most)
+        if records:
+            with self._queue.current():
+                replays.record_ahead(self._no_inputs())
+        return replays
+
+    def _no_inputs(self) -> Inputs:
+        """Of a run without rows."""
+        cos, sin = self._rope.at(np.zeros(1, np.int32))
+        seen = torch.empty((0, 0), dtype=torch.int64 if self._in_order else torch.bool)
+        none = torch.empty(0, dtype=torch.int64)
+        return Inputs(none, none, torch.empty((0, self.n_embd)), cos[:0], sin[:0], seen)
 
     def _load(self, slice_file: SliceFile) -> None:
         n_threads, no_order, is_cpu = self.params.n_threads, lambda name: None, self.device.type == CPU
@@ -153,6 +174,10 @@ class TorchStage:
         try:
             with torch.inference_mode(), self._queue.current():
                 done = self._ask_device(batch, stop, result)
+        except torch.OutOfMemoryError:
+            n_rows = len(batch.positions)
+            raise ModelFault(f"no room on {self.device} for a run of {n_rows} rows through {self._where}; "
+                             f"{MORE_ROOM}") from None  # fmt: skip
         except BaseException:
             self._cells.forget(batch)
             raise
@@ -230,7 +255,7 @@ class TorchStage:
         for first, end in blocks_of(batch):
             own, positions = slice(first, end), batch.positions[first:end].tolist()
             block = BlockOfPrompt(
-                positions, batch.seqs[0][0], self._cells, self._n_group, CACHE_TYPES[self.dtype], self.device
+                positions, batch.seqs[0][0], self._cells, self._n_group, CACHE_TYPES[self.dtype], self._queue.upload
             )
             after = self._through_layers(block, 0, rows[own], cos[own], sin[own], cells[own], stop)
             if after is None:
