@@ -49,6 +49,9 @@ def check_devices(folder: Path, device: str) -> Iterator[dict[str, Any]]:
             )
         for dtype in ("f32", "bf16", "int8"):
             yield exact_finding(f"{name}, torch {dtype}, exact on {device}", path, device, dtype)
+        if device != "cpu":
+            for exact in (False, True):
+                yield waiting_finding(f"{name}, torch bf16{', exact' * exact}: recorded, without waiting", path, exact)
         for dtype in ("int8", "int4"):
             found, there = (logits_of(open_torch(path, where, dtype)) for where in (device, "cpu"))
             yield finding(f"{name}, torch {dtype} on {device} and on the CPU", dtype, found, there)
@@ -68,6 +71,32 @@ def finding(what: str, kind: str, found: FloatArray, expected: FloatArray) -> di
     rows = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
     median, worst = float(np.median(rows)), float(rows.max())
     return {"what": what, "median": median, "worst": worst, "allowed": ALLOWED[kind], "right": median < ALLOWED[kind]}
+
+
+def waiting_finding(what: str, path: Path, exact: bool) -> dict[str, Any]:
+    """On a GPU: whether runs of few rows were recorded, and whether the host is left alone while any run is begun."""
+    torch, stage = load_torch(), open_torch(path, "cuda", "bf16", exact)
+    logits_of(stage)  # what is met for the first time is recorded, which waits
+    frames = list(stage._replays._frames.values()) if stage._replays else []  # type: ignore[attr-defined]
+    n_recorded = sum(frame._graph is not None for frame in frames)
+    stage.clear()  # type: ignore[attr-defined]
+    why, at = "", 0
+    for n in (N_PROMPT, 1, 1, 5):
+        batch = Batch(np.arange(n, dtype=np.int32) + 5, np.arange(at, at + n, dtype=np.int32), [(0,)] * n, None,
+                      np.ones(n, np.bool_))  # fmt: skip
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            begun = stage.begin(batch, lambda: False)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            why, begun = f"{n} rows: {error}"[:300], None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if begun is None:
+            break
+        begun.result()
+        at += n
+    return {"what": what, "frames": len(frames), "recorded": n_recorded, "why": why,
+            "right": 0 < n_recorded == len(frames) and not why}  # fmt: skip
 
 
 def exact_finding(what: str, path: Path, device: str, dtype: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pipeinfer.job.backends import Backend
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import feed_forward_length
-from pipeinfer.models.torch.params import AUTO, BF16, CACHE_BYTES, F32, HEAD_BYTES, WEIGHT_BYTES
+from pipeinfer.models.torch.params import AUTO, BF16, CACHE_BYTES, CPU, F32, HEAD_BYTES, INT4, WEIGHT_BYTES
 
 RUNTIME_BYTES = 290_000_000
 """What Python, MPI, libllama and torch's build for CPUs take on a rank before any model is there (measured)."""
@@ -46,8 +46,8 @@ def torch_memory(
 
 
 @lru_cache(maxsize=1 << 16)
-def weight_bytes(info: ModelInfo, first: int, last: int, dtype: str) -> int:
-    """Of layers [first, last) on a CPU, with the output head and norm on the last slice."""
+def weight_bytes(info: ModelInfo, first: int, last: int, dtype: str, device: str = CPU) -> int:
+    """Of layers [first, last), with the output head and norm on the last slice."""
     own = sum(
         tensor.n_elements
         for tensor in info.tensors
@@ -55,7 +55,9 @@ def weight_bytes(info: ModelInfo, first: int, last: int, dtype: str) -> int:
     )
     head = info.tensor("token_embd.weight" if info.tied else "output.weight")
     n_head = head.n_elements if head is not None and last == info.n_layer else 0
-    return int(own * WEIGHT_BYTES[dtype] + n_head * HEAD_BYTES[dtype])
+    # on a GPU there is no kernel for a head in 8 bits
+    head_bytes = HEAD_BYTES[BF16 if dtype == INT4 and device != CPU else dtype]
+    return int(own * WEIGHT_BYTES[dtype] + n_head * head_bytes)
 
 
 def _group(info: ModelInfo) -> int:

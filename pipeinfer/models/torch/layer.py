@@ -90,9 +90,13 @@ class Layer:
         numbers, n_rows = self._numbers, len(rows)
         n_q, n_kv = numbers.n_head * numbers.head_dim, numbers.n_head_kv * numbers.head_dim
         found = self._qkv(rms_norm(rows, rows.shape[1:], self._attn_norm, numbers.epsilon))
-        queries, keys, values = (part.view(n_rows, -1, numbers.head_dim) for part in found.split([n_q, n_kv, n_kv], 1))
-        queries = rotate(self._normed(queries, self._q_norm), cos, sin)
-        return queries, rotate(self._normed(keys, self._k_norm), cos, sin), values
+        heads = found[:, : n_q + n_kv].view(n_rows, -1, numbers.head_dim)
+        if self._q_norm is not None or self._k_norm is not None:
+            queries, keys = heads.split([numbers.n_head, numbers.n_head_kv], 1)
+            heads = torch.cat([self._normed(queries, self._q_norm), self._normed(keys, self._k_norm)], 1)
+        # turned together: on a GPU each small step costs about as much as a large one
+        queries, keys = rotate(heads, cos, sin).split([numbers.n_head, numbers.n_head_kv], 1)
+        return queries, keys, found[:, n_q + n_kv :].view(n_rows, -1, numbers.head_dim)
 
     def finish(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The residual stream after the layer. `attended`: (n_rows, n_head * head_dim), what came of attention."""

@@ -10,6 +10,11 @@ from torch.nn.functional import linear
 
 from pipeinfer.models.torch.int4 import Int4, Int4Rows, multiply_int4, packed
 from pipeinfer.models.torch.int8 import Int8, multiply_int8
+from pipeinfer.models.torch.params import CUDA
+
+SUMS_STAY = hasattr(torch.ops.aten.mm, "dtype")
+"""Whether torch gives a GPU's sums of bf16 as they are, in float32: one step less than to round them and go back, and
+logits keep their order."""
 
 Weight: TypeAlias = torch.Tensor | Int8 | Int4
 Loaded: TypeAlias = torch.Tensor | Int8 | Int4Rows
@@ -32,7 +37,10 @@ def _joined(parts: Sequence[Loaded], name: str) -> torch.Tensor:
 def multiply(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
     """(n_rows, n_in) -> (n_rows, n_out) in float32; rows are rounded to what the weight's kernels take."""
     if isinstance(weight, torch.Tensor):
-        return linear(rows.to(weight.dtype), weight).float()
+        rows = rows.to(weight.dtype)
+        if SUMS_STAY and rows.device.type == CUDA and rows.dtype is torch.bfloat16:
+            return torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        return linear(rows, weight).float()
     if isinstance(weight, Int8):
         return multiply_int8(rows.bfloat16(), weight)
     return multiply_int4(rows.bfloat16(), weight)
