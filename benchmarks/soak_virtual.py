@@ -24,7 +24,6 @@ from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.core.interpolation import interpolate
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Finish, Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.job.context import resident_bytes
@@ -32,7 +31,7 @@ from pipeinfer.virtual.choices import SyntheticChoices, ranks_for
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.profile import ProfileFile, load_profile
-from pipeinfer.virtual.simulation import row_costs
+from pipeinfer.virtual.simulation import run_cost
 
 
 @click.command(help=__doc__)
@@ -93,7 +92,7 @@ def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str
     engine = AuditedEngine(
         Level(target, pool, n_chunk=some(rng, 16, 128), n_rows=some(rng, 3, 32), cancel=rng.random() < 0.85),
         drafter, SimWaiter(clock), clock,
-        drafts=drafts, run_cost=RunCost(row_costs(profile)) if rng.random() < 0.8 else None,
+        drafts=drafts, run_cost=run_cost(profile, n_cells) if rng.random() < 0.8 else None,
     )  # fmt: skip
     if drafter:
         drafter.timeout_s = engine.timeout_s

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.calibrate import ROWS, largest_question, recall_rows, slowest_stage, time_rows
+from pipeinfer.cluster.calibrate import (
+    CONTEXTS,
+    ROWS,
+    largest_question,
+    recall_context,
+    recall_rows,
+    slowest_stage,
+    time_context,
+    time_rows,
+)
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.kept import Kept
 from tests.toy import ToyStage
@@ -142,3 +151,50 @@ def test_a_size_that_costs_more_than_its_rows_one_by_one_was_disturbed(tmp_path:
         stage = kind(0, 2, False, n_cells=64)
         assert len(recall_rows(stage, partial(getattr, stage, "elapsed_s"), kept, "m", 1000.0)) > 1
         assert (kept.get("m") is not None) == is_kept
+
+
+class AttentiveStage(ToyStage):
+    """A row takes `row_s`, and `context_s` for each token before the run."""
+
+    elapsed_s, row_s, context_s, n = 0.0, 1e-3, 2e-6, 0
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        self.n += 1
+        self.elapsed_s += len(batch.tokens) * (self.row_s + self.context_s * int(batch.positions[0]))
+        return super().evaluate(batch, stop)
+
+
+def attentive(row_s: float = 1e-3) -> AttentiveStage:
+    stage = AttentiveStage(0, 2, False, n_cells=512, parked=True)
+    stage.row_s = row_s
+    return stage
+
+
+def test_what_a_context_costs_is_found_where_it_takes_no_time() -> None:
+    stage = attentive()
+    times = {1: 1e-3, 2: 2e-3, 8: 8e-3}
+    assert time_context(stage, times, 512, lambda: stage.elapsed_s) == pytest.approx(2e-6)
+    assert not stage.cells() and not stage.n_parked and stage.elapsed_s < 1
+    assert time_context(stage, {1: 1e-3}, 512, lambda: stage.elapsed_s) == pytest.approx(2e-6)
+
+
+def test_what_a_context_costs_is_left_to_be_learned_elsewhere() -> None:
+    """Of a dear model, whose context would take seconds, and where the cache holds next to nothing."""
+    for stage, row_s, n_cells in ((attentive(0.1), 0.1, 512), (attentive(), 1e-3, CONTEXTS[0])):
+        assert time_context(stage, {1: row_s}, n_cells, partial(getattr, stage, "elapsed_s")) is None
+        assert stage.n == 0
+
+
+def test_what_a_context_costs_is_kept_in_units_of_a_row(tmp_path: Path) -> None:
+    kept, stage = Kept(tmp_path), attentive()
+    times = {1: 1e-3, 2: 2e-3}
+    assert recall_context(stage, times, CONTEXTS[0], lambda: stage.elapsed_s, kept, "m") is None, "a small cache"
+    assert recall_context(stage, times, 512, lambda: stage.elapsed_s, kept, "m") == pytest.approx(2e-6)
+    n = stage.n
+    slower = {n_rows: 3 * seconds for n_rows, seconds in times.items()}
+    assert recall_context(stage, slower, 512, lambda: stage.elapsed_s, kept, "m") == pytest.approx(6e-6)
+    assert stage.n == n
+    junks: tuple[object, ...] = ([], "x", -1.0, 1e999, True)
+    for junk in junks:
+        kept.put("m", junk)
+        assert recall_context(stage, times, 512, lambda: stage.elapsed_s, kept, "m") == pytest.approx(2e-6)

@@ -52,6 +52,26 @@ def test_single_rows_alone_say_what_the_context_costs_if_it_is_long() -> None:
     assert cost.n_cheap_rows(4200) == 1
 
 
+def test_what_was_timed_of_attention_counts_from_the_first_run() -> None:
+    cost = RunCost(TIMED, context_s=0.002)
+    assert cost.seconds(2, 100) == pytest.approx(1.05 + 0.002 * 2 * 100)
+    assert [cost.n_cheap_rows(context) for context in (0, 30, 400)] == [4, 2, 1]
+    for position in range(100, 130):
+        cost.learn(2, position, 1.5 * (1.05 + 0.002 * 2 * position))  # everything is slower, attention too
+    assert cost.seconds(8, 100) == pytest.approx(1.5 * (1.4 + 0.002 * 8 * 100), rel=0.1)
+
+
+def test_what_was_timed_of_attention_can_turn_out_too_much_and_never_below_nothing() -> None:
+    """As with windows of attention: beyond them a context costs no more."""
+    cost = RunCost(TIMED, context_s=0.0005)
+    for position in range(4000, 4200):
+        cost.learn(1 + position % 2, position, 1.2 + 0.1 * (position % 2))
+    assert cost.seconds(2, 4200) == pytest.approx(1.3, rel=0.15) and cost.seconds(1, 0) > 0
+    for position in range(4200, 8000, 10):
+        cost.learn(1, position, 4.0 - position / 2000)
+    assert cost.seconds(1, 9000) >= cost.seconds(1, 0) * 0.999 > 0
+
+
 def test_one_interruption_does_not_count_for_much() -> None:
     cost = learned(1.0, 0.0, 100, (1, 2))
     cost.learn(2, 300, 1000.0)

@@ -27,6 +27,16 @@ N_CHECKS = 3  # times that one row is timed to compare
 N_PASSES, PASSES_S = 10, 0.2
 """Further times that each size is timed, as long as no more time has passed: short runs vary the most."""
 
+CONTEXT_ROWS = 4
+"""Of a run that is timed after others: more rows tell attention from noise."""
+
+CONTEXT_S = 0.3
+"""What it may take to fill a cache for timing runs after it."""
+
+CONTEXTS = 64, 256
+"""Tokens that a cache is filled with for that, at least and at most: where fewer are all that can be had in the time,
+only long contexts cost what counts, and those are learned of in the first few runs after them."""
+
 
 def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1.0) -> dict[int, float]:
     """Rows of a run -> seconds, the best of some; at least for one row, for more while the budget lasts and they are
@@ -89,12 +99,63 @@ def _is_credible(found: Mapping[int, float]) -> bool:
     )
 
 
+def time_context(
+    model: StageModel, row_times: Mapping[int, float], n_cells: int, clock: Callable[[], float]
+) -> float | None:
+    """Seconds that a row takes longer for each token before it; None where it would take long to find out.
+
+    `row_times`: see `time_rows`. The cache, of `n_cells`, must be empty and is empty afterwards.
+    """
+    n_rows = max(n for n in row_times if n <= CONTEXT_ROWS)
+    n_context = affordable_context(row_times, n_cells - n_rows)
+    if not n_context:
+        return None
+    empty_s = _time_at(model, n_rows, 0, clock)
+    n_fill = min(row_times, key=lambda n: row_times[n] / n)
+    for position in range(0, n_context, n_fill):
+        evaluate(model, min(n_fill, n_context - position), position, 0)
+    filled_s = _time_at(model, n_rows, n_context, clock)
+    forget(model)
+    return max(0.0, filled_s - empty_s) / (n_rows * n_context)
+
+
+def recall_context(
+    model: StageModel, row_times: Mapping[int, float], n_cells: int, clock: Callable[[], float], kept: Kept, name: str
+) -> float | None:
+    """The same as `time_context`, kept under a name that says all it depends on, in units of a single row's time."""
+    known = kept.get(name)
+    if isinstance(known, float) and 0 <= known < 1:
+        return known * row_times[1]
+    found = time_context(model, row_times, n_cells, clock)
+    if found is not None:
+        kept.put(name, found / row_times[1])
+    return found
+
+
+def affordable_context(row_times: Mapping[int, float], n_cells: int) -> int:
+    """Tokens of a cache that runs are timed after; 0: none."""
+    row_s = min(seconds / n_rows for n_rows, seconds in row_times.items())
+    n_context = min(CONTEXTS[1], n_cells, int(CONTEXT_S / row_s))
+    return n_context if n_context >= CONTEXTS[0] else 0
+
+
 def _time(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
     """Of a run and of forgetting it: real ones carry operations on the cache too."""
     start_s = clock()
     evaluate(model, n_rows)
     forget(model)
     return clock() - start_s
+
+
+def _time_at(model: StageModel, n_rows: int, position: int, clock: Callable[[], float]) -> float:
+    """Of a run alone, the best of some: to pack a cache takes time by what is in it, and runs seldom do."""
+    times = []
+    for _ in range(N_CHECKS):
+        start_s = clock()
+        evaluate(model, n_rows, position)
+        times.append(clock() - start_s)
+        forget(model, position)
+    return min(times)
 
 
 def time_chunk(model: StageModel, n_rows: int, blocks: bool, clock: Callable[[], float]) -> float:

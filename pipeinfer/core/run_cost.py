@@ -15,9 +15,9 @@ CHEAP = 1.25
 MEMORY = 0.98
 """What an observation still weighs after the next one."""
 
-FAITH_IN_TIMES, FAITH_IN_NO_SLOPE = 2.0, 5.0
-"""How firmly it is believed, in observations, that runs take as long as timed and that their context costs nothing. If
-only single rows are seen, an excess after a short context means a busy machine, after a long one attention."""
+FAITH_IN_TIMES, FAITH_IN_SLOPE = 2.0, 5.0
+"""How firmly it is believed, in observations, that runs take as long as timed and that their context costs no more than
+that. If only single rows are seen, an excess after a short context means a busy machine, after a long one attention."""
 
 LARGEST_EXCESS = 3.0
 """An observation counts as this many times what was expected at most: ranks are interrupted now and then."""
@@ -38,25 +38,28 @@ TILED = 2.0
 
 
 class RunCost:
-    """Seconds of a run of n rows after a context: scale × timed(n) + slope × n × context.
+    """Seconds of a run of n rows after a context: scale × (timed(n) + timed slope × n × context) + slope × n × context.
 
     `timed`: rows -> seconds at an empty cache, in the slowest stage; 1 must be among the rows. Runs of other sizes:
     straight lines, the last one continued. `crowding`: threads that compute on each core. `chunk`: rows and seconds of
-    a chunk of a prompt, whose kernels are others; without it chunks are thought to be as any run. The scale is how much
-    slower than at loading everything is now, the slope is attention's share; both are fitted to what was observed by
-    recursive least squares with forgetting.
+    a chunk of a prompt, whose kernels are others; without it chunks are thought to be as any run. `context_s`: seconds
+    that a row takes longer for each token before it, as timed; 0 where that is not known. The scale is how much
+    slower than at loading everything is now, the slope what attention takes besides; both are fitted to what was
+    observed by recursive least squares with forgetting.
     """
 
     def __init__(
-        self, timed: Mapping[int, float], crowding: float = 1.0, chunk: tuple[int, float] | None = None
-    ) -> None:
+        self, timed: Mapping[int, float], crowding: float = 1.0, chunk: tuple[int, float] | None = None,
+        context_s: float = 0.0,
+    ) -> None:  # fmt: skip
         self._row_s, self._crowding = timed[1], crowding
         self._rows = tuple(timed)
         self._known: dict[int, float] = {}  # what `_timed` said
         self._shares = tuple(seconds / self._row_s for seconds in timed.values())  # in units of one row's time
         self._sizes = tuple(zip(self._rows, self._shares, strict=True))
         self._scale, self._slope = 1.0, 0.0
-        # moments of (timed, n × context) and their products with what was observed
+        self._timed_slope = context_s * PER_TOKENS / self._row_s
+        # moments of (timed at that context, n × context) and their products with what was observed
         self._tt, self._tx, self._xx = 0.0, 0.0, 0.0
         self._ty, self._xy = 0.0, 0.0
         self._cheap: tuple[int, int] | None = None  # context, rows
@@ -100,13 +103,15 @@ class RunCost:
 
     def learn(self, n_rows: int, context: int, seconds: float) -> None:
         """A run has taken the slowest stage so long."""
-        t, x = self._timed(n_rows), n_rows * context / PER_TOKENS
-        y = min(seconds / self._row_s, LARGEST_EXCESS * self._expected(t, x))
+        x = n_rows * context / PER_TOKENS
+        t = self._timed(n_rows) + self._timed_slope * x
+        y = min(seconds / self._row_s, LARGEST_EXCESS * (self._scale * t + self._slope * x))
         self._tt, self._tx, self._xx = MEMORY * self._tt + t * t, MEMORY * self._tx + t * x, MEMORY * self._xx + x * x
         self._ty, self._xy = MEMORY * self._ty + t * y, MEMORY * self._xy + x * y
         tt, ty = self._tt + FAITH_IN_TIMES, self._ty + FAITH_IN_TIMES
-        xx = self._xx + FAITH_IN_NO_SLOPE
-        self._slope = max(0.0, (tt * self._xy - self._tx * ty) / (tt * xx - self._tx**2))
+        xx = self._xx + FAITH_IN_SLOPE
+        least = -self._timed_slope * ty / (tt - self._tx * self._timed_slope)  # takes back all that was timed
+        self._slope = max(least, (tt * self._xy - self._tx * ty) / (tt * xx - self._tx**2))
         self._scale = max(0.0, (ty - self._tx * self._slope) / tt)
         self._cheap = None
 
@@ -121,7 +126,7 @@ class RunCost:
             self._chunk_scale += (scale - self._chunk_scale) / CHUNK_MEMORY
 
     def _expected(self, timed: float, x: float) -> float:
-        return self._scale * timed + self._slope * x
+        return self._scale * timed + (self._scale * self._timed_slope + self._slope) * x
 
     def _timed(self, n_rows: int) -> float:
         """In units of one row's time, at an empty cache."""

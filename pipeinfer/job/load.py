@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from pipeinfer import __version__
-from pipeinfer.cluster.calibrate import recall_rows, time_chunk, time_rows
+from pipeinfer.cluster.calibrate import recall_context, recall_rows, time_chunk, time_context, time_rows
 from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker
@@ -170,6 +170,22 @@ def time_loaded(
     timed anew."""
     if deployment.pace:
         return time_rows(model, CLOCK)
+    return recall_rows(model, CLOCK, user_kept(), f"rows: {_timed_name(context, deployment, draft)}")
+
+
+def time_after(context: Context, deployment: Deployment, model: LoadedModel, row_times: Mapping[int, float]) -> float:
+    """Seconds that a row takes this rank's stage longer for each token before it, 0 where that is not timed; see
+    `time_context`."""
+    if not deployment.model.rewinds:
+        return 0.0  # its states could not be rewound to time a run again, and cost the same after any context
+    if deployment.pace:
+        return time_context(model, row_times, deployment.n_cells, CLOCK) or 0.0
+    name = f"context: {_timed_name(context, deployment, None)}"
+    return recall_context(model, row_times, deployment.n_cells, CLOCK, user_kept(), name) or 0.0
+
+
+def _timed_name(context: Context, deployment: Deployment, draft: int | None) -> str:
+    """All that the times of a loaded model depend on."""
     rank, options = context.rank, context.options
     if draft is None:
         index = deployment.plan.stage_of(rank)
@@ -180,8 +196,7 @@ def time_loaded(
         options = options_of_draft(options, deployment.hosts, rank)
         part = f"{deployment.drafts[draft].fingerprint} {own.layers} of a draft, {types}"
     place = place_text(options, deployment.hosts[rank], deployment.threads[rank], rank)
-    name = f"rows: {part}, {place}, pipeinfer {__version__}"
-    return recall_rows(model, CLOCK, user_kept(), name)
+    return f"{part}, {place}, pipeinfer {__version__}"
 
 
 def time_prompt(context: Context, deployment: Deployment, model: LoadedModel) -> tuple[int, float] | None:

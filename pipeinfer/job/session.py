@@ -36,6 +36,7 @@ from pipeinfer.job.load import (
     make_draft_worker,
     make_drafter,
     make_worker,
+    time_after,
     time_loaded,
     time_prompt,
 )
@@ -99,6 +100,7 @@ class Session:
         self._stage: LoadedModel | None = None
         self._drafts: dict[int, LoadedModel] = {}  # by number
         self._costs: dict[int, dict[int, float]] = {}  # of each stage's rank: rows of a run -> seconds
+        self._context_s: dict[int, float] = {}  # of each stage's rank: a row, for each token before it
         self._chunk_s: dict[int, tuple[int, float] | None] = {}  # of each stage's rank: a chunk of a prompt
         self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each draft that is asked, by number
         self._pipeline: HeadPipeline[Verdict] | None = None
@@ -120,6 +122,7 @@ class Session:
                 complain(NO_AMX)
             if self._stage:
                 self._costs[0] = time_loaded(self.context, self.deployment, self._stage)
+                self._context_s[0] = time_after(self.context, self.deployment, self._stage, self._costs[0])
                 self._chunk_s[0] = time_prompt(self.context, self.deployment, self._stage)
             self._refiner_costs = {
                 number: time_loaded(self.context, self.deployment, draft, number)
@@ -133,6 +136,7 @@ class Session:
         reports = self._reports()
         costs = {rank: report.get("cost_s", {}) for rank, report in reports.items()}
         self._costs |= {rank: costs[rank] for rank in self._ranks if rank}
+        self._context_s |= {rank: reports[rank].get("context_s", 0.0) for rank in self._ranks if rank}
         self._chunk_s |= {rank: reports[rank].get("chunk_s") for rank in self._ranks if rank}
         for number, stages in self.deployment.plan.asked.items():
             if number not in self._drafts:
@@ -194,9 +198,11 @@ class Session:
         drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter or levels.pop(0, None)
         slowest = slowest_stage(list(self._costs.values()))
         chunk = max(filter(None, self._chunk_s.values()), default=None)  # all have as many rows
+        context_s = max(self._context_s.values(), default=0.0)
         engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
-            drafts=list(levels.values()), run_cost=RunCost(slowest, deployment.crowding, chunk) if slowest else None,
+            drafts=list(levels.values()),
+            run_cost=RunCost(slowest, deployment.crowding, chunk, context_s) if slowest else None,
             n_prompts=options.n_prompts, max_delay_s=math.inf if options.max_delay_s is None else options.max_delay_s,
         )  # fmt: skip
         for each in self._pipelines:

@@ -165,12 +165,17 @@ class Auto(Policy):
         n_rows = view.n_cheap_rows
         if n_rows <= 0 or self._silence.holds:
             return {}
-        delays = view.is_at_head and view.is_alone() and view.n_inflight
-        if delays and not self.confidence.is_due(view.tree.root.position):
-            return {}  # where guesses gain the run has waited for them
+        if view.is_at_head and view.is_alone() and view.n_inflight:
+            return self._lesson(view)  # the run waits for it now: where guesses gain it has waited for them before
         first_rate = self.confidence.first_rate
         nodes = to_expand_ahead(view, first_rate) if pays_alone(view, first_rate) else to_expand(view, n_rows)
         return dict.fromkeys(nodes, MAX_WIDTH)
+
+    def _lesson(self, view: View) -> dict[Node, int]:
+        """A step for what is learned of it alone, now and then."""
+        root = view.tree.root
+        is_due = self.confidence.is_due(root.position) and not root.expanded and view.may_branch(root)
+        return {root: MAX_WIDTH} if is_due else {}
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         if not draft:

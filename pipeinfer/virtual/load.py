@@ -17,7 +17,6 @@ from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.ledger import TimeUse, stage_time
@@ -26,7 +25,7 @@ from pipeinfer.observe.throughput import NOT_OFFERED, Throughput, offered_and_se
 from pipeinfer.virtual.choices import SyntheticChoices
 from pipeinfer.virtual.drafts import SimDrafter
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
-from pipeinfer.virtual.simulation import N_CELLS_SPARE, N_CHUNK, N_GUESS_ROWS, row_costs
+from pipeinfer.virtual.simulation import N_CELLS_SPARE, N_CHUNK, N_GUESS_ROWS, run_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +81,14 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
     ]
     pipeline = SimPipeline(profile, choices, clock)
     n_seq = policy.n_seq + load.n_open - 1
-    pool = SequencePool(n_seq, load.n_open * n_ctx + N_CELLS_SPARE, parked=profile.parked)
+    n_cells = load.n_open * n_ctx + N_CELLS_SPARE
+    pool = SequencePool(n_seq, n_cells, parked=profile.parked)
     coming_s, waiter = deque(arrivals_s(load.n_requests, load.rate, load.seed)), LoadWaiter(clock)
     chunk_s = max(stage.seconds(BLOCK, 0) for stage in profile.stages)
     drafter = SimDrafter(profile, choices, (pipeline,)) if profile.drafts else None
     engine = Engine(
         Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.n_open), blocks=profile.blocks),
-        drafter, waiter, clock, run_cost=RunCost(row_costs(profile), chunk=(BLOCK, chunk_s)),
+        drafter, waiter, clock, run_cost=run_cost(profile, n_cells, (BLOCK, chunk_s)),
         max_delay_s=math.inf if load.max_delay_s is None else load.max_delay_s,
     )  # fmt: skip
     if drafter:

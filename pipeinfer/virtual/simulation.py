@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeinfer.cluster.calibrate import (
-    ROWS,
-    largest_question,
-    slowest_stage,
-)
-from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.calibrate import CONTEXT_ROWS, ROWS, affordable_context, largest_question, slowest_stage
+from pipeinfer.cluster.costs import ModelCost, Profile
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
@@ -77,7 +73,7 @@ def simulate(
     pool = SequencePool(n_seq, n_cells, parked=profile.parked)
     engine = Engine(
         Level(target, pool, n_chunk=n_chunk, n_rows=N_GUESS_ROWS, cancel=cancel, blocks=profile.blocks), drafter,
-        SimWaiter(clock), clock, drafts=drafts, run_cost=RunCost(row_costs(profile)),
+        SimWaiter(clock), clock, drafts=drafts, run_cost=run_cost(profile, n_cells),
     )  # fmt: skip
     if own:
         own.timeout_s = engine.timeout_s
@@ -98,6 +94,20 @@ def _draft_level(
     costs = {n_rows: cost.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS}
     n_rows = largest_question(costs) if number else N_GUESS_ROWS
     return SimDraftLevel(pipeline, [choices], SequencePool(n_seq, n_cells), n_rows)
+
+
+def run_cost(profile: Profile, n_cells: int, chunk: tuple[int, float] | None = None) -> RunCost:
+    """What a session would know of the slowest stage when it begins."""
+    rows = row_costs(profile)
+    return RunCost(rows, chunk=chunk, context_s=max(_context_s(stage, rows, n_cells) for stage in profile.stages))
+
+
+def _context_s(stage: ModelCost, rows: Mapping[int, float], n_cells: int) -> float:
+    n_context = affordable_context(rows, n_cells - CONTEXT_ROWS)
+    if not n_context:
+        return 0.0
+    longer_s = stage.seconds(CONTEXT_ROWS, n_context) - stage.seconds(CONTEXT_ROWS, 0)
+    return longer_s / (CONTEXT_ROWS * n_context)
 
 
 def row_costs(profile: Profile) -> dict[int, float]:
