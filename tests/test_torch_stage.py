@@ -210,7 +210,7 @@ def mixed(path: Path, kinds: str, llama: type[LlamaStage]) -> list[TorchStage | 
 
 
 @pytest.mark.parametrize("kinds", ["tl", "lt", "tlt", "ltl", "lttl", "tllt"])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", FAMILY)
 def test_chains_in_float32(folder: Path, reference: Callable[[Path], FloatStage], kinds: str, name: str) -> None:
     path = write_model(folder / f"chain-{name}.gguf", FAMILY[name], "F32")
     whole, chain = reference(path), mixed(path, kinds, FloatStage)
