@@ -98,7 +98,7 @@ def open_moved(path: Path, edges: tuple[int, int], dtype: str, padded: bool, exa
 
 def move(stage: TorchStage) -> None:
     """Within FakeTensorMode."""
-    names = ["_layers", "_keys", "_values", *(["_norm", "_head"] if stage.is_last else [])]
+    names = ["_layers", "_caches", *(["_norm", "_head"] if stage.is_last else [])]
     for name in names:
         setattr(stage, name, moved(getattr(stage, name)))
     stage.device, stage._queue, stage._in_order = GPU, FakeQueue(), stage._exact

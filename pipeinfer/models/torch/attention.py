@@ -146,7 +146,7 @@ def attend_in_order(
 ) -> torch.Tensor:
     """In float32, whatever the cache has. A row sees its first cell at least."""
     n_rows, n_head, length = queries.shape
-    asked = queries.float().view(n_rows * len(keys), -1, length)
+    asked = queries.float().reshape(n_rows * len(keys), -1, length)
     top = torch.full((*asked.shape[:2], 1), -torch.inf, device=asked.device)
     total, found = torch.zeros_like(top), torch.zeros_like(asked)
     for cells in pad(order, (0, -order.shape[1] % BLOCK), value=-1).split(BLOCK, 1):

@@ -82,21 +82,18 @@ class Layer:
             return [self._qkv.weight, self._out.weight, self._router, *(each[0] for each in self._experts)]
         return [self._qkv.weight, self._out.weight, self._gate_up.weight, self._down.weight]
 
-    def project(
-        self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(n_rows, n_embd) -> queries, keys and values, (n_rows, heads, head_dim), turned to their positions, whose
-        cosines and sines are (n_rows, 1, n_rot / 2)."""
+    def project(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """(n_rows, n_embd) -> (n_rows, n_head + 2 * n_head_kv, head_dim): queries, keys and values, the former turned
+        to their positions; `cos` and `sin`: of these, see `rotate`. All in one: on a GPU each small step costs about
+        as much as a large one."""
         numbers, n_rows = self._numbers, len(rows)
-        n_q, n_kv = numbers.n_head * numbers.head_dim, numbers.n_head_kv * numbers.head_dim
         found = self._qkv(rms_norm(rows, rows.shape[1:], self._attn_norm, numbers.epsilon))
-        heads = found[:, : n_q + n_kv].view(n_rows, -1, numbers.head_dim)
+        heads = found.view(n_rows, -1, numbers.head_dim)
         if self._q_norm is not None or self._k_norm is not None:
-            queries, keys = heads.split([numbers.n_head, numbers.n_head_kv], 1)
-            heads = torch.cat([self._normed(queries, self._q_norm), self._normed(keys, self._k_norm)], 1)
-        # turned together: on a GPU each small step costs about as much as a large one
-        queries, keys = rotate(heads, cos, sin).split([numbers.n_head, numbers.n_head_kv], 1)
-        return queries, keys, found[:, n_q + n_kv :].view(n_rows, -1, numbers.head_dim)
+            queries, keys, values = heads.split([numbers.n_head, numbers.n_head_kv, numbers.n_head_kv], 1)
+            heads = torch.cat([self._normed(queries, self._q_norm), self._normed(keys, self._k_norm), values], 1)
+        rotate(heads[:, : numbers.n_head + numbers.n_head_kv], cos, sin)
+        return heads
 
     def finish(self, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The residual stream after the layer. `attended`: (n_rows, n_head * head_dim), what came of attention."""

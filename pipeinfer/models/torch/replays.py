@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     """cells     (n_rows,), where keys and values go
     wanted    (n_wanted,), the rows whose logits are wanted; on a last slice
     rows      (n_rows, n_embd), the residual stream before the slice; no rows where it is on the device
-    cos, sin  (n_rows, 1, n_rot / 2)
+    cos, sin  (n_rows, 1, n_rot)
     seen      (n_rows, n_cells), which cells each row sees; or their numbers, in order, and -1 behind them
     """
 

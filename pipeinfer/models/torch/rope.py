@@ -26,19 +26,22 @@ class RopeTable:
         self._table = np.empty((2, 0, len(pairs)), np.float32)
 
     def at(self, positions: npt.NDArray[np.int32]) -> torch.Tensor:
-        """(2, n_rows, 1, n_rot / 2): cosines and sines."""
+        """(2, n_rows, 1, n_rot): cosines and sines, as `rotate` takes them."""
         while int(positions.max()) >= self._table.shape[1]:
             first = self._table.shape[1]
             angles = np.arange(first, first + BLOCK)[:, None] * self._frequencies
             self._table = np.concatenate([self._table, np.stack([np.cos(angles), np.sin(angles)])], axis=1, dtype="f4")
-        return torch.from_numpy(self._table[:, positions, None])
+        cos, sin = self._table[:, positions, None]
+        return torch.from_numpy(np.stack([np.concatenate([cos, cos], -1), np.concatenate([-sin, sin], -1)]))
 
 
-def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(n_rows, n_heads, head_dim) with the first n_rot numbers of each head turned by their rows' angles."""
-    n = cos.shape[-1]
-    first, second, rest = heads[..., :n], heads[..., n : 2 * n], heads[..., 2 * n :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Turn the first n_rot numbers of each head, (n_rows, n_heads, head_dim), by their rows' angles, in place. `sin`
+    has the sign with it: of the first of each pair it is minus the sine."""
+    turned = heads[..., : cos.shape[-1]]
+    first, second = turned.chunk(2, -1)
+    crossed = torch.cat([second, first], -1).mul_(sin)
+    turned.mul_(cos).add_(crossed)
 
 
 def apart_order(n_heads: int, head_dim: int, n_rot: int) -> torch.Tensor:

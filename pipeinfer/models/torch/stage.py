@@ -91,11 +91,9 @@ class TorchStage:
         )
         self._load(slice_file)
         # one more cell, for rows that fill up a run
-        size = (numbers.n_head_kv, params.n_cells + 1, numbers.head_dim)
-        self._keys, self._values = (
-            [torch.zeros(size, dtype=CACHE_TYPES[self.dtype], device=self.device) for _ in self._layers]
-            for _ in range(2)
-        )
+        size = (2 * numbers.n_head_kv, params.n_cells + 1, numbers.head_dim)
+        kind = CACHE_TYPES[self.dtype]
+        self._caches = [torch.zeros(size, dtype=kind, device=self.device) for _ in self._layers]  # keys, then values
         self._replays: Replays | None = None
         if (self.device.type == CUDA or params.padded) and (not numbers.n_expert_used or self._experts_at_once):
             self._replays = self._make_replays()
@@ -269,11 +267,12 @@ class TorchStage:
     ) -> torch.Tensor | None:  # fmt: skip
         """The residual stream after the slice; None when told to stop. `group`: rows of the groups in which matrices
         multiply them; 0: all at once."""
-        for index, (layer, keys, values) in enumerate(zip(self._layers, self._keys, self._values, strict=True)):
-            queries, own_keys, own_values = in_groups(group, layer.project, rows, cos, sin)
-            keys.index_copy_(1, cells, own_keys.transpose(0, 1).to(keys.dtype))
-            values.index_copy_(1, cells, own_values.transpose(0, 1).to(values.dtype))
-            attended = seen.attend(queries.to(keys.dtype), keys, values, self._numbers.scale)
+        n_head = self._numbers.n_head
+        for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
+            heads = in_groups(group, layer.project, rows, cos, sin)[0].to(cache.dtype)
+            cache.index_copy_(1, cells, heads[:, n_head:].transpose(0, 1))
+            keys, values = cache.chunk(2)
+            attended = seen.attend(heads[:, :n_head], keys, values, self._numbers.scale)
             (rows,) = in_groups(group, layer.finish, rows, attended)
             # not after the last layer of a slice whose result is then there
             if (self.is_last or index + 1 < self._n_layer) and stop():
@@ -313,7 +312,7 @@ class TorchStage:
 
     def close(self) -> None:
         """Free weights and cache. May be called twice."""
-        self._layers, self._keys, self._values, self._replays = [], [], [], None
+        self._layers, self._caches, self._replays = [], [], None
         if self._table is not None:
             self._table.close()
 
