@@ -139,6 +139,7 @@ _INSTEAD = {
     "--hellaswag --winogrande --multiple-choice --kl-divergence --ppl-stride --chunks": _MEASURE,
     "--completion-bash": "_PIPEINFER_COMPLETE=bash_source pipeinfer prints the completion script",
     "--usage": "-h lists the options",
+    "--version": "`pipeinfer` itself has this option: write it before any command",
 }
 
 INSTEAD: Mapping[str, str] = {name: says for names, says in _INSTEAD.items() for name in names.split()}
