@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+
+SET_TIMER_SLACK, SLACK_NS = 29, 1000  # prctl's, of Linux
+
+
+def sleep_on_time() -> None:
+    """Let sleeps of this thread, and of those it starts, end when they are over. Linux lets them last up to 50 us
+    longer, so that it wakes several at once: more than a short one here is long, at every hop of every token."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_TIMER_SLACK, ctypes.c_ulong(SLACK_NS), 0, 0, 0)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeinfer.cluster.cores import Host, other_clocks, this_host
+from pipeinfer.cluster.idle import sleep_on_time
 from pipeinfer.cluster.launch import (
     check_size,
     end_job,
@@ -76,6 +77,7 @@ def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions
     `settings`: a dataclass of all that was asked for, which must be the same on every rank; `options`: what it says of
     the ranks themselves. Raises UserError, on every rank and with MPI ended, when ranks do not fit together.
     """
+    sleep_on_time()
     flag, end = StopFlag(), partial(end_job, abort=abort)
     watch = Watch(
         rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason),

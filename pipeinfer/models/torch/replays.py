@@ -60,6 +60,16 @@ class Version:
 
     memory: torch.Tensor
     done: Mark = field(default_factory=Past)
+    _views: dict[Frame, Inputs] = field(default_factory=dict)
+
+    def views(self, frame: Frame, queue: DeviceQueue) -> Inputs:
+        """The memory as that frame's inputs, larger if need be."""
+        if len(self.memory) < frame.n_bytes:
+            self.memory = queue.host_memory((frame.n_bytes,), torch.uint8)
+            self._views.clear()
+        if frame not in self._views:
+            self._views[frame] = frame.views(self.memory)
+        return self._views[frame]
 
 
 class Replays:
@@ -113,9 +123,7 @@ class Replays:
         frame, version = self._frame(inputs, size), self._versions[0]
         self._versions.append(self._versions.pop(0))
         version.done.synchronize()
-        if len(version.memory) < frame.n_bytes:
-            version.memory = self._queue.host_memory((frame.n_bytes,), torch.uint8)
-        fill(frame.views(version.memory), inputs, self._spare)
+        fill(version.views(frame, self._queue), inputs, self._spare)
         source, n_wanted = version.memory[: frame.n_bytes], len(inputs.wanted)
 
         def work() -> None:
@@ -210,12 +218,14 @@ def fill(frame: Inputs, inputs: Inputs, spare: int) -> None:
         if given is inputs.rows and not len(given):
             continue
         own[: len(given)] = given
-        own[len(given) :] = 0
-    frame.cells[n_rows:] = spare
+        if len(given) < len(own):
+            own[len(given) :] = 0
     is_mask = inputs.seen.dtype is torch.bool
     frame.seen[:n_rows, :n_cells] = inputs.seen
     frame.seen[:n_rows, n_cells:] = False if is_mask else -1
-    frame.seen[n_rows:] = True if is_mask else 0
+    if n_rows < len(frame.seen):
+        frame.cells[n_rows:] = spare
+        frame.seen[n_rows:] = True if is_mask else 0
 
 
 def _next_power(n: int) -> int:

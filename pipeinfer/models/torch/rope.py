@@ -23,16 +23,17 @@ class RopeTable:
         pairs = np.arange(numbers.n_rot // 2, dtype=np.float64)
         frequencies = numbers.rope_scale * numbers.rope_base ** (-2.0 * pairs / numbers.n_rot)
         self._frequencies = frequencies if factors is None else frequencies / factors.astype(np.float64)
-        self._table = np.empty((2, 0, len(pairs)), np.float32)
+        self._table = np.empty((2, 0, 2 * len(pairs)), np.float32)
 
     def at(self, positions: npt.NDArray[np.int32]) -> torch.Tensor:
         """(2, n_rows, 1, n_rot): cosines and sines, as `rotate` takes them."""
         while int(positions.max()) >= self._table.shape[1]:
             first = self._table.shape[1]
             angles = np.arange(first, first + BLOCK)[:, None] * self._frequencies
-            self._table = np.concatenate([self._table, np.stack([np.cos(angles), np.sin(angles)])], axis=1, dtype="f4")
-        cos, sin = self._table[:, positions, None]
-        return torch.from_numpy(np.stack([np.concatenate([cos, cos], -1), np.concatenate([-sin, sin], -1)]))
+            cos, sin = np.cos(angles), np.sin(angles)
+            further = np.stack([np.concatenate([cos, cos], 1), np.concatenate([-sin, sin], 1)])
+            self._table = np.concatenate([self._table, further], axis=1, dtype="f4")
+        return torch.from_numpy(self._table[:, positions, None])
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
