@@ -23,7 +23,7 @@ from pipeinfer.cluster.stage import LocalPrunings, StageWorker
 from pipeinfer.cluster.transport import Link
 from pipeinfer.cluster.wire import decode_verdict, verdict_bytes
 from pipeinfer.core.interfaces import Batch, FloatArray
-from pipeinfer.core.runs import KvOp, Row, Run
+from pipeinfer.core.runs import KvOp, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 
 N_EMBD = 4096  # 16 KB of activations a row
@@ -107,7 +107,7 @@ def main() -> None:
         pipeline = HeadPipeline(link.comm, range(1, size), None, verdict_bytes(64), decode_verdict)
         waiter = HeadWaiter(lambda: None, pipeline)
         for index in range(N_BLOCK):
-            opens = {} if index else {0: SamplingParams(temp=0.0)}
+            opens = {} if index else {0: Opening(SamplingParams(temp=0.0), 1)}
             start_s = time.perf_counter()
             pipeline.submit(Run(round_ * N_BLOCK + index + 1, [Row(0, 1, 0, (0,))], [], opens))
             while pipeline.poll() is None:

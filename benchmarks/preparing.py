@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pipeinfer.cluster.activations import WireType, activation_bytes
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker
 from pipeinfer.cluster.wire import Transaction, encode
-from pipeinfer.core.runs import Row, Run
+from pipeinfer.core.runs import Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
@@ -77,7 +77,7 @@ def measure(n_rows: int, stages: list[LlamaStage]) -> None:
         stage._lib = library  # type: ignore[assignment]
     found: list[list[tuple[float, float, float]]] = [[] for _ in stages]
     for position in range(N_RUNS):
-        opens = {request: SamplingParams(temp=0.0) for request in range(n_rows)} if position == 0 else {}
+        opens = {request: Opening(SamplingParams(temp=0.0), 1) for request in range(n_rows)} if position == 0 else {}
         rows = [Row(request, 300 + request, position, (request,), 1) for request in range(n_rows)]
         bare = encode(Run(position + 1, rows, opens=opens))
         room = np.zeros(activation_bytes(n_rows, stages[0].n_embd, WireType.F32), np.uint8)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker, Transaction, room_for
 from pipeinfer.cluster.wire import encode
-from pipeinfer.core.runs import Row, Run
+from pipeinfer.core.runs import Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
@@ -92,7 +92,7 @@ def transaction_of(number: int, params: SamplingParams, rows: int, n_embd: int) 
     """The next token of each of so many requests, with some residual."""
     run = Run(number + 1, [Row(request, 5, number, (request,)) for request in range(rows)])
     if not number:
-        run.opens = dict.fromkeys(range(rows), params)
+        run.opens = dict.fromkeys(range(rows), Opening(params, 1))
     transaction = room_for(encode(run), n_embd)
     transaction.activations[:] = np.random.default_rng(number).normal(size=transaction.activations.shape)
     return transaction

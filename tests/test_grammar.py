@@ -17,7 +17,7 @@ from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import encode
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch, FloatArray
-from pipeinfer.core.runs import KvOp, OpKind, Row, Run
+from pipeinfer.core.runs import KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.errors import UserError
 from pipeinfer.job.constraints import check_constraints
@@ -117,7 +117,7 @@ def test_where_nothing_may_follow_the_text_ends(tokenizer: Tokenizer) -> None:
 
 def tree_runs(params: SamplingParams, words: Sequence[int]) -> list[Run]:
     """A prompt; then runs of two branches each, the second of which has tokens that the grammar does not let pass."""
-    runs = [Run(1, [Row(1, 300 + at, at, (0,), int(at == 4)) for at in range(5)], opens={1: params})]
+    runs = [Run(1, [Row(1, 300 + at, at, (0,), int(at == 4)) for at in range(5)], opens={1: Opening(params, 5)})]
     for number in range(6):
         first = 5 + 2 * number
         ops = [KvOp(OpKind.COPY, 0, 1, 0, first)]
@@ -142,6 +142,17 @@ class Tree(OneBuffer):
         return None if logits is None else logits[:, :4096]
 
 
+def test_a_stage_that_is_first_asked_in_the_middle_of_an_output_knows_where_that_began(tokenizer: Tokenizer) -> None:
+    """The output so far is "ab": after it the grammar lets digits pass and nothing else."""
+    text, params = tokenizer.encode("ab", False), SamplingParams(temp=0.0, grammar='root ::= "ab" [0-9]+')
+    worker = StageWorker(Tree(), LocalPrunings(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
+    rows = [Row(1, 300, 0, (0,), 0), *(Row(1, token, at, (0,), 0) for at, token in enumerate(text, 1))]
+    rows[-1].n_wanted = 1
+    verdict = worker.process(room_for(encode(Run(1, rows, opens={1: Opening(params, 1)})), 4))
+    assert isinstance(verdict, Verdict)
+    assert verdict.tokens[-1] in allowed_by(Grammar(tokenizer, params.grammar), text)
+
+
 @pytest.mark.parametrize("temp", [0.0, 0.9])
 def test_threads_choose_the_same_in_a_tree_with_wrong_branches(tokenizer: Tokenizer, temp: float) -> None:
     params = SamplingParams(seed=2, temp=temp, grammar="root ::= [a-z ]+", repeat_penalty=1.1)
@@ -157,7 +168,7 @@ def test_threads_choose_the_same_in_a_tree_with_wrong_branches(tokenizer: Tokeni
         verdicts.append([verdict.tokens for verdict in found])
         assert len(worker._constraints) == 1
         worker._keep_books(room_for(encode(tree_runs(params, words)[-1]), 4))
-        assert not worker._constraints and not worker._begins, "what is kept of a request goes when it ends"
+        assert not worker._constraints and not worker._opened, "what is kept of a request goes when it ends"
     assert verdicts[0] == verdicts[1] == verdicts[2] and len({*verdicts[0]}) > 4
     free = SamplingParams(seed=2, temp=temp, repeat_penalty=1.1)
     worker = StageWorker(Tree(), LocalPrunings(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))

@@ -221,7 +221,7 @@ def test_what_is_kept_of_a_request_ends_with_it() -> None:
         engine.add(Request(request_id, [1], 3, SamplingParams(temp=0.0), 20), PipeInfer())
         for _ in engine.generate():
             pass
-    assert all(len(worker._sampling) <= 1 for worker in pipeline.workers), "sampling of requests that have ended"
+    assert all(len(worker._opened) <= 1 for worker in pipeline.workers), "sampling of requests that have ended"
     assert len(engine._jobs) == len(engine._senders) == len(engine.target._of_request) == 0
 
 

@@ -69,6 +69,18 @@ def some_requests(rng: random.Random, n_ctx: int, blocks: bool, with_priorities:
     return [each for each in found if len(each.prompt) < n_ctx - 2]
 
 
+class Progress(RequestMetrics):
+    """No row of the prompt is reported twice, whatever was in flight when the request was preempted."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.n_most = len(request.prompt) - 1  # all but the root
+
+    def prompt_evaluated(self, n_rows: int) -> None:
+        assert n_rows <= self.n_most, f"{n_rows} rows of {self.n_most} are evaluated"
+        super().prompt_evaluated(n_rows)
+
+
 def run_case(seed: int, counts: Counts) -> None:
     rng, reference = random.Random(seed), Reference(N_LAYERS)
     blocks, parked, n_ctx = rng.random() < 0.6, rng.random() < 0.6, 160
@@ -89,7 +101,7 @@ def run_case(seed: int, counts: Counts) -> None:
     engine.admission.ahead, engine.admission.n_prompts = rng.choice([0, 1, 4, 15]), rng.choice([1, 2, 99])
     counts.watch(engine)
     requests = some_requests(rng, n_ctx, blocks, with_priorities=seed % 2 == 1)
-    metrics, to_come, stopped = {each.id: RequestMetrics() for each in requests}, list(requests), set[int]()
+    metrics, to_come, stopped = {each.id: Progress(each) for each in requests}, list(requests), set[int]()
     while engine.busy or to_come:
         while to_come and (not engine.busy or rng.random() < 0.1):
             request = to_come.pop(0)

@@ -28,7 +28,7 @@ from pipeinfer.cluster.wire import (
     encode_prunings,
 )
 from pipeinfer.core.interfaces import Batch, FloatArray
-from pipeinfer.core.runs import KvOp, Row, Run
+from pipeinfer.core.runs import KvOp, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.observe.ledger import StageLedger
 
@@ -166,7 +166,7 @@ def make_runs(n_runs: int) -> list[Run]:
     found, position = [], 0
     for number in range(1, n_runs + 1):
         rows = [Row(1, 3, position + index, (0,), n_wanted=1) for index in range(1 + number % 3)]
-        found.append(Run(number, rows, opens={1: SamplingParams(temp=0.0)} if number == 1 else {}))
+        found.append(Run(number, rows, opens={1: Opening(SamplingParams(temp=0.0), 1)} if number == 1 else {}))
         position += len(rows)
     return found
 
@@ -224,7 +224,7 @@ def test_a_run_that_comes_while_one_is_computed_is_begun_then() -> None:
 def test_what_samplers_have_chosen_goes_out_while_a_run_is_computed() -> None:
     """A run is not done before the verdict of the one before it was sent."""
     model, runs = LateModel(is_last=True), make_runs(4)
-    runs[0].opens[1] = SamplingParams(temp=0.8, seed=1)
+    runs[0].opens[1] = Opening(SamplingParams(temp=0.8, seed=1), 1)
     model.is_done = lambda number: number - 1 <= sum(tag is Tag.VERDICT for _, tag, _ in model.sent)
     comm, _ = serve_runs(model, runs, n_samplers=1)
     assert [decode_verdict(message).run_id for _, tag, message in comm.sent if tag is Tag.VERDICT] == [1, 2, 3, 4]

@@ -14,7 +14,7 @@ from pipeinfer.cluster.samplers import N_BUFFERS, Samplers
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import encode
 from pipeinfer.core.interfaces import Batch, FloatArray
-from pipeinfer.core.runs import NO_TOKEN, KvOp, Row, Run, Verdict
+from pipeinfer.core.runs import NO_TOKEN, KvOp, Opening, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 from tests.delayed import run_delayed
 from tests.jobs import run_json
@@ -57,7 +57,7 @@ def runs(params: SamplingParams, n_runs: int = 12, n_rows: int = 5) -> list[Run]
     for number in range(n_runs):
         first = number * n_rows
         rows = [Row(1, 3, first + index, (0,), n_wanted=int(index != 2)) for index in range(n_rows)]
-        found.append(Run(number + 1, rows, opens={1: params} if not number else {}))
+        found.append(Run(number + 1, rows, opens={1: Opening(params, 1)} if not number else {}))
     return found
 
 

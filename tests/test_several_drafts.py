@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeinfer.cluster.cores import this_host
-from pipeinfer.core.runs import GuessVerdict, Row, Run
+from pipeinfer.core.runs import GuessVerdict, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.deployment import deploy
@@ -138,7 +138,7 @@ def test_a_cut_draft_guesses_what_the_whole_one_does() -> None:
     def answers(*bounds: int) -> GuessVerdict:
         models = [LlamaStage(open_slice(info, first, last), params) for first, last in pairwise(bounds)]
         pipeline = ToyDraftPipeline(models, random.Random(1))
-        pipeline.submit(Run(1, rows, opens={0: SamplingParams(seed=0, temp=0.0)}))
+        pipeline.submit(Run(1, rows, opens={0: Opening(SamplingParams(seed=0, temp=0.0), 1)}))
         while (verdict := pipeline.poll()) is None:
             pass
         for model in models:

@@ -30,7 +30,7 @@ from pipeinfer.cluster.wire import (
     verdict_bytes,
 )
 from pipeinfer.core.blocks import Span
-from pipeinfer.core.runs import POSITION_END, Guess, GuessVerdict, KvOp, OpKind, Row, Run, Verdict
+from pipeinfer.core.runs import POSITION_END, Guess, GuessVerdict, KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 
 ids = st.integers(0, 2**31 - 1)
@@ -46,7 +46,7 @@ runs = st.builds(
     ids,
     st.lists(rows, max_size=8),
     st.lists(ops, max_size=8),
-    st.dictionaries(ids, params, max_size=3),
+    st.dictionaries(ids, st.builds(Opening, params, ids), max_size=3),
     st.none() | st.builds(Span, ids, st.integers(1, 2**31 - 1)),
 )
 
@@ -62,7 +62,7 @@ def test_run_survives(run: Run, n_embd: int) -> None:
         assert row.n_wanted == sent.n_wanted and not sent.dropped
     n_extra = sum(len(row.seqs) - 1 for row in run.rows)
     bare_bytes = bytes_before_activations(len(run.ops), len(run.rows), n_extra, len(run.opens))
-    assert 0 <= len(encode(run)) - bare_bytes <= sum(map(text_bytes, run.opens.values()))
+    assert 0 <= len(encode(run)) - bare_bytes <= sum(text_bytes(new.sampling) for new in run.opens.values())
     transaction.activations = np.arange(len(run.rows) * n_embd, dtype=np.float32).reshape(-1, n_embd)
     received = Transaction(np.concatenate([transaction.message, np.full(9, 7, np.uint8)]), n_embd)
     assert np.array_equal(received.activations, transaction.activations)

@@ -29,8 +29,8 @@ from pipeinfer.core.interfaces import (
     StageModel,
     UnderWay,
 )
-from pipeinfer.core.runs import NO_TOKEN, Guess, GuessVerdict, OpKind, Verdict
-from pipeinfer.core.sampling import SamplingParams, choose
+from pipeinfer.core.runs import NO_TOKEN, Guess, GuessVerdict, Opening, OpKind, Verdict
+from pipeinfer.core.sampling import choose
 from pipeinfer.observe.trace import NO_TRACE, Tracer
 
 
@@ -113,9 +113,8 @@ class StageWorker:
         self.n_layers, self._n_asked = n_layers, 0
         self._free_s = -math.inf  # when the last run was done
         self.stats = StageStats()
-        self._sampling: dict[int, SamplingParams] = {}
+        self._opened: dict[int, Opening] = {}
         self._constraints: dict[int, Constraint] = {}
-        self._begins: dict[int, int] = {}  # of each constrained request the position of its output
         self._history: TokenHistory | None = None  # kept only once a request looks back
 
     def process(self, transaction: Transaction) -> Verdict | GuessVerdict | None:
@@ -182,14 +181,15 @@ class StageWorker:
         ops = transaction.ops
         for op in ops:
             if op.kind is OpKind.CLOSE:
-                for known in (self._sampling, self._constraints, self._begins):
+                for known in (self._opened, self._constraints):
                     known.pop(op.src, None)
-        self._sampling.update(transaction.opens)
+        opens = transaction.opens
+        self._opened.update(opens)
         self.model.apply([op for op in ops if op.kind is not OpKind.CLOSE])
-        if self.model.is_last and any(params.needs_history for params in transaction.opens.values()):
+        if self.model.is_last and any(new.sampling.needs_history for new in opens.values()):
             self._history = self._history or TokenHistory()
         if self.model.is_last and self.constrain:
-            grammars = {id: params.grammar for id, params in transaction.opens.items() if params.grammar}
+            grammars = {id: new.sampling.grammar for id, new in opens.items() if new.sampling.grammar}
             self._constraints.update({id: self.constrain(text) for id, text in grammars.items()})
         if self._history:
             self._history.apply(ops)
@@ -276,18 +276,18 @@ class StageWorker:
             if self._history:
                 self._history.add(owners, row.token)
             if row.n_wanted:
-                params, position = self._sampling[row.request], row.position + 1
+                params, position = self._opened[row.request].sampling, row.position + 1
                 history = self._history.last(row.seq, position, params.looks_back) if self._history else ()
                 allowed = self._allowed(row) if row.request in self._constraints else None
                 questions.append(Question(index, params, position, history, row.n_wanted, allowed))
         return questions
 
     def _allowed(self, row: SentRow) -> Allowed:
-        """What may follow a row. The first that is asked about is the last of its request's prompt."""
+        """What may follow a row."""
         assert self._history
         position = row.position + 1
-        begin = self._begins.setdefault(row.request, position)
-        return self._constraints[row.request].after(self._history.last(row.seq, position, position - begin))
+        n_output = position - self._opened[row.request].n_prompt
+        return self._constraints[row.request].after(self._history.last(row.seq, position, n_output))
 
     _no_answer: Any = NO_TOKEN
 

@@ -2,9 +2,9 @@
 
 | message   | from, to                | records, one kind behind the other                                         |
 |-----------|-------------------------|----------------------------------------------------------------------------|
-| a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request an int32, its      |
-|           |                         | SamplingParams and the bytes of its texts; these texts; then the           |
-|           |                         | activations (n_rows, n_embd), of a WireType                                |
+| a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request its id and the     |
+|           |                         | tokens of its prompt, int32, its SamplingParams and the bytes of its       |
+|           |                         | texts; these texts; then the activations (n_rows, n_embd), of a WireType   |
 | apart     | stage to stage          | the activations of the run before it, from a device's memory to another's  |
 | an order  | head, stage after stage | Header: to report, or to end                                               |
 | a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
@@ -32,7 +32,7 @@ from pipeinfer.cluster.logprobs import MAX_TOP, Likely, ScoredToken
 from pipeinfer.cluster.records import I32, Buffer, Record
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import DeviceRows, FloatArray
-from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
+from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Opening, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 
 MAGIC = 0x50495046  # refuses a stray message early
@@ -113,7 +113,7 @@ SAMPLING, VERDICT, GUESS = Record(SamplingParams, TEXTS), Record(VerdictHeader),
 SCORED, LIKELY = Record(ScoredRow), Record(Likely)
 PRUNINGS, PRUNED = Record(PruningsHeader), Record(PrunedRun)
 INT = np.dtype("<i4")
-N_OPEN_BYTES = INT.itemsize + SAMPLING.n_bytes + INT.itemsize * len(TEXTS)
+N_OPEN_BYTES = 2 * INT.itemsize + SAMPLING.n_bytes + INT.itemsize * len(TEXTS)
 
 
 def bytes_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int, n_text: int = 0) -> int:
@@ -175,15 +175,17 @@ class Transaction:
         return owners
 
     @property
-    def opens(self) -> dict[int, SamplingParams]:
-        found, text_at = dict[int, SamplingParams](), self._texts_at
+    def opens(self) -> dict[int, Opening]:
+        found, text_at = dict[int, Opening](), self._texts_at
         for at in range(self._opens_at, self._texts_at, N_OPEN_BYTES):
-            lengths_at = at + INT.itemsize + SAMPLING.n_bytes
-            params, texts = SAMPLING.read(self.buffer, at + INT.itemsize), dict[str, Any]()
+            request, n_prompt = _ints(self.buffer, at, 2)
+            sampling_at = at + 2 * INT.itemsize
+            params, texts = SAMPLING.read(self.buffer, sampling_at), dict[str, Any]()
+            lengths_at = sampling_at + SAMPLING.n_bytes
             for name, length in zip(TEXTS, _ints(self.buffer, lengths_at, len(TEXTS)), strict=True):
                 texts[name] = self.buffer[text_at : text_at + length].tobytes().decode()
                 text_at += length
-            found[_ints(self.buffer, at, 1)[0]] = replace(params, **texts) if any(texts.values()) else params
+            found[request] = Opening(replace(params, **texts) if any(texts.values()) else params, n_prompt)
         return found
 
     @property
@@ -248,7 +250,7 @@ class Transaction:
 def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     """The transaction of a run as the head sends it: without activations."""
     extra = [ExtraSeq(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
-    texts = {id: [getattr(params, name).encode() for name in TEXTS] for id, params in run.opens.items()}
+    texts = {id: [getattr(new.sampling, name).encode() for name in TEXTS] for id, new in run.opens.items()}
     text = b"".join(text for each in texts.values() for text in each)
     text += bytes(-len(text) % INT.itemsize)  # activations are aligned
     counts = len(run.ops), len(run.rows), len(extra), len(run.opens), len(text)
@@ -257,7 +259,10 @@ def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
         *map(OP.pack, run.ops),
         *(ROW.pack(SentRow(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0)) for row in run.rows),
         *map(EXTRA.pack, extra),
-        *(_packed([id]) + SAMPLING.pack(params) + _packed(map(len, texts[id])) for id, params in run.opens.items()),
+        *(
+            _packed([id, new.n_prompt]) + SAMPLING.pack(new.sampling) + _packed(map(len, texts[id]))
+            for id, new in run.opens.items()
+        ),
         text,
     )
 

@@ -17,15 +17,19 @@ from pipeinfer.core.pacer import Pacer
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.rooms import Rooms
-from pipeinfer.core.rota import Rota
+from pipeinfer.core.round_robin import RoundRobin
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.tree import Settled
 from pipeinfer.core.views import Views
 
 
 class Engine:
-    """Asks, in this order: has a verdict come? can a run go? can a draft elsewhere be asked? can the head's step? and
-    else waits, for whatever comes first of any level.
+    """Asks, in this order: has a verdict come? may a request begin? can a run go? can a draft elsewhere be asked? can
+    the head's step? and else waits, for whatever comes first of any level.
+
+    `version` advances with everything that happens: an answer to one of these questions, the end of a wait, a request
+    that is added or stopped. A question is left out only while nothing has happened since it had no answer, so that
+    nobody has to know on what an answer depends.
 
     `drafter`: the smallest draft, a level where another rank has it. `drafts`: larger ones, the smallest of them first;
     what it guesses they refine. `run_cost`: what runs cost the slowest stage, learned further here; with it a run is
@@ -53,13 +57,16 @@ class Engine:
         self.target, self.levels = target, (target, *remote, *drafts)
         self.waiter, self.clock, self.run_cost = waiter, clock, run_cost
         self._pacer = Pacer(run_cost, clock)
+        self.version = 0
+        self._asked_to_send = self._asked_to_begin = -1  # at which version that was last asked
         self._drains = False  # nothing is sent until cells can be won back
         self._jobs: dict[int, Opened] = {}
         self._rooms = Rooms(target, run_cost, self._jobs, max_delay_s)
-        self.growth = Growth(drafter, drafts, clock, self._jobs, self._wake, target.n_inflight)
+        self.growth = Growth(drafter, drafts, clock, self._jobs, self._grown, target.n_inflight)
         self._views = Views(target, self.growth, self._rooms, self._pacer, run_cost, clock, self._jobs)
         self.admission = Admission(self.levels, self.growth, self._jobs, run_cost, n_prompts)
-        self._senders, self._emissions = Rota[Opened](), deque[Emission]()  # whom to ask for a run; what came of it
+        self._senders = RoundRobin[Opened]()  # the open requests that have something unsent
+        self._emissions = deque[Emission]()
         self.taker: Callable[[Sequence[Emission]], object] | None = None
 
     # -- requests
@@ -69,10 +76,12 @@ class Engine:
         job = Opened(request, policy, observer or Observer(), self._views.of(request))
         job.observer.submitted(self.clock(), len(request.prompt))
         self.admission.wait(job)
+        self.version += 1
         self._admit()
 
     def stop(self, request: Request, reason: Finish = Finish.STOPPED) -> None:
         """End a request now; what it emitted stays."""
+        self.version += 1
         if request.finish is None:
             request.finish = reason
         if request.id in self._jobs:
@@ -85,9 +94,14 @@ class Engine:
         while self.admission.forget_oldest():
             pass
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Open those that wait and may begin now; whether there was one."""
+        if not self.admission.waiting or self._asked_to_begin == self.version:
+            return False
+        self._asked_to_begin, n_waiting = self.version, len(self.admission.waiting)
         for job in self.admission.ready():
             self._open(job)
+        return len(self.admission.waiting) < n_waiting
 
     def _open(self, job: Opened) -> None:
         request, prefix = job.request, job.request.continues
@@ -105,7 +119,8 @@ class Engine:
             job.observer.opened(job.n_heard)
         job.was_open = True
         self._jobs[request.id] = job
-        self._wake(job)
+        self._senders.add(request.id, job)
+        self.growth.add(job)
 
     @property
     def busy(self) -> bool:
@@ -129,40 +144,53 @@ class Engine:
 
     def step(self) -> Emission | None:
         """Answer the first of the questions that has an answer; wait if none has."""
-        answered = self._emissions or self._hear() or self._send() or self.growth.ask() or self._draft()
-        if not answered:
-            self.waiter.wait([level.pipeline for level in self.levels], self.timeout_s())
+        if not (self._emissions or self._react() or self._draft()):
+            self._wait()
         return self._emissions.popleft() if self._emissions else None
+
+    def _react(self) -> bool:
+        """Answer the first of the questions but the last, which takes the head's time."""
+        answered = self._hear() or self._admit() or self._send() or self.growth.ask(self.version)
+        self.version += answered
+        return answered
+
+    def _draft(self) -> bool:
+        """Let the draft take a step; what comes meanwhile is taken in, and what it frees is sent at once."""
+        drafted = self.growth.draft(self.version, self._meanwhile)
+        self.version += drafted
+        return drafted
+
+    def _wait(self) -> None:
+        timeout_s = self.timeout_s()
+        if timeout_s is None and self._jobs and not any([level.busy for level in self.levels]):
+            stalled = next(iter(self._jobs.values()))
+            raise RuntimeError(
+                f"request {stalled.request.id} waits for ever: {stalled.policy.name} neither sends nor drafts for it, "
+                "and nothing is in flight"
+            )
+        self.waiter.wait([level.pipeline for level in self.levels], timeout_s)
+        self.version += 1
 
     def timeout_s(self) -> float | None:
         """How long until a run is due that was held back when it was asked for last; None if none was."""
         return self._pacer.timeout_s
 
-    def _wake(self, job: Opened) -> None:
-        """Something has changed for the request: ask its policy again."""
+    def _grown(self, job: Opened) -> None:
+        """Its tree has changed: there may be something to send."""
         self._senders.add(job.request.id, job)
-        if self.growth.n_drafts:
-            self.growth.wake(job)
 
     def _hear(self) -> bool:
         """Take in what has come: a verdict of the target, or else what a larger draft says."""
         return self._settle_next() or self.growth.hear()
 
-    def _draft(self) -> bool:
-        """Let the draft take a step; what comes meanwhile is taken in, and what it frees is sent at once."""
-        drafted = self.growth.draft(self._meanwhile)
-        if drafted and self.admission.waiting:
-            self._admit()  # the drafter may have heard of a request that ended meanwhile
-        return drafted
-
     def _meanwhile(self) -> None:
-        while self._hear() or self._send() or self.growth.ask() or self._hand_out():
+        while self._react() or self._hand_out():
             pass
 
     def listen(self) -> None:
         """To be called while `step` waits for a stage of the head's own: what has come is taken in and handed out."""
-        while self._hear() or self.growth.ask() or self._hand_out():
-            pass
+        while self._hear() or self.growth.ask(self.version) or self._hand_out():
+            self.version += 1
 
     def _hand_out(self) -> bool:
         if not self.taker or not self._emissions:
@@ -189,10 +217,7 @@ class Engine:
             learn = self.run_cost.learn_chunk if flight.n_context else self.run_cost.learn
             learn(flight.n_rows, flight.context, verdict.slowest_s)
         for part in flight.parts:
-            job = self._jobs.get(part.request.id)
-            if job is None:
-                continue
-            self._wake(job)
+            job = self._jobs[part.request.id]
             if verdict.cancelled:
                 job.observer.run_spared()
                 continue
@@ -203,13 +228,12 @@ class Engine:
             tree.answer(part.nodes, verdict.tokens, part.first)
             if tree.root.verdict is not None:
                 self._take(job, tree.settle(), now_s)
-        if flight.n_context:
-            self._admit()  # others may have waited for it
         return True
 
     def _take(self, job: Opened, settled: Settled, now_s: float) -> None:
         """Emit what the target settled, and free and cancel what it refuted."""
         request = job.request
+        self._senders.add(request.id, job)  # the new root, unless it was sent as a guess
         tokens = request.take(settled.tokens)
         self._emissions.append(Emission(request, tokens))
         job.observer.settled(now_s, len(tokens), settled)
@@ -230,7 +254,6 @@ class Engine:
         self._give_back(request)
         if request.n_left:
             self.admission.prefixes.keep(request)
-        self._admit()
 
     def _preempt(self, job: Opened) -> None:
         """Others need its cells: it waits, and is evaluated anew, each row in the way it was."""
@@ -251,15 +274,19 @@ class Engine:
         self._pacer.given_up()
         for flight in flights:
             for part in flight.parts:
-                if job := self._jobs.get(part.request.id):
-                    self._wake(job)  # others that had rows in it may have waited for it
-                    if flight.cancelled:
-                        job.observer.run_cancelled()
+                if flight.cancelled and (job := self._jobs.get(part.request.id)):
+                    job.observer.run_cancelled()
 
     # -- sending
 
     def _send(self) -> bool:
         """Send the next run to the target, if one shall go now."""
+        if self._asked_to_send == self.version and not self._pacer.is_due:
+            return False
+        self._asked_to_send = self.version
+        return self._send_next()
+
+    def _send_next(self) -> bool:
         self._pacer.begin()
         if not self._senders or (self._drains and not self._drained()):
             return False
@@ -272,7 +299,7 @@ class Engine:
         return bool(chosen) and self._submit(chosen)
 
     def _wanted(self, job: Opened, alone: bool) -> Part | None:
-        """What the request would send now; it is not asked again until something changes if that is nothing."""
+        """What the request would send now."""
         request, root, target = job.request, job.request.tree.root, self.target
         if n_left := target.n_context_left(request):
             if target.n_inflight(request) <= 2 * target.pipeline.n_stages:
@@ -284,10 +311,6 @@ class Engine:
                 return Part(request, 0, [root], True)  # right behind the prompt
         elif nodes := job.policy.send(job.view):
             return Part(request, 0, nodes, nodes[0] is root)
-        elif alone and self._pacer.holds:
-            return None  # to be asked again when it is due
-        if target.n_inflight(request):
-            self._senders.discard(request.id)
         return None
 
     def _submit(self, parts: Sequence[Part]) -> bool:
@@ -297,7 +320,7 @@ class Engine:
             n_lacking = sum(max(1, part.n_rows) for part in parts if part.certain and part not in sent)
             self._drains = n_lacking > (0 if self.target.pool.n_parked else self.target.pool.n_free_cells)
         if flight is None:  # where nothing will come back that frees cells, others give them up now
-            return self._drains and not self.target.pool.has_nodes and self._send()
+            return self._drains and not self.target.pool.has_nodes and self._send_next()
         flight.cost_s, flight.sent_s = self._pacer.sent(flight.n_rows, flight.context), self.clock()
         for part in sent:
             self._note_sent(self._jobs[part.request.id], part, flight)
@@ -308,11 +331,10 @@ class Engine:
             node.run_id = flight.run_id
         n_nodes, n_inflight = len(part.nodes), self.target.n_inflight(job.request)
         job.observer.run_sent(flight.sent_s, part.n_rows, n_nodes, part.has_root, part.n_branches, n_inflight)
-        if part.has_root and not (self.growth.n_drafts and job.policy.drafts):
-            self._senders.discard(job.request.id)  # there is nothing more to send before the verdict
-            return
-        self._wake(job)
-        self._senders.rotate(job.request.id)
+        if part.has_root and len(job.request.tree.nodes) == n_nodes:
+            self._senders.discard(job.request.id)  # there is nothing more to send before a verdict or a guess
+        else:
+            self._senders.rotate(job.request.id)
 
     def _drained(self) -> bool:
         """Whether cells have been won back, while no node is in flight: parked ones, and the youngest requests'."""
@@ -335,8 +357,8 @@ class Engine:
         """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""
         for job in self._jobs.values():
             job.request.tree.audit()
-            assert self.target.n_inflight(job.request) or job.request.id in self._senders, (
-                f"request {job.request.id} has nothing in flight and is not asked for more"
+            assert job.request.id in self._senders or not any(job.request.tree.unsent()), (
+                f"request {job.request.id} has something to send and is not asked for it"
             )
             for node in job.request.tree.nodes:
                 waiting = node.run_id is not None and node.verdict is None

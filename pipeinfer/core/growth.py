@@ -14,7 +14,7 @@ from pipeinfer.core.levels import Level
 from pipeinfer.core.opened import Opened
 from pipeinfer.core.remote_draft import RemoteDraft
 from pipeinfer.core.requests import Request
-from pipeinfer.core.rota import Rota
+from pipeinfer.core.round_robin import RoundRobin
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node
 
@@ -54,15 +54,17 @@ class Growth:
         self.drafter = None if isinstance(drafter, Level) else drafter
         self.drafts, self.clock = tuple(drafts), clock
         self._opened, self._grown, self._in_flight = opened, grown, in_flight
-        self._drafters = Rota[Opened]()  # whom to ask for a step of the draft
-        self._askers = [Rota[Opened]() for _ in self.drafts]  # and for nodes that a larger draft shall judge
+        # whom to ask for a step of the draft, and for nodes that a larger draft shall judge: the open requests
+        self._drafters = RoundRobin[Opened]()
+        self._askers = [RoundRobin[Opened]() for _ in self.drafts]
+        self._asked_to_draft = self._asked_to_ask = -1  # at which of the engine's versions that had no answer
         self.n_drafts = (drafter is not None) + len(self.drafts)
         self._step: _Step | None = None
         self._unsettled: dict[int, tuple[Request, list[Node]]] = {}  # what the drafter has yet to hear
         self._ended: list[tuple[Callable[[Request], None], Request]] = []
         self._steps_s: deque[float] = deque(maxlen=N_TIMED)
         self.remote = (
-            RemoteDraft(drafter, clock, opened, self._take, grown, self._steps_s.append)
+            RemoteDraft(drafter, clock, opened, self._take, self._steps_s.append)
             if isinstance(drafter, Level)
             else None
         )
@@ -82,14 +84,11 @@ class Growth:
         if self.drafter:
             self.drafter.open(request)
 
-    def wake(self, job: Opened) -> None:
-        """Something has changed for the request: ask its policy again."""
-        if self.drafter:
-            self._drafters.add(job.request.id, job)
-        elif self.remote:
-            self.remote.wake(job)
-        for rota in self._askers:
-            rota.add(job.request.id, job)
+    def add(self, job: Opened) -> None:
+        """The request is open: its policy is asked for steps from now on."""
+        if job.policy.drafts:
+            for turns in (self._drafters, *self._askers):
+                turns.add(job.request.id, job)
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
         """The root moved. The drafter hears of it between its steps, never in the middle of one."""
@@ -103,10 +102,8 @@ class Growth:
 
     def close(self, request: Request) -> None:
         """The request is open no longer. Until the drafter has heard of it there is no more room than before."""
-        for rota in (self._drafters, *self._askers):
-            rota.discard(request.id)
-        if self.remote:
-            self.remote.discard(request)
+        for turns in (self._drafters, *self._askers):
+            turns.discard(request.id)
         if self.drafter:
             self._ended.append((self.drafter.close, request))
             self._flush()
@@ -129,15 +126,20 @@ class Growth:
 
     # -- the smallest draft
 
-    def draft(self, meanwhile: Callable[[], None]) -> bool:
-        """One step for the request whose turn it is. `meanwhile` is called between the draft's layers."""
+    def draft(self, version: int, meanwhile: Callable[[], None]) -> bool:
+        """One step for the request whose turn it is. `meanwhile` is called between the draft's layers. `version`: as in
+        the engine; nobody is asked twice at one where nobody had something to expand."""
         drafter = self.drafter
-        return drafter is not None and any(self._draft_for(drafter, job, meanwhile) for job in self._drafters)
+        if drafter is None or self._asked_to_draft == version:
+            return False
+        drafts = any(self._draft_for(drafter, job, meanwhile) for job in self._drafters)
+        if not drafts:
+            self._asked_to_draft = version
+        return drafts
 
     def _draft_for(self, drafter: Drafter, job: Opened, meanwhile: Callable[[], None]) -> bool:
         nodes, n_inflight = job.policy.draft(job.view), job.view.n_inflight
         if not nodes:
-            self._drafters.discard(job.request.id)
             return False
         self._drafters.rotate(job.request.id)
         start_s = self.clock()
@@ -146,13 +148,13 @@ class Growth:
             guesses = drafter.expand(job.request, nodes, lambda: self._interrupted(nodes, meanwhile))
         finally:
             self._step = None
-        end_s = self.clock()
-        self._steps_s.append(end_s - start_s)
-        job.observer.draft_stepped(start_s, end_s, len(nodes), n_inflight, guesses is None)
-        if guesses is not None and job.request.id in self._opened:
-            self._take(job, nodes, guesses)
+        end_s, is_open = self.clock(), job.request.id in self._opened
+        steps = guesses is None or self._take(job, nodes, guesses) if is_open else True
+        if steps:
+            self._steps_s.append(end_s - start_s)
+            job.observer.draft_stepped(start_s, end_s, len(nodes), n_inflight, guesses is None)
         self._flush()
-        return True
+        return steps
 
     @property
     def step_s(self) -> float:
@@ -175,39 +177,39 @@ class Growth:
         meanwhile()
         return not any(node.live for node in nodes)
 
-    def _take(self, job: Opened, nodes: Collection[Node], guesses: Sequence[list[Guess] | None]) -> None:
+    def _take(self, job: Opened, nodes: Collection[Node], guesses: Sequence[list[Guess] | None]) -> bool:
+        """Take the guesses after each node in; whether that changed anything."""
         for node, found in zip(nodes, guesses, strict=True):
             if found is not None and node.live and not node.expanded:
                 kept = job.policy.keep(node, found)
                 job.observer.grown(len(job.request.tree.grow(node, kept, _log_probs(kept))))
-        if any(found is not None for found in guesses):
-            self._grown(job)
-            return
-        # the draft has no room for any of them: more comes only with the next verdict
-        self._drafters.discard(job.request.id)
-        if self.remote:
-            self.remote.discard(job.request)
-        if not self._in_flight(job.request):
+        has_room = any(found is not None for found in guesses)
+        if not has_room:  # more comes only with the next verdict
+            if self._in_flight(job.request):
+                return False
             for node in nodes:
                 node.expanded = True
-            self._grown(job)
+        self._grown(job)
+        return True
 
     # -- drafts on other ranks
 
-    def ask(self) -> bool:
-        """Ask the smallest draft, where it is one, for more, and larger ones about what smaller ones have guessed."""
-        if self.remote and self.remote.ask():
-            return True
-        if not self.drafts:
+    def ask(self, version: int) -> bool:
+        """Ask the smallest draft, where it is one, for more, and larger ones about what smaller ones have guessed.
+        `version`: as in `draft`."""
+        if self._asked_to_ask == version or not (self.remote or self.drafts):
             return False
-        return any(
+        asked = bool(self.remote and self.remote.ask(self._drafters)) or any(
             level.n_flights < N_ASKED_AHEAD and self._ask_about(job, draft, level)
             for draft, level in enumerate(self.drafts, start=1)
             for job in self._askers[draft - 1]
         )
+        if not asked:
+            self._asked_to_ask = version
+        return asked
 
     def _ask_about(self, job: Opened, draft: int, level: Level) -> bool:
-        request, rota = job.request, self._askers[draft - 1]
+        request = job.request
         n_left = level.n_context_left(request)
         n_context = min(n_left, level.n_chunk, level.pool.n_free_cells)
         asked = {} if n_context else job.policy.refine(job.view, draft)
@@ -216,14 +218,11 @@ class Growth:
         width = max(asked.values(), default=0)
         widths = {node: asked.get(node, width) for node in nodes}
         if level.submit([Part(request, n_context, nodes, request.tree.root in nodes, widths=widths)]):
-            rota.rotate(request.id)
+            self._askers[draft - 1].rotate(request.id)
             return True
-        rota.discard(request.id)
         unknown = [] if level.n_inflight(request) else [node for node in asked if not level.pool.is_placed(node)]
         for node in unknown:
             node.passed_over = draft  # there is no room to ask about it, nor will there be before the root moves
-        if unknown:
-            self._grown(job)
         return bool(unknown)
 
     def hear(self) -> bool:
@@ -240,20 +239,17 @@ class Growth:
             return False
         flight, verdict = landed
         for part in flight.parts:
-            job = self._opened.get(part.request.id)
-            if job is None:
-                continue
-            self._grown(job)
+            job = self._opened[part.request.id]
             for index, node in enumerate([] if verdict.cancelled else part.nodes, part.first):
                 if node.live and node.refined < draft:
                     self._refine(job, node, verdict.guesses[index], draft)
         return True
 
-    @staticmethod
-    def _refine(job: Opened, node: Node, guesses: list[Guess], draft: int) -> None:
+    def _refine(self, job: Opened, node: Node, guesses: list[Guess], draft: int) -> None:
         kept = job.policy.keep(node, guesses, draft)
         job.observer.refined()
         job.observer.grown(len(job.request.tree.refine(node, kept, _log_probs(kept), draft)))
+        self._grown(job)
 
 
 def _log_probs(guesses: Sequence[Guess]) -> list[float]:

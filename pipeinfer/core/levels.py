@@ -13,8 +13,7 @@ from pipeinfer.core.blocks import Span
 from pipeinfer.core.flights import Flight, Part
 from pipeinfer.core.interfaces import Pipeline
 from pipeinfer.core.requests import Prefix, Request
-from pipeinfer.core.runs import KvOp, OpKind, Row, Run
-from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.runs import KvOp, Opening, OpKind, Row, Run
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 
@@ -41,7 +40,7 @@ class Level:
         self._next_run_id = 1
         self._flights: dict[int, Flight] = {}
         self._of_request: dict[int, dict[int, Flight]] = {}
-        self._opens: dict[int, SamplingParams] = {}  # of requests that no run has carried yet
+        self._opens: dict[int, Opening] = {}  # of requests that no run has carried yet
         self._known: set[int] = set()  # those that one has, until the stages hear that they have ended
         self._closes: list[KvOp] = []
         self._n_dead = 0  # of the runs in flight, those that were given up
@@ -54,7 +53,7 @@ class Level:
         self.pool.open(request.id, prefix and prefix._replace(n_tokens=self.n_shared(prefix)))
         self._of_request[request.id] = {}
         if request.id not in self._known:
-            self._opens[request.id] = request.sampling
+            self._opens[request.id] = Opening(request.sampling, len(request.prompt))
 
     def close(self, request: Request) -> list[Flight]:
         """Free what the request holds, but for what it leaves; it may be opened again if it has not finished. Returns
@@ -197,15 +196,15 @@ class Level:
         return n_rows
 
     def poll(self) -> tuple[Flight, Any] | None:
-        """The next verdict, with the flight that it ends, if one has come."""
+        """The next verdict, with the flight that it ends, if one has come: its parts are those of requests that have
+        been open since it was sent."""
         verdict = self.pipeline.poll()
         if verdict is None:
             return None
         flight = self._flights.pop(verdict.run_id)
         self._n_dead -= flight.dead
-        for part in flight.parts:
-            if (flights := self._of_request.get(part.request.id)) is not None:
-                flights.pop(verdict.run_id, None)
+        waiting = self._of_request
+        flight.parts = [part for part in flight.parts if waiting.get(part.request.id, {}).pop(verdict.run_id, None)]
         assert flight.cancelled or not verdict.cancelled, f"run {verdict.run_id} was cancelled by nobody"
         return flight, verdict
 

@@ -53,9 +53,9 @@ class Pacer:
         return True
 
     @property
-    def holds(self) -> bool:
-        """Whether a run was held back in this round."""
-        return self._due_s is not None
+    def is_due(self) -> bool:
+        """Whether it is time for what was held back in this round."""
+        return self._due_s is not None and self.clock() >= self._due_s
 
     @property
     def timeout_s(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
@@ -53,6 +54,14 @@ class Row:
     """Answers asked for: none after prompt rows before the last, one of the target, of a draft so many guesses."""
 
 
+class Opening(NamedTuple):
+    """What the last stage is told of a request with its first run."""
+
+    sampling: SamplingParams
+    n_prompt: int
+    """Tokens of the prompt, which is to say the position of the output's first one."""
+
+
 @dataclass(slots=True)
 class Run:
     """One micro-batch through all stages, the unit of cancellation. Rows are in topological order."""
@@ -60,8 +69,8 @@ class Run:
     id: int
     rows: list[Row]
     ops: list[KvOp] = field(default_factory=list)
-    opens: dict[int, SamplingParams] = field(default_factory=dict)
-    """Requests whose first run this is: how the last stage shall sample for them."""
+    opens: dict[int, Opening] = field(default_factory=dict)
+    """Requests whose first run this is."""
     span: Span | None = None
     """The rows are whole blocks of it; see `blocks`."""
 

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Rota(Generic[T]):
-    """Members by id, each once. Who is added is due after all others; who is in already keeps the place."""
+class RoundRobin(Generic[T]):
+    """Members by id, each once. A new member is due after all others, a member that was served as well."""
 
     def __init__(self) -> None:
         self._members: dict[int, T] = {}
