@@ -40,7 +40,7 @@ def test_a_run_is_due_just_before_the_slowest_stage_is_free(pacer: Pacer, clock:
     assert due_s(pacer) == pytest.approx(0.1 - MARGIN_S)
     clock.now = 0.1 - MARGIN_S
     pacer.begin()
-    assert not pacer.is_early(0) and not pacer.holds
+    assert not pacer.is_early(0) and pacer.timeout_s is None
 
 
 def test_it_is_due_earlier_where_costs_are_off_but_not_ever_earlier(pacer: Pacer) -> None:

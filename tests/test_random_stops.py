@@ -119,9 +119,9 @@ def run_case(seed: int, kind: type[Policy] | None = None) -> tuple[int, int]:
             engine.step()
         if rng.random() < 0.1:
             engine.audit()
-    for request, each in zip(requests, choices, strict=True):
+    for request, choice in zip(requests, choices, strict=True):
         said = request.tokens[n_prompt:]
-        assert said == [each.target(n_prompt + at) for at in range(len(said))], f"request {request.id}"
+        assert said == [choice.target(n_prompt + at) for at in range(len(said))], f"request {request.id}"
         assert len(said) == n_predict or request.finish
     return n_stopped, sum(each.n_preempted for each in metrics)
 
