@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from policies import BOUND, TUNED, speed
 
+from experiments.grow import grow
 from pipeinfer.job.prompts import TEXTS
 from pipeinfer.job.record import record_pair
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.grow import grow
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.virtual.choices import RecordedChoices
 from pipeinfer.virtual.profile import load_profile

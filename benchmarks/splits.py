@@ -20,9 +20,9 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from experiments.grow import grow
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.grow import grow
 from tests.jobs import finish
 
 

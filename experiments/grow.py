@@ -1,27 +1,39 @@
-"""A deeper model that computes (nearly) the same: real cost at any depth, and an acceptance rate that can be set.
+"""A deeper model that computes (nearly) the same: `python experiments/grow.py --layers 48 -o grown.gguf`.
 
-The added layers are copies of the model's own, in turn, but what they add to the residual stream is scaled down: their
-output projections are `noise` times the original ones, with random signs; at 0 they add nothing, and the model computes
-exactly what it did. Scaling touches the scale of each block only, so that any quantisation stays what it is, nothing is
-quantised again, and a model of any size goes through in a stream.
+Every added layer costs what a layer costs. The added layers are copies of the model's own, in turn, but what they add
+to the residual stream is scaled down: their output projections are `noise` times the original ones, with random signs;
+at 0 they add nothing, and the model computes exactly what it did. With the original model (or its draft) as the draft,
+the acceptance rate is that of the original pair without noise, and falls with the noise. Only the scale of each block
+is changed: any quantisation stays what it is, nothing is quantised again, and a model of any size goes through in a
+stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import click
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.cli.values import THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
+from pipeinfer.job.fetch import fetch_files
+from pipeinfer.job.memory import check_alone
+from pipeinfer.job.options import MAX_CTX
+from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.header import BLOCKS, Tensor, metadata_spans
-from pipeinfer.models.gguf.model_info import MAX_LAYERS, ModelInfo, layer_of
+from pipeinfer.models.gguf.model_info import MAX_LAYERS, ModelInfo, layer_of, read_model_info
 from pipeinfer.models.gguf.writer import encode_entry, encode_header, model_metadata, tensor_data, write_gguf
-from pipeinfer.outputs import whole_file
+from pipeinfer.outputs import check_separate, check_writable, path_of, whole_file
 
+MAX_NOISE = 1000
+TOLERANCE, N_TRIALS = 0.03, 12
 CHUNK_BYTES = 1 << 24
 OUTPUT_PROJECTIONS = ("attn_output", "ffn_down", "ssm_out", "shortconv.out_proj")
 """The tensors that write to the residual stream, in every supported architecture; `ffn_down_exps` of experts too."""
@@ -87,8 +99,8 @@ def _check(info: ModelInfo, n_layer: int, noise: float) -> None:
         raise UserError(
             f"--layers {n_layer}: the model has {info.n_layer}, a grown one has more, and {MAX_LAYERS} at most"
         )
-    if not 0 <= noise <= 1000:
-        raise UserError(f"--noise {noise:g} must be from 0 (the same function) to 1000")
+    if not 0 <= noise <= MAX_NOISE:
+        raise UserError(f"--noise {noise:g} must be from 0 (the same function) to {MAX_NOISE}")
     for tensor in info.tensors:
         if noise and _adds(tensor.name) and tensor.type not in (*SCALES_AT, F32, BF16):
             raise UserError(
@@ -154,3 +166,103 @@ def _entries(info: ModelInfo, n_layer: int) -> Iterator[bytes]:
     for key, value in known.items():
         if key not in info.metadata:
             yield encode_entry(key, value)
+
+
+def search_noise(make: Callable[[float], float], wanted: float) -> tuple[float, float]:
+    """(noise, rate) of the model that `make(noise)` leaves behind: the nearest to `wanted` of a dozen trials.
+
+    The rate falls with the noise, if not at every step. Raises UserError when no noise gives the rate.
+    """
+    rate = make(0.0)
+    if rate < wanted - TOLERANCE:
+        raise UserError(
+            f"--acceptance {wanted:g} cannot be reached: without noise the draft is right in {rate:.3f} of the cases; "
+            "ask for less, or leave out -md to draft with the original model"
+        )
+    tried = {0.0: rate}
+    low, high, noise = 0.0, math.inf, 0.25
+    while min(abs(found - wanted) for found in tried.values()) > TOLERANCE and len(tried) < N_TRIALS:
+        tried[noise] = make(noise)
+        low, high = (noise, high) if tried[noise] > wanted else (low, noise)
+        noise = 2 * low if high == math.inf else (low + high) / 2
+    best = min(tried, key=lambda noise: abs(tried[noise] - wanted))
+    if best != list(tried)[-1]:
+        make(best)
+    return best, tried[best]
+
+
+@click.command(help=__doc__)
+@click.option("-m", "--model", type=File(), default=TARGET, help="Model to grow, GGUF. [default: the shipped target]")
+@click.option("-o", "--output", type=File(), required=True, help="The grown model's file.")
+@click.option("--layers", type=Whole(1, MAX_LAYERS), required=True, help="Layers it shall have.")
+@click.option(
+    "--noise",
+    type=Number(0, MAX_NOISE),
+    default=0.0,
+    show_default=True,
+    help="What added layers add to the residual stream, as a share of what the originals add; 0: the same function.",
+)
+@click.option(
+    "--acceptance", type=Number(0, 1, above=True), help="Search the noise with which the draft is right this often."
+)
+@click.option(
+    "-md", "--model-draft", type=File(), help="Draft to measure with. [with --acceptance: the original model]"
+)
+@click.option("-n", "--predict", type=Whole(1, MAX_CTX), default=64, show_default=True, help="Tokens a measured text.")
+@click.option("-s", "--seed", type=Whole(0), default=0, show_default=True, help="Of the noise.")
+@click.option(
+    "-t", "--threads", type=THREADS, default=max(1, (os.cpu_count() or 1) // 2), help="[default: half the cores]"
+)  # fmt: skip
+def main(**options: Any) -> None:
+    try:
+        make_grown(**options)
+    except UserError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def make_grown(
+    model: Path, output: Path, layers: int, noise: float, acceptance: float | None, model_draft: Path | None,
+    predict: int, seed: int, threads: int,
+) -> None:  # fmt: skip
+    """Write the file that the command line asks for, and print its acceptance rate on greedy text if that was measured.
+    Raises UserError."""
+    if acceptance is not None and noise:
+        raise UserError(f"--noise {noise:g} and --acceptance {acceptance:g} both choose the noise; give one of them")
+    model, *given = fetch_files([model, *([model_draft] if model_draft else [])])
+    info = read_model_info(model)
+    draft = given[0] if given else (model if acceptance is not None else None)
+    check_separate({"--output": output}, {"--model": info.paths, "--model-draft": [draft] if draft else []})
+    check_writable(output, "--output")
+    if draft:
+        n_cells_grown = predict * layers // info.n_layer  # cells of the model's own depth, as many bytes
+        check_alone([(info, True)], n_cells_grown, n_rows=32)
+    measure = _measuring(model, draft, predict, threads) if draft else None
+    with whole_file(output, "--output") as file:
+
+        def make(strength: float) -> float:
+            file.seek(0)
+            write_grown(info, file, layers, strength, seed)
+            return measure(path_of(file)) if measure else float("nan")
+
+        noise, rate = search_noise(make, acceptance) if acceptance is not None else (noise, make(noise))
+    size = f"{layers} layers, {output.stat().st_size / 1e6:.1f} MB, noise {noise:.4g}"
+    print(f"{output}: {size}" + (f", acceptance rate of {draft} {rate:.3f}" if draft else ""))
+
+
+def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Callable[[Path], float]:
+    """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is quite another."""
+    from pipeinfer.job.model_files import draft_translation  # loads libllama
+    from pipeinfer.models.agreement import TEXTS, acceptance
+    from pipeinfer.models.tokenizer import Tokenizer
+
+    tokenizer, translation = Tokenizer(model), draft_translation(model, draft)
+    prompts = [tokens for text in TEXTS if (tokens := tokenizer.encode(text))]
+    if not prompts:
+        raise UserError(
+            f"{model} has no tokenizer; the acceptance rate cannot be measured, leave -md and --acceptance out"
+        )
+    return lambda grown: acceptance(grown, draft, prompts, n_predict, n_threads, translation)
+
+
+if __name__ == "__main__":
+    main()
