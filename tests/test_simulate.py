@@ -346,8 +346,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_a_table_and_writes_results_and_trace(tmp_path: Path) -> None:
     results, trace = tmp_path / "results.csv", tmp_path / "trace.json"
     done = command(
-        "--profile", "pipeinfer-c", "--nodes", "8", "-n", "64", "--results", str(results), "--trace", str(trace)
-    )
+        "--profile", "pipeinfer-c", "--nodes", "8", "-n", "64", "--policy", ",".join(USUAL),
+        "--results", str(results), "--trace", str(trace),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2 + len(USUAL) and "0 B" not in done.stdout, "a profile has no size"
     assert len(results.read_text().splitlines()) == 1 + len(USUAL)
