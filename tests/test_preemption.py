@@ -20,7 +20,7 @@ from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative
 from tests.test_engine import random_policy, toy_engine, toy_pipeline
-from tests.test_kept_prefixes import BlockStage, check_answers, expected, some_drafter
+from tests.test_kept_prefixes import BlockStage, check_answers, expected, some_drafter, state_pool
 from tests.test_levels import draft_levels
 from tests.toy import N_LAYERS, N_VOCAB, Reference, ToyPipeline
 
@@ -69,21 +69,18 @@ def some_requests(rng: random.Random, n_ctx: int, blocks: bool, with_priorities:
     return [each for each in found if len(each.prompt) < n_ctx - 2]
 
 
-def run_case(seed: int, counts: Counts) -> None:
+def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
     rng, reference = random.Random(seed), Reference(N_LAYERS)
     blocks, parked, n_ctx = rng.random() < 0.6, rng.random() < 0.6, 160
-    rewinds = rng.random() < 0.9
     n_cells, n_seq = n_ctx + rng.choice([1, 10, 60]), rng.choice([4, 9, 31])
     cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), rng.randrange(N_LAYERS))), N_LAYERS]
     stages = [BlockStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
-    for stage in stages:
-        stage.rewinds = rewinds
     pipeline = ToyPipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
-    drafter = some_drafter(rng, reference, n_seq, n_cells + 64) if rewinds else None
-    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1, 2]))]) if rewinds else []
+    drafter = some_drafter(rng, reference, n_seq, n_cells + 64)
+    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1, 2]))])
     for level in drafts:
         check_answers(level)
-    pool = SequencePool(n_seq, n_cells, parked, rewinds)
+    pool = SequencePool(n_seq, n_cells, parked) if rewinds else state_pool(stages, n_seq, n_cells, parked)
     options = {"n_chunk": rng.choice([3, 64, 128]), "n_rows": rng.choice([3, 32]), "cancel": rng.random() < 0.9}
     engine = toy_engine(pipeline, pool, drafter, drafts, blocks=blocks, **options)
     engine.admission.ahead, engine.admission.n_prompts = rng.choice([0, 1, 4, 15]), rng.choice([1, 2, 99])
@@ -123,6 +120,13 @@ def test_who_is_preempted_goes_on_with_the_same_text() -> None:
     for seed in range(40):
         run_case(seed, counts)
     assert counts.after_tokens > 5 and counts.in_blocks and counts.shared, counts
+
+
+def test_so_do_those_of_models_with_states() -> None:
+    counts = Counts()
+    for seed in range(40):
+        run_case(seed, counts, rewinds=False)
+    assert counts.after_tokens > 5 and counts.in_blocks, counts
 
 
 def engine_of(n_cells: int) -> Engine:

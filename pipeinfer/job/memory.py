@@ -146,7 +146,7 @@ class MemoryNeeds:
             self.info, first, last, *sizes, is_exact, in_file, by.n_on_gpu, is_sent, self.options.cache
         )
         if not self.info.layers.rewinds:
-            n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES
+            n_states = self.options.n_target_seq(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
         for _ in range(self.options.n_prompts if self.n_in_blocks else 0):
             found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
