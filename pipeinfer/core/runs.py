@@ -31,7 +31,8 @@ class KvOp:
     REMOVE  the cells of `src` at positions [first, last) no longer belong to `src`
     COMPACT parked cells are free again; every sequence's cells are packed in the order of their positions
     CLOSE   request `src` has ended: what is kept of it may go
-    SHARED  before a COMPACT: the cells of `dst` at positions [first, last) are those of `src`, a lower one, and stay so
+    SHARED  before a COMPACT: the cells of `dst` at positions [0, last) are those of `src`, and stay so; one a sequence
+            at most, after that of its `src`
     """
 
     kind: OpKind

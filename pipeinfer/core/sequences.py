@@ -116,9 +116,10 @@ class SequencePool:
         owners: dict[Cells, int] = {}
         # the shortest text's window is what all that share its cells need of them: libllama keeps no more
         for base in sorted(self._bases.values(), key=lambda base: (base.end, base.seq)):
-            for cells in [*base.cells.path()][::-1]:
-                if (owner := owners.setdefault(cells, base.seq)) != base.seq:
-                    self._pending.append(KvOp(OpKind.SHARED, owner, base.seq, cells.start, cells.end))
+            for cells in base.cells.path():
+                if (owner := owners.setdefault(cells, base.seq)) != base.seq:  # who has these has all below them too
+                    self._pending.append(KvOp(OpKind.SHARED, owner, base.seq, 0, cells.end))
+                    break
             self.window.lose(base)
         self._pending.append(KvOp(OpKind.COMPACT, 0))
         self.n_parked = 0
