@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
+from pipeinfer.job.memory import packing_bytes
 from pipeinfer.job.options import RunOptions
 from pipeinfer.job.timing import time_model
 from pipeinfer.models.gguf.model_info import read_model_info
@@ -120,6 +122,24 @@ def test_states_take_what_is_planned(folder: Path, loaded: Loader, name: str) ->
     for stage, first, last in zip(chain, edges, edges[1:], strict=False):
         in_cache = sum(info.layers.state_bytes[first:last]) + sum(info.kv_bytes_per_cell[first:last])
         assert 0 <= len(state(stage, 0)) - in_cache < 1000
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen35"])
+def test_packing_copies_no_more_than_is_planned(folder: Path, loaded: Loader, name: str) -> None:
+    path, _ = model_and_cut(folder, name)
+    info, params = read_model_info(path), replace(PARAMS, n_cells=768, n_seq_max=5)
+    (stage,) = loaded(path, (), params)
+    for seq, n_tokens in enumerate((140, 520, 60, 30)):
+        for start in range(0, n_tokens, 60):
+            tokens = random_tokens(min(60, n_tokens - start), seed=seq)
+            run([stage], rows([seq] * len(tokens), tokens, range(start, start + len(tokens))))
+    tracemalloc.start()
+    stage.apply([KvOp(OpKind.REMOVE, 3), KvOp(OpKind.COMPACT, 0)])
+    _, n_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    planned = packing_bytes(info, 0, info.n_layer, params.n_cells)
+    assert 0.5 * planned < n_bytes < planned + 20_000, "beside libllama's and Python's notes"
+    assert [stage.next_position(seq) for seq in range(4)] == [140, 520, 60, 0]
 
 
 def test_what_cannot_be_cut_is_given_up() -> None:
