@@ -128,7 +128,8 @@ def read_prompt(pool: SequencePool, stage: ToyStage, request: Request) -> None:
     tokens = np.array(request.prompt[start:], np.int32)
     placement = pool.place(request.id, len(tokens), [])
     stage.apply(placement.ops)
-    positions, seqs = np.arange(start, len(request.prompt), dtype=np.int32), [(placement.context_seq,)] * len(tokens)
+    positions = np.arange(start, len(request.prompt), dtype=np.int32)
+    seqs: list[tuple[int, ...]] = [(placement.context_seq,)] * len(tokens)
     stage.evaluate(Batch(tokens, positions, seqs, None, np.ones(len(tokens), bool)), lambda: False)
 
 
