@@ -9,11 +9,13 @@ from itertools import pairwise
 
 import pytest
 
+from pipeinfer.core import levels
 from pipeinfer.core.admission import ahead_of
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.prefixes import spans_to_continue
 from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.lookup import LookupDrafter
@@ -127,6 +129,20 @@ def test_so_do_those_of_models_with_states() -> None:
     for seed in range(40):
         run_case(seed, counts, rewinds=False)
     assert counts.after_tokens > 5 and counts.in_blocks, counts
+
+
+def test_more_operations_than_a_run_carries_travel_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, submit = list[Run](), ToyPipeline.submit
+
+    def noted(pipeline: ToyPipeline, run: Run) -> None:
+        runs.append(run)
+        submit(pipeline, run)
+
+    monkeypatch.setattr(levels, "MAX_OPS", 2)
+    monkeypatch.setattr(ToyPipeline, "submit", noted)
+    for seed in range(12):
+        run_case(seed, Counts())
+    assert max(len(run.ops) for run in runs) == 2 and any(not run.rows for run in runs)
 
 
 def engine_of(n_cells: int) -> Engine:

@@ -11,6 +11,9 @@ from pipeinfer.core.sampling import SamplingParams
 NO_TOKEN = -1
 """In a verdict: this row was not asked for a token, or was not evaluated because its guess was dead."""
 
+MAX_OPS = 2048
+"""Operations that a run carries at most."""
+
 POSITION_END = 2**31 - 1
 """As the end of a position range: to the end of the sequence."""
 
