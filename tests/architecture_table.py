@@ -21,8 +21,8 @@ slices in batches.
   equal libllama chooses by where their cells are, so that a longer text may be another one among others, or with
   guesses. A line says so where the context is longer.
 
-The planner cuts only where a model may be cut. Layers with states cannot go back to an earlier token: each stage keeps
-the states of its newest rows, so that up to 15 guesses are on their way at a time. Such models are no drafts.
+The planner cuts only where a model may be cut. Layers with states cannot go back to an earlier token: each guess
+has a state of its own, so that up to 16 of all requests are on their way at a time. Such models are no drafts.
 
 """
 

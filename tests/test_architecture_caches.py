@@ -80,6 +80,27 @@ def test_blocks_behind_those_of_another_request_have_the_same_bits(tmp_path: Pat
     assert np.array_equal(after(chain), expected), "not as it was before it was packed"
 
 
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("name", CACHES)
+def test_cells_that_lay_between_those_of_another_keep_their_order(
+    tmp_path: Path, loaded: Loader, name: str, stays: bool
+) -> None:
+    """Also those that are out of a window's sight, which only some layers keep."""
+    path, cuts = model_and_cut(tmp_path, name)
+    params = replace(exact_params(1), n_batch=256)
+    alone, chain, prompt = loaded(path, (), params), loaded(path, cuts, params), tokens_of(1)
+    list(read(alone, prompt, 256))
+    expected = after(alone)
+    at = 0
+    for _ in read(chain, prompt, 64):
+        evaluate(chain, tokens_of(at, 50), at, seq=1)
+        at += 50
+    for stage in chain:
+        stage.apply([KvOp(OpKind.REMOVE, 1, first=30 if stays else 0), KvOp(OpKind.COMPACT, 0)])
+        assert [stage.next_position(seq) for seq in (0, 1)] == [len(prompt), 30 * stays]
+    assert np.array_equal(after(chain), expected)
+
+
 @pytest.mark.parametrize("length", [32, 128])
 def test_without_flash_attention_a_prompt_is_read_as_guesses_are(tmp_path: Path, loaded: Loader, length: int) -> None:
     wider = {**MODELS["grok"].metadata, "embedding_length": 4 * length}

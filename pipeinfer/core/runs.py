@@ -12,6 +12,9 @@ from pipeinfer.core.sampling import SamplingParams
 NO_TOKEN = -1
 """In a verdict: this row was not asked for a token, or was not evaluated because its guess was dead."""
 
+MAX_OPS = 2048
+"""Operations that a run carries at most."""
+
 POSITION_END = 2**31 - 1
 """As the end of a position range: to the end of the sequence."""
 
@@ -32,7 +35,8 @@ class KvOp:
     REMOVE  the cells of `src` at positions [first, last) no longer belong to `src`
     COMPACT parked cells are free again; every sequence's cells are packed in the order of their positions
     CLOSE   request `src` has ended: what is kept of it may go
-    SHARED  before a COMPACT: the cells of `dst` at positions [first, last) are those of `src`, a lower one, and stay so
+    SHARED  before a COMPACT: the cells of `dst` at positions [0, last) are those of `src`, and stay so; one a sequence
+            at most, after that of its `src`
     """
 
     kind: OpKind

@@ -21,6 +21,7 @@ from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import buffer_bytes
+from pipeinfer.models.llama.compaction import COMPACT_CELLS
 from pipeinfer.models.llama.ggml import load_library
 
 CELLS_PADDING = 256  # libllama's
@@ -146,7 +147,7 @@ class MemoryNeeds:
             self.info, first, last, *sizes, is_exact, in_file, by.n_on_gpu, is_sent, self.options.cache
         )
         if not self.info.layers.rewinds:
-            n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES
+            n_states = self.options.n_target_seq(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
         for _ in range(self.options.n_prompts if self.n_in_blocks else 0):
             found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
@@ -199,6 +200,13 @@ def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows:
     return Memory(kv=n_cells * cell_bytes, buffers=buffers + min(n_cells, n_rows) * cell_bytes)
 
 
+def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
+    """Of the copy through which parked cells are won back: of some cells, or of a sequence with its state, to which all
+    cells may belong."""
+    n_copied = n_cells if not info.layers.rewinds else min(n_cells, COMPACT_CELLS)
+    return n_copied * sum(info.kv_bytes_per_cell[first:last]) + sum(info.layers.state_bytes[first:last])
+
+
 def gpu_bytes(
     info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, n_on_gpu: int, cache: CacheTypes
 ) -> int:
@@ -233,7 +241,8 @@ def slice_memory(
         weights=weights - mapped + head_again,
         mapped=mapped,
         kv=n_cells * sum(cache.cell_bytes(info.kv_shapes[on_host])),
-        buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs),
+        buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs)
+        + (packing_bytes(info, first, last, n_cells) if exact else 0),
         # without exact numerics weights are read out of the slice, which is let go when they are
         loading=0 if exact or in_file else weights,
     )

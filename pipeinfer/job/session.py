@@ -182,7 +182,7 @@ class Session:
         context, deployment, options = self.context, self.deployment, self.context.options
         assert self._pipeline
         n_cells, parked, rewinds = deployment.n_cells, deployment.parked, deployment.model.rewinds
-        n_guesses = max(0, options.n_snapshots(rewinds) - 1)
+        n_guesses = options.n_target_guesses(rewinds)
         window = deployment.model.window
         pool = SequencePool(options.n_target_seq(rewinds), n_cells, parked, rewinds, n_guesses, window)
         levels = {
