@@ -3,7 +3,6 @@
 Knows bytes, sources and tags; no run and no pipeline. Sends never block, receives are posted ahead, waits are polls.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import contextlib
