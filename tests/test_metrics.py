@@ -49,6 +49,7 @@ def test_what_a_service_tells_of_its_wait() -> None:
     assert turns == [True, False, True]
     assert (found["queued_s"], found["prompt_ms"], found["ttft_s"], found["total_s"]) == (1.5, 500.0, 2.0, 10.0)
     assert (found["prompt_per_second"], found["preempted_n"]) == (8.0, 1)
+    assert (found["prompt_n"], found["cache_n"]) == (4, 1), "as llama-server counts them: evaluated, and not"
     assert math.isnan(service_timings(RequestMetrics(submitted_s=1.0))["queued_s"])
 
 

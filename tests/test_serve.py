@@ -356,6 +356,8 @@ def test_a_text_does_not_depend_on_who_else_asks(served: Served) -> None:
     messages, answer = conversation(served)
     kept = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert 64 < kept < answer["usage"]["prompt_tokens"], "what was said before is not evaluated again"
+    timed = answer["timings"]
+    assert (timed["prompt_n"], timed["cache_n"]) == (answer["usage"]["prompt_tokens"] - kept, kept)
     for n_ranks in (1, 3):
         with Served(n_ranks, ["-sys", "of"]) as other:
             assert [other.text(**asked) for asked in PROBES] == alone

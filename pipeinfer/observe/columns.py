@@ -45,7 +45,7 @@ COLUMNS = (
     _asked("threads", "integers", "threads of each rank"),
     _asked("prompt", "text", "its name: file, file/question or file/question.turn; `pp128`: 128 tokens of text"),
     _asked("prompt_hash", "text", "of its tokens; of a later turn, of all that was said to the model"),
-    _asked("prompt_n", "integer", "tokens of the prompt"),
+    _asked("prompt_n", "integer", "tokens of the prompt, cached ones included"),
     _asked("predicted_n", "integer", "tokens generated"),
     _asked("seed", "integer", "of sampling; of `simulate`, of the choices"),
     _asked("temp", "number", "temperature; 0 is greedy"),

@@ -187,14 +187,15 @@ def timings(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def speeds(metrics: RequestMetrics) -> dict[str, Any]:
-    """Of these what costs next to nothing: no percentiles."""
-    n = len(metrics.token_s)
+    """Of these what costs next to nothing: no percentiles. `prompt_n`: tokens of the prompt that were evaluated;
+    `cache_n`: the others."""
+    n, n_evaluated = len(metrics.token_s), metrics.n_prompt - metrics.n_kept
     generation_s = metrics.token_s[-1] - metrics.token_s[0] if n else float("nan")
     return {
-        "prompt_n": metrics.n_prompt,
+        "prompt_n": n_evaluated,
         "cache_n": metrics.n_kept,
         "prompt_ms": 1e3 * metrics.ttft_s,
-        "prompt_per_second": (metrics.n_prompt - metrics.n_kept) / metrics.ttft_s,
+        "prompt_per_second": n_evaluated / metrics.ttft_s,
         "predicted_n": n,
         "predicted_ms": 1e3 * generation_s,
         "predicted_per_second": (n - 1) / generation_s if n > 1 and generation_s > 0 else float("nan"),
@@ -209,11 +210,11 @@ def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
     before its first run, in `ttft_s` and not in what its prompt took; how often it was preempted."""
     queued_s = metrics.begun_s - metrics.submitted_s
     prompt_s = metrics.ttft_s - queued_s
-    n_evaluated = metrics.n_prompt - metrics.n_kept
+    found = speeds(metrics)
     return {
-        **speeds(metrics),
+        **found,
         "prompt_ms": 1e3 * prompt_s,
-        "prompt_per_second": n_evaluated / prompt_s if prompt_s > 0 else float("nan"),
+        "prompt_per_second": found["prompt_n"] / prompt_s if prompt_s > 0 else float("nan"),
         "draft_n": metrics.n_judged,
         "draft_n_accepted": metrics.n_matched,
         "preempted_n": metrics.n_preempted,
