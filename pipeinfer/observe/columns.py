@@ -26,7 +26,7 @@ def _asked(name: str, kind: Kind, meaning: str) -> Column:
 COLUMNS = (
     Column("prompt_per_second", "number", "tokens of the prompt / `ttft_s`"),
     Column("predicted_per_second", "number", "tokens a second of text, from the first token to the last"),
-    Column("itl_mean_s", "number", "mean inter-token latency (s): every gap between tokens, 0 if they came at once"),
+    Column("itl_mean_s", "number", "mean inter-token latency (s); tokens of one verdict share the gap before it"),
     Column("ttft_s", "number", "time to first token (s), from submission"),
     _asked("policy", "text", "as `--policy` names it"),
     _asked("variant", "text", "what an ablation switched off, by its flags; empty: nothing"),

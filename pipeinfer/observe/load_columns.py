@@ -13,7 +13,7 @@ SHARES = (("mean", "mean"), ("p50", "median"), ("p90", "90th percentile"), ("p95
 LATENCIES = {
     "ttft": "time to first token (s) over requests, from when each came",
     "tpot": "mean time per output token (s) after the first, over requests",
-    "itl": "inter-token latency (s) over all gaps of all requests, 0 between tokens that came at once",
+    "itl": "inter-token latency (s) over all tokens but the first ones; tokens of one verdict share the gap before it",
 }
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -131,8 +132,14 @@ class RequestMetrics(Observer):
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: every gap between emitted tokens; 0 between tokens that came at once."""
-        return [after - before for before, after in zip(self.token_s, self.token_s[1:], strict=False)]
+        """Inter-token latencies, one for each token after the first. The tokens of a verdict share the gap before it, so
+        that none is 0 because tokens came together, and their mean is the time per output token."""
+        found, before_s = list[float](), math.nan
+        for now_s, tokens in groupby(self.token_s):
+            n = len(list(tokens))
+            found += [0.0] * (n - 1) if math.isnan(before_s) else [(now_s - before_s) / n] * n
+            before_s = now_s
+        return found
 
     @property
     def ttft_s(self) -> float:

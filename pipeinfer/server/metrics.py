@@ -77,12 +77,12 @@ class Metrics:
     def came(self, choice: Choice, n_tokens: int, before_s: float) -> None:
         self._predicted.inc(n_tokens)
         self._generation.inc(n_tokens)
-        if math.isnan(before_s):
+        is_first = math.isnan(before_s)
+        if is_first:
             self._ttft.observe(choice.came_s - choice.asked_s)
-        else:
-            self._itl.observe(choice.came_s - before_s)
-        for _ in range(n_tokens - 1):
-            self._itl.observe(0.0)
+        gap_s = 0.0 if is_first else (choice.came_s - before_s) / max(1, n_tokens)
+        for _ in range(n_tokens - is_first):
+            self._itl.observe(gap_s)
 
     def ended(self, choice: Choice, n_runs: int) -> None:
         self._success.labels(**self._labels, finished_reason=choice.finish or "abort").inc()
