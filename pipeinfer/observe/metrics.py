@@ -132,8 +132,8 @@ class RequestMetrics(Observer):
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies, one for each token after the first. The tokens of a verdict share the gap before it, so
-        that none is 0 because tokens came together, and their mean is the time per output token."""
+        """Inter-token latencies, one for each token after the first. The tokens of a verdict share the gap before it:
+        none is 0 because tokens came together, and the mean is the time per output token."""
         found, before_s = list[float](), math.nan
         for now_s, tokens in groupby(self.token_s):
             n = len(list(tokens))
