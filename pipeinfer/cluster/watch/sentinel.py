@@ -70,6 +70,7 @@ class Sentinel:
         self._selector.register(head, selectors.EVENT_READ, 0)
 
     def run(self) -> None:
+        self._look()
         while True:
             for key, _ in self._selector.select(self._silence.look_s if self._complete else LOOK_EVERY_S):
                 if isinstance(key.data, Process):
@@ -198,15 +199,22 @@ class Sentinel:
     def _ended(self, process: Process) -> None:
         """A rank on this host, before all have come. One that exits has said why."""
         self._selector.unregister(process)
+        rank = next(rank for rank, other in self._beside.items() if other is process)
         how = process.how_it_ended()
-        if how.startswith(" of ") and how not in ASKED_TO_END:
-            self._lost(next(rank for rank, other in self._beside.items() if other is process))
+        if not how:  # older kernels forget: whoever ends next may not be the first
+            del self._beside[rank]
+        if rank in self._links or (how.startswith(" of ") and how not in ASKED_TO_END):
+            self._died(rank, how)
 
     def _lost(self, rank: int) -> None:
+        if rank in self._beside:  # the ends of processes are told in their order, a link closes before them
+            self._selector.unregister(self._links[rank])
+        else:
+            self._died(rank, self._processes[rank].how_it_ended() if rank in self._processes else "")
+
+    def _died(self, rank: int, how: str) -> None:
         if self._stopping:
             self._end("", died=True)
-        process = self._processes.get(rank) or self._beside.get(rank)
-        how = process.how_it_ended() if process else ""
         if not self._complete and how == KILLED and len(self._beside) < self._size:
             # as the launcher does with the others when one on another host ended: it says which host
             self._end("", died=True)
