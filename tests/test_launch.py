@@ -98,3 +98,15 @@ def test_without_an_mpi_library_one_line_says_so(n_ranks: int) -> None:
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("pipeinfer: no MPI library can be used (cannot load MPI library); install one")
+
+
+@pytest.mark.parametrize("words", [["plan"], ["run", "-p", "x", "-n", "1"]])
+def test_a_llama_cpp_that_cannot_be_loaded_is_one_line(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "libllama.so").write_text("no library")
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=60,
+        env=environment() | {"LLAMA_CPP_LIB_PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pipeinfer: llama.cpp cannot be loaded (Failed to load shared library")
