@@ -16,7 +16,7 @@ from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
-from tests.jobs import finish, run_json
+from tests.jobs import finish, plain_tokens, run_json
 from tests.test_architectures import possible_cuts, rows_of_whole
 from tests.test_llama_stage import TreeDriver, exact_params, loaded, make_batch, random_tokens, run
 from tests.test_prompts import after, evaluate, read, share, tokens_of
@@ -120,6 +120,16 @@ def test_without_flash_attention_a_prompt_is_read_as_guesses_are(tmp_path: Path,
     words = ["-m", str(path), "-p", "the model of a layer " * 30, "-n", "20", "--temp", "0", "--ignore-eos"]
     alone, split = (run_json(n_ranks, words) for n_ranks in (1, 3))
     assert len(alone["prompt_tokens"]) > LARGEST and alone["tokens"] == split["tokens"]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "qwen2vl", "grok"])
+def test_long_prompts_read_as_in_plain_llama(tmp_path: Path, name: str) -> None:
+    wider = {**MODELS[name].metadata, "embedding_length": 256}
+    path = write_random_model(tmp_path / "target.gguf", replace(MODELS[name], metadata=wider, with_vocab=True))
+    words = ["-m", str(path), "-p", "the model of a layer " * 20, "-n", "20", "--temp", "0", "--ignore-eos", "-t", "1"]
+    alone = run_json(1, words)
+    assert len(alone["prompt_tokens"]) > LARGEST
+    assert alone["tokens"] == plain_tokens(path, alone["prompt_tokens"], 20)
 
 
 def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> None:

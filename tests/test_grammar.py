@@ -204,6 +204,12 @@ def test_what_is_no_grammar_is_said_and_ends_nothing(text: str, said: str) -> No
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_modules_of_the_current_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    check_grammar(Path(TARGET), 'root ::= "only checked here"')
+
+
 def test_a_grammar_that_takes_all_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "CPU_S", 1)
     with pytest.raises(UserError, match="too much time or memory"):

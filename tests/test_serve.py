@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -356,6 +358,8 @@ def test_a_text_does_not_depend_on_who_else_asks(served: Served) -> None:
     messages, answer = conversation(served)
     kept = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert 64 < kept < answer["usage"]["prompt_tokens"], "what was said before is not evaluated again"
+    timed = answer["timings"]
+    assert (timed["prompt_n"], timed["cache_n"]) == (answer["usage"]["prompt_tokens"] - kept, kept)
     for n_ranks in (1, 3):
         with Served(n_ranks, ["-sys", "of"]) as other:
             assert [other.text(**asked) for asked in PROBES] == alone
@@ -530,6 +534,20 @@ def test_without_its_front_the_job_ends() -> None:
         os.kill(front, signal.SIGKILL)
         assert served.wait(timeout_s=10) == 1
         assert "the process that speaks HTTP was killed by signal 9; ending the job" in served.errors
+
+
+def test_a_killed_process_of_the_chat_template_costs_nobody_a_chat(served: Served) -> None:
+    """It was started ahead, by a thread of the front."""
+
+    def waiting() -> list[int]:
+        found = (path.read_text().split() for path in Path(f"/proc/{front}/task").glob("*/children"))
+        return [pid for pid in map(int, itertools.chain(*found)) if b"template_child" in command_of(pid)]
+
+    front = next(pid for pid in descendants(served.job.pid) if b"server.process" in command_of(pid))
+    assert chat(served, [{"role": "user", "content": "a"}]).status_code == 200
+    served.until(waiting)
+    os.kill(waiting()[0], signal.SIGKILL)
+    assert chat(served, [{"role": "user", "content": "a"}]).status_code == 200
 
 
 def test_who_asks_is_told_that_a_rank_died() -> None:

@@ -170,7 +170,7 @@ class Chat:
             complain(f"the context of {request.n_ctx} tokens is full; /clear begins anew, a larger -c holds more")
         figures = timings(found.metrics)
         self.console.print(
-            f"{figures['prompt_n'] - figures['cache_n']} of {figures['prompt_n']} prompt tokens evaluated, "
+            f"{figures['prompt_n']} of {figures['prompt_n'] + figures['cache_n']} prompt tokens evaluated, "
             f"{figures['predicted_n']} tokens, {number(figures['predicted_per_second'])} tokens/s",
             style="dim", markup=False,
         )  # fmt: skip

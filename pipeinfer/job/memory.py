@@ -27,7 +27,8 @@ from pipeinfer.models.llama.ggml import load_library
 CELLS_PADDING = 256  # libllama's
 N_SPARE_STATES = 2  # of sequences beside those of requests
 N_MESSAGES = 4  # on their way in and out of a rank at a time
-TOKEN_BYTES = 150  # of a vocabulary, on rank 0
+TOKEN_BYTES, MERGE_BYTES = 250, 200  # of a vocabulary, on rank 0 (measured)
+HEAD_BYTES = 4_000_000  # what rank 0 imports besides (measured)
 
 _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
 """A planner that looks for ways out asks again and again."""
@@ -106,7 +107,8 @@ class MemoryNeeds:
     def _with_drafts(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
         """Of every rank, what it holds besides layers of models that have no place yet."""
         found = [Memory(buffers=N_MESSAGES * 4 * self.n_rows * self.info.n_embd)] * n_ranks
-        found[0] += Memory(buffers=TOKEN_BYTES * self.info.n_vocab * (1 + len(self.drafts)))
+        # drafts' vocabularies are freed before weights are loaded
+        found[0] += Memory(buffers=HEAD_BYTES + vocabulary_bytes(self.info))
         for number, stages in enumerate(placed):
             for stage in stages:
                 found[stage.rank] += self.of_draft(number, self._computed_by(stage.rank, True), stage.first, stage.last)
@@ -182,6 +184,12 @@ def gpu_layers(options: RunOptions, rank: int) -> int:
     if (asked := gpu_layers_asked(options, rank)) != AUTO_LAYERS:
         return asked
     return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
+
+
+def vocabulary_bytes(info: ModelInfo) -> int:
+    """Of a loaded vocabulary."""
+    merges = info.metadata.get("tokenizer.ggml.merges")
+    return TOKEN_BYTES * info.n_vocab + MERGE_BYTES * (merges.n_items if merges else 0)
 
 
 def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeinfer.child import python_command
 from pipeinfer.errors import UserError
 from pipeinfer.models.grammar import Grammar
 from pipeinfer.models.template_child import limit
@@ -25,6 +26,7 @@ TOO_MUCH = (
     "the grammar takes llama.cpp too much time or memory: it can read the same text in too many ways; write it without "
     "parts that may be empty or repeated within repeated parts"
 )
+START = "from pipeinfer.models.grammar_check import main; sys.exit(main(*sys.argv[1:]))"
 WRONG = 3  # exit code: standard output says what is wrong
 
 
@@ -41,9 +43,8 @@ def _what_is_wrong(model: Path, text: str) -> str:
         given = text.encode()
     except UnicodeEncodeError:
         return "a grammar has half of a character (a lone surrogate), which no text has; leave it out"
-    command = [sys.executable, "-m", "pipeinfer.models.grammar_check", str(model), str(CPU_S)]
     try:
-        done = subprocess.run(command, input=given, capture_output=True, timeout=TIMEOUT_S)
+        done = subprocess.run(python_command(START, model, CPU_S), input=given, capture_output=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise UserError(TOO_MUCH) from None
     if done.returncode == WRONG:
@@ -53,10 +54,10 @@ def _what_is_wrong(model: Path, text: str) -> str:
     return TOO_MUCH if done.returncode else ""
 
 
-def main(model: Path, cpu_s: int) -> int:
+def main(model: str, cpu_s: str) -> int:
     """Returns the exit code."""
-    tokenizer = Tokenizer(model)
-    limit(cpu_s, N_BYTES)
+    tokenizer = Tokenizer(Path(model))
+    limit(int(cpu_s), N_BYTES)
     try:
         grammar = Grammar(tokenizer, sys.stdin.buffer.read().decode())
         if not len(grammar.ends):
@@ -75,7 +76,3 @@ def _walk(grammar: Grammar, n_vocab: int) -> None:
         logits = random.normal(size=n_vocab).astype(np.float32)
         grammar.after(output).restrict(logits, 1)
         output.append(int(np.argmax(logits)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
