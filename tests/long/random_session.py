@@ -16,10 +16,12 @@ from typing import Any
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.policies import PipeInfer
 from tests.delayed import Pauses, pause_everywhere
 from tests.long.auditing import AuditedEngine, random_policy, random_sampling, some
 
 N_CTX, N_VOCAB = 600, 1024
+LONGEST, MOST_SEQUENCES = (400, 150), 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,16 @@ class Case:
 
 
 def random_case(number: int) -> Case:
+    """The first one touches the memory that later ones need."""
+    if not number:
+        policy = PipeInfer(width=16, split_cutoff=0.0)
+        return Case((7,) * LONGEST[0], LONGEST[1], MOST_SEQUENCES, policy, SamplingParams(seed=0), True, None)
     rng = random.Random(number)
-    n_prompt, n_predict = rng.randint(1, some(rng, 8, 40, 200, 400)), some(rng, 1, 2, 17, 60, 60, 150)
+    n_prompt, n_predict = rng.randint(1, some(rng, 8, 40, 200, LONGEST[0])), some(rng, 1, 2, 17, 60, 60, LONGEST[1])
     some_tokens = [rng.randrange(3, N_VOCAB) for _ in range(some(rng, 1, 7, n_prompt))]
     prompt = (some_tokens * n_prompt)[:n_prompt]
     return Case(
-        tuple(prompt), n_predict, some(rng, 1, 2, 3, 8, 31, 63), random_policy(rng), random_sampling(rng),
+        tuple(prompt), n_predict, some(rng, 1, 2, 3, 8, 31, MOST_SEQUENCES), random_policy(rng), random_sampling(rng),
         rng.random() < 0.85, rng.randint(1, n_predict) if rng.random() < 0.1 else None,
     )  # fmt: skip
 
