@@ -1,5 +1,5 @@
 # make demo   set everything up in .venv and run the shipped pair of models on three ranks
-# make test   set everything up and run all checks
+# make test   set everything up and run all checks; make test-long: those that take minutes each
 # Settings: PYTHON (the interpreter to start from), MPI (mpich or openmpi), NP (ranks of the demo),
 #           CMAKE_ARGS (how llama.cpp is compiled, e.g. -DGGML_CUDA=on)
 
@@ -18,15 +18,18 @@ BIN := .venv/bin
 METADATA := setup.cfg pyproject.toml pipeinfer/__init__.py
 PROMPT := def fibonacci(n):
 
-.PHONY: demo test lint format install clean compiler
+.PHONY: demo test test-long lint format install clean compiler
 .DEFAULT_GOAL := demo
 
 demo: install
 	$(BIN)/mpirun -np $(NP) $(BIN)/pipeinfer run -p "$(PROMPT)" -n 128
 
 test: lint
-	$(BIN)/python -m pytest -m "not ranks" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m ranks
+	$(BIN)/python -m pytest -m "not ranks and not long" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "ranks and not long"
+
+test-long: .venv/stamp-dev
+	$(BIN)/python -m pytest -m long
 
 lint: .venv/stamp-dev
 	$(BIN)/ruff check .

@@ -173,4 +173,4 @@ class Service:
                 id = self._ids.pop(each.opened)
                 del self._open[id]
                 timings = without_nan(service_timings(each.opened.metrics))
-                self.front.tell(Ended(id, each.opened.finish, timings, self.pictures.n_runs))
+                self.front.tell(Ended(id, each.opened.finish, timings, self.session.n_runs))
