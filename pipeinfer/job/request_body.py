@@ -17,6 +17,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options import INT32_MAX
 from pipeinfer.models.chat import Message
 from pipeinfer.models.json_schema import schema_grammar
+from pipeinfer.models.stop_strings import check_stops
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 """As what may be asked."""
@@ -269,8 +270,9 @@ def _stops(value: Any, default: tuple[str, ...]) -> tuple[str, ...]:
     if value is None:
         return default
     found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
-        refuse(f"stop is {shown(value)}; give a text, or a list of texts, none of them empty")
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        refuse(f"stop is {shown(value)}; give a text, or a list of texts")
+    check_stops("stop", found)
     return tuple(found)
 
 
