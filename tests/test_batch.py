@@ -363,7 +363,7 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
         ('{"prompt": "a", "logit_bias": {"x": 1}}', 'logit_bias has ["x", 1]; give token ids'),
         ('{"prompt": "a", "logit_bias": [[1, NaN]]}', "logit_bias has [1, NaN]"),
         ('{"prompt": "a", "grammar": 1}', "grammar is 1; give a text in GBNF"),
-        ('{"prompt": "a", "json_schema": {"type": 1}}', "cannot be made a grammar"),
+        ('{"prompt": "a", "json_schema": 1}', "a JSON schema is an object"),
         ('{"prompt": "a", "response_format": "json"}', 'response_format is "json"'),
         ('{"prompt": "a", "logit_bias": 1}', "give an object of token ids"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', 'messages[0].role is "tool"; it is one of system,'),

@@ -11,6 +11,9 @@ from pipeinfer.core.sampling import SamplingParams
 NO_TOKEN = -1
 """In a verdict: this row was not asked for a token, or was not evaluated because its guess was dead."""
 
+FAILED = -2
+"""In a verdict: the request cannot go on here, as its constraint takes too much."""
+
 POSITION_END = 2**31 - 1
 """As the end of a position range: to the end of the sequence."""
 
@@ -83,7 +86,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """For each row of a run, the token the target chooses after that row, or NO_TOKEN."""
+    """For each row of a run, the token the target chooses after that row, or NO_TOKEN, or FAILED."""
 
     run_id: int
     tokens: tuple[int, ...]
