@@ -43,6 +43,11 @@ class BodyPrompts:
         self._ends = end_tokens(options, tokenizer)
 
     @cached_property
+    def _n_bytes(self) -> int:
+        """Longer texts cannot fit: some take a tokenizer minutes."""
+        return self.n_ctx * self.tokenizer.longest
+
+    @cached_property
     def format(self) -> ChatFormat:
         """Read when the first chat comes. Raises UserError."""
         format = open_format(self.options, self.info, self.tokenizer, self._say)
@@ -68,6 +73,10 @@ class BodyPrompts:
         """`rendered`: of a chat its text, after those of its earlier turns."""
         if rendered and isinstance(rendered[-1], UserError):
             raise rendered[-1]
+        text = str(rendered[-1]) if rendered else body.prompt
+        if isinstance(text, str) and (n_bytes := len(text.encode("utf-8", "replace"))) > self._n_bytes:
+            raise UserError(f"the prompt has {n_bytes} bytes, which are more than {self.n_ctx} tokens, the context of a "
+                            "request; say less, or start with a larger -c")  # fmt: skip
         prompt = encode_rendered(self.tokenizer, str(rendered[-1])) if rendered else self._tokens(body)
         check_constraints(body.sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
         if not prompt:

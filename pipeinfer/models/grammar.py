@@ -15,7 +15,7 @@ from pipeinfer.core.interfaces import ConstraintFailed, FloatArray
 from pipeinfer.core.prefixes import common
 from pipeinfer.errors import UserError
 from pipeinfer.models.grammar_check import token_id
-from pipeinfer.models.grammar_text import Tokens, lark_of, matcher
+from pipeinfer.models.grammar_text import lark_of, matcher, open_tokens
 from pipeinfer.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -124,12 +124,8 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
         tokenizer = self._tokenizer
-        return LLTokenizer(
-            Tokens([piece_of(tokenizer, token) for token in range(tokenizer.n_vocab)], tokenizer.ends[0])
-        )
+        return open_tokens([piece_of(tokenizer, token) for token in range(tokenizer.n_vocab)], tokenizer.ends[0])
 
     def __call__(self, text: str) -> Grammar:
         """Of a text that `check_grammar` has found right."""

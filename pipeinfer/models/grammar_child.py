@@ -8,10 +8,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance import LLTokenizer
+import llguidance  # noqa: F401 (while nobody waits: the process may have been started ahead)
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.grammar_text import Tokens, lark_of, matcher
+from pipeinfer.models.grammar_text import lark_of, matcher, open_tokens
 
 N_STEPS = 128
 """Bytes of a text that is written by the grammar, to see how its states grow."""
@@ -50,7 +50,7 @@ def _try(text: str, n_vocab: int, found: dict[str, Any]) -> None:
 def _walk(lark: str, n_vocab: int) -> str:
     """What is wrong with a grammar, found by writing a text with it, byte by byte."""
     pieces = [bytes([byte]) for byte in range(256)]
-    at = matcher(LLTokenizer(Tokens([*pieces, b"\xff<end>"], 256), n_vocab=max(n_vocab, 257)), lark)
+    at = matcher(open_tokens([*pieces, b"\xff<end>"], 256, max(n_vocab, 257)), lark)
     rng = random.Random(0)
     for _ in range(N_STEPS):
         mask = at.compute_bitmask()

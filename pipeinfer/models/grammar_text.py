@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeinfer.models.gbnf import GbnfReader
 from pipeinfer.models.json_schema import lark_of_schema
@@ -44,8 +44,16 @@ def matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
     return LLMatcher(tokenizer, lark, log_level=0, limits=limits)
 
 
-class Tokens:
-    """A vocabulary as llguidance wants it. `pieces`: the bytes of each token, of control tokens none."""
+def open_tokens(pieces: list[bytes], end: int, n_vocab: int | None = None) -> LLTokenizer:
+    """A vocabulary of these tokens, and empty ones up to `n_vocab`. `end`: one that ends a text."""
+    from llguidance import LLTokenizer
+
+    tokens: Any = _Tokens(pieces, end)
+    return LLTokenizer(tokens, n_vocab=n_vocab)
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

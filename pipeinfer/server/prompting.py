@@ -65,6 +65,7 @@ class Prompting:
         for grammar in {body.sampling.grammar for body in bodies if body.sampling.grammar and not body.ignore_eos}:
             # what is found is remembered for whoever asks next
             await self._checking.take(client, partial(check_grammar, tokenizer, grammar))
+        found: Sequence[Found]
         if asked.is_chat:
             found = await self._ask_chats(bodies, client)
         else:
