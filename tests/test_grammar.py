@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llama_cpp import llama_grammar
 
 from pipeinfer.cluster.samplers import Samplers
 from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
@@ -258,6 +260,77 @@ def test_a_schema_may_ask_for_much_but_not_for_all_memory(tokenizer: Tokenizer) 
     assert [grammar.after(output).has(second[-1]) for output in said] == [False, True, True, False]
     with pytest.raises(UserError, match="minItems"):
         check_grammar(tokenizer, schema_grammar({**pair, "maxItems": 1}))
+
+
+# -- llama.cpp's own engine
+
+
+class Plain:
+    """libllama's grammar, and the output it is behind."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        self.lib, self.tokenizer = tokenizer.library, tokenizer
+        self.sampler = self.lib.llama_sampler_init_grammar(tokenizer.vocabulary, text.encode(), b"root")
+        assert self.sampler, text
+
+    def allowed(self) -> set[int]:
+        found = np.zeros(self.tokenizer.n_vocab, [("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
+        found["id"] = np.arange(len(found))
+        data = ctypes.cast(found.ctypes.data, ctypes.POINTER(self.lib.llama_token_data))
+        array = self.lib.llama_token_data_array(data=data, size=len(found), selected=-1, sorted=False)
+        self.lib.llama_sampler_apply(self.sampler, ctypes.byref(array))
+        return {*np.flatnonzero(~np.isneginf(found["logit"])).tolist()}
+
+    def accept(self, token: int) -> None:
+        self.lib.llama_sampler_accept(self.sampler, token)
+
+    def close(self) -> None:
+        self.lib.llama_sampler_free(self.sampler)
+
+
+def some_gbnf(rng: random.Random, depth: int = 3) -> str:
+    kind = rng.choice("lcgrs" if depth else "lc")
+    if kind == "l":
+        return '"' + "".join(rng.choices(["a", "b", "é", " ", "\\n", "\\x41", "\\u00e9"], k=rng.randint(1, 3))) + '"'
+    if kind == "c":
+        return rng.choice(["[a-z]", "[^a]", "[é-ü]", ".", "[ \\n]", "[ab\\]-]", "[^\\x00-\\x1f]"])
+    parts = some_gbnf(rng, depth - 1), some_gbnf(rng, depth - 1)
+    if kind == "r":
+        return f"({parts[0]}){rng.choice(['*', '+', '?', '{2}', '{1,3}', '{2,}', '{0,2}'])}"
+    return f"({parts[0]} | # or\n {parts[1]})" if kind == "g" else f"{parts[0]} {parts[1]}"
+
+
+def names_in(module: Any) -> list[str]:
+    return [name for name in dir(module) if name.endswith("_GBNF")]
+
+
+@pytest.mark.parametrize("name", [*names_in(llama_grammar), *range(30)])
+def test_what_may_follow_is_what_llama_cpp_lets_follow(tokenizer: Tokenizer, name: Any) -> None:
+    """Of tokens that are text: characters that no grammar can mean, and control tokens, are never let through here."""
+    rng = random.Random(str(name))
+    rest = rng.choice(["", " x", ' | "q"'])
+    text = getattr(llama_grammar, name) if isinstance(name, str) else (
+        f"root ::= {some_gbnf(rng)} (\",\" x)*\nx ::= [b-d] {some_gbnf(rng)}{rest}"
+    )  # fmt: skip
+    texts = {token for token in range(tokenizer.n_vocab) if is_text(tokenizer, token)}
+    plain, grammar, output = Plain(tokenizer, text), grammar_of(tokenizer, text), list[int]()
+    for _ in range(25):
+        expected = plain.allowed() & texts
+        assert {*allowed_by(grammar, output)} & texts == expected, (text, output)
+        if not (further := sorted(expected - {*tokenizer.ends})):
+            break
+        output.append(rng.choice(further))
+        plain.accept(output[-1])
+    plain.close()
+
+
+def is_text(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether it is an end, or whole characters."""
+    piece = tokenizer.decode_piece(token)
+    try:
+        return tokenizer.is_end(token) or (bool(piece) and "\0" not in piece.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 # -- jobs

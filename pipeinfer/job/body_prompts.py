@@ -43,11 +43,6 @@ class BodyPrompts:
         self._ends = end_tokens(options, tokenizer)
 
     @cached_property
-    def _n_bytes(self) -> int:
-        """Longer texts cannot fit: some take a tokenizer minutes."""
-        return self.n_ctx * self.tokenizer.longest
-
-    @cached_property
     def format(self) -> ChatFormat:
         """Read when the first chat comes. Raises UserError."""
         format = open_format(self.options, self.info, self.tokenizer, self._say)
@@ -73,11 +68,8 @@ class BodyPrompts:
         """`rendered`: of a chat its text, after those of its earlier turns."""
         if rendered and isinstance(rendered[-1], UserError):
             raise rendered[-1]
-        text = str(rendered[-1]) if rendered else body.prompt
-        if isinstance(text, str) and (n_bytes := len(text.encode("utf-8", "replace"))) > self._n_bytes:
-            raise UserError(f"the prompt has {n_bytes} bytes, which are more than {self.n_ctx} tokens, the context of a "
-                            "request; say less, or start with a larger -c")  # fmt: skip
-        prompt = encode_rendered(self.tokenizer, str(rendered[-1])) if rendered else self._tokens(body)
+        text = self._fitting(str(rendered[-1])) if rendered else ""
+        prompt = encode_rendered(self.tokenizer, text) if rendered else self._tokens(body)
         check_constraints(body.sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
         if not prompt:
             raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
@@ -99,9 +91,16 @@ class BodyPrompts:
             priority=body.priority,
         )  # fmt: skip
 
+    def _fitting(self, text: str) -> str:
+        """The same text. Raises UserError for one that is too long, which may take a tokenizer minutes."""
+        if (n_bytes := len(text.encode("utf-8", "replace"))) > self.n_ctx * self.tokenizer.longest:
+            raise UserError(f"the prompt has {n_bytes} bytes, which are more than {self.n_ctx} tokens; a request has "
+                            "as many, with a larger -c more")  # fmt: skip
+        return text
+
     def _tokens(self, body: Body) -> Sequence[int]:
         if isinstance(body.prompt, str):
-            return self.tokenizer.encode(body.prompt)
+            return self.tokenizer.encode(self._fitting(body.prompt))
         if max(body.prompt) >= self.tokenizer.n_vocab:
             raise UserError(f"there is no token {max(body.prompt)}; the vocabulary has {self.tokenizer.n_vocab}")
         return body.prompt
