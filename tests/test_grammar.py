@@ -227,7 +227,7 @@ def test_what_takes_too_much_fails_whatever_was_asked_before(tokenizer: Tokenize
 
 
 def test_limits_of_a_grammar(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="262144 are possible"):
+    with pytest.raises(UserError, match="131072 are possible"):
         check_grammar(tokenizer, "#" * (MAX_BYTES + 1))
     assert grammar_of(tokenizer, 'root ::= "(((" [(] # (((').after([]).has(tokenizer.encode("(", False)[0])
     with pytest.raises(UserError, match="leave one of them out"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.request_body import Body
+from pipeinfer.job.request_body import COMPLETION, Body, Defaults
+from pipeinfer.server.asked import read_asked
 from pipeinfer.server.prompting import Prompting
 
 
@@ -27,6 +30,17 @@ def prompting(ask: Callable[[Sequence[Body]], Any]) -> Prompting:
 def asked(grammar: str = "", is_chat: bool = False, name: str = "") -> Any:
     body = SimpleNamespace(name=name, sampling=SimpleNamespace(grammar=grammar), ignore_eos=False)
     return SimpleNamespace(prompts=(body,), bodies=(), is_chat=is_chat, n=1, keep=False)
+
+
+def test_what_many_prompts_have_in_common_is_read_once() -> None:
+    """The loop that serves clients reads it, so they would all wait."""
+    defaults, schema = Defaults(SamplingParams(), -1, (), False), {"properties": {f"p{at}": {} for at in range(60_000)}}
+    begin_s = time.process_time()
+    found = read_asked({"prompt": [str(at) for at in range(64)], "n": 2, "json_schema": schema}, COMPLETION, defaults)
+    assert [body.prompt for body in found.bodies[::2]] == [str(at) for at in range(64)]
+    with pytest.raises(UserError, match="200000 prompts with n 1 are 200000 texts; a request has up to 128"):
+        read_asked({"prompt": ["a"] * 200_000}, COMPLETION, defaults)
+    assert time.process_time() - begin_s < 0.5
 
 
 def test_chats_whose_renderer_fails_are_told() -> None:

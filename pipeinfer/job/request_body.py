@@ -117,7 +117,7 @@ def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Bo
     if sum(name in given for name in PROMPTS) != 1:
         refuse("there must be one of prompt and messages")
     messages = _messages(given["messages"]) if "messages" in given else ()
-    prompt = _prompt(given["prompt"]) if "prompt" in given else ""
+    prompt = read_prompt(given["prompt"]) if "prompt" in given else ""
     if as_chat and isinstance(prompt, str) and not messages:
         prompt, messages = "", (Message("user", prompt),)
     sampling = _sampling(given) | {"n_logprobs": _n_logprobs(given, bool(messages))}
@@ -128,7 +128,8 @@ def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Bo
     )  # fmt: skip
 
 
-def _prompt(value: Any) -> str | tuple[int, ...]:
+def read_prompt(value: Any) -> str | tuple[int, ...]:
+    """One text, or token ids. Raises UserError for anything else."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
     if isinstance(value, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 N_THREADS = 4
 """That make matchers: one large grammar keeps no other waiting."""
+
+N_KEPT = 8
+"""Matchers at the beginnings of texts: the texts of one request have the same."""
 
 ATTR_CONTROL = 8
 CONTROL = b"\xff"
@@ -117,6 +120,7 @@ class Grammars:
     def __init__(self, open_vocabulary: Callable[[], Tokenizer]) -> None:
         self._open_vocabulary = open_vocabulary
         self._threads = ThreadPoolExecutor(N_THREADS, "grammar")
+        self._making = lru_cache(maxsize=N_KEPT)(lambda text: self._threads.submit(self._make, text))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -129,7 +133,7 @@ class Grammars:
 
     def __call__(self, text: str) -> Grammar:
         """Of a text that `check_grammar` has found right."""
-        return Grammar(self._tokenizer, self._threads.submit(self._make, text))
+        return Grammar(self._tokenizer, self._making(text))
 
     def _make(self, text: str) -> LLMatcher:
         return matcher(self._tokens, lark_of(text, partial(token_id, self._tokenizer)))

@@ -9,7 +9,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.limited_process import LimitedProcess, Limits
 from pipeinfer.models.tokenizer import Tokenizer
 
-MAX_BYTES = 256 << 10
+MAX_BYTES = 128 << 10
 """Of a grammar's or schema's text."""
 
 PROCESS = LimitedProcess("pipeinfer.models.grammar_child", Limits(cpu_s=2, wall_s=12.0, n_bytes=2 << 30))
