@@ -34,7 +34,8 @@ def asked(grammar: str = "", is_chat: bool = False, name: str = "") -> Any:
 
 def test_what_many_prompts_have_in_common_is_read_once() -> None:
     """The loop that serves clients reads it, so they would all wait."""
-    defaults, schema = Defaults(SamplingParams(), -1, (), False), {"properties": {f"p{at}": {} for at in range(60_000)}}
+    defaults = Defaults(SamplingParams(), -1, (), False)
+    schema = {"properties": {f"p{at}": dict[str, int]() for at in range(60_000)}}
     begin_s = time.process_time()
     found = read_asked({"prompt": [str(at) for at in range(64)], "n": 2, "json_schema": schema}, COMPLETION, defaults)
     assert [body.prompt for body in found.bodies[::2]] == [str(at) for at in range(64)]

@@ -52,11 +52,25 @@ class BodyPrompts:
     def ask(self, bodies: Sequence[Body]) -> list[GenerationRequest | UserError]:
         """Of each what is to be generated, or what is wrong with it; their chats are rendered together, in a process
         that is started for them. Raises UserError where all chats fail: for files of templates."""
-        conversations = [turns_of(body.messages) for body in bodies]
+        wrong = [self._too_long(body.messages) for body in bodies]
+        conversations = [[] if why else turns_of(body.messages) for body, why in zip(bodies, wrong, strict=True)]
         flat = [messages for turns in conversations for messages in turns]
         rendered = iter(self.format.render_all(flat) if flat else [])
-        return [self._or_error(body, list(islice(rendered, len(turns)))) for body, turns in zip(
-            bodies, conversations, strict=True)]  # fmt: skip
+        return [
+            why or self._or_error(body, list(islice(rendered, len(turns))))
+            for body, turns, why in zip(bodies, conversations, wrong, strict=True)
+        ]
+
+    def _too_long(self, messages: Sequence[Message]) -> UserError | None:
+        """What is wrong with a conversation that no template makes short enough. Its turns are rendered one by one."""
+        if len(messages) > self.n_ctx:
+            return UserError(f"messages has {len(messages)} messages, and a request has {self.n_ctx} tokens at most; "
+                             "say less, or start with a larger -c")  # fmt: skip
+        try:
+            self._fitting("".join(message.content for message in messages))
+        except UserError as error:
+            return error
+        return None
 
     def _or_error(self, body: Body, rendered: Sequence[str | UserError]) -> GenerationRequest | UserError:
         try:
@@ -94,8 +108,8 @@ class BodyPrompts:
     def _fitting(self, text: str) -> str:
         """The same text. Raises UserError for one that is too long, which may take a tokenizer minutes."""
         if (n_bytes := len(text.encode("utf-8", "replace"))) > self.n_ctx * self.tokenizer.longest:
-            raise UserError(f"the prompt has {n_bytes} bytes, which are more than {self.n_ctx} tokens; a request has "
-                            "as many, with a larger -c more")  # fmt: skip
+            raise UserError(f"the prompt has {n_bytes} bytes and cannot fit the {self.n_ctx} tokens of a request; "
+                            "say less, or start with a larger -c")  # fmt: skip
         return text
 
     def _tokens(self, body: Body) -> Sequence[int]:
