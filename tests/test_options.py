@@ -217,6 +217,7 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["run", "-p", "x", "--chat", "--chat-template-kwargs", "[1]"], "no JSON object"),
         (["run", "-p", "x", "--chat", "--chat-template-kwargs", '{"messages": []}'], "give other names"),
         (["run", "-p", "x", "--stop", ""], "some text"),
+        (["run", "-p", "x", *["--stop", "y"] * 33], "--stop has 33 texts, and at most 32 are possible"),
         (["run", "-p", "x", "-j", '{"const": NaN}'], "it has no NaN"),
         (["run", "-f", "Once upon a time " * 20], "too long"),
         (["run", "-p", "x", "-m", "/tmp/" * 2000], "too long"),

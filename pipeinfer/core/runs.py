@@ -15,6 +15,9 @@ NO_TOKEN = -1
 MAX_OPS = 2048
 """Operations that a run carries at most."""
 
+FAILED = -2
+"""In a verdict: the request cannot go on here, as its constraint takes too much."""
+
 POSITION_END = 2**31 - 1
 """As the end of a position range: to the end of the sequence."""
 
@@ -96,7 +99,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """For each row of a run, the token the target chooses after that row, or NO_TOKEN."""
+    """For each row of a run, the token the target chooses after that row, or NO_TOKEN, or FAILED."""
 
     run_id: int
     tokens: tuple[int, ...]
