@@ -8,10 +8,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level
-from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.policy import Policy, PolicyContext
 from pipeinfer.core.requests import Request
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Guess, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
@@ -40,11 +43,28 @@ class Silent:
         pass
 
 
-def opened(n_nodes: int, n_cheap: int, policy: Policy) -> View:
+class NoDrafter:
+    """Is never asked for a step here."""
+
+    can_open = True
+
+    def open(self, request: Request) -> None:
+        pass
+
+
+class Waiter:
+    def wait(self, pipelines: Sequence[object], timeout_s: float | None = None) -> None:
+        raise AssertionError("nobody waits here")
+
+
+def opened(n_nodes: int, n_cheap: int, policy: Policy) -> PolicyContext:
     """A request whose tree has so many nodes, of which half were sent and half expanded."""
     request = Request(0, [1, 2, 3], 4000, SamplingParams(temp=0.0), 8000)
     level = Level(Silent(), SequencePool(policy.n_seq, 8000))
-    level.open(request)
+    cost = RunCost({1: 0.03, n_cheap: 0.03, 8 * n_cheap: 0.3})
+    drafter: Any = NoDrafter()
+    engine = Engine(level, drafter, Waiter(), time.perf_counter, run_cost=cost)
+    engine.add(request, policy)
     tree, rng = request.tree, random.Random(n_nodes)
     while len(tree.nodes) < n_nodes:
         node = rng.choice([node for node in tree.nodes if not node.expanded])
@@ -52,19 +72,16 @@ def opened(n_nodes: int, n_cheap: int, policy: Policy) -> View:
         tree.grow(node, [Guess(token, share) for token, share in enumerate(shares)], [-0.5, -3.0, -4.0])
     for index, node in enumerate(tree.nodes):
         node.run_id = 1 if index < n_nodes // 2 else None
-    return View(
-        request, level, 1, [], lambda: False, lambda context: n_cheap, lambda n_rows: 0.03, lambda: 0.01,
-        lambda: ([], 0.0), lambda: True, lambda node: 0.2 + 1e-4 * node.position, lambda: 0.0,
-    )  # fmt: skip
+    return engine._jobs[0].context
 
 
-def microseconds(policy: Policy, view: View) -> float:
+def microseconds(policy: Policy, context: PolicyContext) -> float:
     """The lower quartile of some rounds: the machine does other things too."""
     rounds = list[int]()
     for _ in range(N_REPEATED):
         start_s = time.process_time_ns()
-        policy.send(view)
-        policy.draft(view)
+        policy.send(context)
+        policy.draft(context)
         rounds.append(time.process_time_ns() - start_s)
     return sorted(rounds)[N_REPEATED // 4] / 1e3
 

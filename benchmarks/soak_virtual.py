@@ -18,8 +18,6 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from soaking import AuditedEngine, Memory, finish, random_policy, some
-
 from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.core.interpolation import interpolate
 from pipeinfer.core.levels import Level
@@ -32,6 +30,7 @@ from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.profile import ProfileFile, load_profile
 from pipeinfer.virtual.simulation import run_cost
+from tests.long.auditing import AuditedEngine, Memory, finish, random_policy, some
 
 
 @click.command(help=__doc__)

@@ -20,9 +20,11 @@ slices in batches.
 * **exact up to** so many tokens: a row sees only as many earlier ones, those with the highest scores. Where scores are
   equal libllama chooses by where their cells are, so that a longer text may be another one among others, or with
   guesses. A line says so where the context is longer.
+* **prompts without blocks**: libllama has no flash attention for it, so a prompt of more than 64 tokens is evaluated as
+  guesses are, which takes longer than blocks do.
 
-The planner cuts only where a model may be cut. Layers with states cannot go back to an earlier token: each stage keeps
-the states of its newest rows, so that up to 15 guesses are on their way at a time. Such models are no drafts.
+The planner cuts only where a model may be cut. Layers with states cannot go back to an earlier token: each guess
+has a state of its own, so that up to 16 of all requests are on their way at a time. Such models are no drafts.
 
 """
 
@@ -35,6 +37,7 @@ def table() -> str:
     for name, each in known.items():
         status = "exact" if each.exact else "works"
         status += f" up to `{each.selects}` tokens" if each.selects else ""
+        status += "" if each.flash else ", prompts without blocks"
         lines.append(f"| `{name}` | {status} | {kept(each)} | {cuts(each)} |")
     lines += [f"\n{len(refused)} are refused:\n", "| architecture | why |", "|---|---|"]
     lines += [f"| `{name}` | {why} |" for name, why in refused.items()]

@@ -4,13 +4,16 @@ Run as `python -m tests.plain_llama MODEL N ID,ID,… [GRAMMAR]`; prints the gen
 grammar up to the end of the text.
 
 A row alone: no repacked weights, flash attention, K in F16 and V in BF16. A prompt of more than 64 tokens: all but the
-last of them in batches of 64, the last batch of up to 127, with K and V in F16; after each V is rounded to BF16.
+last of them in batches of 64, the last batch of up to 127, with K and V in F16; after each V is rounded to BF16. Where
+libllama has no flash attention (grok) every row is computed alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -22,6 +25,9 @@ import numpy as np
 
 SILENT = llama_cpp.llama_log_callback(lambda *_: None)  # kept: libllama calls it for as long as it lives
 F16, BF16 = 1, 30
+PAIR, RECORD = struct.Struct("<II"), struct.Struct("<iQ")
+MAX_LAYERS = 1024
+WITHOUT_FLASH = ("grok",)
 FEW = 4  # rows that no kernel computes otherwise than one
 
 
@@ -40,7 +46,7 @@ def greedy(
     sampler = llama_cpp.llama_sampler_init_grammar(vocab, grammar.encode(), b"root") if grammar else None
     out: list[int] = []
     feed = list(prompt)
-    if len(prompt) > 64:
+    if len(prompt) > 64 and architecture(model) not in WITHOUT_FLASH:
         read_blocks(model, context, prompt[:-1], n_threads)
         feed = prompt[-1:]
     while len(out) < n_predict:
@@ -54,6 +60,12 @@ def greedy(
     llama_cpp.llama_free(context)
     llama_cpp.llama_model_free(model)
     return out
+
+
+def architecture(model: Any) -> str:
+    name = ctypes.create_string_buffer(64)
+    llama_cpp.llama_model_meta_val_str(model, b"general.architecture", name, len(name))
+    return name.value.decode()
 
 
 def best(sampler: Any, logits: Any) -> int:
@@ -83,32 +95,28 @@ def decode(context: Any, tokens: Sequence[int], cuts: Sequence[int]) -> None:
 
 def read_blocks(model: Any, context: Any, tokens: Sequence[int], n_threads: int) -> None:
     """Evaluate the tokens in batches of 64 and more, and give `context` the cells."""
-    n_tokens, n_layers = len(tokens), llama_cpp.llama_model_n_layer(model)
+    n_tokens = len(tokens)
     reader = make_context(model, n_tokens, 127, F16, n_threads)
     for start, end in pairwise([*(64 * block for block in range(n_tokens // 64)), n_tokens]):
         decode(reader, tokens, [start, end])
         n_bytes = llama_cpp.llama_state_seq_get_size(reader, 0)
         state = (ctypes.c_uint8 * n_bytes)()
         assert llama_cpp.llama_state_seq_get_data(reader, state, n_bytes, 0) == n_bytes
-        round_values(memoryview(state).cast("B"), end, n_layers, F16)
+        round_values(memoryview(state).cast("B"), F16)
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(reader), True)
         assert llama_cpp.llama_state_seq_set_data(reader, state, n_bytes, 0) == n_bytes
     llama_cpp.llama_free(reader)
-    round_values(memoryview(state).cast("B"), n_tokens, n_layers, BF16)
+    round_values(memoryview(state).cast("B"), BF16)
     assert llama_cpp.llama_state_seq_set_data(context, state, n_bytes, 0) == n_bytes
 
 
-def round_values(state: memoryview, n_tokens: int, n_layers: int, type_: int) -> None:
-    """To BF16, and noted as of that type, or as F16 again. At the end of the state are the records of all layers' K,
-    then of their V, all of one size: a type (int32), the bytes of a row (uint64), the rows."""
+def round_values(state: memoryview, type_: int) -> None:
+    """V of all layers to BF16, and noted as of that type, or as F16 again."""
     base = ctypes.CDLL(str(Path(str(llama_cpp.llama_cpp.__file__)).parent / "lib" / "libggml-base.so"))
-    record = 2 * n_layers * (4 + 8)
-    row_bytes = next(n for n in range(2, 1 << 20, 2) if is_row_size(state, n, record + 2 * n_layers * n_tokens * n))
-    n_values = n_tokens * row_bytes // 2
-    for layer in range(1, n_layers + 1):
-        start = len(state) - layer * (12 + 2 * n_values)
-        state[start : start + 4] = type_.to_bytes(4, "little")
-        halves = (ctypes.c_uint16 * n_values).from_buffer(state[start + 12 : start + 12 + 2 * n_values])
+    for start, end in value_records(state):
+        n_values = (end - start - RECORD.size) // 2
+        RECORD.pack_into(state, start, type_, RECORD.unpack_from(state, start)[1])
+        halves = (ctypes.c_uint16 * n_values).from_buffer(state[start + RECORD.size : end])
         floats = (ctypes.c_float * n_values)()
         base.ggml_fp16_to_fp32_row(halves, floats, ctypes.c_int64(n_values))
         base.ggml_fp32_to_bf16_row(floats, halves, ctypes.c_int64(n_values))
@@ -117,10 +125,30 @@ def round_values(state: memoryview, n_tokens: int, n_layers: int, type_: int) ->
             base.ggml_fp32_to_fp16_row(floats, halves, ctypes.c_int64(n_values))
 
 
-def is_row_size(state: memoryview, n: int, n_bytes: int) -> bool:
-    """Whether the records could begin so many bytes before the end: with K of type F16 and rows of n bytes."""
-    start = len(state) - n_bytes
-    return start > 0 and bytes(state[start : start + 12]) == F16.to_bytes(4, "little") + n.to_bytes(8, "little")
+def value_records(state: memoryview) -> list[tuple[int, int]]:
+    """(first, end) byte of each layer's V in the state of a sequence.
+
+    A word and the sequence's number; then of each cache, two where some layers have a sliding window: streams, cells;
+    of each cell 12 bytes, or 24 where a token has several positions; whether V is transposed, layers; records of each
+    layer's K, then of each layer's V: type, bytes of a row, rows.
+    """
+    for cell_bytes in (12, 24):
+        at, found = 8, list[tuple[int, int]]()
+        with contextlib.suppress(struct.error):  # cells are of the other size
+            while at < len(state):
+                n_streams, n_cells = PAIR.unpack_from(state, at)
+                at += PAIR.size + n_cells * cell_bytes
+                is_transposed, n_layers = PAIR.unpack_from(state, at)
+                at += PAIR.size
+                if n_streams != 1 or is_transposed or n_layers > MAX_LAYERS:
+                    break
+                for layer in range(2 * n_layers):
+                    end = at + RECORD.size + n_cells * RECORD.unpack_from(state, at)[1]
+                    found += [(at, end)] * (layer >= n_layers)
+                    at = end
+        if at == len(state):
+            return found
+    raise ValueError(f"the layout of a state of {len(state)} bytes is not known")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0) -
         "version": "0.1.0",
         "timings": {
             "prompt_n": 128,
+            "cache_n": 0,
             "predicted_n": 64,
             "prompt_per_second": 100.0,
             "predicted_per_second": speed,

@@ -16,7 +16,7 @@ from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
-from tests.jobs import finish, run_json
+from tests.jobs import finish, plain_tokens, run_json
 from tests.test_architectures import possible_cuts, rows_of_whole
 from tests.test_llama_stage import TreeDriver, exact_params, loaded, make_batch, random_tokens, run
 from tests.test_prompts import after, evaluate, read, share, tokens_of
@@ -80,6 +80,27 @@ def test_blocks_behind_those_of_another_request_have_the_same_bits(tmp_path: Pat
     assert np.array_equal(after(chain), expected), "not as it was before it was packed"
 
 
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("name", CACHES)
+def test_cells_that_lay_between_those_of_another_keep_their_order(
+    tmp_path: Path, loaded: Loader, name: str, stays: bool
+) -> None:
+    """Also those that are out of a window's sight, which only some layers keep."""
+    path, cuts = model_and_cut(tmp_path, name)
+    params = replace(exact_params(1), n_batch=256)
+    alone, chain, prompt = loaded(path, (), params), loaded(path, cuts, params), tokens_of(1)
+    list(read(alone, prompt, 256))
+    expected = after(alone)
+    at = 0
+    for _ in read(chain, prompt, 64):
+        evaluate(chain, tokens_of(at, 50), at, seq=1)
+        at += 50
+    for stage in chain:
+        stage.apply([KvOp(OpKind.REMOVE, 1, first=30 if stays else 0), KvOp(OpKind.COMPACT, 0)])
+        assert [stage.next_position(seq) for seq in (0, 1)] == [len(prompt), 30 * stays]
+    assert np.array_equal(after(chain), expected)
+
+
 @pytest.mark.parametrize("length", [32, 128])
 def test_without_flash_attention_a_prompt_is_read_as_guesses_are(tmp_path: Path, loaded: Loader, length: int) -> None:
     wider = {**MODELS["grok"].metadata, "embedding_length": 4 * length}
@@ -99,6 +120,16 @@ def test_without_flash_attention_a_prompt_is_read_as_guesses_are(tmp_path: Path,
     words = ["-m", str(path), "-p", "the model of a layer " * 30, "-n", "20", "--temp", "0", "--ignore-eos"]
     alone, split = (run_json(n_ranks, words) for n_ranks in (1, 3))
     assert len(alone["prompt_tokens"]) > LARGEST and alone["tokens"] == split["tokens"]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "qwen2vl", "grok"])
+def test_long_prompts_read_as_in_plain_llama(tmp_path: Path, name: str) -> None:
+    wider = {**MODELS[name].metadata, "embedding_length": 256}
+    path = write_random_model(tmp_path / "target.gguf", replace(MODELS[name], metadata=wider, with_vocab=True))
+    words = ["-m", str(path), "-p", "the model of a layer " * 20, "-n", "20", "--temp", "0", "--ignore-eos", "-t", "1"]
+    alone = run_json(1, words)
+    assert len(alone["prompt_tokens"]) > LARGEST
+    assert alone["tokens"] == plain_tokens(path, alone["prompt_tokens"], 20)
 
 
 def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> None:

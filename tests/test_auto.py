@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipeinfer.core.policy import Policy
+from pipeinfer.core.policy import NOTHING, AwaitDraft, Policy, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, Settled, TokenTree
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer
-from pipeinfer.policies.sharpness import Sharpness
+from pipeinfer.policies.temperature_scaling import TemperatureScaling
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import Simulated, simulate
@@ -34,15 +34,15 @@ def test_the_root_takes_along_what_is_known_to_follow_it() -> None:
         def __init__(self, n_cheap_rows: int) -> None:
             self.tree, self.n_inflight, self.n_cheap_rows, self.depth_left = tree, 0, n_cheap_rows, 50
             self.n_stages = 2
-            self.fitting, self.verdict_in_s, self.is_alone = pool.fitting, lambda node: 0.5, lambda: False
+            self.fitting, self.verdict_in_s, self.is_alone = pool.fitting, lambda node: 0.5, False
 
-    assert Auto().send(View(2)) == [tree.root, child]  # type: ignore[arg-type]
-    assert Auto().send(View(1)) == [tree.root]  # type: ignore[arg-type]
+    assert Auto().send(View(2)) == Send([tree.root, child])  # type: ignore[arg-type]
+    assert Auto().send(View(1)) == Send([tree.root])  # type: ignore[arg-type]
     full = SequencePool(4, 0)
     full.open(0)
     view = View(2)
     view.fitting = full.fitting
-    assert Auto().send(view) == [tree.root], "room for the root is made"  # type: ignore[arg-type]
+    assert Auto().send(view) == Send([tree.root]), "room for the root is made"  # type: ignore[arg-type]
 
 
 def test_so_many_runs_are_under_way_as_slow_messages_want() -> None:
@@ -53,8 +53,8 @@ def test_so_many_runs_are_under_way_as_slow_messages_want() -> None:
 
     class View:
         n_stages, n_cheap_rows, depth_left, n_inflight = 2, 1, 50, 0
-        on_way_s = run_s = staticmethod(lambda *given: 0.1)
-        fitting, hold, drafting = list, staticmethod(lambda patience: False), staticmethod(lambda: ((), 0.0))
+        on_way_s, run_s = 0.1, staticmethod(lambda n_rows: 0.1)
+        fitting, early, drafting = list, staticmethod(lambda patience: None), ((), 0.0)
         verdict_in_s = staticmethod(lambda node: 0.5)
 
         def __init__(self) -> None:
@@ -65,12 +65,13 @@ def test_so_many_runs_are_under_way_as_slow_messages_want() -> None:
         for name, value in changed.items():
             setattr(view, name, value)
         for view.n_inflight in range(20):
-            if not Auto().send(view):  # type: ignore[arg-type]
+            answer = Auto().send(view)  # type: ignore[arg-type]
+            if answer == NOTHING:
                 return view.n_inflight
-            assert Auto().send(view) == [child]  # type: ignore[arg-type]
+            assert answer == Send([child])
         raise AssertionError("no limit")
 
-    assert most() == 3 and most(on_way_s=lambda: 0.3) == 4 and most(n_stages=4) == 5
+    assert most() == 3 and most(on_way_s=0.3) == 4 and most(n_stages=4) == 5
     assert most(run_s=lambda n_rows: 0.0) == 3, "nobody knows what runs take"
 
 
@@ -92,38 +93,45 @@ def test_a_root_waits_for_its_first_guess_while_that_is_worth_the_stages_time() 
     tree = TokenTree(1, 7)
 
     class View:
-        is_alone, n_inflight, n_stages, n_cheap_rows, depth_left = (lambda self: True), 0, 2, 2, 50
+        is_alone, n_inflight, n_stages, n_cheap_rows, depth_left = True, 0, 2, 2, 50
         is_at_head = False
         step_s, left_s = 0.01, 0.0
         at_work: Sequence[Node] = ()
 
         def __init__(self) -> None:
             self.tree, self.fitting, self.verdict_in_s = tree, list, lambda node: 0.5
-            self.drafting, self.draft_s = lambda: (self.at_work, self.left_s), lambda: self.step_s
             self.run_s, self.may_branch = lambda n_rows: 0.1, lambda node: True
 
+        @property
+        def drafting(self) -> tuple[Sequence[Node], float]:
+            return self.at_work, self.left_s
+
+        @property
+        def draft_s(self) -> float:
+            return self.step_s
+
     auto, view = Auto(), View()
-    assert auto.send(view) == [tree.root], "the draft has yet to read the prompt"  # type: ignore[arg-type]
+    assert auto.send(view) == Send([tree.root]), "the draft has yet to read the prompt"  # type: ignore[arg-type]
     auto.keep(Node(1, 6), [])
-    assert auto.send(view) == []  # type: ignore[arg-type]
+    assert auto.send(view) == AwaitDraft(tree.root)  # type: ignore[arg-type]
     for name, value in {
         "step_s": 0.2,
         "n_cheap_rows": 1,
-        "is_alone": lambda: False,
+        "is_alone": False,
         "may_branch": lambda node: False,
     }.items():
         other = View()
         setattr(other, name, value)
-        assert auto.send(other) == [tree.root], name  # type: ignore[arg-type]
+        assert auto.send(other) == Send([tree.root]), name  # type: ignore[arg-type]
     view.at_work, view.left_s = [tree.root], 0.2
-    assert auto.send(view) == [tree.root], "it is at work on it, and will be for long"  # type: ignore[arg-type]
+    assert auto.send(view) == Send([tree.root]), "it is at work on it, and will be for long"  # type: ignore[arg-type]
     view.left_s = 0.001
-    assert auto.send(view) == []  # type: ignore[arg-type]
+    assert auto.send(view) == AwaitDraft(tree.root)  # type: ignore[arg-type]
     (child,) = tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
     view.at_work = [child]
-    assert auto.send(view) == [tree.root, child], "a second guess would have no row"  # type: ignore[arg-type]
+    assert auto.send(view) == Send([tree.root, child]), "a second guess would have no row"  # type: ignore[arg-type]
     view.n_cheap_rows, view.left_s = 64, 0.02
-    assert auto.send(view) == [tree.root, child], "it can go with the next run"  # type: ignore[arg-type]
+    assert auto.send(view) == Send([tree.root, child]), "it can go with the next run"  # type: ignore[arg-type]
 
 
 def test_a_run_carries_no_more_rows_than_cost_little() -> None:
@@ -150,16 +158,17 @@ def test_a_guess_whose_verdict_is_about_to_come_goes_last() -> None:
     class View:
         def __init__(self) -> None:
             self.tree, self.n_inflight, self.n_stages, self.n_cheap_rows, self.depth_left = tree, 3, 4, 1, 50
-            self.hold, self.drafting = lambda patience: False, lambda: ((), 0.0)
+            self.early, self.drafting = lambda patience: None, ((), 0.0)
             self.verdict_in_s, self.run_s = left_s.__getitem__, lambda n_rows: 0.0
+            self.on_way_s = 0.0
 
         @staticmethod
         def fitting(nodes: list[object]) -> list[object]:
             return nodes
 
-    assert Auto().send(View()) == [below_late]  # type: ignore[arg-type]
+    assert Auto().send(View()) == Send([below_late])  # type: ignore[arg-type]
     left_s[early] = 0.9
-    assert Auto().send(View()) == [below_early]  # type: ignore[arg-type]
+    assert Auto().send(View()) == Send([below_early])  # type: ignore[arg-type]
 
 
 def test_a_run_waits_for_better_guesses_while_that_is_worth_the_stage_s_time() -> None:
@@ -172,24 +181,24 @@ def test_a_run_waits_for_better_guesses_while_that_is_worth_the_stage_s_time() -
     class View:
         def __init__(self) -> None:
             self.tree, self.n_inflight, self.n_stages, self.n_cheap_rows, self.depth_left = tree, 2, 4, 1, 50
-            self.hold, self.drafting = lambda patience: False, lambda: (at_work, left_s)
-            self.run_s, self.on_way_s = lambda n_rows: 0.1, lambda: 0.3
+            self.early, self.drafting = lambda patience: None, (at_work, left_s)
+            self.run_s, self.on_way_s = lambda n_rows: 0.1, 0.3
 
         @staticmethod
         def fitting(nodes: list[object]) -> list[object]:
             return nodes
 
-    assert Auto().send(View()) == []  # type: ignore[arg-type]
+    assert Auto().send(View()) == AwaitDraft(other)  # type: ignore[arg-type]
     left_s = 10.0
-    assert Auto().send(View()) == [other]  # type: ignore[arg-type]
+    assert Auto().send(View()) == Send([other])  # type: ignore[arg-type]
     left_s, at_work = 0.0, []
-    assert Auto().send(View()) == [other]  # type: ignore[arg-type]
+    assert Auto().send(View()) == Send([other])  # type: ignore[arg-type]
 
 
 def test_requests_of_a_session_share_what_was_learned_and_nothing_else() -> None:
     first = Auto()
     second = first.begin()
-    assert second.confidence is first.confidence and second == first and hash(second) == hash(first)
+    assert second.calibration is first.calibration and second == first and hash(second) == hash(first)
     tree = TokenTree(1, 0)
     tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
     notices = []
@@ -199,18 +208,18 @@ def test_requests_of_a_session_share_what_was_learned_and_nothing_else() -> None
         tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
     assert any("hardly any guess" in notice for notice in notices)
     assert first.keep(tree.root, [Guess(2, 0.9)])[0].probability < 0.5, "such confidence was never justified"
-    assert second.settled(Settled([tree.root], [])) or not second._silence.holds
+    assert second.settled(Settled([tree.root], [])) or not second._backoff.holds
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
 def test_the_sharpness_of_a_draft_is_learned(power: float) -> None:
     """A draft that says the square root of how likely tokens are, as shares, gets a power of two; a right one none."""
-    learned, rng = Sharpness(), random.Random(5)
+    learned, rng = TemperatureScaling(), random.Random(5)
     for _ in range(1500):
         weights = [rng.uniform(1, 4), 0.6, 0.2, 0.05]
         said = [weight ** (1 / power) for weight in weights]
         guesses = [Guess(token, share / sum(said)) for token, share in enumerate(said)]
-        corrected = learned.sharpened(guesses, 0)
+        corrected = learned.scaled(guesses, 0)
         assert sum(guess.probability for guess in corrected) == pytest.approx(1)
         tree = TokenTree(9, 0)
         tree.grow(tree.root, corrected, [math.log(guess.probability) for guess in corrected])

@@ -284,10 +284,11 @@ def test_a_chat_of_ranks_says_what_one_rank_says(model: Path, draft: Path) -> No
     assert turns[0]["prompt_tokens"] == turns[1]["prompt_tokens"] == turns[3]["prompt_tokens"]
     assert texts[3] == texts[1], "after /clear all is as at the beginning, but for the seed"
     assert "there is no /nothing" in errors and "there is no //" in errors and "/regen" in errors
-    n_prompt = [turn["timings"]["prompt_n"] for turn in turns]
+    n_prompt = [len(turn["prompt_tokens"]) for turn in turns]
     n_kept = [turn["timings"]["cache_n"] for turn in turns]
     assert n_kept[0] == 0 and n_kept[1] == n_kept[3] == n_prompt[1] - 1
     assert n_kept[2] >= n_prompt[1] + len(turns[1]["tokens"]) - 1
+    assert [turn["timings"]["prompt_n"] + turn["timings"]["cache_n"] for turn in turns] == n_prompt
     again, _ = turns_of(3, [*words, "--policy", "speculative"], TYPED)
     assert [turn["tokens"] for turn in again] == [turn["tokens"] for turn in turns]
     assert [turn["timings"]["cache_n"] for turn in again] == n_kept

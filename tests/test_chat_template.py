@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,25 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.chat import (
     PLAIN_TEMPLATE,
     ChatTemplate,
-    Limits,
     Message,
     TemplateFault,
     encode_continuation,
     encode_rendered,
 )
+from pipeinfer.models.limited_process import LimitedProcess, Limits
 from pipeinfer.models.stop_strings import StopStrings
 from pipeinfer.models.tokenizer import TextStream, Tokenizer
 from tests.gguf_factory import CHAT_TEMPLATE, MARKERS, Shape, write_model
 from tests.jobs import COMMAND, environment, finish, run_json
 
-LITTLE = Limits(cpu_s=1, wall_s=20.0, n_bytes=256 << 20, n_characters=10_000)
+LITTLE = LimitedProcess("pipeinfer.models.template_child", Limits(cpu_s=1, wall_s=20.0, n_bytes=256 << 20))
+
+
+def little(source: str) -> ChatTemplate:
+    """A template with little time, memory and room for its text."""
+    return ChatTemplate(source, "the template", n_characters=10_000, process=LITTLE)
+
+
 TURNS = [Message("system", "of"), Message("user", "the <b>"), Message("assistant", " a"), Message("user", "and?")]
 
 
@@ -43,7 +51,7 @@ def tokenizer(model: Path) -> Iterator[Tokenizer]:
 
 
 def render(source: str, tokenizer: Tokenizer, **variables: object) -> str:
-    return ChatTemplate(source, "the template", variables, LITTLE, now_s=0.0).render(TURNS, tokenizer)
+    return replace(little(source), variables=variables, now_s=0.0).render(TURNS, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +108,13 @@ def test_hostile_and_broken_templates_end_in_an_error(
 
 def test_what_cannot_be_parsed_is_found_before_anything_is_said(tokenizer: Tokenizer) -> None:
     for source in ("{% if %}", "{{ messages | nothing_such }}", "{% for m in messages %}", "{% nothing_such %}"):
-        template = ChatTemplate(source, "the template", limits=LITTLE)
+        template = little(source)
         with pytest.raises(TemplateFault, match="the template Template") as caught:
             template.check()
         assert caught.value.is_broken and "the template" not in caught.value.what
         found = template.render_all([TURNS] * 3, tokenizer)
         assert [str(each) for each in found] == [str(caught.value)] * 3
-    refuses = ChatTemplate("{{ raise_exception('not this') }}", "the template", limits=LITTLE)
+    refuses = little("{{ raise_exception('not this') }}")
     refuses.check()
     with pytest.raises(TemplateFault) as caught:
         refuses.render(TURNS, tokenizer)
@@ -116,12 +124,12 @@ def test_what_cannot_be_parsed_is_found_before_anything_is_said(tokenizer: Token
 def test_a_process_that_somebody_kills_is_started_again_once(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    template = ChatTemplate("{{ messages[1].content }}", "the template", limits=LITTLE)
-    template.start_ahead()
-    template.ahead[0].kill()
-    template.ahead[0].wait()
+    template = little("{{ messages[1].content }}")
+    template.process.start_ahead()
+    template.process.ahead[0].kill()
+    template.process.ahead[0].wait()
     assert template.render(TURNS, tokenizer) == "the <b>"
-    monkeypatch.setattr("pipeinfer.models.chat.START", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr("pipeinfer.models.limited_process.START", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(TemplateFault, match="its process was killed, 2 times") as caught:
         template.render(TURNS, tokenizer)
     assert caught.value.is_broken, "not the fault of who asks"
@@ -167,9 +175,16 @@ def test_a_pipe_none_of_whose_lines_is_answered_ends_with_2(model: Path, tmp_pat
 
 def test_a_template_that_sleeps_on_a_busy_host_is_ended_by_the_clock(tokenizer: Tokenizer) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(loop, "the template", limits=Limits(cpu_s=1000, wall_s=1.0))
-    with pytest.raises(UserError, match=r"is not rendered after 1 s"):
-        template.render(TURNS, tokenizer)
+    process = LimitedProcess("pipeinfer.models.template_child", Limits(cpu_s=1000, wall_s=0.5))
+    with pytest.raises(UserError, match=r"is not done after 0.5 s"):
+        ChatTemplate(loop, "the template", process=process).render(TURNS, tokenizer)
+
+
+def test_a_chat_that_takes_too_long_leaves_those_beside_it_alone(tokenizer: Tokenizer) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate("{% if messages[0].content == 'x' %}" + loop + "{% endif %}said", "the template")
+    found = template.render_all([[Message("user", said)] for said in ("a", "x", "b")], tokenizer)
+    assert [found[0], str(found[1])[:37], found[2]] == ["said", "the template takes more than 1 s; giv", "said"]
 
 
 def test_markers_are_tokens_and_a_text_begins_once(tokenizer: Tokenizer) -> None:

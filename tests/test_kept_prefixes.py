@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
+from pipeinfer.job.options import RunOptions
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
@@ -36,15 +38,17 @@ model in other bits may."""
 
 
 class BlockStage(ToyStage):
-    """A toy stage for which a row in a block is another one than the same row by itself. Without `rewinds` a sequence
-    cannot lose its newest rows alone."""
+    """A toy stage for which a row in a block is another one than the same row by itself. Without `rewinds` it
+    has one state for each of `n_states` sequences: one cannot lose its newest row, nor be copied without it."""
 
-    rewinds = True
+    rewinds, n_states = True, 1 << 30
 
     def apply(self, ops: Sequence[KvOp]) -> None:
         for op in ops:
             goes_back = op.kind is OpKind.REMOVE and 0 < op.first < self.next_position(op.src)
-            assert self.rewinds or not goes_back, f"sequence {op.src} cannot go back to {op.first}"
+            goes_back |= op.kind is OpKind.COPY and op.last < self.next_position(op.src)
+            assert self.rewinds or not goes_back, f"sequence {op.src} cannot go back: {op}"
+            assert max(op.src, op.dst) < self.n_states or op.kind is OpKind.CLOSE, f"there is no state for {op}"
             if op.kind is OpKind.COMPACT and not self.rewinds:
                 self._part()
             super().apply([op])
@@ -154,6 +158,15 @@ def check_answers(level: Level) -> None:
     level.poll = checked  # type: ignore[method-assign]
 
 
+def state_pool(stages: Sequence[BlockStage], n_open: int, n_cells: int, parked: bool) -> SequencePool:
+    """What a job has for `n_open` requests of a model whose layers keep states, which these stages become."""
+    options = RunOptions(model=Path(), policy=Speculative(), parallel=n_open)
+    pool = SequencePool(options.n_target_seq(False), n_cells, parked, False, options.n_target_guesses(False))
+    for stage in stages:
+        stage.rewinds, stage.n_states = False, pool.n_seq
+    return pool
+
+
 def run_case(seed: int) -> tuple[int, int]:
     """Several conversations at a time, with random turns, stops, policies, splits and cells. Returns how many prompt
     tokens were taken over, and how many there were."""
@@ -164,13 +177,11 @@ def run_case(seed: int) -> tuple[int, int]:
     stages = [BlockStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
     pipeline = ToyPipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
     rewinds = rng.random() < 0.8
-    for stage in stages:
-        stage.rewinds = rewinds
-    drafter = some_drafter(rng, reference, n_seq, n_cells + 64) if rewinds else None
-    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))]) if rewinds else []
+    drafter = some_drafter(rng, reference, n_seq, n_cells + 64)
+    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))])
     for level in drafts:
         check_answers(level)
-    pool = SequencePool(n_seq, n_cells, parked, rewinds)
+    pool = SequencePool(n_seq, n_cells, parked) if rewinds else state_pool(stages, n_seq, n_cells, parked)
     options = {"n_chunk": rng.choice([3, 64, 128]), "n_rows": rng.choice([3, 32]), "cancel": rng.random() < 0.9}
     engine = toy_engine(pipeline, pool, drafter, drafts, blocks=blocks, **options)
     chats = [Chat() for _ in range(rng.choice([1, 1, 2, 3]))]

@@ -62,11 +62,18 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait_for_one_that_is_late(step: str, tmp_
     assert job.returncode == 130 and "Traceback" not in errors
 
 
-def test_the_late_ranks_death_is_heard_by_those_who_wait(tmp_path: Path) -> None:
-    job, pids = start("clock_offset_s", 2, tmp_path)
-    os.kill(pids[2], signal.SIGKILL)
+@pytest.mark.parametrize(("step", "number", "victim"), [
+    ("clock_offset_s", signal.SIGKILL, 2), ("all_gather", signal.SIGKILL, 2), ("all_gather", signal.SIGSEGV, 1),
+    ("all_gather", signal.SIGKILL, 0),
+])  # fmt: skip
+def test_a_ranks_death_is_heard_by_those_who_wait(
+    step: str, number: signal.Signals, victim: int, tmp_path: Path
+) -> None:
+    """`all_gather` comes before the ranks have joined the watch."""
+    job, pids = start(step, 2, tmp_path)
+    os.kill(pids[victim], number)
     since_s = time.monotonic()
     _, errors = job.communicate(timeout=LATE_S)
     assert time.monotonic() - since_s < 3 and job.returncode
     (line,) = complaints(errors)
-    assert "rank 2" in line and "died of SIGKILL" in line
+    assert f"rank {victim} (host" in line and f"died of {number.name}; ending the job" in line

@@ -13,7 +13,7 @@ import pytest
 
 from pipeinfer.cluster.launch import check_size, rank_from_environment, size_from_environment
 from pipeinfer.errors import UserError
-from tests.jobs import COMMAND, ROOT, environment
+from tests.jobs import COMMAND, ROOT, environment, launcher
 
 # one write: the launcher may mix the ranks' output at any byte
 PRINT_BOTH = """
@@ -87,3 +87,26 @@ def test_files_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
         environ = environment() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=environ)
         assert done.returncode == 0 and done.stdout.startswith("pipeinfer "), done.stderr
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_without_an_mpi_library_one_line_says_so(n_ranks: int) -> None:
+    done = subprocess.run(
+        [*launcher(n_ranks), *COMMAND, "run", "-p", "x", "-n", "1"], capture_output=True, text=True, timeout=60,
+        env=environment() | {"MPI4PY_LIBMPI": "/no/libmpi.so"},
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pipeinfer: no MPI library can be used (cannot load MPI library); install one")
+
+
+@pytest.mark.parametrize("words", [["plan"], ["run", "-p", "x", "-n", "1"]])
+def test_a_llama_cpp_that_cannot_be_loaded_is_one_line(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "libllama.so").write_text("no library")
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=60,
+        env=environment() | {"LLAMA_CPP_LIB_PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pipeinfer: llama.cpp cannot be loaded (Failed to load shared library")

@@ -194,10 +194,13 @@ def test_rows_are_the_same_in_every_batch(
 
 
 class TreeDriver:
-    """Random token trees over known tokens: the known path among wrong branches, verified, settled and packed."""
+    """Random token trees over known tokens: the known path among wrong branches, verified, settled and packed.
+    `alone`: each node has a sequence of its own, not each leaf."""
 
-    def __init__(self, stages: Sequence[Any], tokens: list[int], expected: FloatArray, seed: int) -> None:
-        self.stages, self.tokens, self.expected = stages, tokens, expected
+    def __init__(
+        self, stages: Sequence[Any], tokens: list[int], expected: FloatArray, seed: int, alone: bool = False
+    ) -> None:
+        self.stages, self.tokens, self.expected, self.alone = stages, tokens, expected, alone
         self.rng = np.random.default_rng(seed)
         self.n_cells_used = self.n_compactions = self.at = 0
 
@@ -223,17 +226,16 @@ class TreeDriver:
                 tokens = [*tokens, int(self.rng.integers(3, 300))]
                 parent = len(parents) - 1
         order = self.random_order(parents)
-        leaves = [node for node in range(len(parents)) if node not in parents]
+        ends = [node for node in range(len(parents)) if self.alone or node not in parents]
         seqs_of: list[list[int]] = [[] for _ in parents]
-        for seq, leaf in enumerate(leaves, 1):
-            node = leaf
+        for seq, node in enumerate(ends, 1):
             while node >= 0:
                 seqs_of[node].append(seq)
                 node = parents[node]
         depth = [0] * len(parents)
         for node in range(1, len(parents)):
             depth[node] = depth[parents[node]] + 1
-        self.apply(*(KvOp(OpKind.COPY, 0, seq, 0, self.at) for seq in range(1, len(leaves) + 1)))
+        self.apply(*(KvOp(OpKind.COPY, 0, seq, 0, self.at) for seq in range(1, len(ends) + 1)))
         batch = Batch(
             np.array([tokens[node] for node in order], np.int32),
             np.array([self.at + depth[node] for node in order], np.int32),
@@ -247,7 +249,7 @@ class TreeDriver:
                 assert np.array_equal(logits[row], self.expected[self.at + node]), (self.at, node, order)
         kept = seqs_of[n_right][0]
         self.apply(KvOp(OpKind.COPY, kept, 0, self.at, self.at + n_right + 1))
-        self.apply(*(KvOp(OpKind.REMOVE, seq) for seq in range(1, len(leaves) + 1)))
+        self.apply(*(KvOp(OpKind.REMOVE, seq) for seq in range(1, len(ends) + 1)))
         self.at += n_right + 1
         self.n_cells_used += len(order)
         if self.n_cells_used > self.stages[0].n_cells - 32:

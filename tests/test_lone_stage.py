@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, HoldUntil, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled, TokenTree
 from pipeinfer.policies import Auto
-from pipeinfer.policies.confidence import HIT_MEMORY
-from pipeinfer.policies.lone_stage import best_run, pays_alone
+from pipeinfer.policies.auto import best_run, pays_alone
+from pipeinfer.policies.calibration import HIT_MEMORY
 
 STEEP = (1.0, 1.8, 2.2, 2.5, 2.8, 3.0, 3.1, 3.2, 3.4)
 """Of runs of one row, two, …: a second row costs nearly as much as the first one, further ones little."""
@@ -23,10 +24,10 @@ class View:
     n_stages, n_inflight, n_cheap_rows, depth_left, is_at_head = 1, 0, 1, 50, False
 
     def __init__(self, hits: Sequence[float], costs: Sequence[float] = STEEP, step_s: float = 0.05) -> None:
-        self.tree, self.costs, self.step_s, self.alone = TokenTree(1, 7), costs, step_s, True
+        self.tree, self.costs, self.draft_s, self.is_alone = TokenTree(1, 7), costs, step_s, True
         self.fitting, self.verdict_in_s, self.may_branch = list, lambda node: 0.5, lambda node: True
-        self.drafting, self.draft_s, self.hold = lambda: ((), 0.0), lambda: self.step_s, lambda patience: False
-        self.is_alone, self.on_way_s = lambda: self.alone, lambda: 0.0
+        self.early: Callable[[float], HoldUntil | None] = lambda patience: None
+        self.drafting, self.on_way_s = ((), 0.0), 0.0
         self.end: Node = self.tree.root
         for token, hit in enumerate(hits):
             (self.end,) = self.tree.grow(self.end, [Guess(token, hit)], [math.log(hit)])
@@ -35,10 +36,14 @@ class View:
         return self.costs[min(n_rows, len(self.costs)) - 1]
 
 
+def n_sent(answer: Answer) -> int:
+    return len(answer.nodes) if isinstance(answer, Send) else 0
+
+
 def caught_up(first_rate: float = 0.9) -> Auto:
     auto = Auto()
     auto.keep(Node(1, 6), [])
-    auto.confidence.first_rate = first_rate
+    auto.calibration.first_rate = first_rate
     return auto
 
 
@@ -48,38 +53,38 @@ def caught_up(first_rate: float = 0.9) -> Auto:
 def test_a_run_carries_what_makes_the_most_tokens_a_second(hits: Sequence[float], n_rows: int) -> None:
     """Also where two rows by themselves would not pay."""
     view = View(hits, step_s=9.0)
-    assert len(caught_up().send(view)) == n_rows  # type: ignore[arg-type]
-    view.alone = False
-    assert len(caught_up().send(view)) == 1, "others want the pipeline"  # type: ignore[arg-type]
+    assert n_sent(caught_up().send(view)) == n_rows  # type: ignore[arg-type]
+    view.is_alone = False
+    assert n_sent(caught_up().send(view)) == 1, "others want the pipeline"  # type: ignore[arg-type]
 
 
 def test_nothing_goes_before_the_verdict_of_what_is_in_flight() -> None:
     view = View([0.9] * 7)
     view.tree.root.run_id, view.n_inflight = 1, 1
-    assert caught_up().send(view) == []  # type: ignore[arg-type]
+    assert caught_up().send(view) == NOTHING  # type: ignore[arg-type]
 
 
 def sent_behind(view: View, n_inflight: int = 1) -> int:
     view.tree.root.run_id, view.n_inflight = 1, n_inflight
-    return len(caught_up().send(view))  # type: ignore[arg-type]
+    return n_sent(caught_up().send(view))  # type: ignore[arg-type]
 
 
 def test_runs_go_before_the_verdict_where_that_is_long_on_its_way() -> None:
     """As many rows as make the most tokens a second, unless hardly any would be of use."""
     view = View([0.9] * 7)
-    view.on_way_s = lambda: 0.06
+    view.on_way_s = 0.06
     assert sent_behind(view) == 7 and sent_behind(view, 2) == 0, "one waits for the stage already"
-    view.on_way_s = lambda: 1.6
+    view.on_way_s = 1.6
     assert sent_behind(view, 2) == 7 and sent_behind(view, 3) == 0
-    view.hold = lambda patience: True
+    view.early = lambda patience: HoldUntil(9.0)
     assert sent_behind(view) == 0, "the stage does not want one yet"
     for hits, n_rows in (([0.3, 0.9], 2), ([0.2, 0.9], 0), ([0.9, 0.1], 1)):
         view = View(hits)
-        view.on_way_s = lambda: 0.06
+        view.on_way_s = 0.06
         assert sent_behind(view) == n_rows, hits
-    view.step_s = 0.5
+    view.draft_s = 0.5
     assert sent_behind(view) == 0, "eight guesses take longer than eight rows"
-    view.step_s, view.is_at_head = 0.05, True
+    view.draft_s, view.is_at_head = 0.05, True
     assert sent_behind(view) == 0, "the head evaluates one run at a time"
 
 
@@ -87,7 +92,7 @@ def test_a_verdict_s_way_counts_for_how_many_rows_go() -> None:
     """Long ways make rows cheap that are dear in themselves; but single rows that go ahead hide them."""
     view = View([0.7, 0.3])
     assert len(best_run(view)[0]) == 1 and pays_alone(view, 0.9)  # type: ignore[arg-type]
-    view.on_way_s = lambda: 9.0
+    view.on_way_s = 9.0
     assert len(best_run(view)[0]) == 3  # type: ignore[arg-type]
     assert not pays_alone(view, 0.9)  # type: ignore[arg-type]
     view.is_at_head = True
@@ -98,8 +103,8 @@ def test_a_verdict_s_way_counts_for_how_many_rows_go() -> None:
 def test_a_root_waits_for_as_many_guesses_as_pay(first_rate: float, step_s: float, waits: bool) -> None:
     """No single one would: a second row takes as long as 0.8 runs."""
     view = View([], step_s=step_s)
-    assert (caught_up(first_rate).send(view) == []) == waits  # type: ignore[arg-type]
-    assert Auto().send(view) == [view.tree.root], "the draft has yet to read the prompt"  # type: ignore[arg-type]
+    assert (caught_up(first_rate).send(view) == AwaitDraft(view.tree.root)) == waits  # type: ignore[arg-type]
+    assert Auto().send(view) == Send([view.tree.root]), "the draft has yet to read the prompt"  # type: ignore[arg-type]
 
 
 def test_the_draft_goes_no_further_than_guesses_may_pay() -> None:
@@ -122,4 +127,4 @@ def test_the_draft_keeps_no_run_from_being_evaluated_at_the_head() -> None:
         auto.settled(Settled([view.tree.root, guess], [number], 1, 1, [([guess], guess)]))
     assert not auto.draft(view)  # type: ignore[arg-type]
     view.tree.root.run_id, view.n_inflight = None, 0
-    assert auto.draft(view) and auto.send(view) == []  # type: ignore[arg-type]
+    assert auto.draft(view) and auto.send(view) == AwaitDraft(view.tree.root)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.levels import Level
+from pipeinfer.core.policy import NOTHING, Answer, PolicyContext
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
@@ -173,7 +174,26 @@ def test_who_shared_a_run_that_was_given_up_is_asked_again() -> None:
 
 def test_the_end_of_a_prompt_for_whose_root_there_is_no_cell_is_made_room_for() -> None:
     """Of the last chunk the context would fit, without the root that comes with it; nothing is in flight."""
-    assert run_case(4076).n_preempted
+    n_cells, greedy, metrics = 10, SamplingParams(temp=0.0), RequestMetrics()
+    engine = toy_engine(toy_pipeline(random.Random(1), 2, n_cells, False), SequencePool(4, n_cells), None)
+    first, second = Request(0, [1], 6, greedy, n_cells), Request(1, [*range(2, 10)], 1, greedy, n_cells)
+
+    class Resting(Iterative):
+        """Has three cells, and sends no more before the other one has given its own up."""
+
+        def send(self, context: PolicyContext) -> Answer:
+            return NOTHING if first.n_generated == 3 and not metrics.n_preempted else super().send(context)
+
+    engine.add(first, Resting())
+    while first.n_generated < 3:
+        engine.step()
+    engine.admission.ahead = -2  # it is let in all the same
+    engine.add(second, Iterative(), metrics)
+    engine.admission.ahead = 0
+    for _ in engine.generate():
+        engine.audit()
+    assert metrics.n_preempted == 1
+    check([first, second], set(), Reference(N_LAYERS))
 
 
 def test_parked_cells_are_won_back_while_other_requests_are_open() -> None:

@@ -25,11 +25,11 @@ def test_latencies_from_timestamps() -> None:
     metrics.token_s = [12.0, 12.5, 12.5, 14.0]
     metrics.finished_s = 14.5
     found = timings(metrics)
-    assert metrics.itl_s == [0.5, 0.0, 1.5]
+    assert metrics.itl_s == [0.25, 0.25, 1.5], "tokens of one verdict share the gap before it"
     assert (found["ttft_s"], found["tpot_s"], found["itl_mean_s"]) == (2.0, pytest.approx(2 / 3), pytest.approx(2 / 3))
     assert (found["prompt_per_second"], found["predicted_per_second"]) == (2.0, 1.5)
-    assert (found["itl_p50_s"], found["total_s"]) == (0.5, 4.5)
-    assert (found["itl_percentiles_s"][0], found["itl_percentiles_s"][100]) == (0.0, 1.5)
+    assert (found["itl_p50_s"], found["total_s"]) == (0.25, 4.5)
+    assert (found["itl_percentiles_s"][0], found["itl_percentiles_s"][100]) == (0.25, 1.5)
 
 
 def test_what_a_service_tells_of_its_wait() -> None:
@@ -49,6 +49,7 @@ def test_what_a_service_tells_of_its_wait() -> None:
     assert turns == [True, False, True]
     assert (found["queued_s"], found["prompt_ms"], found["ttft_s"], found["total_s"]) == (1.5, 500.0, 2.0, 10.0)
     assert (found["prompt_per_second"], found["preempted_n"]) == (8.0, 1)
+    assert (found["prompt_n"], found["cache_n"]) == (4, 1), "as llama-server counts them: evaluated, and not"
     assert math.isnan(service_timings(RequestMetrics(submitted_s=1.0))["queued_s"])
 
 

@@ -216,6 +216,7 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["run", "-p", "x", "--chat", "--chat-template-kwargs", "[1]"], "no JSON object"),
         (["run", "-p", "x", "--chat", "--chat-template-kwargs", '{"messages": []}'], "give other names"),
         (["run", "-p", "x", "--stop", ""], "some text"),
+        (["run", "-p", "x", *["--stop", "y"] * 33], "--stop has 33 texts, and at most 32 are possible"),
         (["run", "-p", "x", "-j", '{"const": NaN}'], "it has no NaN"),
         (["run", "-f", "Once upon a time " * 20], "too long"),
         (["run", "-p", "x", "-m", "/tmp/" * 2000], "too long"),
@@ -279,7 +280,10 @@ def test_what_llama_cpp_has_and_we_lack_is_named() -> None:
         (["-devd", "CUDA0"], "-ngl and --device"),
         (["-fa", "off"], "on, 1"),
         (["-fa"], "on, 1"),
-        (["--flash-attn", "-n", "3"], "--flash-attn has no value"),
+        (
+            ["--flash-attn", "-n", "3"],
+            "auto, -1; it has no effect here",
+        ),
         (["--mirostat", "2"], "no such sampler"),
         (["--lora", "x"], "merge"),
         (["-zz"], "-zz"),
@@ -295,6 +299,16 @@ def test_unknown_words_are_not_taken_for_others(words: list[str], message: str) 
     with pytest.raises(click.UsageError) as error:
         parse("run", ["-p", "x", *words])
     assert message in error.value.format_message()
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("--foo", []), ("--lok", []), ("--polcy", ["--policy"]), ("--md", ["-md"]), ("--verbos", ["--verbose"])],
+)
+def test_only_near_misses_are_suggested(word: str, near: list[str]) -> None:
+    with pytest.raises(click.NoSuchOption) as error:
+        parse("run", ["-p", "x", word])
+    assert (error.value.possibilities or []) == near
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pipeinfer.core.pacer import LOOKAHEAD, MARGIN_S, Pacer
@@ -24,23 +26,20 @@ def clock() -> Clock:
 def pacer(clock: Clock) -> Pacer:
     """Of a stage that takes a tenth of a second a row, with one run on its way."""
     pacer = Pacer(RunCost({1: 0.1, 8: 0.2}), clock)
-    pacer.begin()
     pacer.sent(1, 0)
     return pacer
 
 
 def due_s(pacer: Pacer, **given: float) -> float:
-    pacer.begin()
-    assert pacer.is_early(0, **given)
-    assert pacer.timeout_s is not None
-    return pacer.clock() + pacer.timeout_s
+    found = pacer.due_s(0, **given)
+    assert found > pacer.clock()
+    return found
 
 
 def test_a_run_is_due_just_before_the_slowest_stage_is_free(pacer: Pacer, clock: Clock) -> None:
     assert due_s(pacer) == pytest.approx(0.1 - MARGIN_S)
     clock.now = 0.1 - MARGIN_S
-    pacer.begin()
-    assert not pacer.is_early(0) and pacer.timeout_s is None
+    assert pacer.due_s(0) <= clock.now
 
 
 def test_it_is_due_earlier_where_costs_are_off_but_not_ever_earlier(pacer: Pacer) -> None:
@@ -55,8 +54,7 @@ def test_it_is_due_earlier_where_costs_are_off_but_not_ever_earlier(pacer: Pacer
 def test_it_is_due_earlier_where_the_head_is_late(pacer: Pacer, clock: Clock) -> None:
     """A busy machine, or a draft whose layers take long: asked 10 ms after it was due."""
     clock.now = due_s(pacer) + 0.010
-    pacer.begin()
-    assert not pacer.is_early(0)
+    pacer.was_late(0.010)
     pacer.landed(0.0)
     pacer.sent(1, 0)
     assert due_s(pacer) < clock.now + 0.1 - MARGIN_S - 0.002
@@ -67,8 +65,7 @@ def test_a_head_that_is_asked_in_time_is_not_late(pacer: Pacer, clock: Clock) ->
     clock.now = before_s / 2  # a verdict came
     assert due_s(pacer) == before_s
     clock.now = before_s
-    pacer.begin()
-    assert not pacer.is_early(0)
+    pacer.was_late(0.0)
     pacer.landed(0.0)
     pacer.sent(1, 0)
     assert due_s(pacer) == pytest.approx(clock.now + 0.1 - MARGIN_S)
@@ -83,11 +80,10 @@ def test_a_verdict_that_is_expected_is_waited_for_but_not_for_long(pacer: Pacer)
 
 
 def test_nothing_is_early_where_no_costs_are_known_or_runs_were_given_up(pacer: Pacer, clock: Clock) -> None:
-    assert not Pacer(None, clock).is_early(0)
+    assert Pacer(None, clock).due_s(0) == -math.inf
     assert due_s(pacer) > 0
     pacer.given_up()
-    pacer.begin()
-    assert not pacer.is_early(0)
+    assert pacer.due_s(0) == -math.inf
 
 
 def test_what_a_verdict_takes_besides_is_the_least_of_late(pacer: Pacer) -> None:

@@ -229,6 +229,22 @@ def test_the_host_whose_layers_are_missed_least_is_advised_to_draft(tmp_path: Pa
     assert [(line, [node.host.name for node in order.nodes]) for line, order in orders(twice)] == [("c:2", [*"ccab"])]
 
 
+def test_a_way_that_helps_no_more_than_a_simpler_one_is_not_told(tmp_path: Path, wide: Path) -> None:
+    nodes = read_hosts(write(tmp_path, f"a {FAST}", f"b {SLOW}"))
+    options = RunOptions(model=wide, layer_split="4,4")
+    planner = open_planner(options, read_model_info(wide), nodes, ETHERNET, 128, (), is_described=True)
+    now = planner.predict(options.policy)
+    split, *others = (way.tokens_per_s or 0 for way in reversed(ways(planner, [now])))
+    assert split > 1.03 * now.speed and all(more > 1.03 * split for more in others)
+
+    def with_policy(speed: float) -> list[str]:
+        return [way.what for way in ways(planner, [now, replace(now, policy="other", speeds=(speed,))])]
+
+    assert with_policy(1.02 * now.speed)[-1] == "leave --layer-split out"
+    assert with_policy((now.speed + split) / 2)[-2:] == ["leave --layer-split out", "--policy other"], "the best first"
+    assert with_policy(100 * now.speed) == ["--policy other"]
+
+
 def test_a_job_says_which_host_should_have_come_first(tmp_path: Path, wide: Path) -> None:
     draft = write_model(tmp_path / "draft.gguf", Shape(n_layer=1, n_embd=64, n_ff=128))
     options = RunOptions(model=wide, drafts=(draft,), policy=make_policy("auto", {}), draft_rank=0)

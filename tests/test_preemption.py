@@ -9,18 +9,20 @@ from itertools import pairwise
 
 import pytest
 
+from pipeinfer.core import levels
 from pipeinfer.core.admission import ahead_of
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.prefixes import spans_to_continue
 from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative
 from tests.test_engine import random_policy, toy_engine, toy_pipeline
-from tests.test_kept_prefixes import BlockStage, check_answers, expected, some_drafter
+from tests.test_kept_prefixes import BlockStage, check_answers, expected, some_drafter, state_pool
 from tests.test_levels import draft_levels
 from tests.toy import N_LAYERS, N_VOCAB, Reference, ToyPipeline
 
@@ -81,21 +83,18 @@ class Progress(RequestMetrics):
         super().prompt_evaluated(n_rows)
 
 
-def run_case(seed: int, counts: Counts) -> None:
+def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
     rng, reference = random.Random(seed), Reference(N_LAYERS)
     blocks, parked, n_ctx = rng.random() < 0.6, rng.random() < 0.6, 160
-    rewinds = rng.random() < 0.9
     n_cells, n_seq = n_ctx + rng.choice([1, 10, 60]), rng.choice([4, 9, 31])
     cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), rng.randrange(N_LAYERS))), N_LAYERS]
     stages = [BlockStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
-    for stage in stages:
-        stage.rewinds = rewinds
     pipeline = ToyPipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
-    drafter = some_drafter(rng, reference, n_seq, n_cells + 64) if rewinds else None
-    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1, 2]))]) if rewinds else []
+    drafter = some_drafter(rng, reference, n_seq, n_cells + 64)
+    drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1, 2]))])
     for level in drafts:
         check_answers(level)
-    pool = SequencePool(n_seq, n_cells, parked, rewinds)
+    pool = SequencePool(n_seq, n_cells, parked) if rewinds else state_pool(stages, n_seq, n_cells, parked)
     options = {"n_chunk": rng.choice([3, 64, 128]), "n_rows": rng.choice([3, 32]), "cancel": rng.random() < 0.9}
     engine = toy_engine(pipeline, pool, drafter, drafts, blocks=blocks, **options)
     engine.admission.ahead, engine.admission.n_prompts = rng.choice([0, 1, 4, 15]), rng.choice([1, 2, 99])
@@ -135,6 +134,27 @@ def test_who_is_preempted_goes_on_with_the_same_text() -> None:
     for seed in range(40):
         run_case(seed, counts)
     assert counts.after_tokens > 5 and counts.in_blocks and counts.shared, counts
+
+
+def test_so_do_those_of_models_with_states() -> None:
+    counts = Counts()
+    for seed in range(40):
+        run_case(seed, counts, rewinds=False)
+    assert counts.after_tokens > 5 and counts.in_blocks, counts
+
+
+def test_more_operations_than_a_run_carries_travel_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, submit = list[Run](), ToyPipeline.submit
+
+    def noted(pipeline: ToyPipeline, run: Run) -> None:
+        runs.append(run)
+        submit(pipeline, run)
+
+    monkeypatch.setattr(levels, "MAX_OPS", 2)
+    monkeypatch.setattr(ToyPipeline, "submit", noted)
+    for seed in range(12):
+        run_case(seed, Counts())
+    assert max(len(run.ops) for run in runs) == 2 and any(not run.rows for run in runs)
 
 
 def engine_of(n_cells: int) -> Engine:

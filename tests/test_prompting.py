@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,22 +12,36 @@ from typing import Any
 
 import pytest
 
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.request_body import Body
+from pipeinfer.job.request_body import COMPLETION, Body, Defaults
+from pipeinfer.server.asked import read_asked
 from pipeinfer.server.prompting import Prompting
 
 
 def prompting(ask: Callable[[Sequence[Body]], Any]) -> Prompting:
-    template = SimpleNamespace(start_ahead=lambda: None)
+    template = SimpleNamespace(process=SimpleNamespace(start_ahead=lambda: None))
     prompts: Any = SimpleNamespace(
         ask=ask, format=SimpleNamespace(template=template), tokenizer=SimpleNamespace(path=Path("m.gguf"))
     )
     return Prompting(prompts)
 
 
-def asked(grammar: str = "", is_chat: bool = False) -> Any:
-    body = SimpleNamespace(sampling=SimpleNamespace(grammar=grammar), ignore_eos=False)
+def asked(grammar: str = "", is_chat: bool = False, name: str = "") -> Any:
+    body = SimpleNamespace(name=name, sampling=SimpleNamespace(grammar=grammar), ignore_eos=False)
     return SimpleNamespace(prompts=(body,), bodies=(), is_chat=is_chat, n=1, keep=False)
+
+
+def test_what_many_prompts_have_in_common_is_read_once() -> None:
+    """The loop that serves clients reads it, so they would all wait."""
+    defaults = Defaults(SamplingParams(), -1, (), False)
+    schema = {"properties": {f"p{at}": dict[str, int]() for at in range(60_000)}}
+    begin_s = time.process_time()
+    found = read_asked({"prompt": [str(at) for at in range(64)], "n": 2, "json_schema": schema}, COMPLETION, defaults)
+    assert [body.prompt for body in found.bodies[::2]] == [str(at) for at in range(64)]
+    with pytest.raises(UserError, match="200000 prompts with n 1 are 200000 texts; a request has up to 128"):
+        read_asked({"prompt": ["a"] * 200_000}, COMPLETION, defaults)
+    assert time.process_time() - begin_s < 0.5
 
 
 def test_chats_whose_renderer_fails_are_told() -> None:
@@ -39,7 +54,7 @@ def test_chats_whose_renderer_fails_are_told() -> None:
             found
             for _ in range(2)  # the next ones are rendered anew
             for found in await asyncio.wait_for(
-                asyncio.gather(*(server.ask(asked(is_chat=True)) for _ in range(3)), return_exceptions=True), 10
+                asyncio.gather(*(server.ask(asked(is_chat=True), "a") for _ in range(3)), return_exceptions=True), 10
             )
         ]
 
@@ -49,7 +64,7 @@ def test_chats_whose_renderer_fails_are_told() -> None:
 def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = threading.Event()
 
-    def check(model: Path, grammar: str) -> None:
+    def check(tokenizer: Any, grammar: str) -> None:
         checked.wait(20)
         raise UserError("it takes too much time")
 
@@ -57,13 +72,37 @@ def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatc
 
     async def run() -> None:
         server = prompting(lambda bodies: [None] * len(bodies))
-        slow = [asyncio.create_task(server.ask(asked("slow"))) for _ in range(5)]
+        slow = [asyncio.create_task(server.ask(asked("slow"), "a")) for _ in range(5)]
         for is_chat in (False, True):
-            assert await asyncio.wait_for(server.ask(asked(is_chat=is_chat)), 10) == []
+            assert await asyncio.wait_for(server.ask(asked(is_chat=is_chat), "a"), 10) == []
         assert not any(each.done() for each in slow)
         checked.set()
         for each in slow:
             with pytest.raises(UserError, match="too much time"):
                 await each
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_client_whose_prompts_take_long_waits_alone(is_chat: bool) -> None:
+    taken = threading.Event()
+
+    def ask(bodies: Sequence[Any]) -> list[Any]:
+        if any(body.name == "slow" for body in bodies):
+            taken.wait(20)
+        return [ValueError(body.name) for body in bodies]
+
+    async def run() -> None:
+        server = prompting(ask)
+        slow = [asyncio.create_task(server.ask(asked(is_chat=is_chat, name="slow"), "a")) for _ in range(9)]
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="quick"):
+                await asyncio.wait_for(server.ask(asked(is_chat=is_chat, name="quick"), "b"), 10)
+        assert not any(each.done() for each in slow)
+        taken.set()
+        assert {type(each) for each in await asyncio.gather(*slow, return_exceptions=True)} == {ValueError}
+        assert not server._chats
 
     asyncio.run(run())

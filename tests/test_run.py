@@ -131,7 +131,10 @@ def test_no_rank_holds_more_than_its_part(tmp_path: Path) -> None:
         limit = rank["weight_bytes"] + rank["kv_bytes"] + 150e6
         assert rank["peak_rss_bytes"] < limit, f"{rank['role']}: {rank['peak_rss_bytes'] / 1e6:.0f} MB"
     tables = 64000 * 768 * 34 // 32
-    assert [rank["weight_bytes"] > tables for rank in result["ranks"]] == [True, False, False, True]
+    holding = [rank["weight_bytes"] > tables for rank in result["ranks"]]
+    assert holding == [False, False, False, True], "the first stage looks tokens up in the file"
+    for rank in result["ranks"]:
+        assert rank["weight_bytes"] + rank["kv_bytes"] < rank["memory_bytes"]
 
 
 def test_trace_has_a_track_a_rank(tmp_path: Path) -> None:

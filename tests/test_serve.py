@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +21,12 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 import httpx
 import openai
 
+from pipeinfer.models.grammar_check import TOO_MUCH
 from tests.jobs import command_of, descendants, finish, run_json
 from tests.server_fuzz import KINDS, faults_of, run_case
+from tests.server_hostile import abuse
 from tests.serving import Served, lines_of
+from tests.test_grammar import LATE
 
 PROMPT = "def read_lines(path):\n"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "temperature": 0.9}
@@ -177,7 +182,11 @@ def test_a_page_of_another_site_is_not_told_anything(served: Served, headers: di
         ({"stream_options": {"include_usage": True}}, "stream_options are for streams"),
         ({"response_format": {"type": "xml"}}, 'its type is "text", "json_object"'),
         ({"response_format": {"type": "json_schema"}}, "a JSON schema is an object"),
-        ({"grammar": "root ::= b"}, "Undefined rule identifier 'b'"),
+        ({"grammar": "root ::= b"}, "it has no rule b"),
+        ({"logit_bias": [[at, 1] for at in range(60_000)]}, "names more than 2048 tokens"),
+        ({"prompt": "🙂é\n" * 80_000}, "the prompt has 560000 bytes and cannot fit"),
+        ({"stop": ["x"] * 200_000}, "stop has 200000 texts, and at most 32 are possible"),
+        ({"json_schema": {"uniqueItems": True}}, "uniqueItems"),
         ({"grammar": 'root ::= "a"', "ignore_eos": True}, "leave one of them out"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar and json_schema both say"),
         ({"logit_bias": {"4096": 1}}, "a logit bias is for token 4096"),
@@ -356,6 +365,8 @@ def test_a_text_does_not_depend_on_who_else_asks(served: Served) -> None:
     messages, answer = conversation(served)
     kept = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert 64 < kept < answer["usage"]["prompt_tokens"], "what was said before is not evaluated again"
+    timed = answer["timings"]
+    assert (timed["prompt_n"], timed["cache_n"]) == (answer["usage"]["prompt_tokens"] - kept, kept)
     for n_ranks in (1, 3):
         with Served(n_ranks, ["-sys", "of"]) as other:
             assert [other.text(**asked) for asked in PROBES] == alone
@@ -480,6 +491,24 @@ def test_clients_that_err_lie_leave_and_dawdle_disturb_nobody(served: Served) ->
     assert faults_of(served) == ""
 
 
+def test_a_grammar_that_takes_too_much_ends_its_text_alone(served: Served) -> None:
+    asked = {"prompt": "a", "max_tokens": 700, "temperature": 0, "grammar": LATE}
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(served.text, **ASKED)
+        whole = served.http.post("/v1/completions", json=asked)
+        assert whole.status_code == 400 and whole.json()["error"]["message"] == TOO_MUCH
+        with served.stream(**asked) as answer:
+            *_, error, done = lines_of(answer)
+        assert done == "[DONE]" and json.loads(error)["error"]["message"] == TOO_MUCH
+        assert beside.result() == served.text(**ASKED)
+
+
+def test_what_costs_most_ends_nobody(served: Served) -> None:
+    text = served.text(**ASKED)
+    assert {abuse(served.port, number) for number in range(20)} <= {200, 400, 429}
+    assert served.text(**ASKED) == text and faults_of(served) == ""
+
+
 # -- the end
 
 
@@ -530,6 +559,20 @@ def test_without_its_front_the_job_ends() -> None:
         os.kill(front, signal.SIGKILL)
         assert served.wait(timeout_s=10) == 1
         assert "the process that speaks HTTP was killed by signal 9; ending the job" in served.errors
+
+
+def test_a_killed_process_of_the_chat_template_costs_nobody_a_chat(served: Served) -> None:
+    """It was started ahead, by a thread of the front."""
+
+    def waiting() -> list[int]:
+        found = (path.read_text().split() for path in Path(f"/proc/{front}/task").glob("*/children"))
+        return [pid for pid in map(int, itertools.chain(*found)) if b"template_child" in command_of(pid)]
+
+    front = next(pid for pid in descendants(served.job.pid) if b"server.process" in command_of(pid))
+    assert chat(served, [{"role": "user", "content": "a"}]).status_code == 200
+    served.until(waiting)
+    os.kill(waiting()[0], signal.SIGKILL)
+    assert chat(served, [{"role": "user", "content": "a"}]).status_code == 200
 
 
 def test_who_asks_is_told_that_a_rank_died() -> None:

@@ -255,8 +255,9 @@ def test_metrics_count_what_was_served(guarded: Served) -> None:
     after = metrics()
     more = {name: after[name] - before.get(name, 0) for name in after}
     assert more["llamacpp:tokens_predicted_total"] == more["vllm:generation_tokens_total"] == 10
-    n_prompt = more["llamacpp:prompt_tokens_total"]
-    assert n_prompt == more["vllm:prompt_tokens_total"] > 1 and n_prompt % 2 == 0
+    n_prompt = more["vllm:prompt_tokens_total"]
+    assert n_prompt > 1 and n_prompt % 2 == 0
+    assert n_prompt == more["llamacpp:prompt_tokens_total"] + more["vllm:prefix_cache_hits_total"]
     assert more["vllm:time_to_first_token_seconds_count"] == more["vllm:e2e_request_latency_seconds_count"] == 2
     assert more["vllm:inter_token_latency_seconds_count"] == 8 and more["vllm:request_queue_time_seconds_count"] == 2
     assert after["llamacpp:requests_processing"] == after["vllm:num_requests_waiting"] == 0

@@ -5,21 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.flights import Part
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.runs import OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.shared import Cells, fork, give_up, n_held
 from pipeinfer.policies import Iterative, PipeInfer
 from tests.test_engine import QuickStage, toy_engine, toy_pipeline
 from tests.test_kept_prefixes import Counted
-from tests.toy import N_LAYERS, OracleDrafter, Reference, ToyPipeline
+from tests.toy import N_LAYERS, OracleDrafter, Reference, ToyPipeline, ToyStage
 
 SYSTEM = [at % 11 for at in range(100)]
 
@@ -94,6 +97,40 @@ def test_shared_cells_are_reserved_once() -> None:
     check(requests)
     assert most == 12
     assert engine.target.pool.n_free_cells + engine.target.pool.n_parked == n_cells
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_however_texts_begin_alike_each_says_once_what_it_shares(seed: int) -> None:
+    """Of 60 that each continue the one before, or any other, at any length."""
+    rng, requests = random.Random(seed), list[Request]()
+    pool, stage = SequencePool(61, 9000, parked=True), ToyStage(0, 1, True, 9000, True)
+    for number in range(60):
+        source = (rng.choice(requests) if seed else requests[-1]) if requests else None
+        n_shared = (rng.randint(1, len(source.prompt)) if seed else len(source.prompt)) if source else 0
+        prompt = [*(source.prompt[:n_shared] if source else ()), *(rng.randrange(24) for _ in range(rng.randint(1, 9)))]
+        requests.append(some_request(number, prompt))
+        pool.open(number, Prefix(source, n_shared) if source else None)
+        read_prompt(pool, stage, requests[-1])
+    gone = some_request(60, [1, 2, 3])
+    pool.open(gone.id)
+    read_prompt(pool, stage, gone)
+    pool.close(gone.id)
+    pool.compact()
+    ops = pool.take_pending()
+    assert sum(op.kind is OpKind.SHARED for op in ops) == 59 and len(ops) < 70
+    stage.apply(ops)
+    assert stage.n_parked == 0 and len(stage.cells()) == pool.n_certain
+
+
+def read_prompt(pool: SequencePool, stage: ToyStage, request: Request) -> None:
+    """The part that it does not share."""
+    start = pool.placed_end(request.id)
+    tokens = np.array(request.prompt[start:], np.int32)
+    placement = pool.place(request.id, len(tokens), [])
+    stage.apply(placement.ops)
+    positions = np.arange(start, len(request.prompt), dtype=np.int32)
+    seqs: list[tuple[int, ...]] = [(placement.context_seq,)] * len(tokens)
+    stage.evaluate(Batch(tokens, positions, seqs, None, np.ones(len(tokens), bool)), lambda: False)
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 3, 6, 12])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,21 +20,24 @@ from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
+from pipeinfer.job.memory import packing_bytes
+from pipeinfer.job.options import RunOptions
 from pipeinfer.job.timing import time_model
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics
-from pipeinfer.policies import Iterative, Speculative
+from pipeinfer.policies import Iterative, PipeInfer, Speculative
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
 from tests.gguf_factory import write_model
 from tests.jobs import finish, run_json
 from tests.test_architectures import possible_cuts, rows_of_whole
+from tests.test_batch import texts_of
 from tests.test_engine import toy_engine
 from tests.test_llama_stage import TreeDriver, load, loaded, random_tokens, run, state
 from tests.test_prompts import after, evaluate, read, tokens_of
-from tests.toy import N_LAYERS, OracleDrafter, Reference, ToyPipeline
+from tests.toy import N_LAYERS, OracleDrafter, RandomPolicy, Reference, ToyPipeline
 
 __all__ = ["loaded"]
 Loader = Callable[..., list[LlamaStage]]
@@ -120,6 +124,24 @@ def test_states_take_what_is_planned(folder: Path, loaded: Loader, name: str) ->
         assert 0 <= len(state(stage, 0)) - in_cache < 1000
 
 
+@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen35"])
+def test_packing_copies_no_more_than_is_planned(folder: Path, loaded: Loader, name: str) -> None:
+    path, _ = model_and_cut(folder, name)
+    info, params = read_model_info(path), replace(PARAMS, n_cells=768, n_seq_max=5)
+    (stage,) = loaded(path, (), params)
+    for seq, n_tokens in enumerate((140, 520, 60, 30)):
+        for start in range(0, n_tokens, 60):
+            tokens = random_tokens(min(60, n_tokens - start), seed=seq)
+            run([stage], rows([seq] * len(tokens), tokens, range(start, start + len(tokens))))
+    tracemalloc.start()
+    stage.apply([KvOp(OpKind.REMOVE, 3), KvOp(OpKind.COMPACT, 0)])
+    _, n_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    planned = packing_bytes(info, 0, info.n_layer, params.n_cells)
+    assert 0.5 * planned < n_bytes < planned + 20_000, "beside libllama's and Python's notes"
+    assert [stage.next_position(seq) for seq in range(4)] == [140, 520, 60, 0]
+
+
 def test_what_cannot_be_cut_is_given_up() -> None:
     pool = SequencePool(2, 100, rewinds=False)
     for request, n_kept, n_left in ((0, 20, 20), (1, 19, 0)):
@@ -145,8 +167,8 @@ def test_trees_are_the_same_as_plain_decoding(folder: Path, loaded: Loader, name
     (alone,) = loaded(path, (), PARAMS)
     tokens = random_tokens(230)
     expected = np.concatenate([run([alone], rows([0], [token], [at])) for at, token in enumerate(tokens)])
-    params = replace(PARAMS, n_cells=256, n_seq_max=16, n_batch=64, n_snapshots=40)
-    driver = TreeDriver(loaded(path, cuts, params), tokens, expected, seed=1)
+    params = replace(PARAMS, n_cells=256, n_seq_max=24, n_batch=64)
+    driver = TreeDriver(loaded(path, cuts, params), tokens, expected, seed=1, alone=True)
     driver.prefill(120)
     while driver.at < 210:
         driver.step()
@@ -154,31 +176,34 @@ def test_trees_are_the_same_as_plain_decoding(folder: Path, loaded: Loader, name
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_sequence_goes_back_as_far_as_there_are_snapshots(folder: Path, loaded: Loader, exact: bool) -> None:
+def test_a_sequence_is_as_if_nothing_had_been_guessed_after_it(folder: Path, loaded: Loader, exact: bool) -> None:
     path, cuts = model_and_cut(folder, "qwen35")
-    chain = loaded(path, cuts, replace(PARAMS, exact=exact, n_snapshots=8))
-    (alone,) = loaded(path, (), replace(PARAMS, exact=exact))
-    tokens, rng, at = random_tokens(60), np.random.default_rng(1), 0
-    while at < 50:
-        n_right, n_wrong = (int(n) for n in rng.integers(1, 4, 2))
-        right = rows([0] * n_right, tokens[at : at + n_right], range(at, at + n_right))
-        assert np.allclose(run(chain, right), run([alone], right), atol=0 if exact else 2e-2)
-        at += n_right
-        run(chain, rows([0] * n_wrong, random_tokens(n_wrong, seed=at), range(at, at + n_wrong)))
+    params = replace(PARAMS, exact=exact, n_seq_max=6)
+    chain, (alone,) = loaded(path, cuts, params), loaded(path, (), params)
+    tokens, rng = random_tokens(50), np.random.default_rng(1)
+    for at, token in enumerate(tokens):
+        guesses = random_tokens(int(rng.integers(1, 5)), seed=at)
+        seqs = range(1, len(guesses) + 1)
+        batch = rows([0, *seqs], [token, *guesses], range(at, at + len(guesses) + 1))
+        batch.seqs = [tuple(range(first, len(guesses) + 1)) for first in range(len(guesses) + 1)]
         for stage in chain:
-            stage.apply([KvOp(OpKind.REMOVE, 0, first=at)])
-            assert stage.next_position(0) == at
-    with pytest.raises(AssertionError, match="cannot go back to 20"):
-        chain[0].apply([KvOp(OpKind.REMOVE, 0, first=20)])
+            stage.apply([KvOp(OpKind.COPY, 0, seq, 0, at) for seq in seqs if at])
+        found = run(chain, batch)
+        assert np.allclose(found[0], run([alone], rows([0], [token], [at]))[0], atol=0 if exact else 2e-2)
+        assert [chain[0].next_position(seq) for seq in (0, *seqs)] == [*range(at + 1, at + len(guesses) + 2)]
+        for stage in chain:
+            stage.apply([KvOp(OpKind.REMOVE, seq) for seq in seqs])
 
 
-def test_no_more_is_placed_than_can_be_taken_back() -> None:
-    pool, tree = SequencePool(4, 100, rewinds=False, n_guesses=3), TokenTree(7, 0)
+def test_no_more_is_placed_than_there_are_states_for() -> None:
+    pool, tree = SequencePool(5, 100, rewinds=False, n_guesses=3), TokenTree(7, 0)
     pool.open(0)
     nodes = [tree.root]
     for token in range(6):
         nodes += tree.grow(nodes[-1], [Guess(token, 0.5)], [-0.1])
     assert pool.fitting(nodes) == nodes[:4]
+    pool.place(0, 0, nodes[:4])
+    assert pool.fitting(nodes[4:]) == [] and pool.n_free == 1, "another request can be opened"
 
 
 @pytest.mark.parametrize(("name", "strength"), [("qwen35", 1.0), ("mamba2", 0.05)])
@@ -192,33 +217,55 @@ def test_right_and_wrong_guesses_change_no_text(folder: Path, name: str, strengt
     assert (result["speculation"]["acceptance_rate"] > 0.03) == (strength < 1), "of a tree one branch at most is right"
 
 
+def test_guesses_for_several_requests_change_no_text(folder: Path) -> None:
+    target, draft, asked = folder / "loaded.gguf", folder / "loaded_draft.gguf", folder / "asked.jsonl"
+    write_random_model(target, replace(MODELS["mamba2"], with_vocab=True, strength=0.05))
+    write_random_model(draft, replace(MODELS["llama"], with_vocab=True, strength=0.05))
+    lines = [{"custom_id": str(id), "prompt": "the model of a layer " * (id % 3 + 1), "seed": id} for id in range(6)]
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def texts(n_ranks: int, *words: str) -> dict[str, str]:
+        output = folder / f"{n_ranks}.jsonl"
+        words = ("batch", str(asked), "-o", str(output), "-m", str(target), "-n", "20", "--ignore-eos", *words)
+        done = finish(n_ranks, [*words, "--json"])
+        assert done.returncode == 0, done.stderr
+        assert (json.loads(done.stdout)["draft_n_accepted"] > 0) == (n_ranks > 1)
+        return texts_of(output)
+
+    assert texts(3, "-md", str(draft), "--policy", "speculative", "-np", "4") == texts(1, "-md", "none", "-np", "1")
+
+
 @pytest.mark.parametrize(
-    ("name", "n_cells", "n_guesses"), [*((name, 900, 0) for name in NAMES), ("qwen35", 450, 0), ("qwen35", 900, 19)]
+    ("name", "n_cells", "guesses"),
+    [*((name, 900, guesses) for name in NAMES for guesses in (False, True)), ("qwen35", 450, False)],
 )
 def test_texts_of_one_prompt_read_it_once_and_are_those_of_each_alone(
-    folder: Path, loaded: Loader, name: str, n_cells: int, n_guesses: int
+    folder: Path, loaded: Loader, name: str, n_cells: int, guesses: bool
 ) -> None:
-    """Also where they are packed and some wait again, and where guesses are taken back."""
+    """Also where they are packed and some wait again, and for trees of any shape, with as many states as a job has."""
     path, cuts = model_and_cut(folder, name)
-    params = LlamaParams(n_cells=n_cells, n_seq_max=16, n_batch=129, n_outputs_max=32, n_snapshots=6 * n_guesses)
     prompts = [tokens_of(3, 200)] * 3 + [tokens_of(4, 20)] * 2 + [tokens_of(5, 90)]
+    options = RunOptions(model=path, policy=Speculative() if guesses else Iterative(), parallel=len(prompts))
+    n_seq, n_guesses = options.n_target_seq(False), options.n_target_guesses(False)
+    params = LlamaParams(n_cells=n_cells, n_seq_max=n_seq + 1, n_batch=129, n_outputs_max=32)
 
     def texts(
         stages: Sequence[LlamaStage], prompts: Sequence[list[int]], first: int = 0
     ) -> tuple[list[list[int]], int]:
         for stage in stages:
             stage.clear()
-        pool = SequencePool(15, n_cells, parked=True, rewinds=False, n_guesses=n_guesses)
-        drafter = OracleDrafter(Reference(N_LAYERS), 0.5) if n_guesses else None  # of another model: mostly wrong
+        pool = SequencePool(n_seq, n_cells, parked=True, rewinds=False, n_guesses=n_guesses)
+        drafter = OracleDrafter(Reference(N_LAYERS), 0.5) if guesses else None  # of another model: mostly wrong
         pipeline = ToyPipeline(stages, random.Random(1))
         engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
         requests, metrics = list[Request](), [RequestMetrics() for _ in prompts]
         for number, (prompt, observer) in enumerate(zip(prompts, metrics, strict=True), first):
             requests.append(Request(number, prompt, 16, SamplingParams(seed=number, temp=0.8), 230))
-            engine.add(requests[-1], Speculative() if n_guesses else Iterative(), observer)
+            policies = [RandomPolicy(random.Random(number), 3, 40, 12), PipeInfer(microbatch=3), options.policy]
+            engine.add(requests[-1], policies[number % 3] if guesses else options.policy, observer)
         for _ in engine.generate():
             engine.audit()
-        assert len(prompts) == 1 or any(each.n_sent for each in metrics) == (n_guesses > 0)
+        assert len(prompts) == 1 or any(each.n_sent for each in metrics) == guesses
         return [each.tokens for each in requests], sum(each.n_kept for each in metrics)
 
     alone = loaded(path, (), params)
@@ -249,12 +296,11 @@ def test_models_info_knows_how_it_can_be_cut(folder: Path) -> None:
     assert [stage["n_stages"] for stage in found["stages"]] == [1, 2, 4], "of eight layers, each second with attention"
 
 
-@pytest.mark.parametrize("n_snapshots", [0, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_their_runs_can_be_timed(folder: Path, loaded: Loader, name: str, n_snapshots: int) -> None:
+def test_their_runs_can_be_timed(folder: Path, loaded: Loader, name: str) -> None:
     """In a context too, to whose end they cannot go back."""
     path, _ = model_and_cut(folder, name)
-    (stage,) = loaded(path, (), replace(PARAMS, n_batch=128, n_snapshots=n_snapshots))
+    (stage,) = loaded(path, (), replace(PARAMS, n_batch=128))
     layer_bytes = [1] * read_model_info(path).n_layer
     assert time_slice(stage, layer_bytes, 1, time.perf_counter, True, lambda seconds: None).rows[0] == 1
     assert stage.next_position(0) == 0

@@ -16,7 +16,7 @@ from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.wire import Transaction, decode_guess_verdict, decode_verdict, encode, encode_verdict
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
-from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyContext, Send
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind, Run
 from pipeinfer.core.sampling import SamplingParams, choose
@@ -362,12 +362,12 @@ class RandomPolicy(Policy):
     def __init__(self, rng: random.Random, width: int, n_nodes: int, inflight: int) -> None:
         self.rng, self.width, self.n_nodes, self.inflight = rng, width, n_nodes, inflight
 
-    def send(self, view: View) -> list[Node]:
+    def send(self, view: PolicyContext) -> Answer:
         if view.tree.root.run_id is None and (self.rng.random() < 0.7 or not view.n_inflight):
-            return [view.tree.root, *self._some(view, {view.tree.root})]
-        return self._some(view, set()) if view.n_inflight < self.inflight else []
+            return Send([view.tree.root, *self._some(view, {view.tree.root})])
+        return Send(self._some(view, set())) if view.n_inflight < self.inflight else NOTHING
 
-    def _some(self, view: View, taken: set[Node]) -> list[Node]:
+    def _some(self, view: PolicyContext, taken: set[Node]) -> list[Node]:
         chosen: list[Node] = []
         for node in view.tree.unsent():
             parent = node.parent
@@ -380,7 +380,7 @@ class RandomPolicy(Policy):
 
     name = "random"
 
-    def draft(self, view: View) -> dict[Node, int]:
+    def draft(self, view: PolicyContext) -> dict[Node, int]:
         open_nodes = [node for node in view.tree.nodes if not node.expanded and view.may_branch(node)]
         if not open_nodes or len(view.tree.nodes) >= self.n_nodes or self.rng.random() < 0.2:
             return {}
@@ -392,6 +392,6 @@ class RandomPolicy(Policy):
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         return [guess for guess in guesses if self.rng.random() < 0.9]
 
-    def refine(self, view: View, draft: int) -> dict[Node, int]:
+    def refine(self, view: PolicyContext, draft: int) -> dict[Node, int]:
         nodes = [node for node in view.tree.nodes if node.is_open(draft) and self.rng.random() < 0.5]
         return self._widths(self.rng.sample(nodes, len(nodes)))

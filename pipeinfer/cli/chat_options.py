@@ -10,6 +10,7 @@ import click
 from pipeinfer.cli.command import is_from_environment
 from pipeinfer.cli.values import File, Text
 from pipeinfer.job.options import ChatOptions, unescape
+from pipeinfer.models.stop_strings import check_stops
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -66,10 +67,9 @@ def take_chat(given: dict[str, Any], is_chat: bool, escape: bool) -> ChatOptions
 
 
 def take_stops(given: dict[str, Any], escape: bool) -> tuple[str, ...]:
-    """The same for the stop strings. Raises click.UsageError for an empty one, which would end every text."""
+    """The same for the stop strings. Raises UserError for what cannot be one."""
     stops = tuple(unescape(text, "--stop") if escape else text for text in given.pop("stops"))
-    if not all(stops):
-        raise click.UsageError("--stop '' would end every text where it begins; give some text")
+    check_stops("--stop", stops)
     return stops
 
 

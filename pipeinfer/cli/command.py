@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import partial
 
@@ -18,6 +18,9 @@ MEANS_THE_SAME = {
     "model": ("hf_repo", "hf_file"), "hf_repo": ("model",), "drafts": ("hf_drafts",), "hf_drafts": ("drafts",),
 }  # fmt: skip
 """Parameters, and those that name the same in another way."""
+
+NEAR = 0.75
+"""How alike an unknown option and one that is suggested for it are at least: 1 is the same."""
 
 ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")
 """`-n8`: the only thing that may stand behind an option's letter is its number."""
@@ -101,7 +104,13 @@ def read_words(args: list[str], params: list[click.Parameter], interspersed: boo
         elif name in INSTEAD:
             raise click.UsageError(f"{name}: {INSTEAD[name]}")
         else:
-            raise click.NoSuchOption(name, possibilities=get_close_matches(name, known))
+            raise click.NoSuchOption(name, possibilities=_near_misses(name, known))
+
+
+def _near_misses(name: str, known: Iterable[str]) -> list[str]:
+    """Options that `name` may be meant for, the likeliest first. Dashes, which all have, do not count."""
+    names = {option.lstrip("-"): option for option in known}
+    return [names[bare] for bare in get_close_matches(name.lstrip("-"), names, cutoff=NEAR)]
 
 
 def _name(word: str, known: dict[str, click.Parameter]) -> str:
@@ -128,7 +137,7 @@ def _check_harmless(name: str, values: tuple[str, ...] | None, words: Iterator[s
         return
     value = next(words, "")
     if value not in values and (not value or value.startswith("-")):
-        raise click.UsageError(f"{name} has no value; leave it out, or give one without effect: {', '.join(values)}")
+        raise click.UsageError(f"{name} needs a value: {', '.join(values)}; it has no effect here and may be left out")
     if value not in values:
         raise click.UsageError(f"{name} {value}: {INSTEAD.get(name, 'it cannot be had here')}; "
                                f"accepted, and without effect: {', '.join(values)}")  # fmt: skip

@@ -230,7 +230,7 @@ from pipeinfer.policies.registry import POLICIES
     flag_value=False,
     type=bool,
     default=True,
-    help="Ablation: one sequence only.",
+    help="Ablation: one sequence only. Where layers keep states nothing is guessed then.",
 )
 @click.option(
     "--no-prepare-ahead",
@@ -253,7 +253,8 @@ from pipeinfer.policies.registry import POLICIES
     type=Whole(0, MAX_SEQUENCES),
     default=DEFAULT.sequences,
     show_default=True,
-    help="Branches that trees may have at a time; when they run out, trees get narrower. 0: as the policy can use.",
+    help="Branches that trees may have at a time, or guesses where layers keep states; when they run out, trees get "
+    "narrower. 0: as the policy can use.",
 )
 @click.option("--results", type=File(), help="Append a row of figures to this CSV file.")
 @click.option("--trace", type=File(), help="Write the timeline of all ranks, as Chrome trace events.")

@@ -65,6 +65,7 @@ class HeadPipeline(Generic[A]):
         self.is_at_head = not self.remote_ranks
         self.outbox, self.idle = Outbox(comm, courier), Idle()
         self.ledger = HeadLedger()
+        self.n_submitted = 0  # runs since the start
         self.n_out = 0  # runs whose verdicts have not been taken
         self._prunings = OwnPrunings(self.has_verdict)
         self._queue: deque[Run] = deque()
@@ -80,6 +81,7 @@ class HeadPipeline(Generic[A]):
 
     def submit(self, run: Run) -> None:
         self.ledger.submitted_s[run.id] = time.monotonic()
+        self.n_submitted += 1
         self.n_out += 1
         if self.worker:
             self._queue.append(run)

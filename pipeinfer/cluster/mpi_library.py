@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from typing import Any
+
+from pipeinfer.child import python_command
 
 PROBE = """
 import ctypes, json, mpi4py
@@ -22,9 +23,8 @@ def describe_mpi() -> dict[str, Any]:
     """Its library, the standard that it follows and mpi4py's version; `error` where it cannot be loaded."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", PROBE], capture_output=True, text=True, stdin=subprocess.DEVNULL,
-            timeout=PROBE_TIMEOUT_S,
-        )  # fmt: skip
+            python_command(PROBE), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PROBE_TIMEOUT_S
+        )
         found: dict[str, Any] = json.loads(done.stdout)
         return found | {"error": None}
     except subprocess.TimeoutExpired:

@@ -30,9 +30,10 @@ from pipeinfer.cluster.wire import (
     encode_verdict,
 )
 from pipeinfer.core.interfaces import LeavesOnDevice
+from pipeinfer.core.runs import MAX_OPS
 from pipeinfer.observe.ledger import StageLedger
 
-N_OPS_MAX, N_EXTRA_MAX, N_OPENS_MAX = 2048, 8192, 256  # room in a transaction, far above what 256 sequences need
+N_EXTRA_MAX, N_OPENS_MAX = 8192, 256  # room in a transaction, far above what 256 sequences need
 N_TEXT_MAX = 1 << 20
 """Bytes of what requests that are open at a time say of sampling in texts, see `wire.text_bytes`."""
 
@@ -113,7 +114,7 @@ class Pipe:
     @property
     def n_bytes(self) -> int:
         """Of a message at most."""
-        bare = bytes_before_activations(N_OPS_MAX, self.n_rows, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
+        bare = bytes_before_activations(MAX_OPS, self.n_rows, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
         return bare + activation_bytes(self.n_rows, self.n_embd, self.wire_type)
 
 

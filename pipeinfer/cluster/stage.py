@@ -22,6 +22,7 @@ from pipeinfer.core.interfaces import (
     Allowed,
     Batch,
     Constraint,
+    ConstraintFailed,
     DeviceRows,
     FloatArray,
     LeavesOnDevice,
@@ -29,7 +30,7 @@ from pipeinfer.core.interfaces import (
     StageModel,
     UnderWay,
 )
-from pipeinfer.core.runs import NO_TOKEN, Guess, GuessVerdict, Opening, OpKind, Verdict
+from pipeinfer.core.runs import FAILED, NO_TOKEN, Guess, GuessVerdict, Opening, OpKind, Verdict
 from pipeinfer.core.sampling import choose
 from pipeinfer.observe.trace import NO_TRACE, Tracer
 
@@ -294,10 +295,12 @@ class StageWorker:
     def _answer(self, logits: FloatArray, asked: Question) -> Any:
         """What the verdict says of one row: the target's token at the position asked about."""
         params = asked.params
-        if params.n_logprobs < 0:
-            return choose(logits, params, asked.position, asked.history, asked.allowed)
-        token = choose(logits.copy(), params, asked.position, asked.history, asked.allowed)
-        return scored(logits, token, params.n_logprobs)
+        own = logits.copy() if params.n_logprobs >= 0 else logits
+        try:
+            token = choose(own, params, asked.position, asked.history, asked.allowed)
+        except ConstraintFailed:
+            return FAILED
+        return scored(logits, token, params.n_logprobs) if params.n_logprobs >= 0 else token
 
     @staticmethod
     def _verdict(run_id: int, answers: list[Any], cancelled: bool, slowest_s: float) -> Verdict | GuessVerdict:

@@ -3,7 +3,6 @@
 Knows bytes, sources and tags; no run and no pipeline. Sends never block, receives are posted ahead, waits are polls.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import contextlib
@@ -16,12 +15,24 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any, TypeAlias, TypeVar
 
-import mpi4py
 import numpy as np
 import numpy.typing as npt
 
-mpi4py.rc(initialize=False, finalize=False)  # `Link` does both, without holding the interpreter's lock
-from mpi4py import MPI
+from pipeinfer.errors import UserError
+
+try:
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=False)  # `Link` does both, without holding the interpreter's lock
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    # a line for each place that was searched; one about another library than MPI's own tells more
+    first, *others = str(error).splitlines() or [type(error).__name__]
+    why = next((line for line in others if "libmpi" not in line or "No such file" not in line), first)
+    raise UserError(
+        f"no MPI library can be used ({why}); install one, as with pip install 'pipeinfer[mpich]', or load that of "
+        "this site, as with module load mpich"
+    ) from None
 
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.pace import N_STAMP, Courier

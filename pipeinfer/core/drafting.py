@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.interfaces import Allowed, Batch, Constraint, FloatArray, StageModel
+from pipeinfer.core.interfaces import Allowed, Batch, Constraint, ConstraintFailed, FloatArray, StageModel
 from pipeinfer.core.paths import Placement
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
@@ -52,7 +52,7 @@ def guess_next(
         return guesses
     if allowed.has(guesses[0].token):
         return guesses[:1] + [guess for guess in guesses[1:] if allowed.has(guess.token)]
-    allowed.restrict(logits, max(width, params.n_candidates) if params.n_candidates else 0)
+    allowed.restrict(logits)
     return [guess for guess in _guesses(logits, params, position, width, couple) if guess.probability > 0]
 
 
@@ -131,7 +131,10 @@ class ModelDrafter:
         constraint = self._constraints.get(request.id)
         n_output = node.position + 1 - len(request.prompt)
         allowed = constraint.after(newest_tokens(request, node, n_output)) if constraint else None
-        return guess_next(logits, params, node.position + 1, history, width, self.couple, allowed)
+        try:
+            return guess_next(logits, params, node.position + 1, history, width, self.couple, allowed)
+        except ConstraintFailed:  # as it will for the target, if the text comes here
+            return []
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the certain tokens below the root that the draft has not seen; False when the root moved meanwhile.

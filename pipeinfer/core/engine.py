@@ -14,13 +14,12 @@ from pipeinfer.core.levels import Level
 from pipeinfer.core.observer import Observer
 from pipeinfer.core.opened import Opened
 from pipeinfer.core.pacer import Pacer
-from pipeinfer.core.policy import Policy
+from pipeinfer.core.policy import HoldUntil, Policy, PolicyContext, Send
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.rooms import Rooms
 from pipeinfer.core.round_robin import RoundRobin
 from pipeinfer.core.run_cost import RunCost
-from pipeinfer.core.tree import Settled
-from pipeinfer.core.views import Views
+from pipeinfer.core.tree import Node, Settled
 
 
 class Engine:
@@ -59,11 +58,11 @@ class Engine:
         self._pacer = Pacer(run_cost, clock)
         self.version = 0
         self._asked_to_send = self._asked_to_begin = -1  # at which version that was last asked
+        self._hold_s = math.inf  # when a run is due that was held back when it was asked for last
         self._drains = False  # nothing is sent until cells can be won back
         self._jobs: dict[int, Opened] = {}
         self._rooms = Rooms(target, run_cost, self._jobs, max_delay_s)
         self.growth = Growth(drafter, drafts, clock, self._jobs, self._grown, target.n_inflight)
-        self._views = Views(target, self.growth, self._rooms, self._pacer, run_cost, clock, self._jobs)
         self.admission = Admission(self.levels, self.growth, self._jobs, run_cost, n_prompts)
         self._senders = RoundRobin[Opened]()  # the open requests that have something unsent
         self._emissions = deque[Emission]()
@@ -73,7 +72,8 @@ class Engine:
 
     def add(self, request: Request, policy: Policy, observer: Observer | None = None) -> None:
         """Take a request in; its tokens come out of `step`, and the observer hears what becomes of it."""
-        job = Opened(request, policy, observer or Observer(), self._views.of(request))
+        context = PolicyContext(request, self.target, self.growth, self._rooms, self._pacer, self.run_cost, self.clock)
+        job = Opened(request, policy, observer or Observer(), context)
         job.observer.submitted(self.clock(), len(request.prompt))
         self.admission.wait(job)
         self.version += 1
@@ -173,7 +173,7 @@ class Engine:
 
     def timeout_s(self) -> float | None:
         """How long until a run is due that was held back when it was asked for last; None if none was."""
-        return self._pacer.timeout_s
+        return None if self._hold_s == math.inf else max(0.0, self._hold_s - self.clock())
 
     def _grown(self, job: Opened) -> None:
         """Its tree has changed: there may be something to send."""
@@ -281,19 +281,21 @@ class Engine:
 
     def _send(self) -> bool:
         """Send the next run to the target, if one shall go now."""
-        if self._asked_to_send == self.version and not self._pacer.is_due:
+        if self._asked_to_send == self.version and (self._hold_s == math.inf or self.clock() < self._hold_s):
             return False
         self._asked_to_send = self.version
         return self._send_next()
 
     def _send_next(self) -> bool:
-        self._pacer.begin()
+        if self._hold_s < math.inf and (late_s := self.clock() - self._hold_s) >= 0:
+            self._pacer.was_late(late_s)
+        self._hold_s = math.inf
         if not self._senders or (self._drains and not self._drained()):
             return False
         alone = len(self._jobs) == 1
-        if not alone and self._pacer.is_early(0):
+        if not alone and self.clock() < (due_s := self._pacer.due_s(0)):
+            self._hold_s = due_s
             return False
-        self._rooms.measure()
         wants = [part for job in self._senders if (part := self._wanted(job, alone))]
         chosen = self._rooms.choose(wants, alone)
         return bool(chosen) and self._submit(chosen)
@@ -309,9 +311,20 @@ class Engine:
         elif root.run_id is None and 1 < len(request.prompt) == root.position + 1:
             if not (target.n_inflight(request) and self.admission.is_awaited(request)):
                 return Part(request, 0, [root], True)  # right behind the prompt
-        elif nodes := job.policy.send(job.view):
+        elif nodes := self._nodes_to_send(job):
             return Part(request, 0, nodes, nodes[0] is root)
         return None
+
+    def _nodes_to_send(self, job: Opened) -> list[Node]:
+        """What its policy answers."""
+        answer, root = job.policy.send(job.context), job.request.tree.root
+        if isinstance(answer, Send):
+            return list(answer.nodes)
+        if isinstance(answer, HoldUntil):
+            self._hold_s = min(self._hold_s, answer.when_s)
+        elif not self.growth.awaited(job) and root.run_id is None and not self.target.n_inflight(job.request):
+            return [root]  # nothing would come that is worth the wait
+        return []
 
     def _submit(self, parts: Sequence[Part]) -> bool:
         flight = self.target.submit(parts)

@@ -138,7 +138,7 @@ class Growth:
         return drafts
 
     def _draft_for(self, drafter: Drafter, job: Opened, meanwhile: Callable[[], None]) -> bool:
-        nodes, n_inflight = job.policy.draft(job.view), job.view.n_inflight
+        nodes, n_inflight = job.policy.draft(job.context), job.context.n_inflight
         if not nodes:
             return False
         self._drafters.rotate(job.request.id)
@@ -192,6 +192,20 @@ class Growth:
         self._grown(job)
         return True
 
+    def awaited(self, job: Opened) -> bool:
+        """Take the request's next step first; whether there is one, of any draft."""
+        if not job.context.drafting[0] and not self._has_step(job):
+            return False
+        self._drafters.prefer(job.request.id)
+        return True
+
+    def _has_step(self, job: Opened) -> bool:
+        has_first = self.drafter is not None or self.remote is not None
+        return bool(has_first and job.policy.draft(job.context)) or any(
+            level.n_inflight(job.request) or job.policy.refine(job.context, draft)
+            for draft, level in enumerate(self.drafts, start=1)
+        )
+
     # -- drafts on other ranks
 
     def ask(self, version: int) -> bool:
@@ -212,7 +226,7 @@ class Growth:
         request = job.request
         n_left = level.n_context_left(request)
         n_context = min(n_left, level.n_chunk, level.pool.n_free_cells)
-        asked = {} if n_context else job.policy.refine(job.view, draft)
+        asked = {} if n_context else job.policy.refine(job.context, draft)
         nodes = [] if n_left else level.pool.unplaced(list(asked))[: level.n_rows]
         # nodes above them that the level has yet to see are asked about too: they are evaluated anyway
         width = max(asked.values(), default=0)

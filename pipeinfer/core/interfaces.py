@@ -141,14 +141,18 @@ class LoadedModel(StageModel, Protocol):
         ...
 
 
+class ConstraintFailed(Exception):
+    """A constraint takes more time or memory than it may."""
+
+
 class Allowed(Protocol):
-    """Which tokens may follow one text."""
+    """Which tokens may follow one text. Raises ConstraintFailed, for the same text always or never."""
 
     def has(self, token: int) -> bool: ...
 
-    def restrict(self, logits: FloatArray, n_wanted: int) -> None:
-        """Make logits (n_vocab,) -inf but for the `n_wanted` likeliest tokens that may follow, 0: for all of them, and
-        maybe further ones of these. One is left at least: where nothing may follow, the end of the text."""
+    def restrict(self, logits: FloatArray) -> None:
+        """Make logits (n_vocab,) -inf but for the tokens that may follow. One is left at least: where nothing may
+        follow, the end of the text."""
         ...
 
 

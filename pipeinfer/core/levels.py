@@ -13,7 +13,7 @@ from pipeinfer.core.blocks import Span
 from pipeinfer.core.flights import Flight, Part
 from pipeinfer.core.interfaces import Pipeline
 from pipeinfer.core.requests import Prefix, Request
-from pipeinfer.core.runs import KvOp, Opening, OpKind, Row, Run
+from pipeinfer.core.runs import MAX_OPS, KvOp, Opening, OpKind, Row, Run
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 
@@ -159,14 +159,24 @@ class Level:
                     self._known.add(part.request.id)
         if not sent:
             return None
-        self._next_run_id, run.span = self._next_run_id + 1, sent[0].span
         run.ops[:0] = [*self._closes, *pool.take_pending()]
         self._closes.clear()
+        self._send_ahead(run)
+        run.id, self._next_run_id, run.span = self._next_run_id, self._next_run_id + 1, sent[0].span
         flight = self._flights[run.id] = Flight(run.id, sent, len(run.rows), n_context, run.context)
         for part in sent:
             self._of_request[part.request.id][run.id] = flight
         self.pipeline.submit(run)
         return flight
+
+    def _send_ahead(self, run: Run) -> None:
+        """The run's first operations as runs without rows, if it has more than one carries."""
+        while len(run.ops) > MAX_OPS:
+            ahead = Run(self._next_run_id, [], run.ops[:MAX_OPS])
+            del run.ops[:MAX_OPS]
+            self._next_run_id += 1
+            self._flights[ahead.id] = Flight(ahead.id, [], n_rows=0, n_context=0, context=0, whole=False)
+            self.pipeline.submit(ahead)
 
     def _place(self, part: Part, run: Run, n_free: int) -> int:
         """Give cells, of which so many are free, and rows of the run to what fits of the part; how many.

@@ -34,8 +34,8 @@ def bias_text(pairs: Iterable[tuple[int, float]]) -> str:
     sums: dict[int, float] = {}
     for token, bias in pairs:
         sums[token] = sums.get(token, 0.0) + bias
-    if len(sums) > MAX_TOKENS:
-        raise ValueError(f"names {len(sums)} tokens; {MAX_TOKENS} are possible")
+        if len(sums) > MAX_TOKENS:
+            raise ValueError(f"names more than {MAX_TOKENS} tokens; {MAX_TOKENS} are possible")
     return " ".join(f"{token}{float(np.float32(bias)):+.9g}" for token, bias in sorted(sums.items()))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pipeinfer.core.observer import Observer
-from pipeinfer.core.policy import Policy, View
 from pipeinfer.core.requests import Request
+
+if TYPE_CHECKING:  # what policies see has parts of the engine, which know of this
+    from pipeinfer.core.policy import Policy, PolicyContext
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +19,7 @@ class Opened:
     request: Request
     policy: Policy
     observer: Observer
-    view: View
+    context: PolicyContext
     n_heard: int = 0  # rows of the prompt that every stage has evaluated
     arrival: int = 0  # the how manieth of all it is
     was_open: bool = False  # it was preempted since, if it waits

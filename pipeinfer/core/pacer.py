@@ -21,46 +21,28 @@ class Pacer:
     def __init__(self, run_cost: RunCost | None, clock: Clock) -> None:
         self.run_cost, self.clock = run_cost, clock
         self._free_s = -math.inf  # when the slowest stage will have done what was sent
-        self._due_s: float | None = None
         self._off_s = self._late_s = 0.0  # running means: costs against what was reported; asked after a run was due
-        self._awaited_s: float | None = None  # when what was held back was due
         self.answer_s = 0.0  # from a run that was not pruned to its verdict, a running mean; 0 before the first
         self.on_way_s = 0.0  # the least of that besides the slowest stage's time, lately; 0 before the first
 
-    def begin(self) -> None:
-        """A round of questions begins: nothing is held back yet."""
-        self._due_s = None
-
-    def is_early(self, context: int, oldest_sent_s: float = math.inf, patience: float = 0.0) -> bool:
-        """Whether a run sent now would only lie in a queue, or miss a verdict that is about to come.
+    def due_s(self, context: int, oldest_sent_s: float = math.inf, patience: float = 0.0) -> float:
+        """Before when a run would only lie in a queue, or miss a verdict that is about to come.
 
         `context`: tokens before it. `oldest_sent_s`: when that was sent whose verdict comes next. `patience`: so much
         of a one-row run the slowest stage may be idle if the verdict is there by then.
         """
         if self.run_cost is None:
-            return False
+            return -math.inf
         row_s = self.run_cost.seconds(1, context)
         due_s = self._free_s - min(LOOKAHEAD * row_s, MARGIN_S + OFF * (self._off_s + self._late_s))
         if oldest_sent_s + self.answer_s <= due_s + patience * row_s:
             due_s += patience * row_s
-        now_s = self.clock()
-        if self._awaited_s is not None and now_s >= self._awaited_s:
-            self._late_s = _mean(self._late_s, min(now_s - self._awaited_s, row_s))
-            self._awaited_s = None
-        if now_s >= due_s:
-            return False
-        self._due_s = self._awaited_s = due_s
-        return True
+        return due_s
 
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time for what was held back in this round."""
-        return self._due_s is not None and self.clock() >= self._due_s
-
-    @property
-    def timeout_s(self) -> float | None:
-        """How long until what was held back in this round is due; None if nothing was."""
-        return None if self._due_s is None else max(0.0, self._due_s - self.clock())
+    def was_late(self, seconds: float) -> None:
+        """What was held back was asked about so long after it was due."""
+        if self.run_cost:
+            self._late_s = _mean(self._late_s, min(seconds, self.run_cost.seconds(1, 0)))
 
     def sent(self, n_rows: int, context: int) -> float:
         """A run has been submitted; what it is thought to take the slowest stage."""
@@ -91,7 +73,6 @@ class Pacer:
     def given_up(self) -> None:
         """Runs were cancelled: the stages are free as soon as they hear of it."""
         self._free_s = -math.inf
-        self._awaited_s = None
 
 
 def _mean(mean: float, value: float) -> float:

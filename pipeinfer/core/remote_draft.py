@@ -55,7 +55,7 @@ class RemoteDraft:
 
     def _ask_for(self, job: Opened, turns: RoundRobin[Opened]) -> bool:
         request, level = job.request, self.level
-        widths, n_inflight = job.policy.draft(job.view), job.view.n_inflight
+        widths, n_inflight = job.policy.draft(job.context), job.context.n_inflight
         if not widths:
             return False
         n_left = level.n_context_left(request)

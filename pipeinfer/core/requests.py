@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from pipeinfer.core.blocks import Span, spans_of
+from pipeinfer.core.runs import FAILED
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import TokenTree
 
@@ -17,6 +18,7 @@ class Finish(Enum):
     END = "end"  # the target chose an end-of-generation token
     CONTEXT = "context"  # the context is full
     STOPPED = "stopped"  # the user asked
+    FAILED = "failed"  # its constraint takes too much
 
 
 class Prefix(NamedTuple):
@@ -89,6 +91,9 @@ class Request:
     def take(self, tokens: list[int]) -> list[int]:
         """Append what the target emitted, up to the first reason to finish; return what was taken."""
         for n_taken, token in enumerate(tokens, 1):
+            if token == FAILED:
+                self.finish = Finish.FAILED
+                return tokens[: n_taken - 1]
             self.tokens.append(int(token))  # what else it brings is for who takes the emission
             if token in self.end_tokens or len(self.tokens) >= self.n_tokens_most:
                 self.finish = self._reason(token)

@@ -32,15 +32,16 @@ class Rooms:
     ) -> None:
         self.target, self.run_cost, self.opened, self.max_delay_s = target, run_cost, opened, max_delay_s
         self._passed: set[int] = set()  # requests whose roots waited when the last chunk went
-        self.measure()
 
-    def measure(self) -> None:
-        """To be called before what a run shall carry is asked."""
+    @property
+    def n_open(self) -> int:
+        return len(self.opened)
+
+    @property
+    def _room(self) -> Room:
         target = self.target
         n_cheap = self.run_cost.n_cheap_rows(0) if self.run_cost else target.n_rows
-        n_stages = target.pipeline.n_stages
-        self._room = Room.for_load(max(1, len(self.opened)), n_stages, n_cheap, target.n_rows, target.n_chunk)
-        self._delays: bool | None = None
+        return Room.for_load(max(1, self.n_open), target.pipeline.n_stages, n_cheap, target.n_rows, target.n_chunk)
 
     def n_chunk(self, context: int) -> int:
         """Certain tokens that a run may carry at most, after so many."""
@@ -71,7 +72,7 @@ class Rooms:
         """Rows of a run that cost hardly more than one and that other requests' roots leave."""
         if self.run_cost is None:
             return 1
-        return self.run_cost.n_cheap_rows(context) if len(self.opened) == 1 else self._room.n_guesses
+        return self.run_cost.n_cheap_rows(context) if self.n_open == 1 else self._room.n_guesses
 
     def choose(self, wants: Sequence[Part], alone: bool) -> list[Part]:
         """What the next run carries of what requests want, in the order in which they are due; nothing where none shall
@@ -99,8 +100,8 @@ class Rooms:
 
     def _n_chunk_rows(self, first: Part, n_left: int) -> int:
         """Of how many rows the next chunk shall be; `first`: whose it is. `n_left`: rows of all prompts that wait."""
-        most = min(self._room.n_context, self.n_chunk(self.target.pool.placed_end(first.request.id)))
-        return self.run_cost.n_chunk_rows(n_left, self._room.n_stages, most) if self.run_cost else most
+        most = self.n_chunk(self.target.pool.placed_end(first.request.id))
+        return self.run_cost.n_chunk_rows(n_left, self.target.pipeline.n_stages, most) if self.run_cost else most
 
     def _has_place(self, parts: Sequence[Part]) -> bool:
         if not self.run_cost:
@@ -114,11 +115,8 @@ class Rooms:
 
     def _delays_others(self) -> bool:
         """Whether a chunk's time matters: there is a limit, and somebody who has read the prompt."""
-        if self._delays is None:
-            self._delays = self.max_delay_s < math.inf and any(
-                not self.target.n_context_left(job.request) for job in self.opened.values()
-            )
-        return self._delays
+        left = self.target.n_context_left
+        return self.max_delay_s < math.inf and not all(left(job.request) for job in self.opened.values())
 
 
 def _is_root(part: Part) -> bool:

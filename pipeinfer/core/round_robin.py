@@ -30,6 +30,11 @@ class RoundRobin(Generic[T]):
     def discard(self, member_id: int) -> None:
         self._members.pop(member_id, None)
 
+    def prefer(self, member_id: int) -> None:
+        """The member comes first now."""
+        if len(self._members) > 1 and member_id in self._members:
+            self._members = {member_id: self._members[member_id], **self._members}
+
     def rotate(self, member_id: int) -> None:
         """The member was served: all others come first now."""
         if member_id in self._members:

@@ -12,6 +12,12 @@ from pipeinfer.core.sampling import SamplingParams
 NO_TOKEN = -1
 """In a verdict: this row was not asked for a token, or was not evaluated because its guess was dead."""
 
+MAX_OPS = 2048
+"""Operations that a run carries at most."""
+
+FAILED = -2
+"""In a verdict: the request cannot go on here, as its constraint takes too much."""
+
 POSITION_END = 2**31 - 1
 """As the end of a position range: to the end of the sequence."""
 
@@ -32,7 +38,8 @@ class KvOp:
     REMOVE  the cells of `src` at positions [first, last) no longer belong to `src`
     COMPACT parked cells are free again; every sequence's cells are packed in the order of their positions
     CLOSE   request `src` has ended: what is kept of it may go
-    SHARED  before a COMPACT: the cells of `dst` at positions [first, last) are those of `src`, a lower one, and stay so
+    SHARED  before a COMPACT: the cells of `dst` at positions [0, last) are those of `src`, and stay so; one a sequence
+            at most, after that of its `src`
     """
 
     kind: OpKind
@@ -92,7 +99,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """For each row of a run, the token the target chooses after that row, or NO_TOKEN."""
+    """For each row of a run, the token the target chooses after that row, or NO_TOKEN, or FAILED."""
 
     run_id: int
     tokens: tuple[int, ...]

@@ -46,8 +46,8 @@ class SamplingParams:
     """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
 
     The penalties look at the last `repeat_last_n` tokens, the prompt's included. `logit_bias`: see there. `grammar`:
-    what the output must be, in llama.cpp's form (GBNF); empty: anything. `n_logprobs`: of so many of the
-    likeliest tokens, and of the chosen one, log-probabilities are wanted; below 0: of none.
+    what the output must be, in llama.cpp's form (GBNF) or a JSON schema; empty: anything. `n_logprobs`: of so many of
+    the likeliest tokens, and of the chosen one, log-probabilities are wanted; below 0: of none.
     """
 
     seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
@@ -73,11 +73,6 @@ class SamplingParams:
         return self if self.seed >= 0 else replace(self, seed=secrets.randbits(32))
 
     @property
-    def n_candidates(self) -> int:
-        """So many of the likeliest tokens decide a choice; 0: all of them."""
-        return 1 if self.temp <= 0.0 else max(0, self.top_k)
-
-    @property
     def needs_history(self) -> bool:
         """Whether a choice depends on more than the logits."""
         return bool(self.looks_back or self.grammar)
@@ -100,7 +95,7 @@ def choose(
     adjust(logits, params, history)
     token = _pick(logits, params, position)
     if allowed and not allowed.has(token):
-        allowed.restrict(logits, params.n_candidates)
+        allowed.restrict(logits)
         token = _pick(logits, params, position)
     return token
 

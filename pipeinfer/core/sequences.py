@@ -1,8 +1,9 @@
 """Which llama.cpp sequence ids a tree path owns. Knows paths and ids, not tokens, models or MPI.
 
 A sequence is the set of KV cells that one root-to-leaf path can see. The first child placed under a node inherits its
-sequence; each further child leases a new one and copies the prefix, which is metadata only. One pool serves one KV
-cache: the target's (every stage applies the same operations in the same order) or a draft's.
+sequence; each further child leases a new one and copies the prefix, which is metadata only. Where layers keep states a
+sequence cannot lose its newest rows alone, so every guess leases one. One pool serves one KV cache: the target's (every
+stage applies the same operations in the same order) or a draft's.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class SequencePool:
     """Leases sequence ids [0, n_seq) and counts the cells in use.
 
     `parked`: the stages keep removed cells, out of sight, so that the order of the cells stays the order of evaluation
-    (exact numerics); only compaction wins them back. Without `rewinds` a sequence goes back no further than its newest
-    rows: no more than `n_guesses` nodes are placed beside a root, and certain tokens are only removed all at once.
+    (exact numerics); only compaction wins them back. Without `rewinds` sequences are only removed as a whole: each
+    guess has one of its own, of all requests `n_guesses` at most, so that the others are left for requests.
     `window`: of layers that see only so many tokens back; 0 if there are none.
     """
 
@@ -51,6 +52,11 @@ class SequencePool:
     def n_free_cells(self) -> int:
         return self.n_cells - self._n_certain - len(self._seq_of) - self.n_parked
 
+    @property
+    def _n_guesses_left(self) -> int:
+        """Without `rewinds`: how many more may be placed. All sequences but one a request are guesses'."""
+        return self.n_guesses - (len(self._paths) - len(self._bases))
+
     def is_placed(self, node: Node) -> bool:
         return node in self._seq_of
 
@@ -67,17 +73,18 @@ class SequencePool:
         and what is below that: a tree gets narrower before it gets shorter."""
         chosen: dict[Node, None] = {}
         has_heir: set[Node] = set()
-        n_new, n_free = 0, self.n_free_cells
-        n_nodes = min(n_free, self.n_guesses + 1 - len(self._seq_of)) if self.n_guesses else n_free
+        n_new, n_cells = 0, self.n_free_cells
+        n_free = self.n_free if self.rewinds else min(self.n_free, self._n_guesses_left)
         for node in nodes:
-            if len(chosen) >= n_nodes:
+            if len(chosen) >= n_cells:
                 break
             parent = node.parent
             if parent is not None:
                 if parent not in chosen and parent not in self._seq_of:
                     continue
-                branches = parent in has_heir or (parent in self._seq_of and not self._is_tip(parent))
-                if branches and n_new == self.n_free:
+                inherits = parent not in has_heir and (parent not in self._seq_of or self._is_tip(parent))
+                branches = not (inherits and self.rewinds)
+                if branches and n_new >= n_free:
                     continue
                 n_new += branches
                 has_heir.add(parent)
@@ -109,9 +116,10 @@ class SequencePool:
         owners: dict[Cells, int] = {}
         # the shortest text's window is what all that share its cells need of them: libllama keeps no more
         for base in sorted(self._bases.values(), key=lambda base: (base.end, base.seq)):
-            for cells in [*base.cells.path()][::-1]:
-                if (owner := owners.setdefault(cells, base.seq)) != base.seq:
-                    self._pending.append(KvOp(OpKind.SHARED, owner, base.seq, cells.start, cells.end))
+            for cells in base.cells.path():
+                if (owner := owners.setdefault(cells, base.seq)) != base.seq:  # who has these has all below them too
+                    self._pending.append(KvOp(OpKind.SHARED, owner, base.seq, 0, cells.end))
+                    break
             self.window.lose(base)
         self._pending.append(KvOp(OpKind.COMPACT, 0))
         self.n_parked = 0
@@ -244,9 +252,9 @@ class SequencePool:
         parent = node.parent
         if parent is None:
             return base.seq
-        assert self.rewinds or self.n_guesses, f"a guess at position {node.position}, which could not be taken back"
+        assert self.rewinds or self._n_guesses_left, f"no sequence is left for a guess at position {node.position}"
         source = self._seq_of[parent]
-        if self._is_tip(parent):
+        if self.rewinds and self._is_tip(parent):
             return source
         seq = self._lease(self._paths[source].request_id)
         leased.append(seq)

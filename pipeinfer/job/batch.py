@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeinfer.cluster.cores import Host
+from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.job.batch_file import BatchRequest
 from pipeinfer.job.batch_prepare import BatchOptions, BatchWork, prepare_batch
 from pipeinfer.job.batch_prompts import Ready
 from pipeinfer.job.batch_results import refusal_of, result_of
@@ -21,6 +23,7 @@ from pipeinfer.job.plan_table import show_plan
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.session import N_NOTED, Session
 from pipeinfer.job.start import run_prepared, start_job
+from pipeinfer.models.grammar_check import TOO_MUCH
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.progress import BatchProgress
 from pipeinfer.observe.report import stderr_console
@@ -105,7 +108,7 @@ class Batch:
         while self._next and (isinstance(self._next.asked, UserError) or self.requests.has_room(self._next.asked)):
             ready, asked = self._next, self._next.asked
             if isinstance(asked, UserError):
-                self._refuse(ready, str(asked))
+                self._refuse(ready.request, str(asked))
             else:
                 self._open(ready, asked)
             self._next = next(self._coming, None)
@@ -127,12 +130,15 @@ class Batch:
         """The request has ended: keep its result, and forget it."""
         asked, model = self._asked.pop(opened).request, self.deployment.model.path.name
         entries = self._entries.pop(opened, [])
+        if opened.request.finish is Finish.FAILED:
+            self._refuse(asked, TOO_MUCH)
+            return
         self.work.output.write(result_of(self.work.id(asked), asked, opened, entries, self._spell, model))
         self.summary.completed(opened.metrics)
         self.progress.update(self.summary.n_written, 0)
 
-    def _refuse(self, ready: Ready, message: str) -> None:
-        self.work.output.write(refusal_of(self.work.id(ready.request), ready.request, message))
+    def _refuse(self, asked: BatchRequest, message: str) -> None:
+        self.work.output.write(refusal_of(self.work.id(asked), asked, message))
         self.summary.n_failed += 1
 
     # -- the end

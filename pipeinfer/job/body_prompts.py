@@ -52,11 +52,25 @@ class BodyPrompts:
     def ask(self, bodies: Sequence[Body]) -> list[GenerationRequest | UserError]:
         """Of each what is to be generated, or what is wrong with it; their chats are rendered together, in a process
         that is started for them. Raises UserError where all chats fail: for files of templates."""
-        conversations = [turns_of(body.messages) for body in bodies]
+        wrong = [self._too_long(body.messages) for body in bodies]
+        conversations = [[] if why else turns_of(body.messages) for body, why in zip(bodies, wrong, strict=True)]
         flat = [messages for turns in conversations for messages in turns]
         rendered = iter(self.format.render_all(flat) if flat else [])
-        return [self._or_error(body, list(islice(rendered, len(turns)))) for body, turns in zip(
-            bodies, conversations, strict=True)]  # fmt: skip
+        return [
+            why or self._or_error(body, list(islice(rendered, len(turns))))
+            for body, turns, why in zip(bodies, conversations, wrong, strict=True)
+        ]
+
+    def _too_long(self, messages: Sequence[Message]) -> UserError | None:
+        """What is wrong with a conversation that no template makes short enough. Its turns are rendered one by one."""
+        if len(messages) > self.n_ctx:
+            return UserError(f"messages has {len(messages)} messages, and a request has {self.n_ctx} tokens at most; "
+                             "say less, or start with a larger -c")  # fmt: skip
+        try:
+            self._fitting("".join(message.content for message in messages))
+        except UserError as error:
+            return error
+        return None
 
     def _or_error(self, body: Body, rendered: Sequence[str | UserError]) -> GenerationRequest | UserError:
         try:
@@ -68,7 +82,8 @@ class BodyPrompts:
         """`rendered`: of a chat its text, after those of its earlier turns."""
         if rendered and isinstance(rendered[-1], UserError):
             raise rendered[-1]
-        prompt = encode_rendered(self.tokenizer, str(rendered[-1])) if rendered else self._tokens(body)
+        text = self._fitting(str(rendered[-1])) if rendered else ""
+        prompt = encode_rendered(self.tokenizer, text) if rendered else self._tokens(body)
         check_constraints(body.sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
         if not prompt:
             raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
@@ -90,9 +105,16 @@ class BodyPrompts:
             priority=body.priority,
         )  # fmt: skip
 
+    def _fitting(self, text: str) -> str:
+        """The same text. Raises UserError for one that is too long, which may take a tokenizer minutes."""
+        if (n_bytes := len(text.encode("utf-8", "replace"))) > self.n_ctx * self.tokenizer.longest:
+            raise UserError(f"the prompt has {n_bytes} bytes and cannot fit the {self.n_ctx} tokens of a request; "
+                            "say less, or start with a larger -c")  # fmt: skip
+        return text
+
     def _tokens(self, body: Body) -> Sequence[int]:
         if isinstance(body.prompt, str):
-            return self.tokenizer.encode(body.prompt)
+            return self.tokenizer.encode(self._fitting(body.prompt))
         if max(body.prompt) >= self.tokenizer.n_vocab:
             raise UserError(f"there is no token {max(body.prompt)}; the vocabulary has {self.tokenizer.n_vocab}")
         return body.prompt

@@ -22,6 +22,7 @@ from pipeinfer.job.printer import Printer
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.session import Generation, Session
 from pipeinfer.job.start import run_prepared, start_job
+from pipeinfer.models.grammar_check import TOO_MUCH
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.metrics import timings
 from pipeinfer.observe.progress import PromptProgress
@@ -166,11 +167,13 @@ class Chat:
             print(json_text(result), flush=True)
         else:
             print(flush=True)
+        if found.request.finish is Finish.FAILED:
+            complain(TOO_MUCH)
         if found.request.finish is Finish.CONTEXT or len(found.request.tokens) >= request.n_ctx:
             complain(f"the context of {request.n_ctx} tokens is full; /clear begins anew, a larger -c holds more")
         figures = timings(found.metrics)
         self.console.print(
-            f"{figures['prompt_n'] - figures['cache_n']} of {figures['prompt_n']} prompt tokens evaluated, "
+            f"{figures['prompt_n']} of {figures['prompt_n'] + figures['cache_n']} prompt tokens evaluated, "
             f"{figures['predicted_n']} tokens, {number(figures['predicted_per_second'])} tokens/s",
             style="dim", markup=False,
         )  # fmt: skip

@@ -33,7 +33,7 @@ def check_constraints(
         raise UserError(f"{flag} goes on behind the end of the text, where a grammar lets nothing follow; "
                         "leave one of them out")  # fmt: skip
     if sampling.grammar:
-        check_grammar(tokenizer.path, sampling.grammar)
+        check_grammar(tokenizer, sampling.grammar)
 
 
 def _grammar(options: RunOptions) -> str:

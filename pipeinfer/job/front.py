@@ -81,8 +81,8 @@ class Came:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The head: all has come. `finish`: why, in OpenAI's words; empty: it was given up. `timings`: llama.cpp's names.
-    `n_runs`: of the target since the start, of all requests."""
+    """The head: all has come. `finish`: why, in OpenAI's words; empty: it was given up; "error": its grammar took too
+    much. `timings`: llama.cpp's names. `n_runs`: of the target since the start, of all requests."""
 
     id: int
     finish: str

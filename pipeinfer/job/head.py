@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
 from pipeinfer.job.asked import asked_of
 from pipeinfer.job.complain import complain
@@ -17,6 +18,7 @@ from pipeinfer.job.printer import Printer
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.session import Generation, Session
 from pipeinfer.job.streams import lost
+from pipeinfer.models.grammar_check import TOO_MUCH
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.progress import PromptProgress
@@ -59,6 +61,9 @@ class Head:
         self.printer.finish()
         session.close()
         code = self._report(generation)
+        if generation.request.finish is Finish.FAILED:
+            complain(TOO_MUCH)
+            code = 2
         if flag.reason and not lost(sys.stdout):
             complain(f"{flag.reason}; the text up to here is complete")
         return flag.exit_code or code

@@ -135,7 +135,7 @@ def _llama() -> dict[str, Any]:
         devices = [asdict(each) | {"exact": ON_CPU if each.kind == "CPU" else ON_GPU} for each in llama_devices()]
         offload = bool(library.llama_supports_gpu_offload())
         return found | {"gpu_offload": offload, "devices": devices, "features": features, "amx_works": amx_works()}
-    except (ImportError, OSError, AttributeError) as error:
+    except (UserError, OSError, AttributeError) as error:
         return found | {"error": str(error)}
 
 

@@ -56,7 +56,6 @@ def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
         n_gpu_layers=gpu_layers(options, context.rank),
         exact=options.numerics == "exact",
         cache=options.cache,
-        n_snapshots=options.n_snapshots(info.layers.rewinds),
         devices=rank_devices(options, deployment.hosts, context.rank),
     )
     model = _load(context, deployment, TARGET, stage, params, options)

@@ -21,12 +21,14 @@ from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import buffer_bytes
+from pipeinfer.models.llama.compaction import COMPACT_CELLS
 from pipeinfer.models.llama.ggml import load_library
 
 CELLS_PADDING = 256  # libllama's
 N_SPARE_STATES = 2  # of sequences beside those of requests
 N_MESSAGES = 4  # on their way in and out of a rank at a time
-TOKEN_BYTES = 150  # of a vocabulary, on rank 0
+TOKEN_BYTES, MERGE_BYTES = 250, 200  # of a vocabulary, on rank 0 (measured)
+HEAD_BYTES = 4_000_000  # what rank 0 imports besides (measured)
 
 _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
 """A planner that looks for ways out asks again and again."""
@@ -105,7 +107,8 @@ class MemoryNeeds:
     def _with_drafts(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
         """Of every rank, what it holds besides layers of models that have no place yet."""
         found = [Memory(buffers=N_MESSAGES * 4 * self.n_rows * self.info.n_embd)] * n_ranks
-        found[0] += Memory(buffers=TOKEN_BYTES * self.info.n_vocab * (1 + len(self.drafts)))
+        # drafts' vocabularies are freed before weights are loaded
+        found[0] += Memory(buffers=HEAD_BYTES + vocabulary_bytes(self.info))
         for number, stages in enumerate(placed):
             for stage in stages:
                 found[stage.rank] += self.of_draft(number, self._computed_by(stage.rank, True), stage.first, stage.last)
@@ -146,7 +149,7 @@ class MemoryNeeds:
             self.info, first, last, *sizes, is_exact, in_file, by.n_on_gpu, is_sent, self.options.cache
         )
         if not self.info.layers.rewinds:
-            n_states = self.options.n_target_seq(False) + self.options.n_snapshots(False) + N_SPARE_STATES
+            n_states = self.options.n_target_seq(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
         for _ in range(self.options.n_prompts if self.n_in_blocks else 0):
             found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
@@ -183,6 +186,12 @@ def gpu_layers(options: RunOptions, rank: int) -> int:
     return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
 
 
+def vocabulary_bytes(info: ModelInfo) -> int:
+    """Of a loaded vocabulary."""
+    merges = info.metadata.get("tokenizer.ggml.merges")
+    return TOKEN_BYTES * info.n_vocab + MERGE_BYTES * (merges.n_items if merges else 0)
+
+
 def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: int) -> None:
     """Raises UserError when this host has no memory for whole models, each (model, exact), in this process."""
     total = Memory()
@@ -197,6 +206,13 @@ def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows:
     cell_bytes = sum(info.kv_bytes_per_cell[first:last])
     buffers = buffer_bytes(info, last == info.n_layer, n_cells, LARGEST, n_outputs)
     return Memory(kv=n_cells * cell_bytes, buffers=buffers + min(n_cells, n_rows) * cell_bytes)
+
+
+def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
+    """Of the copy through which parked cells are won back: of some cells, or of a sequence with its state, to which all
+    cells may belong."""
+    n_copied = n_cells if not info.layers.rewinds else min(n_cells, COMPACT_CELLS)
+    return n_copied * sum(info.kv_bytes_per_cell[first:last]) + sum(info.layers.state_bytes[first:last])
 
 
 def gpu_bytes(
@@ -233,7 +249,8 @@ def slice_memory(
         weights=weights - mapped + head_again,
         mapped=mapped,
         kv=n_cells * sum(cache.cell_bytes(info.kv_shapes[on_host])),
-        buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs),
+        buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs)
+        + (packing_bytes(info, first, last, n_cells) if exact else 0),
         # without exact numerics weights are read out of the slice, which is let go when they are
         loading=0 if exact or in_file else weights,
     )

@@ -39,7 +39,9 @@ class Open:
 
     @property
     def finish(self) -> str:
-        """Why its text ends, in OpenAI's words."""
+        """Why its text ends, in OpenAI's words; "error" where its grammar took too much."""
+        if self.request.finish is Finish.FAILED:
+            return "error"
         return "stop" if self.printer.was_cut or self.request.finish is Finish.END else "length"
 
 

@@ -37,8 +37,8 @@ MAX_SAMPLERS = 64
 
 STDIN = Path("-")
 
-N_SNAPSHOTS, N_TREE_STATES = 16, 4
-"""Where layers keep states: how many are kept to go back to, and how many branches a tree may have."""
+N_GUESS_STATES = 16
+"""Guesses that trees may have at a time where layers keep states: each has a sequence, with a state, of its own."""
 
 ESCAPE = re.compile(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})")
 NO_DRAFT = Path("none")
@@ -165,16 +165,15 @@ class RunOptions:
         """Prompts in blocks that are read at a time: each has a context of its own meanwhile."""
         return min(MAX_PROMPTS, self.parallel)
 
-    def n_snapshots(self, rewinds: bool) -> int:
-        """Of a target that does not rewind by itself: states that a stage keeps of its newest rows, to go back to."""
-        return 0 if rewinds or isinstance(self.policy, Iterative) else N_SNAPSHOTS
+    def n_target_guesses(self, rewinds: bool) -> int:
+        """Of a target that does not rewind: guesses that trees may have at a time, each in a sequence of its own."""
+        if rewinds or not self.partitions or isinstance(self.policy, Iterative):
+            return 0
+        return max(0, (self.sequences or min(MAX_SEQUENCES, self.parallel + N_GUESS_STATES)) - self.parallel)
 
     def n_target_seq(self, rewinds: bool) -> int:
-        """Sequences that the target's trees may lease: few where each has a state, one where there are no trees."""
-        if rewinds:
-            return self.n_seq
-        has_trees = self.n_snapshots(rewinds) and self.partitions
-        return self.sequences or (N_TREE_STATES if has_trees else self.parallel)
+        """Sequences of the target: few where each has a state."""
+        return self.n_seq if rewinds else self.parallel + self.n_target_guesses(rewinds)
 
     @property
     def is_by_rank(self) -> bool:

@@ -65,6 +65,7 @@ def _wire(generation: Generation, deployment: Deployment) -> dict[str, Any]:
 def _rank(rank: int, generation: Generation, deployment: Deployment) -> dict[str, Any]:
     index = deployment.plan.stage_of(rank)
     stage = None if index is None else deployment.plan.stages[index]
+    memory = deployment.memory[rank]
     figures, metrics = generation.figures.get(rank, {}), generation.metrics
     window = metrics.submitted_s, metrics.finished_s or metrics.submitted_s
     return {
@@ -72,9 +73,9 @@ def _rank(rank: int, generation: Generation, deployment: Deployment) -> dict[str
         "host": deployment.hosts[rank].name,
         "role": deployment.plan.describe(rank),
         "layers": [stage.first, stage.last] if stage else None,
-        "weight_bytes": stage.weight_bytes if stage else 0,
-        "kv_bytes": deployment.memory[rank].kv,
-        "memory_bytes": deployment.memory[rank].total,
+        "weight_bytes": memory.weights + memory.mapped,
+        "kv_bytes": memory.kv,
+        "memory_bytes": memory.total,
         "threads": deployment.threads[rank],
         "backend": str(deployment.backends[rank]),
         "device": deployment.devices[rank] or None,

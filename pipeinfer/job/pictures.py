@@ -9,10 +9,13 @@ from pipeinfer.job.context import CLOCK
 from pipeinfer.job.deployment import Deployment
 from pipeinfer.job.front import Picture
 from pipeinfer.job.outcome import time_use
-from pipeinfer.job.session import N_NOTED, Figures, Session
+from pipeinfer.job.session import Figures, Session
 
 PERIOD_S = 0.5
 """Between two pictures."""
+
+N_NOTED = 2000
+"""Notes of rank 0 after which the ranks are asked although nobody watches: their memory stays below 1 MB."""
 
 USES = ("busy", "cancelled", "waiting", "idle")
 
@@ -23,14 +26,8 @@ class Pictures:
     def __init__(self, session: Session, deployment: Deployment) -> None:
         self.session, self.deployment, self.on = session, deployment, False
         self._since_s = self._asked_s = CLOCK()
-        self._n_runs_before = 0
         self._sent_s: dict[int, float] = {}  # runs that may have been in flight when the ranks told of the others
         self._found: Figures | None = None
-
-    @property
-    def n_runs(self) -> int:
-        """Of the target, since the start."""
-        return self._n_runs_before + self.session.n_noted
 
     @property
     def due(self) -> bool:
@@ -46,10 +43,8 @@ class Pictures:
             found, self._found = self._found, None
             return self._picture(found)
         if not self.session.asks_figures and (self.due or self.session.n_noted >= N_NOTED):
-            n_runs = self.n_runs
             self._since_s, self._asked_s = self._asked_s, CLOCK()
             self.session.ask_figures()
-            self._n_runs_before = n_runs - self.session.n_noted
         return None
 
     def _picture(self, found: Figures) -> Picture:

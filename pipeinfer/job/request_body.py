@@ -17,6 +17,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options import INT32_MAX
 from pipeinfer.models.chat import Message
 from pipeinfer.models.json_schema import schema_grammar
+from pipeinfer.models.stop_strings import check_stops
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 """As what may be asked."""
@@ -116,7 +117,7 @@ def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Bo
     if sum(name in given for name in PROMPTS) != 1:
         refuse("there must be one of prompt and messages")
     messages = _messages(given["messages"]) if "messages" in given else ()
-    prompt = _prompt(given["prompt"]) if "prompt" in given else ""
+    prompt = read_prompt(given["prompt"]) if "prompt" in given else ""
     if as_chat and isinstance(prompt, str) and not messages:
         prompt, messages = "", (Message("user", prompt),)
     sampling = _sampling(given) | {"n_logprobs": _n_logprobs(given, bool(messages))}
@@ -127,7 +128,8 @@ def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Bo
     )  # fmt: skip
 
 
-def _prompt(value: Any) -> str | tuple[int, ...]:
+def read_prompt(value: Any) -> str | tuple[int, ...]:
+    """One text, or token ids. Raises UserError for anything else."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
     if isinstance(value, str):
@@ -269,8 +271,9 @@ def _stops(value: Any, default: tuple[str, ...]) -> tuple[str, ...]:
     if value is None:
         return default
     found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
-        refuse(f"stop is {shown(value)}; give a text, or a list of texts, none of them empty")
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        refuse(f"stop is {shown(value)}; give a text, or a list of texts")
+    check_stops("stop", found)
     return tuple(found)
 
 

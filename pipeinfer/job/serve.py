@@ -167,10 +167,11 @@ class Service:
     def _tell(self, news: Sequence[News]) -> None:
         """In one message what has come at one time."""
         parts = [(self._ids[each.opened], each.n_tokens, each.text, each.entries) for each in news]
-        self.front.tell(Came(news[0].opened.metrics.token_s[-1], CLOCK(), parts))
+        token_s = news[0].opened.metrics.token_s
+        self.front.tell(Came(token_s[-1] if token_s else CLOCK(), CLOCK(), parts))
         for each in news:
             if each.ended:
                 id = self._ids.pop(each.opened)
                 del self._open[id]
                 timings = without_nan(service_timings(each.opened.metrics))
-                self.front.tell(Ended(id, each.opened.finish, timings, self.pictures.n_runs))
+                self.front.tell(Ended(id, each.opened.finish, timings, self.session.n_runs))

@@ -56,7 +56,7 @@ NO_AMX = (
 
 
 N_NOTED = 20_000
-"""Runs after which the ranks are to be asked what they did: what they note of them would grow without end."""
+"""Notes of rank 0 after which whoever waits for the ranks asks what they did: notes would grow without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Session:
         context, deployment, options = self.context, self.deployment, self.context.options
         assert self._pipeline
         n_cells, parked, rewinds = deployment.n_cells, deployment.parked, deployment.model.rewinds
-        n_guesses = max(0, options.n_snapshots(rewinds) - 1)
+        n_guesses = options.n_target_guesses(rewinds)
         window = deployment.model.window
         pool = SequencePool(options.n_target_seq(rewinds), n_cells, parked, rewinds, n_guesses, window)
         levels = {
@@ -248,10 +248,15 @@ class Session:
         return next(self._request_ids)
 
     @property
-    def n_noted(self) -> int:
-        """Runs of the target that every rank has noted since the last `take_figures`."""
+    def n_runs(self) -> int:
+        """Of the target, since the start."""
         assert self._pipeline
-        return len(self._pipeline.ledger.submitted_s)
+        return self._pipeline.n_submitted
+
+    @property
+    def n_noted(self) -> int:
+        """Runs and waits that rank 0 has noted since the ranks were last asked what they did."""
+        return sum(each.ledger.n_notes for each in self._pipelines)
 
     def ask_figures(self) -> None:
         """Every rank shall say what it did since the last time, once it is through with what it was sent;

@@ -39,7 +39,8 @@ class Way:
 
 def ways(planner: Planner, predicted: list[Compared]) -> list[Way]:
     """Those that help, the best first: of a plan that does not fit those with which it would, or that with which least
-    is missing; of one that fits those that make it faster. `predicted`: what its policies would reach."""
+    is missing; of one that fits those that make it faster than it is, and than the ways that take less effort do.
+    `predicted`: what its policies would reach."""
     short, found = planner.shortage, list(_tried(planner))
     if short:
         fitting = [way for way in found if not way.short_bytes]
@@ -49,9 +50,13 @@ def ways(planner: Planner, predicted: list[Compared]) -> list[Way]:
     speed = next((each.speed for each in predicted if each.policy == chosen), None)
     if speed is None:
         return []
-    others = [Way(f"--policy {each.policy}", 0, each.speed) for each in predicted if each.policy != chosen]
-    faster = [way for way in [*found, *others] if not way.short_bytes and (way.tokens_per_s or 0) > GAIN * speed]
-    return sorted(faster, key=lambda way: -(way.tokens_per_s or 0))
+    best = max(predicted, key=lambda each: each.speed)
+    faster = list[Way]()
+    for way in (Way(f"--policy {best.policy}", 0, best.speed), *found):
+        if not way.short_bytes and way.tokens_per_s and way.tokens_per_s > GAIN * speed:
+            faster.append(way)
+            speed = way.tokens_per_s
+    return faster[::-1]
 
 
 def shortage_text(planner: Planner, helping: Sequence[Way]) -> str:
@@ -81,6 +86,7 @@ def advised(
 
 
 def _tried(planner: Planner) -> Iterator[Way]:
+    """What takes the least effort first."""
     for what, change in (*_splits(planner), *_contexts(planner), *_order(planner), *_hosts(planner)):
         try:
             short = change.shortage

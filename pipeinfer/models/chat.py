@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from pipeinfer.errors import UserError
+from pipeinfer.models.limited_process import LimitedProcess
 from pipeinfer.models.tokenizer import Tokenizer
 
 PLAIN_TEMPLATE = (
@@ -26,14 +21,6 @@ PLAIN_TEMPLATE = (
 
 PLAIN_STOP = "\nUser:"
 """Where a model that knows no turns begins to speak for the user."""
-
-N_TRIES = 2
-"""Of a rendering whose process was killed by somebody else."""
-
-START = (
-    "import sys; sys.path = sys.argv[4:]; "
-    "from pipeinfer.models.template_child import main; main(*map(int, sys.argv[1:4]))"
-)
 
 
 class TemplateFault(UserError):
@@ -50,16 +37,6 @@ class Message:
     content: str
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What rendering a template may take: seconds of a core, seconds, bytes, and characters of what comes out."""
-
-    cpu_s: int = 5
-    wall_s: float = 30.0
-    n_bytes: int = 512 << 20
-    n_characters: int = 1 << 26
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
     """`source`: in Jinja. `name`: where it comes from, for errors. `variables`: further ones that it may look at.
@@ -70,19 +47,14 @@ class ChatTemplate:
     source: str
     name: str
     variables: Mapping[str, Any] = field(default_factory=dict)
-    limits: Limits = Limits()
+    n_characters: int = 1 << 26
+    """Of a rendered text, at most."""
     now_s: float = field(default_factory=time.time)
-    ahead: list[subprocess.Popen[bytes]] = field(default_factory=list, compare=False, repr=False)
-
-    def start_ahead(self) -> None:
-        """Start the process of the next rendering now: that takes longer than most templates do."""
-        if not self.ahead:
-            with contextlib.suppress(OSError):  # who renders will say so
-                self.ahead.append(self._start())
+    process: LimitedProcess = field(default=LimitedProcess("pipeinfer.models.template_child"), compare=False)
 
     def check(self) -> None:
         """Raises TemplateFault when the template cannot be parsed, and so could render nothing."""
-        found = self._ask({"source": self.source, "contexts": [], "now_s": self.now_s})
+        found = self._ask([])
         if "answers" not in found:
             raise self._fault(found)
 
@@ -116,47 +88,17 @@ class ChatTemplate:
 
     def _answers(self, contexts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """One for each. What is too much for all of them may be so for one alone, or for none."""
-        found = self._ask({"source": self.source, "contexts": contexts, "now_s": self.now_s})
+        found = self._ask(contexts)
         if "answers" in found:
             return list(found["answers"])
         if "broken" in found or len(contexts) == 1:
             return [found] * len(contexts)
         return [answer for each in contexts for answer in self._answers([each])]
 
-    def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The answers of the process that renders, or why there are none; it is killed when its time is over."""
-        limits = self.limits
-        for _ in range(N_TRIES):
-            start_s = time.monotonic()
-            try:
-                with self.ahead.pop() if self.ahead else self._start() as process:
-                    try:
-                        said = process.communicate(json.dumps(asked).encode(), limits.wall_s)[0]
-                    finally:
-                        process.kill()
-                found = json.loads(said)
-            except subprocess.TimeoutExpired:
-                return {"error": f"is not rendered after {limits.wall_s:g} s"}
-            except OSError as error:
-                return {"error": f"cannot be rendered: {error.strerror}"}
-            except ValueError:
-                # at its limit of time the system kills it too, but no sooner
-                if process.returncode == -signal.SIGKILL and time.monotonic() - start_s < limits.cpu_s:
-                    continue
-                # or it could not even say that there is no memory left
-                return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
-            return found if isinstance(found, dict) else {}
-        return {"broken": f"is not rendered: its process was killed, {N_TRIES} times; the host may be short of memory"}
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        limits = self.limits
-        # what this process can import, that one can, and no more
-        paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
-        words = [*map(str, (limits.cpu_s, limits.n_bytes, limits.n_characters)), *paths]
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", START, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+    def _ask(self, contexts: list[dict[str, Any]]) -> dict[str, Any]:
+        return self.process.ask({
+            "source": self.source, "contexts": contexts, "now_s": self.now_s, "n_characters": self.n_characters,
+        })  # fmt: skip
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:

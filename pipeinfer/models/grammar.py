@@ -1,131 +1,104 @@
-"""Which tokens a grammar lets follow a text: llama.cpp's own engine, a state for each text that is asked about.
-
-Knows a vocabulary; no stage and no request.
-"""
+"""Which tokens a grammar lets follow a text, by llguidance. Knows a vocabulary; no stage and no request."""
 
 from __future__ import annotations
 
-import ctypes
-import re
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache, partial
 from threading import Lock
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from pipeinfer.core.interfaces import FloatArray
-from pipeinfer.core.sampling import largest
+from pipeinfer.core.interfaces import ConstraintFailed, FloatArray
+from pipeinfer.core.prefixes import common
 from pipeinfer.errors import UserError
-from pipeinfer.models.llama.ggml import last_errors
+from pipeinfer.models.grammar_check import token_id
+from pipeinfer.models.grammar_text import lark_of, matcher, open_tokens
 from pipeinfer.models.tokenizer import Tokenizer
 
-MAX_BYTES = 256 << 10
-"""Of a grammar's text."""
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
-MAX_DEPTH = 200
-"""Of brackets in each other: llama.cpp's parser calls itself for each, and ends the process when its stack is full."""
+T = TypeVar("T")
 
-MAX_STATES = 128
-"""Texts whose states are kept of a request, those that were asked about last: guesses have several at a time."""
+N_THREADS = 4
+"""That make matchers: one large grammar keeps no other waiting."""
 
-N_TRIED = 256
-"""Of the likeliest tokens, looked at first: most often those that are wanted are among them."""
+N_KEPT = 8
+"""Matchers at the beginnings of texts: the texts of one request have the same."""
 
-CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
-ROOT = b"root"
-LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[()]', re.DOTALL)
-
-
-class _State:
-    """libllama's, behind some text. Freed with this object: threads may still ask when a request has ended."""
-
-    def __init__(self, lib: ModuleType, sampler: Any) -> None:
-        self._lib, self.sampler = lib, sampler
-
-    def __del__(self) -> None:
-        self._lib.llama_sampler_free(self.sampler)
-
-    def after(self, token: int) -> _State:
-        """Where it may follow: libllama ends the process for another."""
-        found = _State(self._lib, self._lib.llama_sampler_clone(self.sampler))
-        self._lib.llama_sampler_accept(found.sampler, token)
-        return found
-
-    def refuses(self, ids: Any) -> Any:
-        """(n,) whether each of these tokens may not follow."""
-        found = np.zeros(len(ids), CANDIDATE)
-        found["id"] = ids
-        array = self._lib.llama_token_data_array(
-            data=ctypes.cast(found.ctypes.data, ctypes.POINTER(self._lib.llama_token_data)), size=len(ids),
-            selected=-1, sorted=False,
-        )  # fmt: skip
-        self._lib.llama_sampler_apply(self.sampler, ctypes.byref(array))
-        return np.isneginf(found["logit"])
+ATTR_CONTROL = 8
+CONTROL = b"\xff"
+"""What begins with this is no text to llguidance."""
 
 
 class Grammar:
-    """A Constraint: the outputs that it lets pass, and then the end of the text."""
+    """A Constraint: the outputs that it lets pass, and then the end of the text.
 
-    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        """Raises UserError for what is no grammar."""
-        self.tokenizer, self._lock = tokenizer, Lock()
+    `making`: gives the matcher at the beginning of a text. Another thread makes it, as large grammars take some time.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, making: Future[LLMatcher]) -> None:
+        self.tokenizer, self._making, self._lock = tokenizer, making, Lock()
         self.ends = np.array(tokenizer.ends, np.intp)
-        self._root = _parse(tokenizer, text)
-        self._states: OrderedDict[tuple[int, ...], _State | None] = OrderedDict()
+        self._at: LLMatcher | None = None
+        self._path: tuple[int, ...] = ()  # the text that it is behind
 
     def after(self, output: Sequence[int]) -> Following:
         return Following(self, tuple(output))
 
     def has(self, output: tuple[int, ...], token: int) -> bool:
+        """Raises ConstraintFailed."""
+        if token in self.ends:
+            return bool(self._ask(output, lambda at: at.is_accepting()))
+        return token < self.tokenizer.n_vocab and self._ask(output, lambda at: at.validate_tokens([token])) == 1
+
+    def restrict(self, output: tuple[int, ...], logits: FloatArray) -> None:
+        """Raises ConstraintFailed."""
+        n = min(len(logits), self.tokenizer.n_vocab)
+        ends, mask = self.ends[self.ends < n], self._ask(output, self._mask)
+        allowed = np.zeros(len(logits), bool)
+        if mask is not None:
+            allowed[:n] = mask[:n] & ~np.isneginf(logits[:n])
+        if not allowed.any():
+            allowed[ends] = True
+            logits[ends] = np.maximum(logits[ends], np.finfo(np.float32).min)  # a bias may have been -inf
+        logits[~allowed] = -np.inf
+
+    def _mask(self, at: LLMatcher) -> npt.NDArray[np.bool_]:
+        """(n_vocab,) whether each token may follow."""
+        bits = np.frombuffer(at.compute_bitmask(), np.uint8)
+        found = np.unpackbits(bits, count=self.tokenizer.n_vocab, bitorder="little").astype(bool)
+        found[self.ends] = at.is_accepting()
+        return found
+
+    def _ask(self, output: tuple[int, ...], question: Callable[[LLMatcher], T]) -> T | None:
+        """What the matcher says behind an output; None where the grammar refuses it, or it has ended.
+
+        Raises ConstraintFailed for what fails also without what was asked before: no guess changes an answer.
+        """
         with self._lock:
-            return self._has(self._state(output), token)
+            for _ in range(2):
+                try:
+                    at = self._at = self._at or self._making.result().deep_copy()
+                except (UserError, RecursionError):
+                    raise ConstraintFailed from None
+                answer = question(at) if self._move(at, output) else None
+                if not at.is_error():
+                    return answer
+                self._at, self._path = None, ()
+        raise ConstraintFailed
 
-    def restrict(self, output: tuple[int, ...], logits: FloatArray, n_wanted: int) -> None:
-        with self._lock:
-            state = self._state(output)
-            allowed = np.empty(0, np.intp) if state is None else self._allowed(state, logits, n_wanted)
-        if not len(allowed):
-            allowed = self.ends[self.ends < len(logits)]
-            logits[allowed] = np.maximum(logits[allowed], np.finfo(np.float32).min)  # a bias may have been -inf
-        kept = logits[allowed]
-        logits[:] = -np.inf
-        logits[allowed] = kept
-
-    def _has(self, state: _State | None, token: int) -> bool:
-        if state is None or token >= self.tokenizer.n_vocab:
-            return False
-        return not bool(state.refuses([token])[0])
-
-    def _allowed(self, state: _State, logits: FloatArray, n_wanted: int) -> Any:
-        """Ids of the `n_wanted` likeliest tokens that may follow at least, or of all, where these are fewer."""
-        n_vocab, n = min(len(logits), self.tokenizer.n_vocab), max(N_TRIED, 4 * n_wanted)
-        while n_wanted and n < n_vocab:
-            ids = largest(logits[:n_vocab], n)
-            found = ids[~state.refuses(ids)]
-            found = found[~np.isneginf(logits[found])]
-            if len(found) >= n_wanted:
-                return found
-            n *= 16
-        ids = np.flatnonzero(~np.isneginf(logits[:n_vocab]))
-        return ids[~state.refuses(ids)]
-
-    def _state(self, output: tuple[int, ...]) -> _State | None:
-        """None behind a text that the grammar refuses, or that has ended."""
-        n = len(output)
-        while n and output[:n] not in self._states:
-            n -= 1
-        state = self._root if n == 0 else self._states[output[:n]]
-        if n:
-            self._states.move_to_end(output[:n])
-        for end in range(n + 1, len(output) + 1):
-            token = output[end - 1]
-            state = state.after(token) if state and token not in self.ends and self._has(state, token) else None
-            self._states[output[:end]] = state
-            if len(self._states) > MAX_STATES:
-                self._states.popitem(last=False)
-        return state
+    def _move(self, at: LLMatcher, output: tuple[int, ...]) -> bool:
+        """Go behind an output, or as far as the grammar lets it pass; whether that is all of it."""
+        n = common(self._path, output)
+        at.rollback(len(self._path) - n)
+        n_text = next((index for index, token in enumerate(output[n:], n) if token in self.ends), len(output))
+        n += at.try_consume_tokens(list(output[n:n_text])) if n_text > n else 0
+        self._path = output[:n]
+        return n == len(output)
 
 
 class Following:
@@ -137,8 +110,8 @@ class Following:
     def has(self, token: int) -> bool:
         return self.grammar.has(self.output, token)
 
-    def restrict(self, logits: FloatArray, n_wanted: int) -> None:
-        self.grammar.restrict(self.output, logits, n_wanted)
+    def restrict(self, logits: FloatArray) -> None:
+        self.grammar.restrict(self.output, logits)
 
 
 class Grammars:
@@ -146,28 +119,28 @@ class Grammars:
 
     def __init__(self, open_vocabulary: Callable[[], Tokenizer]) -> None:
         self._open_vocabulary = open_vocabulary
-        self._tokenizer: Tokenizer | None = None
+        self._threads = ThreadPoolExecutor(N_THREADS, "grammar")
+        self._making = lru_cache(maxsize=N_KEPT)(lambda text: self._threads.submit(self._make, text))
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._open_vocabulary()
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        tokenizer = self._tokenizer
+        return open_tokens([piece_of(tokenizer, token) for token in range(tokenizer.n_vocab)], tokenizer.ends[0])
 
     def __call__(self, text: str) -> Grammar:
-        self._tokenizer = self._tokenizer or self._open_vocabulary()
-        return Grammar(self._tokenizer, text)
+        """Of a text that `check_grammar` has found right."""
+        return Grammar(self._tokenizer, self._making(text))
+
+    def _make(self, text: str) -> LLMatcher:
+        return matcher(self._tokens, lark_of(text, partial(token_id, self._tokenizer)))
 
 
-def _parse(tokenizer: Tokenizer, text: str) -> _State:
-    if (n_bytes := len(text.encode())) > MAX_BYTES:
-        raise UserError(f"a grammar of {n_bytes >> 10} KiB (as GBNF) is too long; {MAX_BYTES >> 10} KiB are possible")
-    if "\0" in text:
-        raise UserError("a grammar cannot have the character 0; in a range it is written \\x00")
-    depth = deepest = 0
-    for found in LITERAL.finditer(text):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
-        deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        raise UserError(
-            f"a grammar has {deepest} brackets in each other; {MAX_DEPTH} are possible: name parts as rules"
-        )
-    last_errors()
-    sampler = tokenizer.library.llama_sampler_init_grammar(tokenizer.vocabulary, text.encode(), ROOT)
-    if not sampler:
-        raise UserError(f"this is no grammar in llama.cpp's form (GBNF): {last_errors()}")
-    return _State(tokenizer.library, sampler)
+def piece_of(tokenizer: Tokenizer, token: int) -> bytes:
+    """A token's bytes."""
+    if tokenizer.attributes_of(token) & ATTR_CONTROL:
+        return CONTROL + tokenizer.decode_piece(token, special=True)
+    return tokenizer.decode_piece(token, special=True)

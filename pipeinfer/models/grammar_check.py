@@ -1,81 +1,70 @@
-"""Whether a grammar can be used, found out in a process with little time and memory: some make libllama take all there
-is, and end the process. Chooses no token."""
+"""Whether a grammar can be used, found out in a process with little time and memory. Chooses no token."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from functools import lru_cache
-from pathlib import Path
-
-import numpy as np
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.grammar import Grammar
-from pipeinfer.models.template_child import limit
+from pipeinfer.models.limited_process import LimitedProcess, Limits
 from pipeinfer.models.tokenizer import Tokenizer
 
-CPU_S, TIMEOUT_S, N_BYTES = 4, 12, 4 << 30
-N_STEPS = 64
-"""Tokens of a text that is written by the grammar, to see how its states grow."""
+MAX_BYTES = 128 << 10
+"""Of a grammar's or schema's text."""
 
-SAID = re.compile(r"error parsing grammar: (.{1,100})")
+PROCESS = LimitedProcess("pipeinfer.models.grammar_child", Limits(cpu_s=2, wall_s=12.0, n_bytes=2 << 30))
+
 TOO_MUCH = (
-    "the grammar takes llama.cpp too much time or memory: it can read the same text in too many ways; write it without "
-    "parts that may be empty or repeated within repeated parts"
+    "the grammar or JSON schema takes too much time or memory: it is too large, or can read the same text in too many "
+    "ways; give a smaller one, without parts that may be empty or repeated within repeated parts"
 )
-WRONG = 3  # exit code: standard output says what is wrong
+IS_LIMIT = re.compile("panic|too (large|big|many items)|items; max|limit", re.IGNORECASE)
 
 
-def check_grammar(model: Path, text: str) -> None:
-    """Raises UserError for what is no grammar, or none that can be used with the vocabulary of this file."""
-    if wrong := _what_is_wrong(model, text):
-        raise UserError(wrong)
+def check_grammar(tokenizer: Tokenizer, text: str) -> None:
+    """Raises UserError for what is no grammar, or none that can be used with this vocabulary."""
+    if (n_bytes := len(text.encode("utf-8", "replace"))) > MAX_BYTES:
+        raise UserError(f"a grammar or JSON schema of {n_bytes} bytes is too long; {MAX_BYTES} are possible, "
+                        "give a shorter one")  # fmt: skip
+    if not tokenizer.ends:
+        raise UserError(f"{tokenizer.path} has no token that ends a text, which must follow a grammar's last one; "
+                        "leave the grammar out")  # fmt: skip
+    for name in _token_names(text, tokenizer.n_vocab):
+        token_id(tokenizer, name)
 
 
-@lru_cache(maxsize=256)
-def _what_is_wrong(model: Path, text: str) -> str:
-    """Empty if nothing is. Raises UserError where that takes too long, which another time it may not."""
+def token_id(tokenizer: Tokenizer, name: str) -> int:
+    """Raises UserError for a name of a grammar that is no token of the vocabulary."""
+    tokens = tokenizer.encode(name, add_special=False, parse_special=True)
+    if len(tokens) != 1:
+        raise UserError(f"the grammar names the token {name[:60]}, which the vocabulary does not have; "
+                        "POST /tokenize tells a text's tokens")  # fmt: skip
+    return tokens[0]
+
+
+def fault_of(text: str, error: str) -> str:
+    """What to say of a grammar where llguidance says this."""
+    if IS_LIMIT.search(error):
+        return TOO_MUCH
+    said = re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", error.split("\n   1 |")[0].strip())
+    what = "JSON schema" if text.startswith("{") else "grammar"
+    return f"the {what} cannot be used: {' '.join(said.split())[:300]}; leave that out, or write it in another way"
+
+
+@lru_cache(maxsize=64)
+def _token_names(text: str, n_vocab: int) -> tuple[str, ...]:
+    """Tokens that a grammar names. Raises UserError for what is wrong with it."""
     try:
-        given = text.encode()
+        text.encode()
     except UnicodeEncodeError:
-        return "a grammar has half of a character (a lone surrogate), which no text has; leave it out"
-    command = [sys.executable, "-m", "pipeinfer.models.grammar_check", str(model), str(CPU_S)]
-    try:
-        done = subprocess.run(command, input=given, capture_output=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise UserError(TOO_MUCH) from None
-    if done.returncode == WRONG:
-        found = SAID.search(done.stderr.decode("utf-8", "replace"))
-        said = done.stdout.decode().strip()
-        return f"{said}: {found[1].strip()}" if found else said
-    return TOO_MUCH if done.returncode else ""
-
-
-def main(model: Path, cpu_s: int) -> int:
-    """Returns the exit code."""
-    tokenizer = Tokenizer(model)
-    limit(cpu_s, N_BYTES)
-    try:
-        grammar = Grammar(tokenizer, sys.stdin.buffer.read().decode())
-        if not len(grammar.ends):
-            raise UserError(f"{model} has no token that ends a text, which must follow a grammar's last one; "
-                            "leave the grammar out")  # fmt: skip
-        _walk(grammar, tokenizer.n_vocab)
-    except UserError as error:
-        print(error)
-        return WRONG
-    return 0
-
-
-def _walk(grammar: Grammar, n_vocab: int) -> None:
-    random, output = np.random.default_rng(0), list[int]()
-    while len(output) < N_STEPS and not {*output} & {*grammar.ends.tolist()}:
-        logits = random.normal(size=n_vocab).astype(np.float32)
-        grammar.after(output).restrict(logits, 1)
-        output.append(int(np.argmax(logits)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+        raise UserError(
+            "a grammar has half of a character (a lone surrogate), which no text has; leave it out"
+        ) from None
+    found = PROCESS.ask({"text": text, "n_vocab": n_vocab})
+    if "broken" in found:
+        raise UserError(f"the grammar's check {found['broken']}")
+    if "error" in found or "wrong" not in found:
+        raise UserError(TOO_MUCH)
+    if found["wrong"]:
+        raise UserError(found["wrong"] if "tokens" not in found else fault_of(text, found["wrong"]))
+    return tuple(found["tokens"])

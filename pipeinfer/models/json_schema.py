@@ -1,41 +1,19 @@
-"""JSON schemas as grammars: llama.cpp's own conversion, in its Python form. Checks no grammar."""
+"""JSON schemas as grammars for llguidance, with llama.cpp's habits. Knows no vocabulary, and checks no limits."""
 
 from __future__ import annotations
 
 import json
-from functools import cache, lru_cache
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
 
 from pipeinfer.errors import UserError
-from pipeinfer.models import integer_range
-from pipeinfer.models.llama.ggml import load_library
-from pipeinfer.models.schema_keywords import honoured
 
-CHARACTER = r'[^"\\\x7F\x00-\x1F]'
-"""One that stands for itself in a JSON string; the others are written as escapes."""
+WHITESPACE = r"\x20|\n{1,2}[\x20\t]{0,20}"
+"""Between the parts of a JSON text, llama.cpp's: small models write spaces without end where they may."""
 
-
-def schema_grammar(schema: Any) -> str:
-    """A grammar (GBNF) for the JSON values that a schema describes; {}: any object. An upper bound above
-    2000 is none, as in llama.cpp.
-
-    Raises UserError for a schema that cannot be converted.
-    """
-    if not isinstance(schema, dict):
-        raise UserError('a JSON schema is an object, such as {"type": "object"}')
-    try:
-        return _converted(json.dumps(schema or {"type": "object"}))
-    except UserError:
-        raise
-    except RecursionError:
-        raise UserError("the JSON schema is too deep; name parts of it in $defs") from None
-    except Exception as error:  # the conversion has no errors of its own: it asserts, looks up, and the like
-        said = " ".join(str(error).split())[:120] or type(error).__name__
-        raise UserError(f"the JSON schema cannot be made a grammar: {said}") from None
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+MERGED = ("allOf", "anyOf", "oneOf", "$ref")
+VALUES = ("const", "enum", "default", "examples")
 
 
 def read_schema(text: str) -> Any:
@@ -46,106 +24,64 @@ def read_schema(text: str) -> Any:
         raise UserError(f"the JSON schema is no JSON: {error}") from None
 
 
+def schema_grammar(schema: Any) -> str:
+    """The schema as the text of a grammar; {}: any object. Raises UserError for what is no schema."""
+    if not isinstance(schema, dict):
+        raise UserError('a JSON schema is an object, such as {"type": "object"}')
+    try:
+        return json.dumps(schema or {"type": "object"}, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise UserError("the JSON schema is too deep, or has a number that JSON has not") from None
+
+
+def lark_of_schema(text: str) -> str:
+    """The grammar for llguidance. As in llama.cpp, objects whose properties are given have no others, unless they are
+    allowed, or the schema is a part of another one.
+
+    Raises RecursionError for a schema that is too deep.
+    """
+    schema = json.loads(text)
+    open_places = {*_parts(schema)}
+    closed = _closed(schema, open_places, "#")
+    return "start: %json " + json.dumps({**closed, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def _parts(schema: Any, is_part: bool = False) -> Iterator[str]:
+    """What schemas refer to that are joined with others."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _parts(each, is_part)
+    elif isinstance(schema, dict):
+        if "$ref" in schema and (is_part or len(schema) > 1):
+            yield str(schema["$ref"])
+        for key, each in schema.items():
+            if key not in VALUES:
+                yield from _parts(each, key == "allOf" or (key in MERGED and "properties" in schema))
+
+
+def _closed(schema: Any, open_places: set[str], place: str, is_part: bool = False, is_map: bool = False) -> Any:
+    """The same schema, in which objects say that they have no further properties. `place`: where it is in the whole."""
+    if isinstance(schema, list):
+        return [_closed(each, open_places, f"{place}/{at}", is_part) for at, each in enumerate(schema)]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        key: each
+        if key in VALUES and not is_map
+        else _closed(
+            each,
+            open_places,
+            f"{place}/{key}",
+            not is_map and (key == "allOf" or (key in MERGED and "properties" in schema)),
+            not is_map and key in MAPS,
+        )
+        for key, each in schema.items()
+    }
+    is_open = is_map or is_part or place in open_places or not {*MERGED}.isdisjoint(schema)
+    if "properties" in schema and "additionalProperties" not in schema and not is_open:
+        found["additionalProperties"] = False
+    return found
+
+
 def _refuse(name: str) -> None:
     raise ValueError(f"it has no {name}")
-
-
-@lru_cache(maxsize=64)
-def _converted(text: str) -> str:
-    whole = json.loads(text)
-    places = _places(whole, "#")
-    converter = _library().SchemaConverter(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
-    write, ranges = converter.visit, integer_range
-
-    def visit(schema: Any, name: str) -> str:
-        """The name of a rule; the conversion calls this for every schema within another, too."""
-        read = honoured(schema, places.get(id(schema), name))
-        name = name or ("" if schema is whole else "-")
-        found = ranges.bounds(read) if read.get("type") == "integer" else None
-        if found is None:
-            return str(write(read, name))
-        return str(converter._add_rule(name or "root", f"({ranges.rule(*found)}) space"))
-
-    names: dict[str, str] = {}
-
-    def refer(reference: str) -> str:
-        """The same for what another place defines. The library's own names may be those of other rules."""
-        if reference not in names:
-            names[reference] = f"ref--{len(names)}"
-            names[reference] = visit(_defined(whole, reference), names[reference])
-        return names[reference]
-
-    converter.visit, converter._resolve_ref = visit, refer
-    converter._format_literal = lambda text: _literal(json.loads(text))
-    converter.visit(whole, "")
-    return str(converter.format_grammar())
-
-
-def _defined(whole: Any, reference: str) -> Any:
-    """What a `$ref` means (RFC 6901)."""
-    found, (where, _, path) = whole, reference.partition("#")
-    try:
-        for step in path.split("/")[1:]:
-            key = unquote(step).replace("~1", "/").replace("~0", "~")
-            found = found[int(key) if isinstance(found, list) else key]
-    except (KeyError, IndexError, ValueError, TypeError):
-        found = None
-    if where or found is None:
-        raise UserError(f"the JSON schema refers to {reference[:80]}, which it does not define; refer to a part of it, "
-                        "as in #/$defs/NAME")  # fmt: skip
-    return found
-
-
-def _places(schema: Any, place: str) -> dict[int, str]:
-    """Where each part of a schema is, by its identity."""
-    parts = schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
-    found = {id(schema): place} if isinstance(schema, dict) else {}
-    for key, part in parts:
-        found |= _places(part, f"{place}/{key}")
-    return found
-
-
-def _literal(value: Any) -> str:
-    """A JSON value as a grammar's text: JSON's own escapes first, then the grammar's."""
-    return '"' + "".join(map(_escaped, json.dumps(value, ensure_ascii=False))) + '"'
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    if character in '"\\':
-        return "\\" + character
-    if 0xD800 <= code < 0xE000:  # half of a character: only JSON's escape can say it
-        return f"\\\\u{code:04x}"
-    if code > 0xFFFF:
-        return f"\\U{code:08x}"
-    return f"\\u{code:04x}" if code > 0x7E else character
-
-
-@cache
-def _library() -> ModuleType:
-    """By its file: the package around it takes long to import. Repetitions are written as in llama.cpp itself: spelled
-    out, as this conversion does, a schema's `maxItems` would say how much memory it takes."""
-    path = Path(str(load_library().__file__)).with_name("llama_grammar.py")
-    spec = spec_from_file_location("pipeinfer_llama_grammar", path)
-    assert spec and spec.loader, path
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module._build_repetition = _repetition  # type: ignore[attr-defined]
-    character = module.PRIMITIVE_RULES["char"]
-    character.content = character.content.replace(r'[^"\\]', CHARACTER)
-    module.DOT = CHARACTER  # type: ignore[attr-defined]
-    return module
-
-
-def _repetition(
-    item: str, least: int, most: int | None, separator_rule: str | None = None, item_rule_is_literal: bool = False
-) -> str:
-    """An item so many times, with separators between; `item_rule_is_literal` changes nothing."""
-    if most is not None and most < least:
-        raise ValueError(f"at least {least} and at most {most} cannot both be")
-    if most == 0:
-        return ""
-    if separator_rule is None:
-        return f"{item}{{{least},{'' if most is None else most}}}"
-    further = _repetition(f"({separator_rule} {item})", max(0, least - 1), None if most is None else most - 1)
-    return f"{item} {further}" if least else f"({item} {further})?"

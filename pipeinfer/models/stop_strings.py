@@ -4,6 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeinfer.errors import UserError
+
+MAX_STOPS, MAX_CHARACTERS = 32, 256
+"""Stop strings of a request, and characters of each: every piece of a text is compared with all of them."""
+
+
+def check_stops(name: str, stops: Sequence[str]) -> None:
+    """`name`: what gives them. Raises UserError for too many or too long ones, and for one that ends every text."""
+    if len(stops) > MAX_STOPS:
+        raise UserError(f"{name} has {len(stops)} texts, and at most {MAX_STOPS} are possible; give fewer")
+    for stop in stops:
+        if not stop:
+            raise UserError(f"{name} has an empty text, which would end every text where it begins; give some text")
+        if len(stop) > MAX_CHARACTERS:
+            raise UserError(
+                f"{name} has a text of {len(stop)} characters, and at most {MAX_CHARACTERS} are possible; "
+                f"give the first {MAX_CHARACTERS}"
+            )
+
 
 class StopStrings:
     """Text in, piece by piece; text out as soon as no stop string can begin in it.

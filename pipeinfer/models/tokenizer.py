@@ -93,6 +93,11 @@ class Tokenizer:
         """All tokens that end a generation."""
         return tuple(filter(self.is_end, range(self.n_vocab)))
 
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(self.decode_piece(token, special=True)) for token in range(self.n_vocab))
+
     def text_of(self, token: int) -> bytes:
         """A token as the vocabulary spells it."""
         text: bytes | None = self._lib.llama_vocab_get_text(self._vocab, token)

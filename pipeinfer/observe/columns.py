@@ -26,7 +26,7 @@ def _asked(name: str, kind: Kind, meaning: str) -> Column:
 COLUMNS = (
     Column("prompt_per_second", "number", "tokens of the prompt / `ttft_s`"),
     Column("predicted_per_second", "number", "tokens a second of text, from the first token to the last"),
-    Column("itl_mean_s", "number", "mean inter-token latency (s): every gap between tokens, 0 if they came at once"),
+    Column("itl_mean_s", "number", "mean inter-token latency (s); tokens of one verdict share the gap before it"),
     Column("ttft_s", "number", "time to first token (s), from submission"),
     _asked("policy", "text", "as `--policy` names it"),
     _asked("variant", "text", "what an ablation switched off, by its flags; empty: nothing"),
@@ -45,7 +45,7 @@ COLUMNS = (
     _asked("threads", "integers", "threads of each rank"),
     _asked("prompt", "text", "its name: file, file/question or file/question.turn; `pp128`: 128 tokens of text"),
     _asked("prompt_hash", "text", "of its tokens; of a later turn, of all that was said to the model"),
-    _asked("prompt_n", "integer", "tokens of the prompt"),
+    _asked("prompt_n", "integer", "tokens of the prompt, cached ones included"),
     _asked("predicted_n", "integer", "tokens generated"),
     _asked("seed", "integer", "of sampling; of `simulate`, of the choices"),
     _asked("temp", "number", "temperature; 0 is greedy"),

@@ -46,6 +46,11 @@ class HeadLedger:
     cancels: list[tuple[float, int]] = field(default_factory=list)  # when it told the stages, of how many runs
     n_cancel_messages: int = 0  # to any stage, of whole runs or of rows
 
+    @property
+    def n_notes(self) -> int:
+        """Runs and waits that are noted, by which the memory of all lists is bounded."""
+        return len(self.submitted_s) + len(self.waits) + len(self.idles)
+
 
 @dataclass(frozen=True, slots=True)
 class TimeUse:

@@ -13,7 +13,7 @@ SHARES = (("mean", "mean"), ("p50", "median"), ("p90", "90th percentile"), ("p95
 LATENCIES = {
     "ttft": "time to first token (s) over requests, from when each came",
     "tpot": "mean time per output token (s) after the first, over requests",
-    "itl": "inter-token latency (s) over all gaps of all requests, 0 between tokens that came at once",
+    "itl": "inter-token latency (s) over all tokens but the first ones; tokens of one verdict share the gap before it",
 }
 
 
@@ -41,7 +41,7 @@ LOAD_COLUMNS = (
     *_shared("temp", "top_k", "top_p", "min_p", "repeat_last_n", "repeat_penalty", "frequency_penalty"),
     *_shared("presence_penalty", "numerics", "pace", "pace_hash", "repetition"),
     Column("wall_s", "number", "time (s) from when the first request came to the last token"),
-    Column("prompt_n", "integer", "tokens of all prompts"),
+    Column("prompt_n", "integer", "tokens of all prompts, cached ones included"),
     Column("cache_n", "integer", "of these, those that another request which begins alike had evaluated"),
     Column("predicted_n", "integer", "tokens generated, of all requests"),
     Column("requests_per_second", "number", "requests / `wall_s`"),

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -131,8 +132,14 @@ class RequestMetrics(Observer):
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: every gap between emitted tokens; 0 between tokens that came at once."""
-        return [after - before for before, after in zip(self.token_s, self.token_s[1:], strict=False)]
+        """Inter-token latencies, one for each token after the first. The tokens of a verdict share the gap before it:
+        none is 0 because tokens came together, and the mean is the time per output token."""
+        found, before_s = list[float](), math.nan
+        for now_s, tokens in groupby(self.token_s):
+            n = len(list(tokens))
+            found += [0.0] * (n - 1) if math.isnan(before_s) else [(now_s - before_s) / n] * n
+            before_s = now_s
+        return found
 
     @property
     def ttft_s(self) -> float:
@@ -187,14 +194,15 @@ def timings(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def speeds(metrics: RequestMetrics) -> dict[str, Any]:
-    """Of these what costs next to nothing: no percentiles."""
-    n = len(metrics.token_s)
+    """Of these what costs next to nothing: no percentiles. `prompt_n`: tokens of the prompt that were evaluated;
+    `cache_n`: the others."""
+    n, n_evaluated = len(metrics.token_s), metrics.n_prompt - metrics.n_kept
     generation_s = metrics.token_s[-1] - metrics.token_s[0] if n else float("nan")
     return {
-        "prompt_n": metrics.n_prompt,
+        "prompt_n": n_evaluated,
         "cache_n": metrics.n_kept,
         "prompt_ms": 1e3 * metrics.ttft_s,
-        "prompt_per_second": (metrics.n_prompt - metrics.n_kept) / metrics.ttft_s,
+        "prompt_per_second": n_evaluated / metrics.ttft_s,
         "predicted_n": n,
         "predicted_ms": 1e3 * generation_s,
         "predicted_per_second": (n - 1) / generation_s if n > 1 and generation_s > 0 else float("nan"),
@@ -209,11 +217,11 @@ def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
     before its first run, in `ttft_s` and not in what its prompt took; how often it was preempted."""
     queued_s = metrics.begun_s - metrics.submitted_s
     prompt_s = metrics.ttft_s - queued_s
-    n_evaluated = metrics.n_prompt - metrics.n_kept
+    found = speeds(metrics)
     return {
-        **speeds(metrics),
+        **found,
         "prompt_ms": 1e3 * prompt_s,
-        "prompt_per_second": n_evaluated / prompt_s if prompt_s > 0 else float("nan"),
+        "prompt_per_second": found["prompt_n"] / prompt_s if prompt_s > 0 else float("nan"),
         "draft_n": metrics.n_judged,
         "draft_n_accepted": metrics.n_matched,
         "preempted_n": metrics.n_preempted,

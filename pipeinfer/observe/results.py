@@ -22,7 +22,9 @@ key_of, check_results, append_result, as_read = RESULTS.key_of, RESULTS.check, R
 def result_row(result: dict[str, Any], asked: Record) -> Record:
     """The columns of one generation: what was asked for, and what its result object (what `--json` prints) measured."""
     ranks, hops = result["ranks"], result["wire"]["hops"]
-    known = result["timings"] | result["speculation"] | {"version": result["version"]}
+    timings = result["timings"]
+    known = timings | result["speculation"] | {"version": result["version"]}
+    known["prompt_n"] = timings["prompt_n"] + timings["cache_n"]
     lists = [column.name for column in COLUMNS if column.name in ranks[0] and not column.asked]
     return asked | {name: known[name] for name in NAMES if name in known} | {
         name: [rank.get(name, "") for rank in ranks] for name in lists

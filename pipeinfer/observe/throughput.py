@@ -21,7 +21,7 @@ SHARES = (50, 90, 95, 99)
 
 @dataclass
 class Throughput:
-    """Requests that have finished, added up. Times are seconds. `itl_s`: every gap between tokens, if it is kept."""
+    """Requests that have finished, added up. Times are seconds. `itl_s`: of every token but first ones, if kept."""
 
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     tpot_s: array[float] = field(default_factory=lambda: array("d"))

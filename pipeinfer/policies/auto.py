@@ -1,29 +1,29 @@
-"""Speculation without a choice by the user: as many guesses a run as cost next to nothing, those first that save most.
+"""The policy without settings: each run carries the guesses that save the most time, as measured here.
 
-The objective is the time that verdicts are waited for. A token that was not on its way when its turn came costs the
-time of a whole verdict; one that was costs its run's share of the slowest stage. So a run shall go whenever a stage is
-about to want one, and shall carry what saves the most. What is estimated, and how:
+Guesses n that could go with the next run are ranked by
 
-* P(node), that the target will choose it and all guesses above it: the product of the drafts' confidences along its
-  path, each corrected by how such guesses fared so far (`Sharpness`, `Confidence`).
-* r(node), what sending it now can save at most: if it is not sent, it goes out as the root when the verdict of its
-  nearest sent ancestor comes. `View.verdict_in_s` has how long that still takes, as verdicts have taken so far.
-* c(n), what a run of n rows takes the slowest stage after this context, as timed at loading and observed since
-  (`RunCost`). Rows are taken up to CHEAP times the time of one, here: `View.n_cheap_rows`. Further rows delay the run
-  at every stage and pay only if they would never get a run of their own; in simulations of the shipped profiles they
-  did not. Where memory bandwidth is the limit, as on GPUs, that makes wide trees; where arithmetic is, single chains;
-  where other requests want the pipeline it is what their roots leave, down to nothing.
+    saved(n) = P(n) · r(n)
 
-A run therefore carries the n_cheap_rows of the largest P(node) r(node). It goes as late as the slowest stage allows,
-and up to PATIENCE of a run later if a verdict will be there by then (`Pacer`): it says what is needed. If the draft is
-at work on better guesses than the run would carry, it waits for them if that is worth the time that the stage may lose:
-P(best) × what is left of the draft's step < EARLIER × a one-row run × what P is won. So does a root with nothing in
-flight behind it, also for a step that is yet to begin. If the draft guesses faster than runs can carry, each guess that
-goes with the root is won; else the next run takes it as well, and only one after which no other is right is won:
-P (1 - P). The draft expands as many nodes as a run carries in a step, the likeliest first, if their guesses could
-belong to the next run. When hardly any guess is right, there are none (`Silence`). PipeInfer's, PipeDec's and
-FlowSpec's trees are what comes of this at their authors' costs. A single stage that works for a single request has no
-other requests and stages to think of: there a run is worth its tokens by its time (`lone_stage`).
+P(n) is the probability that the target chooses n and all guesses above it: the product of the drafts' probabilities
+along its path, each corrected by how such guesses fared (`TemperatureScaling`, `Calibration`). r(n) is the time until
+the verdict of its nearest sent ancestor: a guess that is not sent now goes out after that verdict, as the root.
+
+Pipeline (several stages, or several requests). A run carries the n_cheap_rows guesses of the largest saved(n): rows up
+to CHEAP times the cost of one (`RunCost`), less what other requests' roots take. Further rows delay every stage and did
+not pay in simulations of the shipped profiles. A run goes as late as the slowest stage allows, and up to PATIENCE of a
+one-row run later if a verdict is there by then. It waits for a draft step that ends in t seconds while
+
+    EARLIER · run_s(1) · (P(best new guess) − P(guess it replaces)) > t · P(best guess of the run)
+
+Lone stage (one stage, one request). A guess that does not go with the root can only go after its verdict, so a run of
+n rows is worth its expected tokens over its time,
+
+    rate(n) = (1 + Σ P(first n − 1 guesses)) / (run_s(n) + on_way_s)
+
+The run of the best rate goes, once further draft steps cannot raise the rate.
+
+The draft expands as many nodes in a step as a run carries, the likeliest first, if guesses after them could belong to
+the next run. When hardly any guess is right, it rests (`SpeculationBackoff`).
 """
 
 from __future__ import annotations
@@ -31,33 +31,42 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from itertools import accumulate
+from typing import ClassVar, NamedTuple
 
-from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled
-from pipeinfer.policies.confidence import Confidence
-from pipeinfer.policies.likeliest import to_expand, to_refine, unsent_in_reach
+from pipeinfer.policies.backoff import SpeculationBackoff
+from pipeinfer.policies.calibration import Calibration
+from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
 from pipeinfer.policies.limits import MAX_WIDTH
-from pipeinfer.policies.lone_stage import best_ahead, best_run, pays_ahead, pays_alone, to_expand_ahead
-from pipeinfer.policies.sharpness import Sharpness
-from pipeinfer.policies.silence import Silence
+from pipeinfer.policies.temperature_scaling import TemperatureScaling
 
 LEAST = 0.01
 """A guess that is less probable does not enter the tree."""
 
 PATIENCE = 0.2
-"""One-row runs for which the slowest stage may wait for a verdict that is expected: it says what is needed."""
+"""One-row runs for which the slowest stage may wait for an expected verdict, which says what is needed."""
 
 EARLIER = 0.5
-"""One-row runs that a guess gains which goes with this run and not with the next one. Not a whole one: a verdict
-between the two may refute it."""
+"""One-row runs that a guess gains by going with this run instead of the next. Less than one: a verdict between the two
+may refute it."""
 
 N_BEHIND = 4
 """Tokens that the draft reads in no time before it guesses again."""
 
 SOON_S = 1e-9
-"""How long a verdict that is overdue still takes: guesses below it come last, and in their order."""
+"""Time left of an overdue verdict: guesses below it come last, in their order."""
+
+MOST_ROWS = 8
+"""Rows of a lone stage's run at most, unless more are cheap."""
+
+IDLE_SHARE = 0.05
+"""Share of a one-row run that a lone stage may be idle: a run that waits for the verdict knows more."""
+
+LEAST_AHEAD = 0.25
+"""Probability, given what is in flight, from which a lone stage's run goes ahead of the verdict."""
 
 
 @dataclass(unsafe_hash=True)  # it has no settings
@@ -68,9 +77,9 @@ class Auto(Policy):
     n_seq: ClassVar[int] = 127
     uses: ClassVar[tuple[str, ...]] = ("cancel", "partitions")
 
-    confidence: Confidence = field(default_factory=Confidence, compare=False, repr=False)
-    sharpness: Sharpness = field(default_factory=Sharpness, compare=False, repr=False)
-    _silence: Silence = field(default_factory=Silence, init=False, repr=False, compare=False)
+    calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
+    temperature: TemperatureScaling = field(default_factory=TemperatureScaling, compare=False, repr=False)
+    _backoff: SpeculationBackoff = field(default_factory=SpeculationBackoff, init=False, repr=False, compare=False)
     _guessed_at: int = field(default=-1, init=False, repr=False, compare=False)
     """The last position after which the draft has guessed."""
 
@@ -79,128 +88,235 @@ class Auto(Policy):
 
     # -- sending
 
-    def send(self, view: View) -> list[Node]:
-        """The root at once, and with it what is known to follow; further runs when a stage is about to want them."""
-        root = view.tree.root
-        if pays_alone(view, self.confidence.first_rate):
-            return self._send_all(view)
+    def send(self, context: PolicyContext) -> Answer:
+        """The root at once, with what is known to follow; further runs when a stage is about to want them."""
+        root = context.tree.root
+        if pays_alone(context, self.calibration.first_rate):
+            return self._send_alone(context)
         if root.run_id is None:
-            best = self._best(view, view.n_cheap_rows, [root]) or [root]  # room for it is made
-            return [] if self._awaits_first(view, best) else best
-        if view.n_inflight and self._is_busy(view):
-            return []
-        best = self._best(view, view.n_cheap_rows)
-        return [] if best and view.n_inflight and self._awaits_draft(view, best) else best
+            best = _best(context, context.n_cheap_rows, [root]) or [root]  # room for it is made
+            return AwaitDraft(root) if self._awaits_first(context, best) else Send(best)
+        if context.n_inflight and (busy := _busy(context)):
+            return busy
+        best = _best(context, context.n_cheap_rows)
+        waits = best and context.n_inflight and self._awaits_draft(context, best)
+        return AwaitDraft(best[0]) if waits else Send(best)
 
-    @staticmethod
-    def _is_busy(view: View) -> bool:
-        """Whether the slowest stage has enough to do: one run a stage is under way, more where messages take longer
-        than a run, and one more waits; or it is not yet about to want another."""
-        run_s = view.run_s(1)
-        n_under_way = max(view.n_stages, math.ceil(view.on_way_s() / run_s)) if run_s else view.n_stages
-        return view.n_inflight > n_under_way or view.hold(PATIENCE)
-
-    def _send_all(self, view: View) -> list[Node]:
-        """All that pays with the root, when the draft can add no more that is worth the wait; and likewise behind it,
-        where the stage would be idle for long until a verdict is here."""
-        if view.n_inflight:
-            is_wanted = view.tree.root.run_id is not None and pays_ahead(view) and not self._is_busy(view)
-            return best_ahead(view) if is_wanted else []
-        best, promise = best_run(view)
-        nodes, left_s = self._next_guesses(view) if self._is_caught_up(view) else ((), 0.0)
+    def _send_alone(self, context: PolicyContext) -> Answer:
+        """The run of the best rate, once the draft cannot raise it; behind it runs before its verdict, where the stage
+        would be idle for long."""
+        root = context.tree.root
+        if context.n_inflight:
+            if root.run_id is None or not pays_ahead(context):
+                return NOTHING
+            return _busy(context) or Send(best_ahead(context))
+        best, promise = best_run(context)
+        nodes, left_s = self._next_guesses(context) if self._is_caught_up(context) else ((), 0.0)
         scores = [node.score for node in nodes if node.live]
-        first_rate = self.confidence.first_rate
-        hit = math.exp(max(scores) - view.tree.root.score) * first_rate if scores else 0.0
-        return [] if promise.grows(view, hit, left_s, first_rate) else best
+        first_rate = self.calibration.first_rate
+        hit = math.exp(max(scores) - root.score) * first_rate if scores else 0.0
+        return AwaitDraft(root) if promise.grows(context, hit, left_s, first_rate) else Send(best)
 
-    def _awaits_first(self, view: View, best: list[Node]) -> bool:
-        """As `_awaits_draft`, of a root behind which nothing is in flight that the stages could go on with; also for a
-        step that the draft has yet to begin, unless it has to read more than a few tokens first, or others want it."""
-        if not view.is_alone() or not self._is_caught_up(view):
+    def _awaits_first(self, context: PolicyContext, best: list[Node]) -> bool:
+        """As `_awaits_draft`, for a root with nothing in flight behind it that the stages could go on with. A step that
+        the draft has yet to begin counts too, unless it has to read more than a few tokens first or others want it.
+
+        Where the draft guesses faster than runs can carry guesses, a guess is not lost but goes with the next run, and
+        only one after which no other is right is won: P (1 − P).
+        """
+        if not context.is_alone or not self._is_caught_up(context):
             return False
-        nodes, left_s = self._next_guesses(view)
-        gained = self._gained(view, best, nodes) / math.exp(view.tree.root.score)
-        if gained and view.run_s(1) < view.n_cheap_rows * view.draft_s():
+        nodes, left_s = self._next_guesses(context)
+        gained = self._gained(context, best, nodes) / math.exp(context.tree.root.score)
+        if gained and context.run_s(1) < context.n_cheap_rows * context.draft_s:
             gained *= 1 - gained
-        return gained > 0 and EARLIER * view.run_s(1) * gained > left_s
+        return gained > 0 and EARLIER * context.run_s(1) * gained > left_s
 
-    def _is_caught_up(self, view: View) -> bool:
-        return view.is_at_head or self._guessed_at >= view.tree.root.position - N_BEHIND
+    def _awaits_draft(self, context: PolicyContext, best: list[Node]) -> bool:
+        """Whether the draft is about to guess what saves more than the slowest stage loses by waiting."""
+        nodes, left_s = context.drafting
+        gained = self._gained(context, best, nodes)
+        return gained > 0 and EARLIER * context.run_s(1) * gained > left_s * math.exp(best[0].score)
 
-    def _next_guesses(self, view: View) -> tuple[Collection[Node], float]:
-        """After which nodes the next ones come, and when."""
-        nodes, left_s = view.drafting()
-        return (nodes, left_s) if any(node.live for node in nodes) else (self.draft(view), view.draft_s())
-
-    def _awaits_draft(self, view: View, best: list[Node]) -> bool:
-        """Whether what the draft is about to guess saves more than the slowest stage loses that waits for it."""
-        nodes, left_s = view.drafting()
-        gained = self._gained(view, best, nodes)
-        return gained > 0 and EARLIER * view.run_s(1) * gained > left_s * math.exp(best[0].score)
-
-    def _gained(self, view: View, best: list[Node], nodes: Collection[Node]) -> float:
-        """P of the best guess that the draft makes after one of the nodes, less that of the one whose place it takes;
-        0 if it makes none."""
+    def _gained(self, context: PolicyContext, best: list[Node], nodes: Collection[Node]) -> float:
+        """P of the best guess that the draft makes after one of the nodes, less P of the guess it replaces; 0 if it
+        makes none."""
         scores = [node.score for node in nodes if node.live]
         if not scores:
             return 0.0
-        promised = math.exp(max(scores)) * self.confidence.hit_rate
-        return promised - (math.exp(best[-1].score) if len(best) == view.n_cheap_rows else 0.0)
+        promised = math.exp(max(scores)) * self.calibration.hit_rate
+        return promised - (math.exp(best[-1].score) if len(best) == context.n_cheap_rows else 0.0)
 
-    @staticmethod
-    def _best(view: View, n_rows: int, first: Sequence[Node] = ()) -> list[Node]:
-        """`first`, and unsent guesses that save the most; a child saves no more than its parent, and comes after it."""
-        if n_rows <= len(first):
-            return list(first)
-        unsent = unsent_in_reach(view)
-        if len(unsent) > n_rows - len(first):
-            saved_s = _saved_s(view, unsent)
-            unsent.sort(key=saved_s.__getitem__, reverse=True)
-        return view.fitting([*first, *unsent[: 2 * n_rows]])[:n_rows]
+    def _next_guesses(self, context: PolicyContext) -> tuple[Collection[Node], float]:
+        """The nodes after which guesses come next, and in how many seconds."""
+        nodes, left_s = context.drafting
+        return (nodes, left_s) if any(node.live for node in nodes) else (self.draft(context), context.draft_s)
+
+    def _is_caught_up(self, context: PolicyContext) -> bool:
+        return context.is_at_head or self._guessed_at >= context.tree.root.position - N_BEHIND
 
     # -- drafting
 
-    def draft(self, view: View) -> dict[Node, int]:
+    def draft(self, context: PolicyContext) -> dict[Node, int]:
         """The likeliest open nodes, if guesses after them could belong to the next run."""
-        n_rows = view.n_cheap_rows
-        if n_rows <= 0 or self._silence.holds:
+        n_rows = context.n_cheap_rows
+        if n_rows <= 0 or self._backoff.holds:
             return {}
-        if view.is_at_head and view.is_alone() and view.n_inflight:
-            return self._lesson(view)  # the run waits for it now: where guesses gain it has waited for them before
-        first_rate = self.confidence.first_rate
-        nodes = to_expand_ahead(view, first_rate) if pays_alone(view, first_rate) else to_expand(view, n_rows)
+        if context.is_at_head and context.is_alone and context.n_inflight:
+            return self._probe(context)  # the run waits for the step now; where guesses gain, it has waited before
+        first_rate = self.calibration.first_rate
+        is_lone = pays_alone(context, first_rate)
+        nodes = to_expand_ahead(context, first_rate) if is_lone else to_expand(context, n_rows)
         return dict.fromkeys(nodes, MAX_WIDTH)
 
-    def _lesson(self, view: View) -> dict[Node, int]:
-        """A step for what is learned of it alone, now and then."""
-        root = view.tree.root
-        is_due = self.confidence.is_due(root.position) and not root.expanded and view.may_branch(root)
+    def _probe(self, context: PolicyContext) -> dict[Node, int]:
+        """A step now and then, to learn how often the draft is right and how long it takes."""
+        root = context.tree.root
+        is_due = self.calibration.is_due(root.position) and not root.expanded and context.may_branch(root)
         return {root: MAX_WIDTH} if is_due else {}
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         if not draft:
             self._guessed_at = max(self._guessed_at, node.position)
-        corrected = self.confidence.corrected(self.sharpness.sharpened(guesses, draft), draft)
+        corrected = self.calibration.corrected(self.temperature.scaled(guesses, draft), draft)
         return [guess for guess in corrected if guess.probability >= LEAST]
 
-    def refine(self, view: View, draft: int) -> dict[Node, int]:
-        return {} if self._silence.holds else dict.fromkeys(to_refine(view, draft), MAX_WIDTH)
+    def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
+        return {} if self._backoff.holds else dict.fromkeys(to_refine(context, draft), MAX_WIDTH)
 
     # -- learning
 
     def settled(self, settled: Settled) -> str:
-        self.confidence.settled(settled)
-        self.sharpness.settled(settled)
-        return self._silence.settled(settled, self.confidence.hit_rate)
+        self.calibration.settled(settled)
+        self.temperature.settled(settled)
+        return self._backoff.settled(settled, self.calibration.hit_rate)
 
 
-def _saved_s(view: View, nodes: list[Node]) -> dict[Node, float]:
-    """P(node) r(node) of unsent nodes, parents before children, in seconds; in any unit before the first verdict."""
+# -- a pipeline's run
+
+
+def _best(context: PolicyContext, n_rows: int, first: Sequence[Node] = ()) -> list[Node]:
+    """`first`, and the unsent guesses that save the most. A child saves no more than its parent, and follows it."""
+    if n_rows <= len(first):
+        return list(first)
+    unsent = unsent_in_reach(context)
+    if len(unsent) > n_rows - len(first):
+        saved_s = _saved_s(context, unsent)
+        unsent.sort(key=saved_s.__getitem__, reverse=True)
+    return context.fitting([*first, *unsent[: 2 * n_rows]])[:n_rows]
+
+
+def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]:
+    """saved(n) of unsent nodes, parents before children, in seconds; in any unit before the first verdict."""
     left_s: dict[Node, float] = {}
     for node in nodes:
         above = node.parent
         assert above
         if above not in left_s:
-            left_s[above] = view.verdict_in_s(above) or SOON_S
+            left_s[above] = context.verdict_in_s(above) or SOON_S
         left_s[node] = left_s[above]
     return {node: math.exp(node.score) * left_s[node] for node in nodes}
+
+
+def _busy(context: PolicyContext) -> Answer | None:
+    """Why the slowest stage wants no further run now: one run a stage is under way, more where messages take longer
+    than a run, and one more waits; or it is too early. None if it wants one."""
+    run_s = context.run_s(1)
+    n_under_way = max(context.n_stages, math.ceil(context.on_way_s / run_s)) if run_s else context.n_stages
+    return NOTHING if context.n_inflight > n_under_way else context.early(PATIENCE)
+
+
+# -- a lone stage's run
+
+
+class Promise(NamedTuple):
+    """Expected tokens of a run of so many rows, and the seconds until the next run can begin."""
+
+    tokens: float
+    n_rows: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def grows(self, context: PolicyContext, hit: float, left_s: float, first_rate: float) -> bool:
+        """Whether waiting raises the rate: for a further guess, right with probability `hit` and there in `left_s`, or
+        for those of further draft steps, each right at `first_rate` where the one before is."""
+        tokens = self.tokens
+        for n_rows in range(self.n_rows + 1, _most_rows(context) + 1):
+            tokens += hit
+            if tokens > self.rate * (_round_s(context, n_rows) + left_s):
+                return hit > 0
+            hit, left_s = hit * first_rate, left_s + context.draft_s
+        return False
+
+
+def best_run(context: PolicyContext) -> tuple[list[Node], Promise]:
+    """The root and the likeliest unsent guesses, as many as make the best rate."""
+    root = context.tree.root
+    nodes = context.fitting([root, *_likeliest(context)]) or [root]
+    best, tokens = Promise(1.0, 1, _round_s(context, 1)), 1.0
+    for n_rows, node in enumerate(nodes[1 : _most_rows(context)], start=2):
+        tokens += math.exp(node.score - root.score)
+        best = max(best, Promise(tokens, n_rows, _round_s(context, n_rows)), key=lambda each: each.rate)
+    return nodes[: best.n_rows], best
+
+
+def best_ahead(context: PolicyContext) -> list[Node]:
+    """The likeliest guesses below what is sent, as many as make the best rate; none where the first is so unlikely that
+    its run would most often be in the way of the next root's."""
+    nodes, root = context.fitting(_likeliest(context)), context.tree.root
+    if not nodes or math.exp(nodes[0].score - root.score) < LEAST_AHEAD:
+        return []
+    tokens = list(accumulate(math.exp(node.score - root.score) for node in nodes))
+    return nodes[: max(range(1, len(nodes) + 1), key=lambda n_rows: tokens[n_rows - 1] / context.run_s(n_rows))]
+
+
+def pays_ahead(context: PolicyContext) -> bool:
+    """Whether the stage would be idle for long if the next run waited for a verdict, and the draft guesses as fast as
+    rows are evaluated: else it has no guesses for further runs, and sending those keeps it from making them."""
+    guesses_keep_up = context.draft_s * MOST_ROWS <= context.run_s(MOST_ROWS)
+    return not context.is_at_head and guesses_keep_up and context.on_way_s > IDLE_SHARE * context.run_s(1)
+
+
+def pays_alone(context: PolicyContext, first_rate: float) -> bool:
+    """Whether the request is alone on one stage, and runs of several rows pay there: then the next run waits for the
+    verdict of the one in flight, after which all its rows count, unless `pays_ahead`. Where single rows are better,
+    they go before it, which hides what a verdict takes besides the evaluation."""
+    if context.n_stages > 1 or not context.is_alone or not context.run_s(1):
+        return False
+    single_s = _round_s(context, 1) if context.is_at_head else context.run_s(1)
+    return Promise(1.0, 1, single_s).grows(context, first_rate, 0.0, first_rate)
+
+
+def to_expand_ahead(context: PolicyContext, first_rate: float) -> list[Node]:
+    """The likeliest open nodes, as many as rows are cheap, after which guesses could pay in the next run."""
+    nodes = to_expand(context, _most_rows(context))[: context.n_cheap_rows]
+    return [node for node in nodes if _may_pay(context, node, first_rate)]
+
+
+def _may_pay(context: PolicyContext, node: Node, first_rate: float) -> bool:
+    """Whether a guess after the node is likelier than what a row costs there is of a run, at best. The run begins with
+    the uppermost of the nodes above it that was not sent."""
+    first = node
+    while first.run_id is None and first.parent is not None and first.parent.run_id is None:
+        first = first.parent
+    n_above = node.position + 1 - first.position
+    row_s, above_s = context.run_s(1), context.run_s(n_above)
+    further = range(n_above + 1, max(_most_rows(context), n_above + 1) + 1)
+    least = min((context.run_s(n_rows) - above_s) / (n_rows - n_above) for n_rows in further)
+    return math.exp(node.score - first.score) * first_rate * row_s >= least
+
+
+def _likeliest(context: PolicyContext) -> list[Node]:
+    return sorted(unsent_in_reach(context), key=SCORE, reverse=True)[: _most_rows(context)]
+
+
+def _round_s(context: PolicyContext, n_rows: int) -> float:
+    """From one run of so many rows to the next one that waits for its verdict."""
+    return context.run_s(n_rows) + context.on_way_s
+
+
+def _most_rows(context: PolicyContext) -> int:
+    return max(MOST_ROWS, context.n_cheap_rows)

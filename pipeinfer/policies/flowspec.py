@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
 from pipeinfer.policies.likeliest import SCORE
@@ -58,16 +58,20 @@ class FlowSpec(Policy):
 
     # -- sending: step-wise verification (section III-B)
 
-    def send(self, view: View) -> list[Node]:
+    def send(self, context: PolicyContext) -> Answer:
         """The next segment, as soon as the first stage can take it."""
-        self._step(view)
-        root = view.tree.root
-        if root is not self._root or (root.run_id is None and self._take):
-            return []
-        segment = view.fitting(self._unsent())[: self.segment]
+        self._step(context)
+        root = context.tree.root
+        if root is not self._root:
+            return NOTHING
+        if root.run_id is None and self._take:
+            return AwaitDraft(root)
+        segment = context.fitting(self._unsent())[: self.segment]
         if root.run_id is None:
-            return segment or [root]
-        return [] if view.n_inflight > view.n_stages or (view.n_inflight and view.hold()) else segment
+            return Send(segment or [root])
+        if context.n_inflight > context.n_stages:
+            return NOTHING
+        return (context.early() if context.n_inflight else None) or Send(segment)
 
     def _unsent(self) -> list[Node]:
         """S without what was sent or pruned."""
@@ -81,75 +85,78 @@ class FlowSpec(Policy):
 
     # -- drafting
 
-    def draft(self, view: View) -> dict[Node, int]:
+    def draft(self, context: PolicyContext) -> dict[Node, int]:
         """The layer that is being expanded, in one batch."""
-        self._step(view)
-        if self._take is None or view.tree.root is not self._root:
+        self._step(context)
+        if self._take is None or context.tree.root is not self._root:
             return {}
-        return {node: self.width for node in self._layer if self._is_open(view, node)}
+        return {node: self.width for node in self._layer if self._is_open(context, node)}
 
     @staticmethod
-    def _is_open(view: View, node: Node) -> bool:
-        return not node.expanded and view.may_branch(node)
+    def _is_open(context: PolicyContext, node: Node) -> bool:
+        return not node.expanded and context.may_branch(node)
 
-    def _step(self, view: View) -> None:
+    def _step(self, context: PolicyContext) -> None:
         """What follows from the newest verdicts (section III-A): a new round, or an expansion of the tree."""
-        root = view.tree.root
+        root = context.tree.root
         if root is not self._root:
-            if self._continues(view):
+            if self._continues(context):
                 self._root = root
                 if self.expansion:
-                    self._expand_context_aware(view)
-            elif self._root is None or not view.n_evaluated:
+                    self._expand_context_aware(context)
+            elif self._root is None or not context.n_evaluated:
                 self._root = root
-                self._initialise(view)
+                self._initialise(context)
         elif self.expansion and self._take is None and not self._unsent() and root.run_id is not None:
-            self._expand_score_aware(view)
-        self._grow(view)
+            self._expand_score_aware(context)
+        self._grow(context)
 
-    def _continues(self, view: View) -> bool:
+    def _continues(self, context: PolicyContext) -> bool:
         """The continuous condition (equation 2): the target's new token was sent already."""
-        return self._root is not None and view.tree.root.run_id is not None
+        return self._root is not None and context.tree.root.run_id is not None
 
-    def _initialise(self, view: View) -> None:
+    def _initialise(self, context: PolicyContext) -> None:
         """A round's first tree, of d_0 layers, and of them the best L_0 nodes (section III-B)."""
         self._sequence = []
-        self._draft_from([view.tree.root], self.depth, self._best)
+        self._draft_from([context.tree.root], self.depth, self._best)
 
-    def _expand_context_aware(self, view: View) -> None:
+    def _expand_context_aware(self, context: PolicyContext) -> None:
         """T_se from the new root, of which d_se layers are drafted now; its best L_se nodes that are new (III-D)."""
-        self._draft_from(self._known(view, [view.tree.root]), self._n_layers(view), self._best_of_fresh)
+        self._draft_from(self._known(context, [context.tree.root]), self._n_layers(context), self._best_of_fresh)
 
-    def _expand_score_aware(self, view: View) -> None:
+    def _expand_score_aware(self, context: PolicyContext) -> None:
         """Nothing was accepted: d_se layers more, and the best L_se nodes not in the tree yet (section III-D)."""
         if self._layer:
-            self._draft_from(self._layer, self._n_layers(view), self._best_of_rest)
+            self._draft_from(self._layer, self._n_layers(context), self._best_of_rest)
 
-    def _n_layers(self, view: View) -> int:
+    def _n_layers(self, context: PolicyContext) -> int:
         """d_se, such that drafting takes no longer than a stage (section IV-A)."""
-        if self.expansion_depth or not view.draft_s():
+        if self.expansion_depth or not context.draft_s:
             return self.expansion_depth or self.depth
-        return max(1, min(int(view.run_s(self.segment) / view.draft_s()), MAX_DEPTH))
+        return max(1, min(int(context.run_s(self.segment) / context.draft_s), MAX_DEPTH))
 
     def _draft_from(self, layer: list[Node], n_layers: int, take: Selection) -> None:
         self._layer, self._end, self._take = layer, layer[0].position + n_layers, take
 
-    def _known(self, view: View, layer: list[Node]) -> list[Node]:
+    def _known(self, context: PolicyContext, layer: list[Node]) -> list[Node]:
         """The first layer from there on that has yet to be expanded: down to it the draft has nothing to do."""
-        while layer and not any(self._is_open(view, node) for node in layer) and (below := self._next(view, layer)):
+        while layer and not any(self._is_open(context, node) for node in layer):
+            below = self._next(context, layer)
+            if not below:
+                break
             layer = below
         return layer
 
-    def _next(self, view: View, layer: list[Node]) -> list[Node]:
+    def _next(self, context: PolicyContext, layer: list[Node]) -> list[Node]:
         """The k nodes of the highest scores among the children of a layer (section III-B)."""
-        return _top([child for node in layer for child in node.children if view.in_reach(child)], self.width)
+        return _top([child for node in layer for child in node.children if context.in_reach(child)], self.width)
 
-    def _grow(self, view: View) -> None:
+    def _grow(self, context: PolicyContext) -> None:
         """Layer by layer, as far as the draft's guesses are there."""
-        while self._take and not any(self._is_open(view, node) for node in self._layer):
-            self._layer = self._next(view, self._layer)
+        while self._take and not any(self._is_open(context, node) for node in self._layer):
+            self._layer = self._next(context, self._layer)
             if not self._layer or self._layer[0].position >= self._end:
-                drafted = [node for node in view.tree.nodes if node.position <= self._end and view.in_reach(node)]
+                drafted = [node for node in context.tree.nodes if node.position <= self._end and context.in_reach(node)]
                 self._append(self._take(drafted))
                 self._take = None
 

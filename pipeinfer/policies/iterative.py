@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipeinfer.core.policy import Policy, View
-from pipeinfer.core.tree import Node
+from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyContext, Send
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
@@ -16,6 +15,6 @@ class Iterative(Policy):
     name: ClassVar[str] = "iterative"
     drafts: ClassVar[bool] = False
 
-    def send(self, view: View) -> list[Node]:
-        root = view.tree.root
-        return [root] if root.run_id is None else []
+    def send(self, context: PolicyContext) -> Answer:
+        root = context.tree.root
+        return Send([root]) if root.run_id is None else NOTHING

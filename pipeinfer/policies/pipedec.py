@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyContext, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
 from pipeinfer.policies.likeliest import SCORE
@@ -33,33 +33,35 @@ class PipeDec(Policy):
     layer_width: int = setting(32, "--layer-width", help="Guesses a run.", least=1, most=MAX_RUN, shown=True)
     group: int = setting(1, "--group", help="Stages that act as one.", least=1, most=1000, shown=True)
 
-    def send(self, view: View) -> list[Node]:
+    def send(self, context: PolicyContext) -> Answer:
         """The next layer, as soon as the first group of stages is through with the one before."""
-        root = view.tree.root
+        root = context.tree.root
         if root.run_id is None:
-            return [root]
-        if view.n_inflight >= self._n_groups(view) or (view.n_inflight and view.hold()):
-            return []
-        return self._top(view, self._next_layer(view))
+            return Send([root])
+        if context.n_inflight >= self._n_groups(context):
+            return NOTHING
+        if context.n_inflight and (early := context.early()):
+            return early
+        return Send(self._top(context, self._next_layer(context)))
 
-    def draft(self, view: View) -> dict[Node, int]:
+    def draft(self, context: PolicyContext) -> dict[Node, int]:
         """All nodes of the layer that was sent last, in one batch."""
-        layer = self._last_layer(view)
-        return {node: self.children for node in layer if not node.expanded and view.may_branch(node)}
+        layer = self._last_layer(context)
+        return {node: self.children for node in layer if not node.expanded and context.may_branch(node)}
 
-    def _n_groups(self, view: View) -> int:
-        return -(-view.n_stages // self.group)
+    def _n_groups(self, context: PolicyContext) -> int:
+        return -(-context.n_stages // self.group)
 
-    def _last_layer(self, view: View) -> list[Node]:
+    def _last_layer(self, context: PolicyContext) -> list[Node]:
         """X^(l): the deepest nodes that were sent."""
-        sent = [node for node in view.tree.nodes if node.run_id is not None]
+        sent = [node for node in context.tree.nodes if node.run_id is not None]
         end = max((node.position for node in sent), default=0)
         return [node for node in sent if node.position == end]
 
-    def _next_layer(self, view: View) -> list[Node]:
+    def _next_layer(self, context: PolicyContext) -> list[Node]:
         """The guesses after it, B^(l+1) in their scores."""
-        return [child for node in self._last_layer(view) for child in node.children if view.in_reach(child)]
+        return [child for node in self._last_layer(context) for child in node.children if context.in_reach(child)]
 
-    def _top(self, view: View, candidates: Sequence[Node]) -> list[Node]:
+    def _top(self, context: PolicyContext, candidates: Sequence[Node]) -> list[Node]:
         """D = TopK(Flatten(B^(l+1)), min(w, n^(l) c))."""
-        return view.fitting(sorted(candidates, key=SCORE, reverse=True)[: self.layer_width])
+        return context.fitting(sorted(candidates, key=SCORE, reverse=True)[: self.layer_width])

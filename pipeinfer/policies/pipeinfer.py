@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node, Settled
-from pipeinfer.policies.confidence import Confidence
+from pipeinfer.policies.backoff import SpeculationBackoff
+from pipeinfer.policies.calibration import Calibration
 from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
 from pipeinfer.policies.limits import MAX_RUN, MAX_RUNS, MAX_WIDTH
-from pipeinfer.policies.silence import Silence
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
@@ -65,63 +65,63 @@ class PipeInfer(Policy):
     )
     continuous: bool = setting(True, "--no-continuous", help="Ablation: one run of guesses in flight at a time.")
     asynchronous: bool = setting(True, "--no-async", help="Ablation: the draft works only while the pipeline is empty.")
-    confidence: Confidence = field(default_factory=Confidence, compare=False, repr=False)
+    calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
     _shift: float = field(default=0.0, init=False, repr=False, compare=False)
-    _silence: Silence = field(default_factory=Silence, init=False, repr=False, compare=False)
+    _backoff: SpeculationBackoff = field(default_factory=SpeculationBackoff, init=False, repr=False, compare=False)
 
     def begin(self) -> PipeInfer:
         return replace(self)
 
     # -- sending
 
-    def send(self, view: View) -> list[Node]:
-        root = view.tree.root
+    def send(self, context: PolicyContext) -> Answer:
+        root = context.tree.root
         if root.run_id is None:
-            waits_for_draft = not self.asynchronous and not view.n_inflight and self.draft(view)
-            return [] if waits_for_draft else [root]
-        if view.n_inflight and view.hold():
-            return []
-        if view.n_inflight >= self._n_inflight_max(view):
-            return []
-        return view.fitting(self._unsent(view))[: self._n_rows(view)]
+            waits_for_draft = not self.asynchronous and not context.n_inflight and self.draft(context)
+            return AwaitDraft(root) if waits_for_draft else Send([root])
+        if context.n_inflight and (early := context.early()):
+            return early
+        if context.n_inflight >= self._n_inflight_max(context):
+            return NOTHING
+        return Send(context.fitting(self._unsent(context))[: self._n_rows(context)])
 
-    def _n_inflight_max(self, view: View) -> int:
+    def _n_inflight_max(self, context: PolicyContext) -> int:
         # the root's run and one of guesses
-        return (self.inflight or view.n_stages + 1) if self.continuous else 2
+        return (self.inflight or context.n_stages + 1) if self.continuous else 2
 
-    def _n_rows(self, view: View) -> int:
-        return self.microbatch or view.n_cheap_rows
+    def _n_rows(self, context: PolicyContext) -> int:
+        return self.microbatch or context.n_cheap_rows
 
-    def _unsent(self, view: View) -> list[Node]:
+    def _unsent(self, context: PolicyContext) -> list[Node]:
         """Guesses in reach, likeliest first; a child never comes before its parent."""
-        return sorted(unsent_in_reach(view), key=SCORE, reverse=True)
+        return sorted(unsent_in_reach(context), key=SCORE, reverse=True)
 
     # -- drafting
 
-    def draft(self, view: View) -> dict[Node, int]:
+    def draft(self, context: PolicyContext) -> dict[Node, int]:
         """The likeliest open nodes, if their children could belong into the next run."""
-        n_rows = self._n_rows(view)
-        if not n_rows or self._silence.holds or (view.n_inflight and not self.asynchronous):
+        n_rows = self._n_rows(context)
+        if not n_rows or self._backoff.holds or (context.n_inflight and not self.asynchronous):
             return {}
-        return dict.fromkeys(to_expand(view, n_rows), self.width)
+        return dict.fromkeys(to_expand(context, n_rows), self.width)
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         cutoff = max(0.0, self.accept_cutoff + self._shift)
         kept = [
             guess
-            for rank, guess in enumerate(self.confidence.corrected(guesses, draft))
+            for rank, guess in enumerate(self.calibration.corrected(guesses, draft))
             if guess.probability >= (self.split_cutoff if rank else cutoff)
         ]
         self._shift += self.recovery if kept else -self.decay
         return kept
 
-    def refine(self, view: View, draft: int) -> dict[Node, int]:
-        if self._silence.holds or (view.n_inflight and not self.asynchronous):
+    def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
+        if self._backoff.holds or (context.n_inflight and not self.asynchronous):
             return {}
-        return dict.fromkeys(to_refine(view, draft), self.width)
+        return dict.fromkeys(to_refine(context, draft), self.width)
 
     def settled(self, settled: Settled) -> str:
         if settled.n_matched:
             self._shift = 0.0
-        self.confidence.settled(settled)
-        return self._silence.settled(settled, self.confidence.hit_rate)
+        self.calibration.settled(settled)
+        return self._backoff.settled(settled, self.calibration.hit_rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.policy import Answer, AwaitDraft, Policy, PolicyContext, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
 from pipeinfer.policies.limits import MAX_RUN
@@ -36,52 +36,53 @@ class PipeSpec(Policy):
     )  # fmt: skip
     asynchronous: bool = setting(True, "--no-async", help="Ablation: the draft works only while the pipeline is empty.")
 
-    def draft(self, view: View) -> dict[Node, int]:
+    def draft(self, context: PolicyContext) -> dict[Node, int]:
         """M_0 makes its next token (line 9)."""
-        return dict.fromkeys(self._taken(view, 0), 1)
+        return dict.fromkeys(self._taken(context, 0), 1)
 
-    def refine(self, view: View, draft: int) -> dict[Node, int]:
+    def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
         """What M_`draft` compares with its own predictions (lines 11 to 14)."""
-        return dict.fromkeys(self._taken(view, draft), 1)
+        return dict.fromkeys(self._taken(context, draft), 1)
 
-    def send(self, view: View) -> list[Node]:
+    def send(self, context: PolicyContext) -> Answer:
         """What M_K does."""
-        return self._taken(view, view.n_drafts)
+        batch = self._taken(context, context.n_drafts)
+        return Send(batch) if batch or context.n_inflight else AwaitDraft(context.tree.root)
 
-    def _taken(self, view: View, model: int) -> list[Node]:
+    def _taken(self, context: PolicyContext, model: int) -> list[Node]:
         """The next batch of M_`model`, if it goes now: its newest token, and what the model below produced after it."""
-        if _works(view, model) or self._rests(view, model):
+        if _works(context, model) or self._rests(context, model):
             return []
-        batch = _batch(view, model)
+        batch = _batch(context, model)
         below = range(model) if len(batch) <= self._window else ()
-        waits = any(_works(view, smaller) or self._taken(view, smaller) for smaller in below)
-        if model < view.n_drafts:
-            batch = [node for node in batch if view.may_branch(node) and node.passed_over < max(model, 1)]
+        waits = any(_works(context, smaller) or self._taken(context, smaller) for smaller in below)
+        if model < context.n_drafts:
+            batch = [node for node in batch if context.may_branch(node) and node.passed_over < max(model, 1)]
         return [] if waits else batch
 
     @property
     def _window(self) -> int:
         return self.lookahead or (0 if self.asynchronous else SYNCHRONOUS_WINDOW)
 
-    def _rests(self, view: View, model: int) -> bool:
+    def _rests(self, context: PolicyContext, model: int) -> bool:
         """Whether M_`model` waits for a larger one, as only the synchronous models do."""
-        if self.asynchronous or model == view.n_drafts:
+        if self.asynchronous or model == context.n_drafts:
             return False
-        larger = range(model + 1, view.n_drafts + 1)
-        return any(_works(view, each) for each in larger) or len(_batch(view, model + 1)) > self._window
+        larger = range(model + 1, context.n_drafts + 1)
+        return any(_works(context, each) for each in larger) or len(_batch(context, model + 1)) > self._window
 
 
-def _works(view: View, model: int) -> bool:
+def _works(context: PolicyContext, model: int) -> bool:
     """Whether M_`model` has a batch in work. The smallest steps while nobody looks."""
-    return model > 0 and (view.n_asked(model) if model < view.n_drafts else view.n_inflight) > 0
+    return model > 0 and (context.n_asked(model) if model < context.n_drafts else context.n_inflight) > 0
 
 
-def _batch(view: View, model: int) -> list[Node]:
+def _batch(context: PolicyContext, model: int) -> list[Node]:
     """From the newest token of M_`model` to the newest of the model below."""
-    chain, n_left = [view.tree.root], view.depth_left
+    chain, n_left = [context.tree.root], context.depth_left
     while len(chain) < n_left and chain[-1].children:
         chain.append(chain[-1].children[0])
-    start = _tip(chain, model) if model < view.n_drafts else 0
+    start = _tip(chain, model) if model < context.n_drafts else 0
     return chain[start : _tip(chain, max(0, model - 1)) + 1]
 
 

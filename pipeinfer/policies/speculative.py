@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipeinfer.core.policy import Policy, View
+from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
@@ -28,28 +28,30 @@ class Speculative(Policy):
     width: int = setting(4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
     min_probability: float = 0.05
 
-    def send(self, view: View) -> list[Node]:
-        if view.n_inflight or self.draft(view) or any(self.refine(view, draft) for draft in range(1, view.n_drafts)):
-            return []
-        return [view.tree.root, *self._best(view)]
+    def send(self, context: PolicyContext) -> Answer:
+        if context.n_inflight:
+            return NOTHING
+        if self.draft(context) or any(self.refine(context, draft) for draft in range(1, context.n_drafts)):
+            return AwaitDraft(context.tree.root)
+        return Send([context.tree.root, *self._best(context)])
 
-    def draft(self, view: View) -> dict[Node, int]:
+    def draft(self, context: PolicyContext) -> dict[Node, int]:
         """Best first: while one of the best `n_draft` guesses is not expanded, expanding it may find a better one."""
-        root = view.tree.root
-        if view.n_inflight or not view.may_branch(root):
+        root = context.tree.root
+        if context.n_inflight or not context.may_branch(root):
             return {}
         if not root.expanded:
             return {root: self.width}
-        best = self._best(view)
+        best = self._best(context)
         if len(best) == self.n_draft:
             # children score no higher than their parent: only nodes above the last of the best can improve the tree
             best = best[:-1]
-        open_nodes = [node for node in best if not node.expanded and view.may_branch(node)]
+        open_nodes = [node for node in best if not node.expanded and context.may_branch(node)]
         return {max(open_nodes, key=lambda node: node.score): self.width} if open_nodes else {}
 
-    def _best(self, view: View) -> list[Node]:
+    def _best(self, context: PolicyContext) -> list[Node]:
         """The `n_draft` guesses of the highest score, parents before children."""
-        guesses = [node for node in view.tree.nodes[1:] if view.in_reach(node)]
+        guesses = [node for node in context.tree.nodes[1:] if context.in_reach(node)]
         # a stable sort: a child scores at most as much as its parent and comes after it
         chosen = set(sorted(guesses, key=lambda node: -node.score)[: self.n_draft])
         return [node for node in guesses if node in chosen]
@@ -57,11 +59,11 @@ class Speculative(Policy):
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         return [guess for guess in guesses if guess.probability >= self.min_probability]
 
-    def refine(self, view: View, draft: int) -> dict[Node, int]:
+    def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
         """The finished tree, before it is sent: each draft after the smaller ones."""
-        if view.n_inflight or not view.may_branch(view.tree.root) or self.draft(view):
+        if context.n_inflight or not context.may_branch(context.tree.root) or self.draft(context):
             return {}
-        nodes = [view.tree.root, *self._best(view)]
-        if draft > 1 and any(node.is_open(draft - 1) for node in nodes if view.may_branch(node)):
+        nodes = [context.tree.root, *self._best(context)]
+        if draft > 1 and any(node.is_open(draft - 1) for node in nodes if context.may_branch(node)):
             return {}
-        return {node: self.width for node in nodes if node.is_open(draft) and view.may_branch(node)}
+        return {node: self.width for node in nodes if node.is_open(draft) and context.may_branch(node)}

@@ -134,7 +134,7 @@ class Api:
         given = await self._body(request)
         asked = read_asked(given, request.url.path, self.defaults)
         self.head.check_ready()
-        found = await self.prompting.ask(asked)
+        found = await self.prompting.ask(asked, _client(request))
         answer = self.head.ask(found)
         return AnswerResponse(self.head, answer, Form(asked, answer, self.model, self.setup.version, self.spell))
 
@@ -154,7 +154,7 @@ class Api:
             tokens = tokenizer.encode(text, add, parse)
             return [_piece(tokenizer, token) for token in tokens] if pieces else list(tokens)
 
-        tokens = await self.prompting.tokenise(work)
+        tokens = await self.prompting.tokenise(_client(request), work)
         return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.setup.limit})
 
     async def detokenize(self, request: Request) -> Response:
@@ -164,7 +164,7 @@ class Api:
         if not isinstance(tokens, list) or not all(is_whole(each) and 0 <= each < n_vocab for each in tokens):
             refuse(f"tokens is {shown(tokens)}; give a list of token ids below {n_vocab}")
         data = await self.prompting.tokenise(
-            lambda: b"".join(tokenizer.decode_piece(token, special=True) for token in tokens)
+            _client(request), lambda: b"".join(tokenizer.decode_piece(token, special=True) for token in tokens)
         )
         return JsonResponse({"content": data.decode("utf-8", "replace")})
 
@@ -179,6 +179,11 @@ class Api:
         except UserError as error:
             raise UserError(f"the body {error}") from None
         return given
+
+
+def _client(request: Request) -> str:
+    """Whom a request comes from, as far as that can be told without trust."""
+    return request.client.host if request.client else ""
 
 
 async def _read(request: Request, n_most: int) -> bytes:

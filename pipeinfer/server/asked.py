@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeinfer.job.request_body import CHAT, Body, Defaults, flag, is_whole, read_body, refuse, shown
+from pipeinfer.job.request_body import CHAT, Body, Defaults, flag, is_whole, read_body, read_prompt, refuse, shown
 
 MAX_CHOICES = 128
 """Of one request, as OpenAI has it."""
@@ -52,9 +52,11 @@ def read_asked(given: Mapping[str, Any], url: str, defaults: Defaults) -> Asked:
         fields.pop(name, None)
     if fields.get("best_of") == n:
         del fields["best_of"]
-    bodies = [read_body({**fields, wanted: each}, defaults, False) for each in _prompts(fields[wanted], is_chat)]
-    if len(bodies) * n > MAX_CHOICES:
-        refuse(f"{len(bodies)} prompts with n {n} are {len(bodies) * n} texts; a request has up to {MAX_CHOICES}")
+    prompts = _prompts(fields[wanted], is_chat)
+    if len(prompts) * n > MAX_CHOICES:
+        refuse(f"{len(prompts)} prompts with n {n} are {len(prompts) * n} texts; a request has up to {MAX_CHOICES}")
+    first = read_body({**fields, wanted: prompts[0]}, defaults, False)
+    bodies = [first, *(replace(first, prompt=read_prompt(each)) for each in prompts[1:])]
     return Asked(tuple(_nth(body, at) for body in bodies for at in range(n)), n, is_chat, stream, usage, timed, keep)
 
 

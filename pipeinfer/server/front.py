@@ -12,11 +12,11 @@ import pickle
 import socket
 import ssl
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from pipeinfer.child import python_command
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.errors import UserError
 from pipeinfer.job.front import Closing, FromFront, FromHead, Setup
@@ -30,9 +30,7 @@ BACKLOG = 2048  # connections that nobody has looked at yet
 MARGIN_S = 2.0
 """How long the process may take to end, beside what its clients have."""
 
-START = (
-    "import sys; sys.path[0] = sys.argv[1]; from pipeinfer.server.process import main; main(*map(int, sys.argv[2:]))"
-)
+START = "from pipeinfer.server.process import main; main(*map(int, sys.argv[1:]))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,8 @@ class HttpFront:
         numbers = [theirs.fileno(), self._port.fileno()]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, str(Path(__file__).parents[2]), *map(str, numbers)],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=numbers, start_new_session=True,
+                python_command(START, *numbers), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=numbers,
+                start_new_session=True,
             )  # fmt: skip
         assert self._process.stdin
         with contextlib.suppress(OSError), self._process.stdin as pipe:

@@ -106,7 +106,12 @@ class Answer:
     @property
     def was_given_up(self) -> bool:
         """Whether the head has given up one of them."""
-        return any(choice.finish == "" for choice in self.choices)
+        return self.has_failed or any(choice.finish == "" for choice in self.choices)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the grammar of one of them took too much."""
+        return any(choice.finish == "error" for choice in self.choices)
 
 
 class Heard(Protocol):

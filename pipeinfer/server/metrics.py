@@ -23,10 +23,11 @@ class Metrics:
         self.n_ctx, self.registry = n_ctx, CollectorRegistry()
         self._labels = {"model_name": model}
         self._n_runs = 0
-        self._prompt = self._both("prompt_tokens", "Prompt tokens of requests that have ended.")
+        self._evaluated = self._counter("llamacpp:prompt_tokens", "Prompt tokens that were evaluated.")
+        self._prompt = self._labelled("vllm:prompt_tokens", "Prompt tokens of requests that have ended.")
         self._predicted = self._counter("llamacpp:tokens_predicted", "Tokens generated.")
         self._generation = self._labelled("vllm:generation_tokens", "Tokens generated.")
-        self._prompt_s = self._counter("llamacpp:prompt_seconds", "Seconds from submission to the first token.")
+        self._prompt_s = self._counter("llamacpp:prompt_seconds", "Seconds from the first run to the first token.")
         self._predicted_s = self._counter("llamacpp:tokens_predicted_seconds", "Seconds from the first token on.")
         self._decode = self._counter("llamacpp:n_decode", "Runs sent through the pipeline.")
         self._drafted = self._labelled("vllm:spec_decode_num_draft_tokens", "Guesses that got a verdict.")
@@ -76,12 +77,12 @@ class Metrics:
     def came(self, choice: Choice, n_tokens: int, before_s: float) -> None:
         self._predicted.inc(n_tokens)
         self._generation.inc(n_tokens)
-        if math.isnan(before_s):
+        is_first = math.isnan(before_s)
+        if is_first:
             self._ttft.observe(choice.came_s - choice.asked_s)
-        else:
-            self._itl.observe(choice.came_s - before_s)
-        for _ in range(n_tokens - 1):
-            self._itl.observe(0.0)
+        gap_s = 0.0 if is_first else (choice.came_s - before_s) / max(1, n_tokens)
+        for _ in range(n_tokens - is_first):
+            self._itl.observe(gap_s)
 
     def ended(self, choice: Choice, n_runs: int) -> None:
         self._success.labels(**self._labels, finished_reason=choice.finish or "abort").inc()
@@ -90,8 +91,8 @@ class Metrics:
         if not choice.finish:
             return
         timings, n_prompt = choice.timings, len(choice.asked.prompt)
-        for counter in self._prompt:
-            counter.inc(n_prompt)
+        self._evaluated.inc(timings.get("prompt_n", 0))
+        self._prompt.inc(n_prompt)
         self._n_prompt.observe(n_prompt)
         self._n_text.observe(choice.n_tokens)
         self._e2e.observe(time.monotonic() - choice.asked_s)
@@ -118,9 +119,6 @@ class Metrics:
 
     def _labelled(self, name: str, help: str) -> Counter:
         return Counter(name, help, ["model_name"], registry=self.registry).labels(**self._labels)
-
-    def _both(self, name: str, help: str) -> tuple[Counter, Counter]:
-        return self._counter(f"llamacpp:{name}", help), self._labelled(f"vllm:{name}", help)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, help, ["model_name"], buckets=buckets, registry=self.registry).labels(**self._labels)

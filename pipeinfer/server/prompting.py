@@ -9,9 +9,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from threading import Thread
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
-from pipeinfer.errors import UserError
 from pipeinfer.job.body_prompts import BodyPrompts
 from pipeinfer.job.request import GenerationRequest
 from pipeinfer.job.request_body import Body
@@ -23,81 +25,89 @@ T = TypeVar("T")
 N_TOGETHER = 64
 """Chats at most that a process is started for."""
 
-N_CHECKING = 2
-"""Processes at most that check grammars."""
+N_THREADS = 2
+"""For each kind of work. One client has one of them at a time: who asks for much waits for it alone."""
 
-Found = GenerationRequest | UserError
+Found = GenerationRequest | Exception
+
+
+class Turns:
+    """Threads that work for clients in turn."""
+
+    def __init__(self, name: str) -> None:
+        self._threads = ThreadPoolExecutor(N_THREADS, name)
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+
+    async def take(self, client: str, work: Callable[[], T]) -> T:
+        """What the work comes to, once that which was asked for this client before is done."""
+        lock = self._locks.get(client) or asyncio.Lock()
+        self._locks[client] = lock
+        async with lock:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class Prompting:
-    """One thread tokenises, another has chats rendered; grammars, of which some take seconds, are checked by others."""
+    """Some threads tokenise, others have chats rendered, others have grammars checked, of which some take seconds."""
 
     def __init__(self, prompts: BodyPrompts) -> None:
         self.prompts = prompts
-        self._tokenising = ThreadPoolExecutor(1, "tokenise")
-        self._rendering = ThreadPoolExecutor(1, "render")
-        self._checking = ThreadPoolExecutor(N_CHECKING, "check")
-        self._chats: list[tuple[Body, asyncio.Future[Found]]] = []
-        self._renderer: asyncio.Task[None] | None = None
-        self._rendering.submit(self._start_ahead)
+        self._tokenising, self._rendering, self._checking = Turns("tokenise"), Turns("render"), Turns("check")
+        self._chats: dict[str, list[tuple[Body, asyncio.Future[Found]]]] = {}  # by client, while it has some
+        self._tasks = set[asyncio.Task[None]]()
+        Thread(target=self._start_ahead, daemon=True).start()
 
     def _start_ahead(self) -> None:
-        self.prompts.format.template.start_ahead()
+        self.prompts.format.template.process.start_ahead()
 
-    async def ask(self, asked: Asked) -> list[GenerationRequest]:
+    async def ask(self, asked: Asked, client: str) -> list[GenerationRequest]:
         """One for each of its texts. Raises UserError for the first prompt that cannot be served."""
-        bodies = asked.prompts
+        bodies, tokenizer = asked.prompts, self.prompts.tokenizer
         for grammar in {body.sampling.grammar for body in bodies if body.sampling.grammar and not body.ignore_eos}:
-            await self._check(grammar)  # what is found is remembered for whoever asks next
+            # what is found is remembered for whoever asks next
+            await self._checking.take(client, partial(check_grammar, tokenizer, grammar))
+        found: Sequence[Found]
         if asked.is_chat:
-            found = await self._ask_chats(bodies)
+            found = await self._ask_chats(bodies, client)
         else:
-            found = await self.tokenise(lambda: self.prompts.ask(bodies))
+            found = await self.tokenise(client, partial(self.prompts.ask, bodies))
         prompts = [_or_raise(each) for each in found]
         return [
             replace(prompts[at // asked.n], sampling=body.sampling.settled, keep=asked.keep)
             for at, body in enumerate(asked.bodies)
         ]
 
-    async def _check(self, grammar: str) -> None:
-        path = self.prompts.tokenizer.path
-        await asyncio.get_running_loop().run_in_executor(self._checking, check_grammar, path, grammar)
+    async def tokenise(self, client: str, work: Callable[[], T]) -> T:
+        """Do something with the vocabulary, where nobody else waits for it."""
+        return await self._tokenising.take(client, work)
 
-    async def tokenise(self, work: Callable[[], T]) -> T:
-        """Do something with the vocabulary, where nobody waits for it."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenising, work)
-
-    async def _ask_chats(self, bodies: Sequence[Body]) -> list[Found]:
+    async def _ask_chats(self, bodies: Sequence[Body], client: str) -> list[Found]:
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Found]] = [loop.create_future() for _ in bodies]
-        self._chats += zip(bodies, futures, strict=True)
-        if self._renderer is None or self._renderer.done():
-            self._renderer = asyncio.create_task(self._render())
+        if client not in self._chats:
+            self._chats[client] = []
+            task = loop.create_task(self._render(client))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._chats[client] += zip(bodies, futures, strict=True)
         return list(await asyncio.gather(*futures))
 
-    async def _render(self) -> None:
-        """Until no chat waits: those that came while others were rendered go together."""
-        while self._chats:
-            group, self._chats = self._chats[:N_TOGETHER], self._chats[N_TOGETHER:]
-            bodies = [body for body, _ in group]
+    async def _render(self, client: str) -> None:
+        """Until no chat of the client waits: those that came while others were rendered go together."""
+        while chats := self._chats[client]:
+            group, self._chats[client] = chats[:N_TOGETHER], chats[N_TOGETHER:]
             found: Sequence[Found]
             try:
-                found = await asyncio.get_running_loop().run_in_executor(self._rendering, self.prompts.ask, bodies)
-            except UserError as error:
+                found = await self._rendering.take(client, partial(self.prompts.ask, [body for body, _ in group]))
+            except Exception as error:  # also where no process can be started: nobody shall wait for ever
                 found = [error] * len(group)
-            except BaseException as error:  # as where no process can be started: nobody shall wait for ever
-                for _, future in (*group, *self._chats):
-                    if not future.done():
-                        future.set_exception(error)
-                self._chats.clear()
-                raise
             for (_, future), each in zip(group, found, strict=True):
                 if not future.done():
                     future.set_result(each)
-        self._rendering.submit(self._start_ahead)
+        del self._chats[client]
+        await asyncio.to_thread(self._start_ahead)
 
 
 def _or_raise(found: Found) -> GenerationRequest:
-    if isinstance(found, UserError):
+    if isinstance(found, Exception):
         raise found
     return found

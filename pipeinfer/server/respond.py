@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from pipeinfer.models.grammar_check import TOO_MUCH
 from pipeinfer.server.errors import DRAINING_S, Refusal, error_body, lost
 from pipeinfer.server.forms import DONE, Form, event, json_bytes
 from pipeinfer.server.head import Answer, Head, State
@@ -128,6 +129,8 @@ class AnswerResponse(WatchedResponse):
         return partial(chunks.write, said) if said else None
 
     def _why(self) -> Refusal:
+        if self.answer.has_failed:
+            return Refusal(400, TOO_MUCH)
         if self.head.state is State.LOST and not self.head.closing_s:
             return lost()
         return Refusal(503, "the server has stopped before this was complete", DRAINING_S)

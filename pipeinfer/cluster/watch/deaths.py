@@ -33,6 +33,10 @@ class Process:
         with contextlib.suppress(OSError, AttributeError):  # macOS has no pidfds
             self._fd = os.pidfd_open(pid)
 
+    def fileno(self) -> int:
+        """Of the pidfd, which becomes readable when the process ends; negative where there is none."""
+        return self._fd
+
     def wait(self) -> bool:
         """Until it has ended; False at once where that cannot be waited for."""
         return self._fd >= 0 and bool(select.select([self._fd], [], []))
@@ -75,9 +79,10 @@ def first_to_close(link: socket.socket) -> socket.socket:
     return link
 
 
-def ranks_beside(pid: int) -> set[int]:
-    """The ranks of the same job that live on this host: processes with the same launcher as `pid`, one of them."""
-    parent, found = _parent(pid), set[int]()
+def ranks_beside(pid: int) -> dict[int, int]:
+    """The process ids of the ranks of the same job that live on this host: processes with the same launcher as `pid`,
+    which is one of them."""
+    parent, found = _parent(pid), dict[int, int]()
     for folder in Path("/proc").glob("[0-9]*"):
         other = int(folder.name)
         if _parent(other) != parent:
@@ -86,7 +91,7 @@ def ranks_beside(pid: int) -> set[int]:
             pairs = (entry.partition(b"=") for entry in (folder / "environ").read_bytes().split(b"\0"))
             environ = {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, _, value in pairs}
             if size_from_environment(environ) > 1:
-                found.add(rank_from_environment(environ))
+                found[rank_from_environment(environ)] = other
     return found
 
 

@@ -36,7 +36,10 @@ UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """What a connection ends with to a host that says nothing."""
 
 KILLED = " of SIGKILL"
+ASKED_TO_END = (" of SIGINT", " of SIGTERM", " of SIGHUP")
 LOOK_EVERY_S = 0.05
+FIND_S = 1.0
+"""How long ranks on this host are looked for: a launcher starts them together."""
 REMAINS_S = 2.0
 
 
@@ -56,6 +59,8 @@ class Sentinel:
         self._hosts = {0: host}
         self._abouts: dict[int, str] = {}
         self._processes = {0: Process(head_pid)}
+        self._beside: dict[int, Process] = {}  # ranks on this host, until every rank has come
+        self._find_until_s = time.monotonic() + FIND_S
         self._partial: dict[int, bytes] = {}
         self._segments: set[Path] = set()
         self._stopping = False
@@ -65,9 +70,12 @@ class Sentinel:
         self._selector.register(head, selectors.EVENT_READ, 0)
 
     def run(self) -> None:
+        self._look()
         while True:
             for key, _ in self._selector.select(self._silence.look_s if self._complete else LOOK_EVERY_S):
-                if isinstance(key.data, int):
+                if isinstance(key.data, Process):
+                    self._ended(key.data)
+                elif isinstance(key.data, int):
                     self._receive(key.data)
                 elif self._door and (came := self._door.hear(key.data, self._links)):
                     self._let_in(*came)
@@ -82,7 +90,9 @@ class Sentinel:
         return bool(self._key) and len(self._links) == self._size
 
     def _look(self) -> None:
-        """While ranks are awaited: what rank 0 would leave behind, who is late, who says nothing."""
+        """While ranks are awaited: who is on this host, what rank 0 would leave behind, who is late or silent."""
+        if len(self._beside) < self._size > 1 and time.monotonic() < self._find_until_s:
+            self._find_ranks()
         self._segments |= segments_of(self._head_pid)
         if self._door:
             self._door.dismiss_silent()
@@ -107,6 +117,10 @@ class Sentinel:
             self._all_have_come()
 
     def _all_have_come(self) -> None:
+        for process in self._beside.values():
+            with contextlib.suppress(KeyError):  # it has ended
+                self._selector.unregister(process)
+        self._beside.clear()
         if self._door:
             self._door.close()
         self._silence.begin(self._links, time.monotonic())
@@ -174,12 +188,36 @@ class Sentinel:
 
     # -- ends
 
+    def _find_ranks(self) -> None:
+        for rank, pid in ranks_beside(self._head_pid).items():
+            process = Process(pid)
+            if rank not in self._beside and process.fileno() >= 0:
+                self._beside[rank] = process
+                self._hosts[rank] = self._hosts[0]
+                self._selector.register(process, selectors.EVENT_READ, process)
+
+    def _ended(self, process: Process) -> None:
+        """A rank on this host, before all have come. One that exits has said why."""
+        self._selector.unregister(process)
+        rank = next(rank for rank, other in self._beside.items() if other is process)
+        how = process.how_it_ended()
+        if not how:  # older kernels forget: whoever ends next may not be the first
+            del self._beside[rank]
+        if rank in self._links or (how.startswith(" of ") and how not in ASKED_TO_END):
+            self._died(rank, how)
+
     def _lost(self, rank: int) -> None:
+        if rank in self._beside:  # the ends of processes are told in their order, a link closes before them
+            self._selector.unregister(self._links[rank])
+        else:
+            self._died(rank, self._processes[rank].how_it_ended() if rank in self._processes else "")
+
+    def _died(self, rank: int, how: str) -> None:
         if self._stopping:
             self._end("", died=True)
-        how = self._processes[rank].how_it_ended() if rank in self._processes else ""
-        if not self._complete and how == KILLED:
-            self._end("", died=True)  # as the launcher does with the others when one ended: it says which
+        if not self._complete and how == KILLED and len(self._beside) < self._size:
+            # as the launcher does with the others when one on another host ended: it says which host
+            self._end("", died=True)
         self._end(f"{self._who_died(rank)} died{how}; ending the job", died=True)
 
     def _end_of_way(self, source: int, dest: int) -> None:
@@ -235,13 +273,13 @@ class Sentinel:
 
     def _who_died(self, rank: int) -> str:
         """A rank may die before it has joined; then the launcher's kill of another one is all we see."""
-        if len(self._links) == self._size:
+        if self._size in (len(self._links), len(self._beside)):
             return self._title(rank)
         return f"{self._title(rank)}, or {self._who_is_missing()}, which had not joined yet,"
 
     def _who_is_missing(self) -> str:
         """Before MPI has started nobody can come to us: then those are missing that do not live on this host."""
-        here = set(self._links) if self._key else {0} | ranks_beside(self._head_pid)
+        here = set(self._links) if self._key else {0, *ranks_beside(self._head_pid)}
         missing = [rank for rank in range(self._size) if rank not in here]
         named = ", ".join(self._title(rank) if rank in self._hosts else f"rank {rank}" for rank in missing)
         return named or "a rank"

@@ -32,6 +32,7 @@ from pipeinfer.cluster.watch.handshake import Message, encode, messages, title, 
 from pipeinfer.cluster.watch.limits import Limits, join_limit_s
 from pipeinfer.cluster.watch.meeting import Meeting, Place, go_to, open_door
 from pipeinfer.cluster.watch.sentinel import ABORT_GRACE_S, EXIT_CODE
+from pipeinfer.errors import UserError
 
 HEAD_FIRST_S = 3.0
 """How much longer the others wait than rank 0, which can name who did not come."""
@@ -136,7 +137,7 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is not None and issubclass(kind, Exception):
-            self.fault(f"{kind.__name__}: {error}")
+            self.fault(str(error) if issubclass(kind, UserError) else f"{kind.__name__}: {error}")
         self.close()
 
     def _invite(self, places: Sequence[Place]) -> Meeting:

@@ -1,19 +1,20 @@
 """Pack the cells of a KV cache: parked ones are free again, all others lie in the order of positions. Knows no rows.
 
-What sequences share is packed with the shortest of them, before what the others have behind it.
+Sequences are packed one after the other, each into the first free cells, its own included. These are in ascending
+order, so that a cell only moves to the front, and the cells of a sequence keep their order. What sequences share is
+packed with the shortest of them, before what the others have behind it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.core.runs import KvOp
 from pipeinfer.models.llama import ggml
 
 COMPACT_CELLS = 256
-"""Cells moved at a time when packing: bounds the memory the copy needs."""
+"""Cells moved at a time: bounds the memory that the copy needs."""
 
 
 class Compaction:
@@ -33,21 +34,27 @@ class Compaction:
     def run(self) -> None:
         """Free what is parked and move all else to the front, the cells of a sequence in the order of positions."""
         self._lib.llama_memory_seq_rm(self._memory, self._spare, -1, -1)
-        seqs = sorted((seq for seq in range(self._spare) if self._end(seq)), key=lambda seq: (self._end(seq), seq))
-        if len(seqs) == 1 and not self._whole:
-            self._pack(seqs[0])
-        elif seqs:
-            self._pack_all(seqs)
+        starts = {op.dst: op.last for op in self._shared}
+        for end, seq in sorted((end, seq) for seq in range(self._spare) if (end := self._end(seq))):
+            if self._whole:
+                self._restore(seq, self._save(seq))
+                continue
+            for start in range(starts.get(seq, 0), end, COMPACT_CELLS):
+                self._move(seq, start, start + COMPACT_CELLS)
         for op in self._shared:
             self._lib.llama_memory_seq_cp(self._memory, op.src, op.dst, op.first, op.last)
         self._shared.clear()
 
-    def _pack_all(self, seqs: Sequence[int]) -> None:
-        """Take every sequence out and put it back: while another's cells lie between, there is no room to move them."""
-        states = [(seq, self._save(seq)) for seq in seqs]
-        self._lib.llama_memory_clear(self._memory, False)
-        for seq, state in states:
-            self._restore(seq, state)
+    def _move(self, seq: int, first: int, end: int) -> None:
+        """Pack the cells of a sequence at positions [first, end). All before them are packed."""
+        lib, memory, spare = self._lib, self._memory, self._spare
+        lib.llama_memory_seq_cp(memory, seq, spare, first, end)
+        cells = self._save(spare)
+        lib.llama_memory_seq_rm(memory, spare, -1, -1)
+        lib.llama_memory_seq_rm(memory, seq, first, end)
+        self._restore(spare, cells)
+        lib.llama_memory_seq_cp(memory, spare, seq, first, end)
+        lib.llama_memory_seq_rm(memory, spare, -1, -1)
 
     def _save(self, seq: int) -> ctypes.Array[ctypes.c_uint8]:
         size = self._lib.llama_state_seq_get_size(self._context, seq)
@@ -59,23 +66,6 @@ class Compaction:
     def _restore(self, seq: int, state: ctypes.Array[ctypes.c_uint8]) -> None:
         if not self._lib.llama_state_seq_set_data(self._context, state, len(state), seq):
             raise RuntimeError(f"packing the KV cache failed: sequence {seq} cannot be put back; {ggml.last_errors()}")
-
-    def _pack(self, seq: int) -> None:
-        """Move the cells of the only sequence to the front, some at a time, in the order they have.
-
-        With exact numerics that is the order of positions: cells are only ever handed out in ascending order.
-        """
-        lib, memory, spare = self._lib, self._memory, self._spare
-        start = int(lib.llama_memory_seq_pos_min(memory, seq))
-        for position in range(max(start, 0), self._end(seq), COMPACT_CELLS):
-            end = position + COMPACT_CELLS
-            lib.llama_memory_seq_cp(memory, seq, spare, position, end)
-            state = self._save(spare)
-            lib.llama_memory_seq_rm(memory, spare, -1, -1)
-            lib.llama_memory_seq_rm(memory, seq, position, end)
-            self._restore(spare, state)
-            lib.llama_memory_seq_cp(memory, spare, seq, position, end)
-            lib.llama_memory_seq_rm(memory, spare, -1, -1)
 
     def _end(self, seq: int) -> int:
         """The position behind the last of a sequence; 0 if it is empty."""

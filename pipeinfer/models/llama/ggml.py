@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.core.interfaces import FloatArray, IntArray
+from pipeinfer.errors import UserError
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.header import Tensor
@@ -36,10 +37,17 @@ _keep_alive: list[Any] = []
 
 @cache
 def load_library() -> ModuleType:
-    """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`)."""
+    """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`).
+
+    Raises UserError when it is not installed, or its library cannot be loaded on this host.
+    """
     spin_briefly(os.environ)
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # dying, it would start a debugger that prints a screenful
-    library = _bindings()
+    try:
+        library = _bindings()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"llama.cpp cannot be loaded ({why}); install a llama-cpp-python that fits this host") from None
 
     @library.llama_log_callback
     def on_log(level: int, text: bytes, _: object) -> None:

@@ -29,7 +29,6 @@ class LlamaParams:
     n_threads      at most; fewer while other processes want the cores, or where fewer are faster
     n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
     devices        names of libllama's devices that these layers go to; None: as libllama likes, empty: none
-    n_snapshots    where layers keep states, how many are kept to go back to
     cache          types of keys and values, where these are not what `exact` needs
     exact          the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a
                    prompt's rows do if they come in blocks
@@ -42,7 +41,6 @@ class LlamaParams:
     n_threads: int = 1
     n_gpu_layers: int = 0
     exact: bool = True
-    n_snapshots: int = 0
     devices: tuple[str, ...] | None = None
     cache: CacheTypes = F16_CACHE
 

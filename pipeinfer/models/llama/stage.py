@@ -20,13 +20,13 @@ from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.batch import LlamaBatch
+from pipeinfer.models.llama.branches import Branches
 from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.compaction import Compaction
 from pipeinfer.models.llama.loading import cache_form, load_model, token_table
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.parts import apart, blocks_of, part_of
 from pipeinfer.models.llama.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes, state_of
-from pipeinfer.models.llama.snapshots import Snapshots
 from pipeinfer.models.llama.tap import Tap
 from pipeinfer.models.llama.threads import ThreadShare
 
@@ -89,10 +89,6 @@ class LlamaStage:
             slice_file.close()
         self._memory = self._lib.llama_get_memory(self._context)
         self._compaction = Compaction(self._lib, self._context, self._spare, self._has_states)
-        self._snapshots: Snapshots | None = None
-        if self._has_states and params.n_snapshots:
-            first, spare = params.n_seq_max + params.exact, self._spare if params.exact else None
-            self._snapshots = Snapshots(self._lib, self._memory, first, params.n_snapshots, spare)
         self.n_cells = int(self._lib.llama_n_ctx(self._context))
         self.kv_bytes = self.n_cells * sum(params.cache.cell_bytes(info.kv_shapes[slice_file.first : slice_file.last]))
         self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
@@ -138,14 +134,16 @@ class LlamaStage:
         """Rows of layers with states, part by part. Never stopped: a state cannot go back to what it was."""
         wanted = batch.wanted if self.is_last else np.ones(len(batch.positions), np.bool_)
         result = np.empty((len(wanted), self.n_vocab if self.is_last else self.n_embd), np.float32)
-        for rows in apart(batch, self.params.exact or self.params.n_snapshots > 0):
+        branches = Branches(self._lib, self._memory)
+        for rows in apart(batch, self.params.exact):
             part = part_of(batch, rows)
+            branches.advance(part.seqs[0][0])
             code = self._decode(self._context, part, self._hidden(part), part.wanted if self.is_last else None)
             if code:
                 raise self._failure(code, len(rows))
-            if self._snapshots and (not batch.span or rows[-1] == len(wanted) - 1):
-                self._snapshots.take(batch.seqs[rows[-1]], int(part.positions[-1]) + 1)
+            branches.follow(batch.seqs[rows[-1]], int(part.positions[-1]))
             result[rows[wanted[rows]]] = self._logits(part.wanted) if self.is_last else self._out[: len(rows)]
+        branches.settle()
         return result[wanted]
 
     def _hidden(self, batch: Batch) -> FloatArray | None:
@@ -252,8 +250,6 @@ class LlamaStage:
     def apply(self, ops: Sequence[KvOp]) -> None:
         """See StageModel. Exact numerics park removed cells instead of freeing them, until the next COMPACT."""
         for op in ops:
-            if self._snapshots and self._snapshots.apply(op):
-                continue
             last = -1 if op.last == POSITION_END else op.last
             if op.kind == OpKind.COPY:
                 self._lib.llama_memory_seq_cp(self._memory, op.src, op.dst, op.first, last)
@@ -277,8 +273,6 @@ class LlamaStage:
         """Forget every sequence: the cache is as after loading."""
         for seq in list(self._prefills):
             self._drop_prefill(seq)
-        if self._snapshots:
-            self._snapshots.clear()
         self._lib.llama_memory_clear(self._memory, False)
 
     def close(self) -> None:
@@ -325,7 +319,7 @@ class LlamaStage:
         # different types keep attention off the kernels whose sums depend on batch size and thread count; what comes
         # from a prompt's own context arrives in a further sequence
         types = (F16 if self._form.has_values else BF16, BF16) if params.mixed_cache else params.cache.ggml
-        n_seq_max = params.n_seq_max + params.exact + params.n_snapshots * self._has_states
+        n_seq_max = params.n_seq_max + params.exact
         return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq_max, types)
 
     def _create_context(

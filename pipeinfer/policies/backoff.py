@@ -13,7 +13,7 @@ SHORTEST, LONGEST = 4, 64
 
 
 @dataclass
-class Silence:
+class SpeculationBackoff:
     """When hardly any guess is right, only every so manieth root gets guesses: at growing intervals while they fail."""
 
     _interval: int = 0  # roots between two tries; 0: guesses pay

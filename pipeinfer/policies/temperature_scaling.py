@@ -26,7 +26,7 @@ TINY = 1e-9
 
 
 @dataclass
-class Sharpness:
+class TemperatureScaling:
     """Of each draft a power, moved by every contested token towards a higher likelihood of what the target chose: one
     step of Newton's method on a curvature with forgetting. What is not among the guesses counts as one further token,
     no likelier than the last of them."""
@@ -34,7 +34,7 @@ class Sharpness:
     _powers: dict[int, float] = field(default_factory=dict)
     _curvatures: dict[int, float] = field(default_factory=dict)
 
-    def sharpened(self, guesses: Sequence[Guess], draft: int) -> Sequence[Guess]:
+    def scaled(self, guesses: Sequence[Guess], draft: int) -> Sequence[Guess]:
         """The same guesses, their probabilities to the draft's power and normalised with all that is not among them."""
         power = self._powers.get(draft, 1.0)
         if not guesses or power == 1.0:

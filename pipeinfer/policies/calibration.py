@@ -18,7 +18,7 @@ HIT_MEMORY = 16
 
 
 @dataclass
-class Confidence:
+class Calibration:
     """Of each draft, a correction of the probability of its first guess (log-odds, online logistic regression on a
     constant): an overly modest draft would have its chains yield to their siblings, an overly bold one would never
     branch. `hit_rate`: the share of contested tokens that had been guessed, `first_rate` that had been the likeliest

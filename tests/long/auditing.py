@@ -1,4 +1,4 @@
-"""What both soaks share: random settings, an engine that looks through its books, and memory over time."""
+"""What soaks share: random settings, an engine that audits itself, and memory over time."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def random_sampling(rng: random.Random) -> SamplingParams:
     )
 
 
-# -- what must hold after every generation
+# -- what must hold after every request
 
 
 class AuditedEngine(Engine):
-    """Looks through its books every few steps; the newest instance can be asked what it still holds."""
+    """Audits itself every few steps; the newest instance can be asked what it still holds."""
 
     newest: AuditedEngine
 
@@ -108,7 +108,9 @@ def _has_all_cells(pool: SequencePool) -> bool:
     pool.open(-1)
     if pool.can_compact:
         pool.compact()
-    return pool.n_free_cells == pool.n_cells
+    has_all = pool.n_free_cells == pool.n_cells
+    pool.close(-1)
+    return has_all
 
 
 @dataclass(slots=True)
