@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.runs import KvOp, OpKind
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.stages import load_layers
+from pipeinfer.job.loading.stages import load_layers
+from pipeinfer.job.options.backends import Backend
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.grow import grow

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from policies import BOUND, TUNED, speed
 
-from pipeinfer.job.prompts import TEXTS
-from pipeinfer.job.record import record_pair
+from pipeinfer.job.bench.record import record_pair
+from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.grow import grow

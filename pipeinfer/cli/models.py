@@ -16,7 +16,7 @@ from pipeinfer.cli.model_list import list_command
 from pipeinfer.cli.model_split import split_command
 from pipeinfer.cli.values import MAX_LAYERS, THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import MAX_CTX
+from pipeinfer.job.options.options import MAX_CTX
 from pipeinfer.models.demo import TARGET
 from pipeinfer.outputs import check_separate, check_writable, path_of, whole_file
 
@@ -80,8 +80,8 @@ def grow(
     Every added layer costs what a layer costs. With the original model (or its draft) as the draft, the acceptance rate
     is that of the original pair at --noise 0, and falls with the noise. Measured rates are those of greedy text.
     """
-    from pipeinfer.job.fetch import fetch_files
-    from pipeinfer.job.memory import check_alone
+    from pipeinfer.job.placement.fetch import fetch_files
+    from pipeinfer.job.placement.memory import check_alone
     from pipeinfer.models.gguf.model_info import read_model_info
     from pipeinfer.models.grow import write_grown
 
@@ -137,7 +137,7 @@ def search_noise(make: Callable[[float], float], wanted: float) -> tuple[float, 
 
 def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Callable[[Path], float]:
     """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is quite another."""
-    from pipeinfer.job.model_files import draft_translation
+    from pipeinfer.job.placement.model_files import draft_translation
     from pipeinfer.models.agreement import TEXTS, acceptance
     from pipeinfer.models.tokenizer import Tokenizer
 
