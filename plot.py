@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.streams import take_streams
+from pipeinfer.job.process.streams import take_streams
 from pipeinfer.observe.load_columns import LOADS
 from pipeinfer.observe.results import read_results
 from pipeinfer.observe.table import lines_of

@@ -38,7 +38,7 @@ from random_model import SIZES, Size, write_random
 
 from pipeinfer.cluster.timed_runs import evaluate
 from pipeinfer.core.interfaces import Batch, RunsAhead
-from pipeinfer.job.torch_memory import weight_bytes
+from pipeinfer.job.placement.torch_memory import weight_bytes
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.ggml import load_library

@@ -26,8 +26,8 @@ import click
 from harness import grown
 from policies import BOUND, TUNED, speed
 
-from pipeinfer.job.prompts import TEXTS
-from pipeinfer.job.record import record_pair
+from pipeinfer.job.bench.record import record_pair
+from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.virtual.choices import RecordedChoices

@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from pipeinfer.cli.values import THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.fetch import fetch_files
-from pipeinfer.job.memory import check_alone
-from pipeinfer.job.options import MAX_CTX
+from pipeinfer.job.options.options import MAX_CTX
+from pipeinfer.job.placement.fetch import fetch_files
+from pipeinfer.job.placement.memory import check_alone
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.header import BLOCKS, Tensor, metadata_spans
 from pipeinfer.models.gguf.model_info import MAX_LAYERS, ModelInfo, layer_of, read_model_info
@@ -251,7 +251,7 @@ def make_grown(
 
 def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Callable[[Path], float]:
     """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is quite another."""
-    from pipeinfer.job.model_files import draft_translation  # loads libllama
+    from pipeinfer.job.placement.model_files import draft_translation  # loads libllama
     from pipeinfer.models.agreement import TEXTS, acceptance
     from pipeinfer.models.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from pipeinfer.policies import Iterative
 
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
-    from pipeinfer.job.session import Generation, Session  # initialises MPI
+    from pipeinfer.job.session.session import Generation, Session  # initialises MPI
 
     generate = Session.generate
 

@@ -17,10 +17,10 @@ import pytest
 from pipeinfer.cluster.cores import Host, this_host
 from pipeinfer.cluster.room import Memory
 from pipeinfer.errors import UserError
-from pipeinfer.job.arrivals import TARGET as TARGET_MODEL
-from pipeinfer.job.arrivals import Want, _pieces
-from pipeinfer.job.deployment import ModelFile, lay_out
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.loading.arrivals import TARGET as TARGET_MODEL
+from pipeinfer.job.loading.arrivals import Want, _pieces
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import ModelFile, lay_out
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer

@@ -12,11 +12,11 @@ import pytest
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.asked import options_text
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.deployment import lay_out
-from pipeinfer.job.options import DEFAULT, RunOptions
-from pipeinfer.job.stages import local_rank
+from pipeinfer.job.loading.stages import local_rank
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import DEFAULT, RunOptions
+from pipeinfer.job.placement.deployment import lay_out
+from pipeinfer.job.requests.asked import options_text
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.torch.library import load_torch, torch_version

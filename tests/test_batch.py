@@ -19,12 +19,12 @@ import pytest
 from pipeinfer.cluster.cores import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.batch_file import BatchFile, read_request
-from pipeinfer.job.batch_output import BatchOutput
-from pipeinfer.job.deployment import deploy
-from pipeinfer.job.model_files import open_models
-from pipeinfer.job.options import RunOptions
-from pipeinfer.job.request_body import Defaults
+from pipeinfer.job.batch.batch_file import BatchFile, read_request
+from pipeinfer.job.batch.batch_output import BatchOutput
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import deploy
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.models.chat import ChatTemplate, Message
 from pipeinfer.models.json_schema import schema_grammar
 from pipeinfer.models.tokenizer import Tokenizer
@@ -217,7 +217,7 @@ def test_figures_that_are_taken_while_requests_are_open_add_up(
     """What ranks note of their runs would grow without end; rank 0 has a stage of its own here."""
     output = tmp_path / "out.jsonl"
     code = (
-        "import sys, pipeinfer.job.batch as batch; from pipeinfer.cli.main import main; batch.N_NOTED = 8; "
+        "import sys, pipeinfer.job.batch.batch as batch; from pipeinfer.cli.main import main; batch.N_NOTED = 8; "
         "main(sys.argv[1:])"
     )
     words = ["batch", str(asked), "-o", str(output), "--json", *COMMON, *pair[:2], "-np", "3"]
@@ -422,7 +422,7 @@ def test_a_wrong_line_is_named_before_anything_loads(pair: list[str], tmp_path: 
 
 CHANGED = """
 import sys
-from pipeinfer.job.session import Session
+from pipeinfer.job.session.session import Session
 
 open_session = Session.open
 def opened(self):

@@ -22,12 +22,12 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
-from pipeinfer.job.deployment import Deployment
-from pipeinfer.job.options import RunOptions
-from pipeinfer.job.prompts import TEXTS
-from pipeinfer.job.sweep import Case, Sweep, group_of, plan_groups
+from pipeinfer.job.bench.sweep import Case, Sweep, group_of, plan_groups
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.requests.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
+from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.markdown import markdown_table

@@ -21,11 +21,11 @@ from matplotlib import pyplot as plt
 from pipeinfer.cli.bench import bench
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench_load import Coming
-from pipeinfer.job.conversation import Prompt, first_turns, read_prompts
-from pipeinfer.job.load_sweep import LoadCase, Loads
-from pipeinfer.job.options import RunOptions
-from pipeinfer.job.request import GenerationRequest
+from pipeinfer.job.bench.bench_load import Coming
+from pipeinfer.job.bench.load_sweep import LoadCase, Loads
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.requests.conversation import Prompt, first_turns, read_prompts
+from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.load_columns import LOAD_COLUMNS, LOADS

@@ -11,9 +11,9 @@ import pytest
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.deployment import lay_out
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.cache_types import CACHE_TYPES, CacheTypes, KvShape
 from pipeinfer.models.gguf.model_info import read_model_info

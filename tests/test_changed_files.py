@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.errors import ModelFault
-from pipeinfer.job.bus_error import describe, file_at
+from pipeinfer.job.process.bus_error import describe, file_at
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.contents import SourceFile, sample_digest
 from pipeinfer.models.gguf.header import Tensor

@@ -29,10 +29,10 @@ from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import UserError
-from pipeinfer.job.chat_format import ChatFormat
-from pipeinfer.job.dialogue import Dialogue
-from pipeinfer.job.interrupts import Interrupts
-from pipeinfer.job.lines import PipedLines
+from pipeinfer.job.chat.dialogue import Dialogue
+from pipeinfer.job.chat.interrupts import Interrupts
+from pipeinfer.job.chat.lines import PipedLines
+from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.models.chat import ChatTemplate, Message, encode_rendered
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice

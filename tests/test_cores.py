@@ -13,7 +13,7 @@ import pytest
 
 from pipeinfer.cluster.cores import Host, _quota, crowded_hosts, other_clocks, share_cores, this_host
 from pipeinfer.cluster.plan import Sizes, make_plan
-from pipeinfer.job.deployment import spread_threads
+from pipeinfer.job.placement.deployment import spread_threads
 from tests.jobs import environment, finish, launcher
 
 

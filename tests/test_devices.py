@@ -14,13 +14,13 @@ from pipeinfer.cluster.cores import Host, gpus_given
 from pipeinfer.cluster.shares import share_of
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import UserError
-from pipeinfer.job import gpus
-from pipeinfer.job.asked import options_text
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.deployment import lay_out
-from pipeinfer.job.gpus import check_present, rank_devices, ranks_fault
-from pipeinfer.job.options import ALL_LAYERS, DEFAULT, NO_DEVICE, RunOptions, check_devices, gpu_layers_asked
-from pipeinfer.job.plan_rows import plan_rows
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import ALL_LAYERS, DEFAULT, NO_DEVICE, RunOptions, check_devices, gpu_layers_asked
+from pipeinfer.job.placement import gpus
+from pipeinfer.job.placement.deployment import lay_out
+from pipeinfer.job.placement.gpus import check_present, rank_devices, ranks_fault
+from pipeinfer.job.planning.plan_rows import plan_rows
+from pipeinfer.job.requests.asked import options_text
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice

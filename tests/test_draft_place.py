@@ -11,14 +11,14 @@ import pytest
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.layer_speed import LayerSpeed
 from pipeinfer.errors import UserError
-from pipeinfer.job import gpus
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.deployment import Deployment, lay_out
-from pipeinfer.job.draft_place import has_choice, options_of_draft, place_note
-from pipeinfer.job.draft_rank import may_choose
-from pipeinfer.job.draft_times import _leaders, _read
-from pipeinfer.job.gpus import rank_devices, with_gpus
-from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE, RunOptions
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE, RunOptions
+from pipeinfer.job.placement import gpus
+from pipeinfer.job.placement.deployment import Deployment, lay_out
+from pipeinfer.job.placement.draft_place import has_choice, options_of_draft, place_note
+from pipeinfer.job.placement.draft_rank import may_choose
+from pipeinfer.job.placement.gpus import rank_devices, with_gpus
+from pipeinfer.job.profiling.draft_times import _leaders, _read
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.devices import Device

@@ -15,10 +15,10 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import Sizes, make_plan
 from pipeinfer.errors import UserError
-from pipeinfer.job.deployment import lay_out
-from pipeinfer.job.draft_rank import CLEAR_GAIN, choose_draft_rank, may_choose
-from pipeinfer.job.options import RunOptions
-from pipeinfer.job.timed_ranks import ranks_to_time
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import lay_out
+from pipeinfer.job.placement.draft_rank import CLEAR_GAIN, choose_draft_rank, may_choose
+from pipeinfer.job.profiling.timed_ranks import ranks_to_time
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from pipeinfer.job.drain import ONE_PRESS_S, Drain
-from pipeinfer.job.stop import StopFlag, Stopper
+from pipeinfer.job.process.stop import StopFlag, Stopper
+from pipeinfer.job.serve.drain import ONE_PRESS_S, Drain
 
 
 class Clock:

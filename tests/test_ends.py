@@ -24,10 +24,10 @@ from pipeinfer.cluster.watch.segments import BRIEF_AGE_S, FOLDER, MARK, mark_own
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.options import ChatOptions, RunOptions
-from pipeinfer.job.signals import HEAD_FIRST_S
-from pipeinfer.job.stop import StopFlag, Stopper
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import ChatOptions, RunOptions
+from pipeinfer.job.process.signals import HEAD_FIRST_S
+from pipeinfer.job.process.stop import StopFlag, Stopper
 from tests.jobs import COMMAND, ROOT, command_of, descendants, environment, launcher
 
 RUN = ["run", "-p", "def read_lines(path):\n", "-n", "2000", "-c", "3000", "--ignore-eos"]

@@ -11,10 +11,10 @@ import pytest
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import ModelFault, UserError
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.deployment import lay_out
-from pipeinfer.job.device_messages import with_device_messages
-from pipeinfer.job.options import AUTO, OFF, ON, RunOptions
+from pipeinfer.job.loading.device_messages import with_device_messages
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import AUTO, OFF, ON, RunOptions
+from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.torch.library import torch_version
@@ -40,7 +40,7 @@ def words(
             raise UserError("no such device")
         return gpus[rank]
 
-    monkeypatch.setattr("pipeinfer.job.device_messages.gpu_of", gpu_of)
+    monkeypatch.setattr("pipeinfer.job.loading.device_messages.gpu_of", gpu_of)
     own: list[tuple[bool, str]] = []
 
     def gather(word: tuple[bool, str]) -> list[tuple[bool, str]]:

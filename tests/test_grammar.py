@@ -23,7 +23,7 @@ from pipeinfer.core.interfaces import Batch, ConstraintFailed, FloatArray
 from pipeinfer.core.runs import KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.errors import UserError
-from pipeinfer.job.constraints import check_constraints
+from pipeinfer.job.requests.constraints import check_constraints
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.grammar import Grammar, Grammars
 from pipeinfer.models.grammar_check import MAX_BYTES, TOO_MUCH, check_grammar

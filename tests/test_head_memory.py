@@ -25,15 +25,15 @@ from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import StopRequested
-from pipeinfer.job import pictures
-from pipeinfer.job.context import Context
-from pipeinfer.job.deployment import Deployment
-from pipeinfer.job.front import Alive, Ask, Came, Drop, Ended, FromFront, FromHead
-from pipeinfer.job.open_requests import OpenRequests
-from pipeinfer.job.options import RunOptions
-from pipeinfer.job.serve import Service
-from pipeinfer.job.serve_prepare import ServeWork
-from pipeinfer.job.stop import StopFlag
+from pipeinfer.job.launch.context import Context
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.process.stop import StopFlag
+from pipeinfer.job.serve import pictures
+from pipeinfer.job.serve.front import Alive, Ask, Came, Drop, Ended, FromFront, FromHead
+from pipeinfer.job.serve.serve import Service
+from pipeinfer.job.serve.serve_prepare import ServeWork
+from pipeinfer.job.session.open_requests import OpenRequests
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.observe.ledger import HeadLedger
 from pipeinfer.observe.trace import NO_TRACE

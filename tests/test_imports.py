@@ -19,6 +19,12 @@ FLOORS = (
 )  # fmt: skip
 """From the bottom: a room imports from the rooms of lower floors, and from itself."""
 
+JOB_FLOORS = (
+    ("process",), ("options",), ("placement",), ("launch",), ("requests",), ("loading",), ("profiling",),
+    ("planning",), ("session",), ("run", "chat", "batch", "serve", "bench", "inspect"),
+)  # fmt: skip
+"""The same of the rooms within `job`."""
+
 APART = {("cluster", "models"), ("virtual", "models")}
 """What never meets although a floor lies between: `job` composes them."""
 
@@ -27,6 +33,12 @@ def room_of(module: str) -> str:
     """The room of `pipeinfer.room.file`; the few files that lie beside the rooms are what all stand on."""
     parts = module.split(".")
     return parts[1] if (PACKAGE / parts[1]).is_dir() else "ground"
+
+
+def job_room_of(module: str) -> str:
+    """The room within `job`; empty for what is elsewhere or beside its rooms."""
+    parts = module.split(".")
+    return parts[2] if parts[1] == "job" and len(parts) > 2 and (PACKAGE / "job" / parts[2]).is_dir() else ""
 
 
 def module_of(path: Path) -> str:
@@ -62,6 +74,18 @@ def test_rooms_import_only_from_rooms_below() -> None:
             assert below and (ours, theirs) not in APART, f"{path} imports {name}: {ours} may not know {theirs}"
 
 
+def test_rooms_of_a_job_import_only_from_rooms_below() -> None:
+    floor_of = {room: floor for floor, rooms in enumerate(JOB_FLOORS) for room in rooms}
+    rooms = {path.parent.name for path in (PACKAGE / "job").glob("*/__init__.py")}
+    assert rooms == floor_of.keys()
+    for path in MODULES:
+        if ours := job_room_of(module_of(path)):
+            for theirs in filter(
+                None, map(job_room_of, filter(lambda name: name.startswith("pipeinfer."), imported(path)))
+            ):
+                assert theirs == ours or floor_of[theirs] < floor_of[ours], f"{path}: {ours} may not know {theirs}"
+
+
 def test_core_and_policies_need_numpy_only() -> None:
     for path in MODULES:
         if room_of(module_of(path)) in ("core", "policies") and path.name != "__main__.py":
@@ -91,11 +115,11 @@ def test_a_rank_imports_only_what_it_needs() -> None:
     code = """
 import sys
 import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.cli.serve, pipeinfer.server.front
-import pipeinfer.job.start, pipeinfer.job.worker
+import pipeinfer.job.launch.start, pipeinfer.job.loading.worker
 from pipeinfer.models.llama.ggml import load_library
 load_library()
 heavy = {"rich", "matplotlib", "jinja2", "gguf", "torch", "llama_cpp.llama"}
-heavy |= {"pipeinfer.cli.bench", "pipeinfer.job.head", "fastapi", "uvicorn", "pydantic"}
+heavy |= {"pipeinfer.cli.bench", "pipeinfer.job.run.head", "fastapi", "uvicorn", "pydantic"}
 sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -11,7 +11,7 @@ import pytest
 
 from pipeinfer import __version__
 from pipeinfer.cluster import mpi_library
-from pipeinfer.job.info import by_host
+from pipeinfer.job.inspect.info import by_host
 from pipeinfer.models.llama.devices import llama_devices
 from pipeinfer.models.torch.library import torch_version
 from pipeinfer.observe.info_text import info_lines
@@ -21,7 +21,7 @@ from tests.jobs import environment, finish
 def test_what_a_host_has_without_mpi() -> None:
     """Nothing of MPI is loaded into the process that tells."""
     code = (
-        "import sys; from pipeinfer.job.info import InfoQuestion, info; info(InfoQuestion(True)); "
+        "import sys; from pipeinfer.job.inspect.info import InfoQuestion, info; info(InfoQuestion(True)); "
         "sys.exit('mpi4py' in sys.modules)"
     )
     done = subprocess.run(

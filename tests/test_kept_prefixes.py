@@ -23,7 +23,7 @@ from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative, PipeInfer, Speculative

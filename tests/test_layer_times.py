@@ -19,11 +19,11 @@ from pipeinfer.cluster.plan import Sizes
 from pipeinfer.cluster.slice_times import RankTimes, SliceTimes, slowdowns_beside
 from pipeinfer.cluster.timed_layers import time_layers, time_slice
 from pipeinfer.core.interfaces import Batch, FloatArray
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.layer_times import _read
-from pipeinfer.job.options import RunOptions
-from pipeinfer.job.run_times import _read as read_times
-from pipeinfer.job.timed_ranks import (
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.profiling.layer_times import _read
+from pipeinfer.job.profiling.run_times import _read as read_times
+from pipeinfer.job.profiling.timed_ranks import (
     TIMED_BYTES,
     evened,
     is_doubtful,
@@ -321,7 +321,7 @@ import os, sys
 from pipeinfer.cli.main import main
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job import layer_times
+from pipeinfer.job.profiling import layer_times
 how, name = sys.argv[1], {"refuse": "open_blank"}.get(sys.argv[1], "time_layers")
 def fail(*words, **more):
     if how == "die":

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.cluster.logprobs import LEAST, ScoredToken, scored
-from pipeinfer.job.logprobs import Entries, Entry, chat_form, completion_form
+from pipeinfer.job.requests.logprobs import Entries, Entry, chat_form, completion_form
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.jobs import ROOT, finish
 

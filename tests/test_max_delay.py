@@ -23,8 +23,8 @@ from pipeinfer.core.rooms import ONE_CHUNK
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
-from pipeinfer.job.asked import options_text
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.requests.asked import options_text
 from pipeinfer.models.demo import TARGET
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative

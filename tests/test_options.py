@@ -22,9 +22,9 @@ from pipeinfer.cli.values import TYPES, File, GpuLayers, Listed, Number, Split, 
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.load import inexact_line
-from pipeinfer.job.options import RunOptions, unescape, without_effect
+from pipeinfer.job.loading.load import inexact_line
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import RunOptions, unescape, without_effect
 from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import POLICIES
 from tests.jobs import COMMAND, environment, finish, run_json

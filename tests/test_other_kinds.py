@@ -8,7 +8,7 @@ import pytest
 from gguf import GGUFWriter
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.model_report import describe_file
+from pipeinfer.job.inspect.model_report import describe_file
 from pipeinfer.models.gguf.model_info import read_model_info
 
 

@@ -20,7 +20,7 @@ from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.errors import UserError
-from pipeinfer.job.deployment import pace_profile
+from pipeinfer.job.placement.deployment import pace_profile
 from tests.jobs import finish, run_json
 
 LAYER_S, N_LAYERS = 0.01, 5

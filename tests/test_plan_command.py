@@ -24,14 +24,14 @@ from pipeinfer.cluster.room import Memory, Room, spare_room
 from pipeinfer.cluster.slice_times import RankTimes, SliceTimes
 from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.errors import UserError
-from pipeinfer.job.deployment import deploy
-from pipeinfer.job.first_host import advice, orders
-from pipeinfer.job.host_speeds import _read, order_matters, with_times
-from pipeinfer.job.model_files import open_models
-from pipeinfer.job.options import RunOptions
-from pipeinfer.job.planned_costs import model_of, with_described_speeds
-from pipeinfer.job.planner import ETHERNET, Planner, open_planner
-from pipeinfer.job.ways import largest, ways
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import deploy
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.planning.first_host import advice, orders
+from pipeinfer.job.planning.planned_costs import model_of, with_described_speeds
+from pipeinfer.job.planning.planner import ETHERNET, Planner, open_planner
+from pipeinfer.job.planning.ways import largest, ways
+from pipeinfer.job.profiling.host_speeds import _read, order_matters, with_times
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
@@ -423,7 +423,9 @@ from dataclasses import replace
 from pipeinfer.cli.main import main
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.cluster.speed import Speed
-from pipeinfer.job import host_speeds, run_times, start
+from pipeinfer.job.profiling import host_speeds
+from pipeinfer.job.profiling import run_times
+from pipeinfer.job.launch import start
 rank, found = rank_from_environment(), start.this_host
 start.this_host = lambda name: replace(found(name), name=f"h{rank}", processor=["x", "x", "y"][rank])
 host_speeds.measure_speed = lambda n_threads: [Speed(1e8, 1e9), Speed(1e8, 1e9), Speed(1e7, 1e8)][rank]

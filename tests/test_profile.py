@@ -18,7 +18,7 @@ from pipeinfer.cluster.plan import Sizes, make_plan
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp
 from pipeinfer.errors import UserError
-from pipeinfer.job.timing import StageRun, overheads, slowdowns, time_model
+from pipeinfer.job.profiling.timing import StageRun, overheads, slowdowns, time_model
 from pipeinfer.observe.ledger import HeadLedger
 from pipeinfer.observe.timeline import read_trace
 from pipeinfer.policies import PipeInfer
@@ -444,7 +444,7 @@ def test_ranks_of_one_host_slow_each_other_down() -> None:
 LACKS = """
 import sys
 from pipeinfer.errors import UserError
-from pipeinfer.job import measure
+from pipeinfer.job.bench import measure
 
 load = measure.load_stage
 def refused(context, *given):

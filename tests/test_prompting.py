@@ -14,7 +14,7 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.request_body import COMPLETION, Body, Defaults
+from pipeinfer.job.requests.request_body import COMPLETION, Body, Defaults
 from pipeinfer.server.asked import read_asked
 from pipeinfer.server.prompting import Prompting
 

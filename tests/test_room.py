@@ -12,9 +12,9 @@ import pytest
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.room import UNLIMITED, Memory, Room, check_room, free_room, paging_lines
 from pipeinfer.errors import UserError
-from pipeinfer.job.deployment import Deployment, deploy
-from pipeinfer.job.model_files import open_models
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment, deploy
+from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 from tests.gguf_factory import Shape, write_model

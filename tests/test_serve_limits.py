@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from pipeinfer.cli.serve import serve_command
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.request_body import Defaults
+from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.server.access import Access
 from pipeinfer.server.asked import read_asked
 from pipeinfer.server.front import HttpFront

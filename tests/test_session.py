@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeinfer.job.session import first_error
+from pipeinfer.job.session.session import first_error
 
 
 def test_the_lowest_ranks_error_is_told() -> None:

@@ -14,7 +14,7 @@ from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
-from pipeinfer.job.options import RunOptions
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.policies import Speculative
 
 N_TOKENS, N_CELLS, N_PREDICT = 5, 400, 30

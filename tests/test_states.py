@@ -20,9 +20,9 @@ from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
-from pipeinfer.job.memory import packing_bytes
-from pipeinfer.job.options import RunOptions
-from pipeinfer.job.timing import time_model
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.memory import packing_bytes
+from pipeinfer.job.profiling.timing import time_model
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage

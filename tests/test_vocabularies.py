@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from pipeinfer.cli.plan import plan_command
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.job.model_files import draft_translation, translation_note
+from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.agreement import acceptance
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from pipeinfer.job.memory import vocabulary_bytes
+from pipeinfer.job.placement.memory import vocabulary_bytes
 from pipeinfer.models.gguf.model_info import read_model_info
 from tests.jobs import ROOT
 

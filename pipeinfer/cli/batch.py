@@ -14,7 +14,7 @@ from pipeinfer.cli.run import run, run_options, warn_of_variables
 from pipeinfer.cli.setting_options import ablations
 from pipeinfer.cli.values import File, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import INT32_MAX, MAX_SEQUENCES
+from pipeinfer.job.options.options import INT32_MAX, MAX_SEQUENCES
 
 NOT_SHARED = (
     "prompt", "file", "chat", "conversation", "predict", *ablations(), "results", "trace",
@@ -64,8 +64,8 @@ def batch_command(source: Path, output: Path, as_chat: bool, **others: Any) -> i
         raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
                         "leave it out, or lower --parallel")  # fmt: skip
     options = run_options(**others, prompt=None, chat=True)
-    from pipeinfer.job.batch import run_batch  # initialises MPI
-    from pipeinfer.job.batch_prepare import BatchOptions
+    from pipeinfer.job.batch.batch import run_batch  # initialises MPI
+    from pipeinfer.job.batch.batch_prepare import BatchOptions
 
     return run_batch(BatchOptions(run=options, source=source, output=output, as_chat=as_chat))
 

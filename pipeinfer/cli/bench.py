@@ -18,10 +18,10 @@ from pipeinfer.cli.run import run
 from pipeinfer.cli.setting_options import take_policies, take_sampling
 from pipeinfer.cli.values import File, Listed, Split, Text, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.conversation import Prompt, read_prompts
-from pipeinfer.job.options import RunOptions, choose_drafts, choose_policy
-from pipeinfer.job.prompts import TEXTS
-from pipeinfer.job.sweep import Sweep
+from pipeinfer.job.bench.sweep import Sweep
+from pipeinfer.job.options.options import RunOptions, choose_drafts, choose_policy
+from pipeinfer.job.requests.conversation import Prompt, read_prompts
+from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.registry import ABLATIONS, POLICIES, USUAL
 
@@ -160,10 +160,10 @@ def bench(
         cut=cut,
     )
     if loads:
-        from pipeinfer.job.bench_load import run_loads  # initialises MPI
+        from pipeinfer.job.bench.bench_load import run_loads  # initialises MPI
 
         return run_loads(sweep, loads, warm_up, output, resume)
-    from pipeinfer.job.bench import run_sweep  # initialises MPI
+    from pipeinfer.job.bench.bench import run_sweep  # initialises MPI
 
     return run_sweep(sweep, warm_up, output, resume)
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from pipeinfer.job.options import DEFAULT
+from pipeinfer.job.options.options import DEFAULT
 from pipeinfer.models.gguf.cache_types import CACHE_TYPES
 
 Command = TypeVar("Command", bound=Callable[..., Any])

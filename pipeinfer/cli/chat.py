@@ -23,7 +23,7 @@ def chat_command(**given: Any) -> int:
     """
     warn_of_variables(chat_command)
     options = run_options(**given, chat=True)
-    from pipeinfer.job.chat import run_chat  # initialises MPI
+    from pipeinfer.job.chat.chat import run_chat  # initialises MPI
 
     return run_chat(options)
 

@@ -14,7 +14,7 @@ from pipeinfer import __version__
 from pipeinfer.cli.command import Group
 from pipeinfer.cluster.launch import exit_together, fail_together, rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.streams import settle
+from pipeinfer.job.process.streams import settle
 
 COMMANDS = {
     "run": "run:run",

@@ -9,7 +9,7 @@ import click
 
 from pipeinfer.cli.values import File, LogitBias, Text
 from pipeinfer.core.logit_bias import bias_text, read_one
-from pipeinfer.job.options import GrammarOptions
+from pipeinfer.job.options.options import GrammarOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ import click
 
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.rank_options import rank_timeout_option
-from pipeinfer.job.info import InfoQuestion, info
+from pipeinfer.job.inspect.info import InfoQuestion, info
 
 
 @click.command("info", cls=Command)

@@ -11,8 +11,8 @@ from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, concurrency_option, parallel_of, rate_option
 from pipeinfer.cli.values import Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.load_sweep import Loads
-from pipeinfer.job.options import MAX_SEQUENCES
+from pipeinfer.job.bench.load_sweep import Loads
+from pipeinfer.job.options.options import MAX_SEQUENCES
 
 OPTIONS = (
     concurrency_option,

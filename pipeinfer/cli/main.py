@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from pipeinfer.cluster.launch import rank_from_environment
-from pipeinfer.job.signals import end_at_once, on_signals
-from pipeinfer.job.streams import take_streams
+from pipeinfer.job.process.signals import end_at_once, on_signals
+from pipeinfer.job.process.streams import take_streams
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from pipeinfer.cli.run import run
 from pipeinfer.cli.values import File
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import RunOptions, choose_drafts
+from pipeinfer.job.options.options import RunOptions, choose_drafts
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 
@@ -47,7 +47,7 @@ def measure_command(
         model=model, drafts=drafts, threads=threads or (), policy=PipeInfer(), prompt=PROMPT, predict=N_TOKENS,
         sampling=SamplingParams(seed=0, temp=0.0), ignore_eos=True, **others,
     )  # fmt: skip
-    from pipeinfer.job.measure import measure  # initialises MPI
+    from pipeinfer.job.bench.measure import measure  # initialises MPI
 
     return measure(options, output)
 

@@ -10,7 +10,7 @@ import click
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.values import THREADS, File, Text, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import MAX_CTX, RunOptions
+from pipeinfer.job.options.options import MAX_CTX, RunOptions
 
 DIFFERENT = 1
 """The exit code for vocabularies that differ too much."""
@@ -37,9 +37,9 @@ def check_command(
     Where they differ a little, tokens are translated. Exit code 0 if it can, 1 if not. Without -p and -f three short
     texts are continued.
     """
-    from pipeinfer.job.fetch import fetch_files
-    from pipeinfer.job.pair_report import check_pair  # loads libllama
-    from pipeinfer.job.request import read_prompt
+    from pipeinfer.job.inspect.pair_report import check_pair  # loads libllama
+    from pipeinfer.job.placement.fetch import fetch_files
+    from pipeinfer.job.requests.request import read_prompt
     from pipeinfer.observe.json_text import json_text
     from pipeinfer.observe.model_text import check_lines
 

@@ -8,7 +8,7 @@ import click
 
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.values import File, Whole
-from pipeinfer.job.options import DEFAULT, MAX_CTX
+from pipeinfer.job.options.options import DEFAULT, MAX_CTX
 
 
 @click.command("info", cls=Command)
@@ -33,8 +33,8 @@ def info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
 
     Only the header and the vocabulary are read.
     """
-    from pipeinfer.job.fetch import fetch_files
-    from pipeinfer.job.model_report import describe_file  # loads libllama
+    from pipeinfer.job.inspect.model_report import describe_file  # loads libllama
+    from pipeinfer.job.placement.fetch import fetch_files
     from pipeinfer.observe.json_text import json_text
     from pipeinfer.observe.model_text import info_lines
 

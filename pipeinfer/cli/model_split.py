@@ -34,8 +34,8 @@ def split_command(
     """
     if sum(given is not None for given in (layer_split, plan, stages)) != 1:
         raise UserError("give one of --layer-split, --plan and --stages: which layers belong together")
-    from pipeinfer.job.fetch import fetch_files
-    from pipeinfer.job.split import split_of_plan, write_slices
+    from pipeinfer.job.loading.split import split_of_plan, write_slices
+    from pipeinfer.job.placement.fetch import fetch_files
 
     (path,) = fetch_files([target])
     split = parse_split(layer_split) if layer_split else split_of_plan(plan) if plan else None

@@ -15,7 +15,7 @@ from pipeinfer.cli.setting_options import policy_meant, policy_options, take_pol
 from pipeinfer.cli.simulate import MAX_GBIT, MAX_TOKENS
 from pipeinfer.cli.values import PROBABILITY, File, Number, Text, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import RunOptions, choose_drafts
+from pipeinfer.job.options.options import RunOptions, choose_drafts
 from pipeinfer.models.demo import DRAFT, TARGET
 
 SHARED = (
@@ -77,7 +77,7 @@ def plan_command(
     options = RunOptions(
         model=model or TARGET, drafts=drafts, lookup=lookup, policy=chosen, threads=threads or (), **others
     )
-    from pipeinfer.job.plan import PlanQuestion, plan
+    from pipeinfer.job.inspect.plan import PlanQuestion, plan
 
     return plan(options, PlanQuestion(hosts, profile, ranks, gbit, prompt_tokens, acceptances))
 

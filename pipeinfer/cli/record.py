@@ -8,7 +8,7 @@ import click
 
 from pipeinfer.cli.command import Command
 from pipeinfer.cli.values import THREADS, File, Number, Text, Whole
-from pipeinfer.job.options import MAX_CTX
+from pipeinfer.job.options.options import MAX_CTX
 from pipeinfer.models.demo import DRAFT, TARGET
 
 
@@ -25,7 +25,7 @@ def record_command(
     model: Path, model_draft: Path, prompt: str, predict: int, threads: int | None, temp: float, seed: int, output: Path
 ) -> int:
     """Record the text that the target writes and what the draft guesses after each of its tokens."""
-    from pipeinfer.job.record import record_pair  # loads libllama
+    from pipeinfer.job.bench.record import record_pair  # loads libllama
 
     share = record_pair(model, model_draft, prompt, predict, threads, temp, seed, output)
     click.echo(f"{output}: {predict} tokens, the draft's best guess is right for {share:.1%}")

@@ -32,7 +32,7 @@ from pipeinfer.cli.values import (
 )
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import (
+from pipeinfer.job.options.options import (
     AUTO,
     DEFAULT,
     MAX_CTX,
@@ -271,10 +271,10 @@ def run(conversation: bool, chat: bool, **others: Any) -> int:
     if conversation:
         if options.results or options.trace:
             raise UserError("--results and --trace are of one text, -cnv has many; leave them out, or ask with --chat")
-        from pipeinfer.job.chat import run_chat  # initialises MPI
+        from pipeinfer.job.chat.chat import run_chat  # initialises MPI
 
         return run_chat(options)
-    from pipeinfer.job.start import run_job  # initialises MPI
+    from pipeinfer.job.run.run import run_job  # initialises MPI
 
     return run_job(options)
 

@@ -17,7 +17,7 @@ from pipeinfer.cli.run import run, run_options, warn_of_variables
 from pipeinfer.cli.setting_options import ablations
 from pipeinfer.cli.values import File, Number, Text, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import INT32_MAX, MAX_SEQUENCES
+from pipeinfer.job.options.options import INT32_MAX, MAX_SEQUENCES
 from pipeinfer.server.options import HttpOptions
 
 NOT_SHARED = (
@@ -113,8 +113,8 @@ def serve_command(**given: Any) -> int:
             f"{LEAST_TOKENS} tokens at least; give -c {n_least} or more, or lower --parallel"
         )
     options = run_options(**given, prompt=None, chat=True)
-    from pipeinfer.job.serve import run_serve  # initialises MPI
-    from pipeinfer.job.serve_prepare import ServeOptions
+    from pipeinfer.job.serve.serve import run_serve  # initialises MPI
+    from pipeinfer.job.serve.serve_prepare import ServeOptions
     from pipeinfer.server.front import HttpFront
 
     return run_serve(ServeOptions(run=options, front=front, drain_s=drain_s), HttpFront)

@@ -12,7 +12,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import Setting, settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import INT32_MAX, choose_policy
+from pipeinfer.job.options.options import INT32_MAX, choose_policy
 from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import POLICIES, make_policy
 

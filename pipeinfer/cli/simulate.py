@@ -16,7 +16,7 @@ from pipeinfer.cli.setting_options import policy_options, take_policies
 from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole, WireName
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.errors import UserError
-from pipeinfer.job.options import MAX_SEQUENCES
+from pipeinfer.job.options.options import MAX_SEQUENCES
 from pipeinfer.observe.loads import show_loads
 from pipeinfer.observe.results import check_results
 from pipeinfer.observe.summary import print_summary
@@ -232,7 +232,7 @@ def open_choices(paths: Sequence[Path], drafts: Sequence[Path]) -> list[Recorded
                 f"choices {path} are of another text than {paths[0]}; record both with one target and prompt"
             )
     for choices, draft in zip(found, drafts, strict=False):
-        from pipeinfer.job.record import ask_draft  # needs llama-cpp-python
+        from pipeinfer.job.bench.record import ask_draft  # needs llama-cpp-python
 
         ask_draft(choices, draft)
     return found

@@ -11,8 +11,8 @@ from pipeinfer.cli.command import Command
 from pipeinfer.cli.values import Folder, Text, Whole
 from pipeinfer.cluster.slurm import GROUP_KEYS, Group, SlurmJob, groups_of, script_text
 from pipeinfer.errors import UserError
-from pipeinfer.job.complain import complain
-from pipeinfer.job.options import NO_DRAFT, STDIN
+from pipeinfer.job.options.options import NO_DRAFT, STDIN
+from pipeinfer.job.process.complain import complain
 from pipeinfer.job.submit import FOLDER, in_folder, is_open_mpi, next_folder, own_program, submit
 
 COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")

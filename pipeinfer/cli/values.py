@@ -19,8 +19,8 @@ from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.plan import parse_split
 from pipeinfer.core.logit_bias import read_one
 from pipeinfer.errors import UserError
-from pipeinfer.job.backends import Backend
-from pipeinfer.job.options import ALL_LAYERS, AUTO_LAYERS, INT32_MAX
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import ALL_LAYERS, AUTO_LAYERS, INT32_MAX
 
 MAX_THREADS = 512  # libggml's limit
 MAX_LAYERS = 512  # libllama's limit

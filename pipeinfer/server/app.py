@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.front import Setup
-from pipeinfer.job.logprobs import speller
-from pipeinfer.job.request_body import CHAT, COMPLETION, Defaults, flag, is_whole, read_json, refuse, shown
+from pipeinfer.job.requests.logprobs import speller
+from pipeinfer.job.requests.request_body import CHAT, COMPLETION, Defaults, flag, is_whole, read_json, refuse, shown
+from pipeinfer.job.serve.front import Setup
 from pipeinfer.models.chat import TemplateFault
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.server.access import Access, App

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.job.front import (
+from pipeinfer.job.serve.front import (
     Alive,
     Ask,
     Begun,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
-from pipeinfer.job.logprobs import Spell, chat_form, completion_form
+from pipeinfer.job.requests.logprobs import Spell, chat_form, completion_form
 from pipeinfer.server.asked import Asked
 from pipeinfer.server.head import Answer, Choice
 

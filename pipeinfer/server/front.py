@@ -19,8 +19,8 @@ from pathlib import Path
 from pipeinfer.child import python_command
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.errors import UserError
-from pipeinfer.job.front import Closing, FromFront, FromHead, Setup
-from pipeinfer.job.limited import read_limited
+from pipeinfer.job.process.limited import read_limited
+from pipeinfer.job.serve.front import Closing, FromFront, FromHead, Setup
 from pipeinfer.server.channel import HeadEnd
 from pipeinfer.server.options import HttpOptions
 

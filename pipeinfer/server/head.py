@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from pipeinfer.job.front import (
+from pipeinfer.job.requests.logprobs import Entry
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.serve.front import (
     Ask,
     Begun,
     Came,
@@ -26,8 +28,6 @@ from pipeinfer.job.front import (
     Waits,
     Watch,
 )
-from pipeinfer.job.logprobs import Entry
-from pipeinfer.job.request import GenerationRequest
 from pipeinfer.server.channel import decode, encode
 from pipeinfer.server.errors import DRAINING_S, FULL_S, LOADING_S, Refusal, lost
 

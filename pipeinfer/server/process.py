@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from pipeinfer.cluster.watch.limits import Limits
-from pipeinfer.job.body_prompts import BodyPrompts
-from pipeinfer.job.front import Alive, Listening
+from pipeinfer.job.requests.body_prompts import BodyPrompts
+from pipeinfer.job.serve.front import Alive, Listening
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.server.app import Api

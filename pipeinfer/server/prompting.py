@@ -14,9 +14,9 @@ from threading import Thread
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from pipeinfer.job.body_prompts import BodyPrompts
-from pipeinfer.job.request import GenerationRequest
-from pipeinfer.job.request_body import Body
+from pipeinfer.job.requests.body_prompts import BodyPrompts
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.requests.request_body import Body
 from pipeinfer.models.grammar_check import check_grammar
 from pipeinfer.server.asked import Asked
 

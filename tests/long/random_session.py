@@ -54,7 +54,7 @@ def random_case(number: int) -> Case:
 
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
-    from pipeinfer.job import session  # initialises MPI
+    from pipeinfer.job.session import session  # initialises MPI
 
     if os.environ.get("SESSION_DELAYS"):
         pause_everywhere(Pauses(f"session/{rank_from_environment()}", 1e-3))

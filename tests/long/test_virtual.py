@@ -17,7 +17,7 @@ from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
-from pipeinfer.job.context import resident_bytes
+from pipeinfer.job.launch.context import resident_bytes
 from pipeinfer.virtual.choices import SyntheticChoices, ranks_for
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock

@@ -1,0 +1,155 @@
+"""A batch in one MPI job: many requests share the loaded models, each result is written when it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.core.requests import Finish
+from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.job.batch.batch_file import BatchRequest
+from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, prepare_batch
+from pipeinfer.job.batch.batch_prompts import Ready
+from pipeinfer.job.batch.batch_results import refusal_of, result_of
+from pipeinfer.job.batch.batch_summary import Summary
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch.start import start_job
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.planning.plan_table import show_plan
+from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.requests.logprobs import Entry, speller
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.session.open_requests import News, Open, OpenRequests
+from pipeinfer.job.session.session import N_NOTED, Session
+from pipeinfer.models.grammar_check import TOO_MUCH
+from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.progress import BatchProgress
+from pipeinfer.observe.report import stderr_console
+from pipeinfer.observe.throughput import show_throughput
+
+
+def run_batch(asked: BatchOptions) -> int:
+    """`pipeinfer batch`, on every rank; returns the exit code."""
+
+    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, BatchWork] | None:
+        return prepare_batch(replace(asked, run=options), hosts)
+
+    return start_job(
+        lambda crew: run_prepared(crew, asked.run, prepare, lambda *head: Batch(*head).run()),
+        asked,
+        asked.run,
+    )
+
+
+class Batch:
+    """Rank 0's part of one."""
+
+    def __init__(self, context: Context, deployment: Deployment, work: BatchWork) -> None:
+        self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
+        self.console = stderr_console()
+        self.session = Session(context, deployment)
+        self.summary = Summary(deployment, work)
+        self._asked: dict[Open, Ready] = {}
+        self._entries: dict[Open, list[Entry]] = {}
+        self._spell = speller(work.prompts.tokenizer)
+        self._coming = work.ready()
+        self._next: Ready | None = None
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        flag, work = self.context.flag, self.work
+        show_plan(self.console, self.deployment, self._about())
+        try:
+            self.session.open()
+        except UserError as error:
+            complain(str(error))
+            work.close()
+            return 2
+        for warning in self.deployment.warnings:
+            complain(warning)
+        flag.orderly = True  # what is complete is kept
+        self.progress = BatchProgress(self.console, CLOCK, work.n_requests, work.n_done)
+        self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx, self._take)
+        self.summary.begin(CLOCK())
+        try:
+            self._serve()
+        except StopRequested:
+            pass
+        except UserError as error:  # a full disk, or a file that was changed
+            flag.note(str(error), 2)
+        self.requests.stop_all()  # it is asked again when the batch is resumed
+        self.progress.close()
+        self.summary.end(CLOCK(), self.session.take_figures())
+        self.session.close()
+        work.close()
+        return self._report()
+
+    def _about(self) -> str:
+        work, policy = self.work, self.options.policy.name
+        return (
+            f"policy {policy}, {work.n_left} of {work.n_requests} requests left, up to {self.options.parallel} at a "
+            f"time, context {work.n_ctx}"
+        )
+
+    def _serve(self) -> None:
+        """Until every request has its result."""
+        self.work.output.go_on()
+        self._next = next(self._coming, None)
+        self._admit()
+        while self.requests.engine.busy:
+            self.requests.step()
+            if self.session.n_noted >= N_NOTED:
+                self.summary.note(self.session.take_figures(), CLOCK())
+
+    def _admit(self) -> None:
+        """Open those that come next in the file, while there is room."""
+        while self._next and (isinstance(self._next.asked, UserError) or self.requests.has_room(self._next.asked)):
+            ready, asked = self._next, self._next.asked
+            if isinstance(asked, UserError):
+                self._refuse(ready.request, str(asked))
+            else:
+                self._open(ready, asked)
+            self._next = next(self._coming, None)
+
+    def _open(self, ready: Ready, asked: GenerationRequest) -> None:
+        self._asked[self.requests.begin(asked, self.options.policy.begin())] = ready
+        self.summary.open_max = max(self.summary.open_max, len(self.requests))
+
+    def _take(self, news: Sequence[News]) -> None:
+        for each in news:
+            self.progress.update(self.summary.n_written, each.n_tokens)
+            if each.entries:
+                self._entries.setdefault(each.opened, []).extend(each.entries)
+            if each.ended:
+                self._write(each.opened)
+        self._admit()
+
+    def _write(self, opened: Open) -> None:
+        """The request has ended: keep its result, and forget it."""
+        asked, model = self._asked.pop(opened).request, self.deployment.model.path.name
+        entries = self._entries.pop(opened, [])
+        if opened.request.finish is Finish.FAILED:
+            self._refuse(asked, TOO_MUCH)
+            return
+        self.work.output.write(result_of(self.work.id(asked), asked, opened, entries, self._spell, model))
+        self.summary.completed(opened.metrics)
+        self.progress.update(self.summary.n_written, 0)
+
+    def _refuse(self, asked: BatchRequest, message: str) -> None:
+        self.work.output.write(refusal_of(self.work.id(asked), asked, message))
+        self.summary.n_failed += 1
+
+    # -- the end
+
+    def _report(self) -> int:
+        """Returns the exit code."""
+        flag, result = self.context.flag, self.summary.figures()
+        show_throughput(self.console, result)
+        if self.options.json:
+            print(json_text(result), flush=True)
+        if flag.reason:
+            complain(f"{flag.reason}; {self.work.output.path} has what is complete, the same command goes on from it")
+        return flag.exit_code

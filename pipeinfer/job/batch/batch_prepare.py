@@ -1,0 +1,157 @@
+"""Rank 0 checks a batch before anything loads: every line, what is done already, what room it takes. Runs nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.errors import UserError
+from pipeinfer.job.batch.batch_file import BatchFile, BatchRequest
+from pipeinfer.job.batch.batch_output import WHAT, BatchOutput
+from pipeinfer.job.batch.batch_prompts import Ready, ready
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment, DoesNotFit, deploy
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.planning.prepare import check_outputs, inputs_of
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.requests.body_prompts import BodyPrompts
+from pipeinfer.job.requests.constraints import constrained
+from pipeinfer.job.requests.request_body import Defaults
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.observe.json_text import json_text
+from pipeinfer.outputs import check_separate
+
+PATIENCE_S = 2.0
+"""How long requests are checked without a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """`run`: what holds for all requests; its prompt and length are those of each. `as_chat`: plain prompts are what a
+    user says."""
+
+    run: RunOptions
+    source: Path
+    output: Path
+    as_chat: bool = False
+
+
+@dataclass(slots=True)
+class BatchWork:
+    """What is left of a batch. `n_ctx`: tokens of all requests that are open at a time."""
+
+    file: BatchFile
+    output: BatchOutput
+    prompts: BodyPrompts
+    is_done: bytearray  # of each line
+    n_requests: int = 0
+    n_done: int = 0
+    n_ctx: int = 0
+
+    @property
+    def n_left(self) -> int:
+        return self.n_requests - self.n_done
+
+    def requests(self) -> Iterator[BatchRequest]:
+        """Those that are not done, as they stood in the file when it was checked."""
+        for request in self.file.requests():
+            if request.index >= len(self.is_done):
+                return
+            if not self.is_done[request.index]:
+                yield request
+
+    def ready(self) -> Iterator[Ready]:
+        return ready(self.requests(), self.prompts)
+
+    def id(self, request: BatchRequest) -> str:
+        return request.id(self.file.defaults.salt)
+
+    def close(self) -> None:
+        self.file.close()
+        self.output.close()
+
+
+def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deployment, BatchWork] | None:
+    """None when nothing is left to do. Raises UserError for whatever is wrong with options, files and lines."""
+    options = asked.run
+    check_outputs(options)
+    check_separate({WHAT: asked.output}, inputs_of(options) | {"the batch": [asked.source]})
+    info, tokenizer = open_models(options)
+    options = constrained(options, tokenizer)
+    file = BatchFile(asked.source, _defaults(replace(asked, run=options), info))
+    work = BatchWork(file, BatchOutput(asked.output), BodyPrompts(options, info, tokenizer), bytearray())
+    try:
+        _check_lines(work)
+        if not work.n_left:
+            work.output.go_on()
+            _tell_done(work)
+            work.close()
+            return None
+        return _deploy(options, hosts, info, work), work
+    except BaseException:
+        work.close()
+        raise
+
+
+def _defaults(asked: BatchOptions, info: ModelInfo) -> Defaults:
+    options = asked.run
+    others = "".join(f" {backend}" for backend in options.backend if backend.is_torch)
+    salt = f"{info.fingerprint} {options.rounding} {options.chat}{others}"
+    return Defaults(options.sampling, options.predict, options.stops, options.ignore_eos, asked.as_chat, salt)
+
+
+def _tell_done(work: BatchWork) -> None:
+    n = work.n_requests
+    complain(f"{work.output.path}: all {n} results are there")
+    if work.prompts.options.json:
+        print(json_text({"requests": n, "done_before": n, "completed": 0, "failed": 0, "left": 0}), flush=True)
+
+
+def _check_lines(work: BatchWork) -> None:
+    """Every line of what is asked and of what is done. Raises UserError for the first that is wrong."""
+    known: dict[str, int] = {}
+    for number, id in work.output.ids():
+        if (first := known.setdefault(id, number)) != number:
+            raise UserError(f"{WHAT} {work.output.path} line {number} is of the same request as line {first}; remove "
+                            "one of them")  # fmt: skip
+    custom_ids: dict[str, int] = {}
+    for request in work.file.requests():
+        name = request.custom_id
+        if name is not None and (first := custom_ids.setdefault(name, request.index)) != request.index:
+            raise UserError(f"{work.file.path} line {request.index + 1}: custom_id {name!r} is that of line "
+                            f"{first + 1} too; give each request its own")  # fmt: skip
+        work.is_done.extend(bytes(request.index + 1 - len(work.is_done)))
+        work.is_done[request.index] = known.pop(work.id(request), 0) > 0
+        work.n_requests += 1
+        work.n_done += work.is_done[request.index]
+    if not work.n_requests:
+        raise UserError(f"{work.file.path} has no requests; give a JSON object a line")
+    if known:
+        raise UserError(
+            f"{WHAT} {work.output.path} line {min(known.values())} is the result of no request that is asked now: "
+            f"{work.file.path}, the model or an option differs; name another file, or remove the line"
+        )
+
+
+def _deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, work: BatchWork) -> Deployment:
+    """Where -c does not say, as much context as --parallel of the longest request take, or as much as fits."""
+    longest = longest_prompt = n_total = 1
+    start_s, told_s = time.monotonic(), PATIENCE_S
+    for n_checked, each in enumerate(work.ready()):
+        if time.monotonic() - start_s > told_s:
+            complain(f"{work.file.path}: {n_checked} of {work.n_left} requests are checked after {told_s:g} s")
+            told_s *= 2
+        if not isinstance(each.asked, UserError):
+            longest, n_total = max(longest, each.asked.n_ctx), n_total + each.asked.n_ctx
+            longest_prompt = max(longest_prompt, len(each.asked.prompt))
+    work.n_ctx = options.ctx_size or max(longest, min(n_total, options.parallel * longest))
+    while True:
+        try:
+            return deploy(options, hosts, info, work.n_ctx, longest_prompt)
+        except DoesNotFit:
+            if options.ctx_size or work.n_ctx <= longest:
+                raise
+            work.n_ctx = max(longest, work.n_ctx // 2)

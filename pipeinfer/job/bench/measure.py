@@ -1,0 +1,203 @@
+"""Time this cluster with these models, and write a profile for `simulate`."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from pipeinfer.cluster.costs import MANY_ROWS
+from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.errors import UserError
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch.start import Crew, start_job
+from pipeinfer.job.loading.arrivals import fetch_layers
+from pipeinfer.job.loading.load import load_drafts, load_stage
+from pipeinfer.job.loading.worker import run_stage
+from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
+from pipeinfer.job.placement.deployment import Deployment, check_profiled
+from pipeinfer.job.placement.fetch import fetch_models, find_models
+from pipeinfer.job.planning.prepare import inputs_of, prepare
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.profiling.found_hosts import with_own_gpus, with_times
+from pipeinfer.job.profiling.timing import overheads, slowdowns, time_model, time_over_and_over
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.session.session import Session
+from pipeinfer.outputs import check_separate, check_writable, write_file
+from pipeinfer.policies import Iterative, Speculative
+from pipeinfer.virtual.measured import ModelTimes, Overheads, disturbed_line, profile_toml
+
+ALONE_S, BESIDE_S = 0.3, 0.8  # how long ranks of one host compute runs of a size alone, beside each other
+SLOT_S, TIMING_S = 3.0, 2.0
+"""Ranks of one host take turns, for so long each, and time their models a part of it: nobody shall time a model while
+another one computes beside it."""
+
+
+def measure(options: RunOptions, output: Path) -> int:
+    """`pipeinfer measure`, on every rank; returns the exit code."""
+    return start_job(lambda crew: _measure(crew, options, output), options, options)
+
+
+def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
+    link, deployment, request = crew.link, None, None
+
+    def paths() -> list[Path]:
+        nonlocal options
+        if link.size < 2:
+            raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
+        options = fetch_models(options)
+        return [options.model, *options.drafts]
+
+    hosts, error = find_models(link, crew.hosts, paths)
+    if not error:
+        hosts, error = with_own_gpus(crew, hosts, options)
+    if not error:
+        hosts = with_times(crew, hosts, options)
+    if link.rank == 0 and not error:
+        try:
+            check_separate({"--output": output}, inputs_of(options))
+            check_writable(output, "--output")
+            found, (request, _) = prepare(options, hosts)
+            check_profiled("measure", found.plan)
+            deployment = found
+        except UserError as caught:
+            error = str(caught)
+    deployment, error = link.broadcast((deployment, error) if link.rank == 0 else None)
+    if deployment is None:
+        if link.rank == 0:
+            complain(error)
+        return 2
+    context = crew.context(replace(options, trace=Path()), deployment)
+    context.tracer.on = True
+    gbit_per_s = link.bandwidth_gbit()
+    models = _load_own(context, deployment)
+    errors = [found for found in link.all_gather(models if isinstance(models, str) else "") if found]
+    if errors or isinstance(models, str):
+        if link.rank == 0:
+            complain(errors[0])
+        return 2
+    times = link.all_gather(_time_own_models(crew, context, deployment, *models))
+    extra = _run_plainly(context, deployment, request, times)
+    if link.rank == 0:
+        assert extra
+        return _write(output, crew, options, deployment, times, extra, gbit_per_s)
+    return 0
+
+
+def _load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | None, dict[int, LoadedModel]] | str:
+    """This rank's part of the target and its drafts, or why it cannot have them."""
+    try:
+        fetch_layers(context, deployment)
+        stage = load_stage(context, deployment)
+        return stage, load_drafts(context, deployment)
+    except UserError as error:
+        return f"rank {context.rank} ({socket.gethostname()}): {error}"
+
+
+def _time_own_models(
+    crew: Crew, context: Context, deployment: Deployment, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
+) -> dict[str, ModelTimes]:
+    """Time and free this rank's models; ranks of one host in turns, the others asleep, then 2, 3, … of them at
+    once."""
+    start_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
+    names = [host.name for host in crew.hosts]
+    n_here, n_most = names.count(names[context.rank]), max(map(names.count, names))
+    turn = names[: context.rank].count(names[context.rank])
+    _sleep_until(start_s + turn * SLOT_S)
+    found = _time_alone(context, deployment, stage, drafts)
+    models = [model for model in (stage, *drafts.values()) if model]
+    beside_s = next(iter(found.values())).beside_s
+    for n_rows in (1, MANY_ROWS):
+        beside_s[n_rows] = {1: time_over_and_over(models[0], n_rows, CLOCK, CLOCK() + ALONE_S)}
+    until_s = start_s + n_most * SLOT_S
+    for n_busy in range(2, n_most + 1):
+        for n_rows, of_rows_s in beside_s.items():
+            _sleep_until(until_s)
+            until_s += BESIDE_S
+            if turn < n_busy <= n_here:
+                of_rows_s[n_busy] = time_over_and_over(models[0], n_rows, CLOCK, until_s)
+    for model in models:
+        model.close()
+    _sleep_until(until_s)
+    return found
+
+
+def _time_alone(
+    context: Context, deployment: Deployment, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
+) -> dict[str, ModelTimes]:
+    found: dict[str, ModelTimes] = {}
+    if stage:
+        part = deployment.plan.stages[deployment.plan.stage_of(context.rank) or 0]
+        n_layer = part.last - part.first
+        found["stage"] = time_model(
+            stage, n_layer, deployment.n_rows_max, deployment.n_cells, CLOCK, TIMING_S,
+            blocks=deployment.blocks, rewinds=deployment.model.rewinds,
+        )  # fmt: skip
+    for number, draft in drafts.items():
+        n_layer = deployment.drafts[number].n_layer  # all of them: no draft is cut here
+        found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, deployment.n_cells, CLOCK, TIMING_S)
+    return found
+
+
+def _sleep_until(when_s: float) -> None:
+    """On this rank's clock; at once if it is past."""
+    time.sleep(max(0.0, when_s - time.monotonic()))
+
+
+def _run_plainly(
+    context: Context, deployment: Deployment, request: GenerationRequest | None, times: list[dict[str, ModelTimes]]
+) -> Overheads | None:
+    """A real job without speculation, then one for the draft's steps, during which all else rests.
+
+    Rank 0, which knows the request, gets what they cost on top of the models' own times.
+    """
+    if not request:
+        run_stage(context, deployment)
+        return None
+    session = Session(context, deployment)
+    session.open()
+    for _ in range(2):  # the first one warms up
+        plain = session.generate(request, context.options, Iterative(), lambda tokens: None)
+    drafted = session.generate(request, context.options, Speculative(), lambda tokens: None)
+    session.close()
+    steps_s = [
+        span["duration_s"]
+        for span in drafted.figures[0]["spans"]
+        if span["kind"] == "draft" and span["args"]["nodes"] == 1 and span["args"]["finished"]
+    ]
+    ranks = [stage.rank for stage in deployment.plan.stages]
+    runs = [plain.figures[rank]["runs"] for rank in ranks]
+    own = [times[rank]["stage"] for rank in ranks]
+    return overheads(plain.ledger, runs, own, steps_s, times[0].get("draft"))
+
+
+def _write(
+    output: Path, crew: Crew, options: RunOptions, deployment: Deployment, times: list[dict[str, ModelTimes]],
+    extra: Overheads, gbit_per_s: float,
+) -> int:  # fmt: skip
+    """Returns the exit code."""
+    stages = [times[stage.rank]["stage"] for stage in deployment.plan.stages]
+    hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
+    title = [
+        f"Measured by `pipeinfer measure` on {len(crew.hosts)} ranks: {hosts}.",
+        f"Target {options.model.name}, draft {' and '.join(draft.path.name for draft in deployment.drafts)}.",
+    ]
+    one_host = len({host.name for host in crew.hosts}) == 1
+    beside_s = [next(iter(found.values())).beside_s for found in times] if one_host else []
+    slowdown = {size: slowdowns([by_size[size] for by_size in beside_s]) for size in beside_s[0]} if beside_s else {}
+    drafts = [times[draft.rank]["draft"] for (draft,) in deployment.plan.drafts]
+    text = profile_toml(
+        title, deployment.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
+        deployment.blocks, deployment.parked,
+    )  # fmt: skip
+    if line := disturbed_line([*stages, *drafts]):
+        complain(line)
+    try:
+        write_file(output, "--output", text.encode())
+    except UserError as error:
+        print(text, end="", flush=True)  # what was measured is not lost
+        complain(f"{error}; the profile is on standard output")
+        return 2
+    print(output)
+    return 0

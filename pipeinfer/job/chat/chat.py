@@ -1,0 +1,183 @@
+"""A chat in one MPI job: rank 0 reads what the user says and prints the answers, all ranks keep their models loaded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from pipeinfer.core.requests import Finish
+from pipeinfer.errors import UserError
+from pipeinfer.job.chat.dialogue import Dialogue
+from pipeinfer.job.chat.interrupts import Interrupts
+from pipeinfer.job.chat.lines import PipedLines, open_lines
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch.start import start_job
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.planning.plan_table import show_plan
+from pipeinfer.job.planning.prepare import ChatSetup, prepare_chat
+from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.requests.asked import asked_of
+from pipeinfer.job.requests.printer import Printer
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.session.outcome import make_result
+from pipeinfer.job.session.session import Generation, Session
+from pipeinfer.models.grammar_check import TOO_MUCH
+from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.metrics import timings
+from pipeinfer.observe.progress import PromptProgress
+from pipeinfer.observe.report import number, stderr_console
+
+PROMPT, PROMPT_MORE = "> ", "… "
+MORE = "\\"
+"""At the end of a line: what is said goes on in the next one."""
+
+STOP = "/stop"
+HELP = {
+    "/clear": "begin anew, with the system's message",
+    "/regen": "take the newest answer back and answer again, with the next seed",
+    STOP: "stop the answer that is coming (on a terminal: Ctrl-C)",
+    "/help": "say this",
+    "/quit": "end the chat (or Ctrl-D)",
+}
+INTERRUPTED = 130
+
+
+def run_chat(options: RunOptions) -> int:
+    """`pipeinfer chat`, on every rank; returns the exit code."""
+    return start_job(
+        lambda crew: run_prepared(crew, options, prepare_chat, lambda *head: Chat(*head).run()),
+        options,
+        options,
+    )
+
+
+class Chat:
+    """Rank 0's part of one."""
+
+    def __init__(self, context: Context, deployment: Deployment, setup: ChatSetup) -> None:
+        self.context, self.deployment, self.setup, self.options = context, deployment, setup, context.options
+        self.console = stderr_console()
+        self.session = Session(context, deployment)
+        self.dialogue = Dialogue(setup.format)
+        self.sampling = setup.request.sampling
+        self.n_asked = self.n_refused = 0  # turns
+        self.interrupts = Interrupts(lambda: self.lines.next_is(STOP))
+        self.lines = open_lines(lambda: self.interrupts.left or bool(context.flag.reason))
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        flag, request = self.context.flag, self.setup.request
+        about = f"policy {self.options.policy.name}, chat, context {request.n_ctx}, seed {self.sampling.seed}"
+        show_plan(self.console, self.deployment, about)
+        try:
+            self.session.open()
+        except UserError as error:
+            complain(str(error))
+            return 2
+        for warning in self.deployment.warnings:
+            complain(warning)
+        flag.orderly, flag.interrupts = True, self.interrupts
+        code = self._converse()
+        self.session.close()
+        if flag.reason:
+            complain(flag.reason)
+        return flag.exit_code or code
+
+    def _converse(self) -> int:
+        """Until the user leaves or the job shall stop. Returns the exit code."""
+        said = self.setup.first if self.setup.first is not None else self._read()
+        while said is not None and said.strip() != "/quit":
+            self._take(said)
+            said = None if self.context.flag.reason else self._read()
+        if self.interrupts.left:
+            return INTERRUPTED
+        # a script is told that there is no answer, a user has read why
+        return 2 if self.n_refused and not self.n_asked and isinstance(self.lines, PipedLines) else 0
+
+    def _read(self) -> str | None:
+        """What the user says next; None when nothing more comes."""
+        try:
+            with self.interrupts.reading():
+                return self._read_lines()
+        except UserError as error:
+            self.n_refused += 1
+            complain(str(error))
+        except KeyboardInterrupt:
+            self.console.print()  # the shell's prompt begins on a line of its own
+            self.interrupts.left = True
+        return None
+
+    def _read_lines(self) -> str | None:
+        parts: list[str] = []
+        while (line := self.lines.read(PROMPT_MORE if parts else PROMPT)) is not None:
+            parts.append(line.removesuffix(MORE))
+            if not line.endswith(MORE):
+                break
+        return "\n".join(parts) if parts and not self.interrupts.left else None
+
+    def _take(self, said: str) -> None:
+        """A command, or what the model is to answer."""
+        word = said.strip()
+        if word == "/clear":
+            self.dialogue.clear()
+        elif word == "/regen":
+            self._answer_again()
+        elif word == "/help" or (word.startswith("/") and word not in HELP and " " not in word):
+            if word != "/help":
+                complain(f"there is no {word}; a text may begin with / if there is a space in it")
+            for name, does in HELP.items():
+                self.console.print(f"{name:8}{does}", markup=False)
+        elif word and word != STOP:
+            self._answer(said)
+
+    def _answer_again(self) -> None:
+        said = self.dialogue.take_back()
+        if said is None:
+            complain("/regen: there is no answer to take back")
+            return
+        self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % 2**32)
+        if self.sampling.temp <= 0:
+            complain("/regen: without --temp above 0 the answer is the same")
+        self._answer(said)
+
+    def _answer(self, said: str) -> None:
+        request = self.setup.request
+        try:
+            asked = self.dialogue.ask(said, request.n_ctx)
+        except UserError as error:
+            self.n_refused += 1
+            complain(str(error))
+            return
+        self.n_asked += 1
+        n_predict = min(request.n_predict, request.n_ctx - len(asked.tokens))
+        request = replace(request, prompt=asked.tokens, spans=asked.spans, n_predict=n_predict, sampling=self.sampling)
+        printer = Printer(self.context.flag, self.setup.format.tokenizer, request, self.options.json)
+        progress = PromptProgress(self.console, CLOCK, len(request.prompt) - 1)
+        policy = self.options.policy.begin()
+        found = self.session.generate(request, self.options, policy, printer.push, progress.update)
+        progress.close()
+        printer.finish()
+        self.dialogue.answered(found.request.tokens, printer.text, whole=not printer.was_cut)
+        self._report(found, request, printer.text)
+
+    def _report(self, found: Generation, request: GenerationRequest, text: str) -> None:
+        if self.options.json:
+            result = make_result(text, found, self.deployment, asked_of(self.deployment, request, self.options))
+            print(json_text(result), flush=True)
+        else:
+            print(flush=True)
+        if found.request.finish is Finish.FAILED:
+            complain(TOO_MUCH)
+        if found.request.finish is Finish.CONTEXT or len(found.request.tokens) >= request.n_ctx:
+            complain(f"the context of {request.n_ctx} tokens is full; /clear begins anew, a larger -c holds more")
+        figures = timings(found.metrics)
+        self.console.print(
+            f"{figures['prompt_n']} of {figures['prompt_n'] + figures['cache_n']} prompt tokens evaluated, "
+            f"{figures['predicted_n']} tokens, {number(figures['predicted_per_second'])} tokens/s",
+            style="dim", markup=False,
+        )  # fmt: skip
+        for notice in found.metrics.notices:
+            complain(notice)
+        sys.stderr.flush()

@@ -1,0 +1,122 @@
+"""What a user types, line by line: from a terminal, with editing and a history, or from a pipe. Knows no commands."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.process.limited import MAX_LENGTH
+from pipeinfer.job.process.signals import SIGNALS
+
+POLL_S = 0.1
+READ_BYTES = 1 << 16
+
+
+class Lines(Protocol):
+    def read(self, prompt: str) -> str | None:
+        """The next line, without its end; None when there is none, or the user leaves. Raises UserError, and
+        KeyboardInterrupt if it hears of a Ctrl-C itself."""
+        ...
+
+    def next_is(self, word: str) -> bool:
+        """Whether this line waits to be read; it is taken then. Does not wait."""
+        ...
+
+
+def open_lines(leaves: Callable[[], bool]) -> Lines:
+    """Of standard input. `leaves`: whether to stop waiting for a line."""
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
+        return TerminalLines(leaves)
+    return PipedLines(0 if sys.stdin is not None else -1, leaves)
+
+
+class TerminalLines:
+    """Arrow keys, history and the rest are readline's."""
+
+    def __init__(self, leaves: Callable[[], bool]) -> None:
+        self._leaves = leaves
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # from now on `input` has it
+
+    def read(self, prompt: str) -> str | None:
+        before = {number: signal.signal(number, _raise) for number in SIGNALS}
+        is_read = threading.Event()
+        threading.Thread(target=self._interrupt, args=(threading.get_ident(), is_read), daemon=True).start()
+        try:
+            return input(prompt)
+        except EOFError:
+            print(file=sys.stderr)  # the shell's prompt begins on a line of its own
+            return None
+        finally:
+            is_read.set()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, reader: int, is_read: threading.Event) -> None:
+        """A signal that comes just before readline waits is not noticed by it: say it again."""
+        while not is_read.wait(POLL_S):
+            if self._leaves():
+                signal.pthread_kill(reader, signal.SIGINT)
+
+    def next_is(self, word: str) -> bool:
+        return False  # what is typed ahead is readline's; a terminal has Ctrl-C
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+class PipedLines:
+    """Of a descriptor, -1 for none: a file, a pipe, or what a launcher hands on of its terminal."""
+
+    def __init__(self, descriptor: int, leaves: Callable[[], bool]) -> None:
+        self._descriptor, self._leaves = descriptor, leaves
+        self._data, self._ended, self._wrong = b"", descriptor < 0, ""
+        self._asked_s = 0.0
+
+    def read(self, prompt: str) -> str | None:
+        sys.stderr.write(prompt)  # standard output is for answers
+        sys.stderr.flush()
+        while b"\n" not in self._data and not self._ended:
+            if self._leaves():
+                return None
+            self._fill(POLL_S)
+            if len(self._data) > MAX_LENGTH:
+                raise UserError(f"a line is longer than {MAX_LENGTH >> 20} MiB, the limit for prompts; give less")
+        if self._wrong:
+            raise UserError(self._wrong)
+        if not self._data:
+            return None
+        line, _, self._data = self._data.partition(b"\n")
+        return line.decode("utf-8", "replace").removesuffix("\r")
+
+    def next_is(self, word: str) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._asked_s >= POLL_S:
+            self._asked_s = now_s
+            self._fill(0.0)
+        line, end, rest = self._data.partition(b"\n")
+        if not end or line.strip() != word.encode():
+            return False
+        self._data = rest
+        return True
+
+    def _fill(self, timeout_s: float) -> None:
+        if self._ended or len(self._data) > MAX_LENGTH or not select.select([self._descriptor], [], [], timeout_s)[0]:
+            return
+        try:
+            data = os.read(self._descriptor, READ_BYTES)
+        except OSError as error:
+            data, self._wrong = b"", f"standard input cannot be read: {error.strerror}; give what to say there"
+        self._data += data
+        self._ended = not data

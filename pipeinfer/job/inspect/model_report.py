@@ -1,0 +1,133 @@
+"""What `models info` tells of a file: what it is, whether it can be cut, and what stages of it would weigh. Loads no
+weights and prints nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.cluster.plan import make_plan
+from pipeinfer.core.blocks import rows_in_blocks
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import MAX_CTX, N_GUESS_ROWS, RunOptions
+from pipeinfer.job.placement.deployment import cells_for, sizes_of
+from pipeinfer.job.placement.memory import MemoryNeeds
+from pipeinfer.job.requests.request import DEFAULT_CTX
+from pipeinfer.models.chat_template import named_templates, template_of
+from pipeinfer.models.gguf.header import Header, Value
+from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, read_model_info, read_parts
+from pipeinfer.models.vocabulary_info import read_vocabulary_info
+
+MAX_STAGES = 64
+
+
+def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
+    """As plain data, bytes as stored in the file. `ctx_size` 0: what the model was trained for, DEFAULT_CTX at most.
+
+    A file that cannot be cut into stages is told so, with the reason; of it less is known. Raises UserError for what is
+    no GGUF file, or a damaged one, or a part of a model.
+    """
+    header = read_parts(path)[0]
+    metadata = header.metadata
+    check_is_model(path, metadata)
+    try:
+        info, reason = read_model_info(path), ""
+    except UserError as error:
+        info, reason = None, str(error)
+    return {
+        "path": str(path),
+        **(_of_model(info) if info else _of_header(header)),
+        "vocabulary": _vocabulary(path, metadata),
+        "template": template_of(metadata),
+        "named_templates": named_templates(metadata),
+        "sliceable": info is not None,
+        "reason": reason,
+        "exact": info is not None and info.layers.exact,
+        "numerics": numerics,
+        **(_stages(info, ctx_size, numerics) if info else {"n_ctx": None, "stages": []}),
+    }
+
+
+def _of_model(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "architecture": info.architecture,
+        "quantisation": info.quantisation,
+        "n_params": info.n_params,
+        "n_bytes": info.n_bytes,
+        "n_layer": info.n_layer,
+        "n_embd": info.n_embd,
+        "n_ctx_train": info.n_ctx_train,
+        "tied": info.tied,
+        "layer_bytes": list(info.layer_bytes),
+        "input_bytes": info.input_bytes,
+        "output_bytes": info.output_bytes,
+        "kv_bytes_per_token": sum(info.kv_bytes_per_cell),
+    }
+
+
+def _of_header(header: Header) -> dict[str, Any]:
+    """The same of a file that is no model that can be cut, as far as its header tells; null where it does not."""
+    architecture = _value(header.metadata, "general.architecture")
+    sizes: dict[int, int] = {}
+    for tensor in header.tensors:
+        if (layer := layer_of(tensor.name)) is not None:
+            sizes[layer] = sizes.get(layer, 0) + tensor.n_bytes
+    table = next((tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None)
+    return {
+        "name": _value(header.metadata, "general.name"),
+        "architecture": architecture,
+        "quantisation": None,
+        "n_params": sum(tensor.n_elements for tensor in header.tensors),
+        "n_bytes": header.state.n_bytes,
+        "n_layer": _value(header.metadata, f"{architecture}.block_count"),
+        "n_embd": _value(header.metadata, f"{architecture}.embedding_length"),
+        "n_ctx_train": _value(header.metadata, f"{architecture}.context_length"),
+        "tied": None,
+        "layer_bytes": [size for _, size in sorted(sizes.items())],
+        "input_bytes": table.n_bytes if table else None,
+        "output_bytes": None,
+        "kv_bytes_per_token": None,
+    }
+
+
+def _value(metadata: dict[str, Value], key: str) -> Any:
+    return metadata[key].value if key in metadata else None
+
+
+def _vocabulary(path: Path, metadata: dict[str, Value]) -> dict[str, Any]:
+    """`error`: why it cannot be told."""
+    try:
+        return asdict(read_vocabulary_info(path, metadata)) | {"error": ""}
+    except UserError as error:
+        return {"error": str(error)}
+
+
+def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
+    """Of the heaviest stage, for 1, 2, 4, … stages, each on a host of its own with a prompt that fills the context."""
+    n_ctx = ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
+    if n_ctx > MAX_CTX:
+        raise UserError(f"-c {n_ctx} is more than the {MAX_CTX} tokens that a context holds; give fewer")
+    options, n_cells = RunOptions(model=info.path, numerics=numerics), cells_for(n_ctx)
+    n_rows = max(min(options.batch_size, n_ctx) + 1, N_GUESS_ROWS)
+    n_in_blocks = rows_in_blocks(n_ctx) if numerics == "exact" and info.layers.known.flash else 0
+    needs = MemoryNeeds(options, info, (), n_cells, n_rows, n_in_blocks)
+    rows = []
+    for n_stages in (1 << power for power in range(MAX_STAGES.bit_length())):
+        try:
+            plan = make_plan(n_stages, [], sizes_of(info), n_cells)
+        except UserError:  # it has not so many layers, or not so many places to cut
+            break
+        memory = needs.of_plan(plan)
+        rank = max(range(n_stages), key=lambda rank: memory[rank].total)
+        rows.append(
+            {
+                "n_stages": n_stages,
+                "layers": [plan.stages[rank].first, plan.stages[rank].last],
+                "weight_bytes": memory[rank].weights + memory[rank].mapped,
+                "kv_bytes": memory[rank].kv,
+                "memory_bytes": memory[rank].total,
+            }
+        )
+    return {"n_ctx": n_ctx, "stages": rows}

@@ -1,0 +1,127 @@
+"""`pipeinfer plan`: for hosts that somebody describes, here and now; for those of its own ranks, on all of them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeinfer.cluster.cores import this_host
+from pipeinfer.cluster.costs import LinkCost
+from pipeinfer.cluster.launch import is_launched
+from pipeinfer.cluster.slice_times import RankTimes
+from pipeinfer.errors import UserError
+from pipeinfer.job.inspect.plan_report import plan_report
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.fetch import fetch_files, fetch_models, find_models
+from pipeinfer.job.placement.gpus import gpu_names, ranks_fault, with_gpus
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, open_planner
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, with_speeds, with_times
+from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.plan_text import plan_lines
+from pipeinfer.virtual.hosts_file import read_hosts
+from pipeinfer.virtual.nodes import Node, first_ranks, profiled_nodes
+from pipeinfer.virtual.profile import load_profile
+
+if TYPE_CHECKING:  # imports MPI
+    from pipeinfer.job.launch.start import Crew
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """What is asked besides the options of `run`: the hosts (a hosts file or a profile, and how many ranks of it;
+    neither: the ranks that are there), their links, the prompt (None: one that fits) and how often drafts are right."""
+
+    hosts: Path | None
+    profile: str | None
+    n_ranks: int
+    gbit: float | None
+    n_prompt: int | None
+    acceptances: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What every rank must have been started with."""
+
+    options: RunOptions
+    question: PlanQuestion
+
+
+def plan(options: RunOptions, question: PlanQuestion) -> int:
+    """Returns the exit code. Raises UserError, also for what does not fit, with the plan printed."""
+    if question.profile or question.hosts:
+        return tell(options, question, *_described(question))
+    if not is_launched():
+        alone = [this_host(socket.gethostname())]
+        if fault := ranks_fault(options, alone, 0, lambda text: [text]):
+            raise UserError(fault)
+        alone = list(with_gpus(options, alone, 0, lambda own: [own]))
+        return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
+    from pipeinfer.job.launch.start import start_job  # initialises MPI
+
+    return start_job(lambda crew: _plan_ranks(crew, options, question), _Asked(options, question), options)
+
+
+def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
+    if question.profile:
+        file = load_profile(question.profile)
+        return first_ranks(profiled_nodes(file), question.n_ranks, f"profile {file.name}"), file.link()
+    assert question.hosts
+    return first_ranks(read_hosts(question.hosts), question.n_ranks, f"--hosts {question.hosts}"), ETHERNET
+
+
+def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
+    """On every rank. Returns the exit code."""
+    from pipeinfer.job.profiling.found_hosts import with_own_gpus  # what it loads with takes a while
+    from pipeinfer.job.profiling.found_hosts import with_times as with_found_times
+    from pipeinfer.job.profiling.run_times import known_run_times
+
+    link, code, times, untimed = crew.link, 0, list[RankTimes](), ""
+    speeds = known_speeds(link, crew.hosts)
+    gpus = link.all_gather(gpu_names())
+    cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
+    hosts, error = find_models(link, crew.hosts, lambda: _paths(options))
+    if not error:
+        hosts, error = with_own_gpus(crew, hosts, options)
+    if not error:
+        hosts = with_found_times(crew, hosts, options)
+        times, untimed = known_run_times(crew, hosts, options)
+    if link.rank == 0:
+        try:
+            if error:
+                raise UserError(error)
+            tell(options, question, with_times(with_speeds(speeds, hosts, gpus), times), cost, untimed)
+        except UserError as caught:
+            complain(str(caught))
+            code = 2
+    found: int = link.broadcast(code)
+    return found
+
+
+def _paths(options: RunOptions) -> list[Path]:
+    return fetch_files([options.model, *options.drafts], options.offline)
+
+
+def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost, untimed: str = "") -> int:
+    """Print the plan. Returns the exit code. Raises UserError, with what is missing, where it does not fit.
+
+    `untimed`: the rank that could not be timed, and why.
+    """
+    if question.gbit is not None:
+        link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
+    options = fetch_models(options)
+    info, tokenizer = open_models(options)
+    tokenizer.close()
+    is_described = bool(question.profile or question.hosts)
+    n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.ctx_size or info.n_ctx_train) // 2))
+    planner = open_planner(options, info, nodes, link, n_prompt, question.acceptances, is_described, untimed)
+    found = plan_report(planner)
+    print(json_text(found) if options.json else "\n".join(plan_lines(found)), flush=True)
+    if not found["fits"]:
+        raise UserError(found["shortage"])
+    return 0

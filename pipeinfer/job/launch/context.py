@@ -1,0 +1,112 @@
+"""What every step of a job on one rank works with."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.cluster.stage import StageStats, StageWorker
+from pipeinfer.cluster.transport import Link, Outbox
+from pipeinfer.cluster.watch.flow import Flow
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.process.stop import StopFlag
+from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.vocabulary_file import VocabularyFile
+from pipeinfer.observe.ledger import StageLedger
+from pipeinfer.observe.trace import Tracer, pack_spans
+
+CLOCK: Callable[[], float] = time.monotonic
+
+
+@dataclass(slots=True)
+class Context:
+    """This rank: its options, its link to the others, its stop flag and its timeline."""
+
+    options: RunOptions
+    link: Link
+    flag: StopFlag
+    tracer: Tracer
+    flow: Flow
+    """What the watch knows of this rank's part in a pipeline."""
+
+    clock_offset_s: float = 0.0
+    arrived: dict[int, SliceFile] = field(default_factory=dict)
+    """What this rank hosts and came from rank 0, by the number of a draft, or -1, as `arrivals` has it."""
+
+    vocabulary: VocabularyFile | None = None
+    """The target's, where its last layers are, and where the smallest draft is."""
+
+    @property
+    def rank(self) -> int:
+        return self.link.rank
+
+    def close_vocabulary(self) -> None:
+        if self.vocabulary:
+            self.vocabulary.close()
+        self.vocabulary = None
+
+    def take_figures(self, worker: StageWorker | None, outbox: Outbox, ledger: StageLedger | None) -> dict[str, Any]:
+        """What this rank did since the last time, as plain data for rank 0, times on rank 0's clock."""
+        stats = StageStats()
+        if worker:
+            stats, worker.stats = worker.stats, stats
+        spans, self.tracer.spans = self.tracer.spans, []
+        n_messages, n_bytes, n_apart = outbox.take_counts()
+        return {
+            "runs_skipped": stats.n_skipped,
+            "runs_stopped": stats.n_stopped,
+            "runs_left_to_samplers": stats.n_left,
+            "layers_saved": stats.n_layers_saved,
+            "rss_bytes": resident_bytes(),
+            "peak_rss_bytes": peak_resident_bytes(),
+            "open_files": count_open_files(),
+            "n_messages": n_messages,
+            "n_bytes": n_bytes,
+            "n_apart": n_apart,
+            "runs": ledger.moved(self.clock_offset_s) if ledger else [],
+            "spans": pack_spans(spans, self.clock_offset_s),
+        }
+
+
+def resident_bytes() -> int:
+    """Memory this process holds now, mapped pages of model files counted once they were touched (as pmap does).
+
+    0 where the system does not tell.
+    """
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """The most memory this process held, since its start or the last `forget_peak`."""
+    # macOS counts in bytes; Linux, in kilobytes, is asked through /proc, whose peak can be reset
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _status_bytes("VmHWM") or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def forget_peak() -> None:
+    """Begin the peak anew, where the system can: what was loaded before is not the next models' memory."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def count_open_files() -> int:
+    """How many file descriptors this process has open; 0 where there is no /proc."""
+    try:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:
+        return 0
+
+
+def _status_bytes(name: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)

@@ -1,0 +1,121 @@
+"""One MPI job from start to end, on every rank: connect, do the rank's part, leave together. Knows no plan."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from pipeinfer.cluster.cores import Host, other_clocks, this_host
+from pipeinfer.cluster.idle import sleep_on_time
+from pipeinfer.cluster.launch import (
+    check_size,
+    end_job,
+    is_first_here,
+    n_ranks_here,
+    rank_from_environment,
+    size_from_environment,
+)
+from pipeinfer.cluster.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
+from pipeinfer.cluster.roster import check_alike, own_words, places
+from pipeinfer.cluster.transport import Link, abort
+from pipeinfer.cluster.watch.limits import Limits
+from pipeinfer.cluster.watch.segments import marking, short_of_room, sweep
+from pipeinfer.cluster.watch.watch import Watch
+from pipeinfer.errors import UserError
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.process.bus_error import report_bus_errors
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.process.signals import on_signals
+from pipeinfer.job.process.stop import StopFlag, Stopper
+from pipeinfer.models.llama.ggml import spread_over_nodes
+from pipeinfer.observe.trace import Tracer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """All ranks of a job, as one of them sees them."""
+
+    link: Link
+    flag: StopFlag
+    watch: Watch
+    hosts: list[Host]
+
+    def context(self, options: RunOptions, deployment: Deployment) -> Context:
+        """What this rank needs for its part of a plan. Collective: clocks that may differ are compared."""
+        self.watch.describe(deployment.plan.describe(self.link.rank))
+        tracer = Tracer(CLOCK, on=options.trace is not None)
+        offset_s = self.link.clock_offset_s(CLOCK, other_clocks(self.hosts))
+        return Context(options, self.link, self.flag, tracer, self.watch.flow, offset_s)
+
+
+def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions) -> int:
+    """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code.
+
+    `settings`: a dataclass of all that was asked for, which must be the same on every rank; `options`: what it says of
+    the ranks themselves. Raises UserError, on every rank and with MPI ended, when ranks do not fit together.
+    """
+    sleep_on_time()
+    flag, end = StopFlag(), partial(end_job, abort=abort)
+    watch = Watch(
+        rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason),
+        Limits.of(options.rank_timeout_s),
+    )  # fmt: skip
+    stopper = Stopper(flag, watch, end)
+    on_signals(stopper.on_signal)
+    watch.open()  # not before: it would take an end by a signal for a death
+    if is_first_here():
+        if line := short_of_room(n_ranks_here()):
+            complain(line)
+        threading.Thread(target=sweep, daemon=True).start()
+    with marking():
+        link = Link()
+    on_signals(stopper.on_signal)  # anew: MPICH's UCX takes SIGHUP for a wish to see what it knows
+    _meet(link, watch, settings)
+    with watch:
+        try:
+            hosts = _places(link, options)
+            with report_bus_errors(watch.fault):
+                code = part(Crew(link, flag, watch, hosts))
+        except Exception:
+            if options.verbose:
+                traceback.print_exc()
+            raise  # the watch says it in one line and ends the job
+        link.finalize()
+    return flag.exit_code or code
+
+
+def _meet(link: Link, watch: Watch, settings: object) -> None:
+    """Join the watch, if the ranks fit together."""
+    try:
+        check_size(link.size)
+        all_words = link.all_gather(own_words(settings))
+        check_alike(all_words)
+    except UserError:
+        link.finalize()
+        watch.close()
+        raise
+    watch.join(places(all_words), link.broadcast)
+
+
+def _places(link: Link, options: RunOptions) -> list[Host]:
+    """Where every rank runs, with cores of its own where that is asked for: before any thread computes."""
+    hosts = link.all_gather(with_nodes(this_host(socket.gethostname())))
+    if options.numa and link.rank == 0:
+        for line in unheeded(options.numa, hosts):
+            complain(line)
+    if options.numa == DISTRIBUTE and is_distributed(hosts, link.rank):
+        spread_over_nodes()
+    if options.numa == ISOLATE:
+        hosts = isolated(hosts)
+        os.sched_setaffinity(0, hosts[link.rank].cores)
+    return hosts

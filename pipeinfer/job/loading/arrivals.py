@@ -1,0 +1,216 @@
+"""Layers for ranks whose hosts lack a model's file: from rank 0, once, before anything loads.
+
+They go through the slice cache where there is one: what lies there, of the file that rank 0 has, is not sent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeinfer.cluster.plan import StagePlan
+from pipeinfer.cluster.streams import receive_stream, send_stream
+from pipeinfer.cluster.transport import Link
+from pipeinfer.errors import UserError
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.placement.deployment import Deployment, ModelFile
+from pipeinfer.job.process.complain import complain
+from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
+from pipeinfer.models.gguf.remote import RemoteModel, What, contents
+from pipeinfer.models.gguf.skeleton import Skeleton, take_skeleton
+from pipeinfer.models.vocabulary_file import VocabularyFile
+from pipeinfer.outputs import temporary_folder
+
+if TYPE_CHECKING:
+    from pipeinfer.observe.progress import TransferProgress
+
+TARGET = -1
+"""In the place of a draft's number."""
+
+
+class Want(NamedTuple):
+    """What a rank needs of a model: `number`, of a draft or TARGET."""
+
+    number: int
+    what: What
+    first: int
+    last: int
+    n_bytes: int
+
+
+class StreamFeed:
+    """A Feed of what another rank sends."""
+
+    def __init__(self, chunks: Iterator[memoryview]) -> None:
+        self._chunks, self._rest = chunks, memoryview(b"")
+
+    def take(self, n_bytes: int) -> Iterator[memoryview]:
+        while n_bytes:
+            if not self._rest:
+                self._rest = next(self._chunks)
+            piece, self._rest = self._rest[:n_bytes], self._rest[n_bytes:]
+            n_bytes -= len(piece)
+            yield piece
+
+    def finish(self) -> None:
+        for chunk in self._chunks:
+            raise AssertionError(f"{len(chunk)} bytes more than a slice has")
+
+    def drop(self) -> None:
+        """Take in what nobody wants any more: who sends it waits for that."""
+        for _ in self._chunks:
+            pass
+
+
+def fetch_layers(context: Context, deployment: Deployment) -> None:
+    """On every rank: what this one hosts and has no file of goes into `context.arrived`. Collective.
+
+    Raises UserError when something could not be read, sent or written, once all ranks are through.
+    """
+    link = context.link
+    if link.size == 1 or not context.options.send_layers:
+        return
+    missing = link.all_gather(_missing(context, deployment))
+    if any(missing):
+        skeletons = _share_skeletons(link, deployment, sorted(set(chain(*missing))))
+        _Fetching(context, deployment, skeletons).run(missing)
+
+
+def _missing(context: Context, deployment: Deployment) -> list[int]:
+    """The models that this rank hosts and whose files are not on its host."""
+    return [
+        number
+        for number in _hosted(context, deployment)
+        if not all(map(os.path.exists, part_paths(model_file(deployment, number).path)))
+    ]
+
+
+def _hosted(context: Context, deployment: Deployment) -> dict[int, StagePlan]:
+    index = deployment.plan.stage_of(context.rank)
+    own = {} if index is None else {TARGET: deployment.plan.stages[index]}
+    return own | deployment.plan.drafts_on(context.rank)
+
+
+def model_file(deployment: Deployment, number: int) -> ModelFile:
+    """The target's, or that of the draft of this number."""
+    return deployment.model if number == TARGET else deployment.drafts[number]
+
+
+def _share_skeletons(link: Link, deployment: Deployment, numbers: list[int]) -> dict[int, Skeleton]:
+    """Rank 0's, of these models. Raises UserError, on all ranks, when it cannot read one."""
+    found: dict[int, Skeleton] = {}
+    error = ""
+    if link.rank == 0:
+        try:
+            found = {number: take_skeleton(_read(model_file(deployment, number))) for number in numbers}
+        except UserError as caught:
+            error = str(caught)
+    found, error = link.broadcast((found, error) if link.rank == 0 else None)
+    if error:
+        raise UserError(error)
+    return found
+
+
+def _read(file: ModelFile) -> ModelInfo:
+    """On rank 0. Raises UserError when it is not the file of which the plan was made."""
+    info = read_model_info(file.path)
+    if (info.fingerprint, info.states) != (file.fingerprint, file.states):
+        raise UserError(f"{file.path} was changed while the job started; start again")
+    return info
+
+
+class _Fetching:
+    """One rank's part of sending and receiving, which goes on to the end whatever fails."""
+
+    def __init__(self, context: Context, deployment: Deployment, skeletons: dict[int, Skeleton]) -> None:
+        self.context, self.deployment, self.skeletons, self.link = context, deployment, skeletons, context.link
+        self.cache, self.error, self.failed = context.options.slice_cache, "", set[int]()
+        self.progress: TransferProgress | None = None
+
+    def run(self, missing: list[list[int]]) -> None:
+        """`missing`: the models that each rank lacks."""
+        link = self.link
+        own: dict[int, RemoteModel] = {}
+        with ExitStack() as stack:
+            with self._noting():
+                folder = stack.enter_context(temporary_folder())
+                for number in missing[link.rank]:
+                    with self._noting():
+                        own[number] = self._put_up(number, folder)
+            wants = link.all_gather([want for number, model in own.items() for want in self._wants(number, model)])
+            for rank, its in enumerate(wants):
+                if link.rank == 0 and its:
+                    self._announce(rank, its)
+                for want in its:
+                    with self._noting():
+                        if link.rank == 0:
+                            self._send(rank, want)
+                        elif link.rank == rank:
+                            self._receive(own[want.number], want)
+                if self.progress:
+                    self.progress.close()
+            for number in own.keys() - self.failed:
+                with self._noting():
+                    self.context.arrived[number] = own[number].finish()
+        if self.error:
+            raise UserError(self.error)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            self.error = self.error or str(error)
+
+    def _put_up(self, number: int, folder: Path) -> RemoteModel:
+        own, place = _hosted(self.context, self.deployment)[number], folder / str(number)
+        place.mkdir()
+
+        def notice(line: str) -> None:
+            complain(f"rank {self.link.rank} ({socket.gethostname()}): {line}")
+
+        model = RemoteModel(self.skeletons[number], place, own.first, own.last, self.cache, notice)
+        if number == TARGET and own.last == model.info.n_layer:
+            self.context.vocabulary = VocabularyFile(model.info.paths[0])
+        return model
+
+    def _wants(self, number: int, model: RemoteModel) -> list[Want]:
+        first, last = model.first, model.last
+        return [Want(number, what, first, last, contents(model.info, what, first, last)[0]) for what in model.wants()]
+
+    def _receive(self, model: RemoteModel, want: Want) -> None:
+        feed = StreamFeed(receive_stream(self.link, 0, want.n_bytes))
+        try:
+            model.take(want.what, feed)
+        except UserError as error:
+            self.failed.add(want.number)
+            self.error = self.error or str(error)
+        feed.drop()  # another job may have put into the cache what was wanted
+
+    def _announce(self, rank: int, wants: Sequence[Want]) -> None:
+        from pipeinfer.observe.progress import TransferProgress  # draw: only rank 0 pays for importing them
+        from pipeinfer.observe.report import stderr_console
+        from pipeinfer.sizes import size_text
+
+        host, n_bytes = self.deployment.hosts[rank].name, sum(want.n_bytes for want in wants)
+        files = ", ".join(sorted({str(model_file(self.deployment, want.number).path) for want in wants}))
+        kept = "" if self.cache else "; --slice-cache DIR keeps it there for the next time"
+        complain(f"rank {rank} ({host}) has no {files}: {size_text(n_bytes)} go there{kept}")
+        self.progress = TransferProgress(stderr_console(), CLOCK, f"to rank {rank}", n_bytes)
+
+    def _send(self, rank: int, want: Want) -> None:
+        assert self.progress
+        send_stream(self.link, rank, _pieces(model_file(self.deployment, want.number), want), self.progress.advance)
+
+
+def _pieces(file: ModelFile, want: Want) -> Iterator[bytes | memoryview]:
+    """Raises UserError, for whatever is wrong, when the first is asked for, or later: so the other rank is told."""
+    try:
+        yield from contents(_read(file), want.what, want.first, want.last)[1]
+    except OSError as error:
+        raise UserError(f"the model cannot be read any more: {error.strerror}; start again") from None

@@ -1,0 +1,229 @@
+"""Load what a rank hosts, its slice of the target or of a draft, and make what drives it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from pipeinfer import __version__
+from pipeinfer.cluster.calibrate import recall_context, recall_rows, time_chunk, time_context, time_rows
+from pipeinfer.cluster.pace import Courier, PacedStage
+from pipeinfer.cluster.plan import StagePlan
+from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker
+from pipeinfer.cluster.wire import verdict_bytes
+from pipeinfer.core.blocks import BLOCK
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.errors import UserError
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.loading.arrivals import TARGET, model_file
+from pipeinfer.job.loading.stages import load_layers, local_rank, place_text
+from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions, backend_of
+from pipeinfer.job.placement.deployment import Deployment, ModelFile
+from pipeinfer.job.placement.draft_place import options_of_draft
+from pipeinfer.job.placement.gpus import rank_devices
+from pipeinfer.job.placement.memory import gpu_layers
+from pipeinfer.job.process.complain import complain
+from pipeinfer.kept import user_kept
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
+from pipeinfer.models.grammar import Grammars
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.translated import TranslatedStage
+from pipeinfer.models.vocabulary_file import VocabularyFile
+from pipeinfer.policies.limits import MAX_WIDTH
+
+N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a draft's answer at most
+
+
+def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
+    """This rank's slice of the target, if it has one. Raises UserError when this host's file is not rank 0's."""
+    index = deployment.plan.stage_of(context.rank)
+    if index is None:
+        return None
+    options, stage = context.options, deployment.plan.stages[index]
+    info = _read(context, TARGET, deployment.model)
+    if stage.last == info.n_layer and not context.vocabulary:
+        context.vocabulary = VocabularyFile(info.paths[0])
+    params = LlamaParams(
+        n_cells=deployment.n_cells,
+        # one more, in which exact numerics park rejected cells
+        n_seq_max=options.n_target_seq(info.layers.rewinds) + 1,
+        n_batch=deployment.n_rows_max,
+        n_outputs_max=deployment.n_nodes + 1,
+        n_threads=deployment.threads[context.rank],
+        n_gpu_layers=gpu_layers(options, context.rank),
+        exact=options.numerics == "exact",
+        cache=options.cache,
+        devices=rank_devices(options, deployment.hosts, context.rank),
+    )
+    model = _load(context, deployment, TARGET, stage, params, options)
+    return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
+
+
+def _read(context: Context, number: int, file: ModelFile) -> ModelInfo:
+    """Of a draft of this number, or of the target: what came from rank 0, else this host's file."""
+    if arrived := context.arrived.get(number):
+        return arrived.info
+    info = read_model_info(file.path)
+    if info.fingerprint != file.fingerprint:
+        raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host, or remove it there: "
+                        "then its layers come from rank 0")  # fmt: skip
+    return info
+
+
+def _load(
+    context: Context, deployment: Deployment, number: int, own: StagePlan, params: LlamaParams, options: RunOptions
+) -> LoadedModel:
+    """`options`: those by which this rank computes it."""
+    rank = context.rank
+    return load_layers(
+        lambda: _open(context, deployment, number, own),
+        params, backend_of(options, rank), local_rank(context.options, deployment.hosts, rank),
+    )  # fmt: skip
+
+
+def _open(context: Context, deployment: Deployment, number: int, own: StagePlan) -> SliceFile:
+    if number in context.arrived:
+        return context.arrived.pop(number)
+    cache, file = context.options.slice_cache, model_file(deployment, number)
+    info = _read(context, number, file)
+    return open_slice(info, own.first, own.last, cache, lambda line: _notice(context, line), file.states)
+
+
+def _notice(context: Context, line: str) -> None:
+    complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
+
+
+def inexact_line(options: RunOptions, gpus: Mapping[int, str]) -> str:
+    """What is to be said when exact numerics are asked of ranks that compute the target's layers so that they may not
+    hold. `gpus`: of each of these ranks, see `gpu_of`."""
+    if options.numerics != "exact":
+        return ""
+    by_torch = {rank: gpu for rank, gpu in gpus.items() if backend_of(options, rank).is_torch}
+    inexact = [rank for rank, gpu in gpus.items() if gpu and rank not in by_torch]
+    if inexact:
+        return (
+            f"--numerics exact holds on CPUs and with --backend torch: the layers of {_ranks(inexact)} are on GPUs of "
+            "llama.cpp's, whose kernels depend on the batch, so that tokens that are all but tied may differ between "
+            "policies and splits; -ngl 0 and --backend torch are exact"
+        )
+    kinds = {gpu: [rank for rank in by_torch if by_torch[rank] == gpu] for gpu in by_torch.values()}
+    if len(kinds) > 1:
+        shown = ", ".join(f"{_ranks(own)} on {gpu or 'a CPU'}" for gpu, own in kinds.items())
+        return (
+            f"--numerics exact wants devices of one kind for all layers of the target, here torch computes {shown}: "
+            "tokens that are all but tied may differ between splits"
+        )
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def make_worker(context: Context, deployment: Deployment, model: LoadedModel) -> StageWorker:
+    """What drives a loaded stage."""
+    index = deployment.plan.stage_of(context.rank)
+    assert index is not None, f"rank {context.rank} has a model and no stage"
+    stage = deployment.plan.stages[index]
+    n_layers = deployment.pace.stages[index].layers if deployment.pace else stage.last - stage.first
+    constrain = Grammars(context.vocabulary.open) if context.vocabulary else None
+    following = deployment.plan.stages[index + 1].rank if index + 1 < len(deployment.plan.stages) else None
+    leaves_as = context.options.wire_type if deployment.hop_is_apart(context.rank, following) else None
+    return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers, constrain, leaves_as)
+
+
+def load_drafts(context: Context, deployment: Deployment) -> dict[int, LoadedModel]:
+    """What this rank hosts of drafts, by number, each with a KV cache for as many tokens as the target's."""
+    return {
+        number: _load_draft(context, deployment, number, own)
+        for number, own in deployment.plan.drafts_on(context.rank).items()
+    }
+
+
+def _load_draft(context: Context, deployment: Deployment, number: int, own: StagePlan) -> LoadedModel:
+    options = options_of_draft(context.options, deployment.hosts, context.rank)
+    params = LlamaParams(
+        n_cells=deployment.n_cells,
+        n_seq_max=options.n_seq + 1,
+        n_batch=N_GUESS_ROWS,
+        n_outputs_max=N_GUESS_ROWS,
+        n_threads=deployment.threads[context.rank],
+        n_gpu_layers=gpu_layers(options, context.rank),
+        exact=False,  # guesses need not be reproducible to the bit: the target decides
+        cache=options.draft_cache,
+        devices=rank_devices(options, deployment.hosts, context.rank),
+    )
+    model = _load(context, deployment, number, own, params, options)
+    if translation := deployment.translations[number]:
+        model = TranslatedStage(model, translation)
+    return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model
+
+
+def time_loaded(
+    context: Context, deployment: Deployment, model: LoadedModel, draft: int | None = None
+) -> dict[int, float]:
+    """What rows cost a loaded model: the stage of this rank, or what it has of the draft of that number. Paced ones are
+    timed anew."""
+    if deployment.pace:
+        return time_rows(model, CLOCK)
+    return recall_rows(model, CLOCK, user_kept(), f"rows: {_timed_name(context, deployment, draft)}")
+
+
+def time_after(context: Context, deployment: Deployment, model: LoadedModel, row_times: Mapping[int, float]) -> float:
+    """Seconds that a row takes this rank's stage longer for each token before it, 0 where that is not timed; see
+    `time_context`."""
+    if not deployment.model.rewinds:
+        return 0.0  # its states could not be rewound to time a run again, and cost the same after any context
+    if deployment.pace:
+        return time_context(model, row_times, deployment.n_cells, CLOCK) or 0.0
+    name = f"context: {_timed_name(context, deployment, None)}"
+    return recall_context(model, row_times, deployment.n_cells, CLOCK, user_kept(), name) or 0.0
+
+
+def _timed_name(context: Context, deployment: Deployment, draft: int | None) -> str:
+    """All that the times of a loaded model depend on."""
+    rank, options = context.rank, context.options
+    if draft is None:
+        index = deployment.plan.stage_of(rank)
+        assert index is not None, f"rank {rank} has a model and no stage"
+        part = f"{deployment.model.fingerprint} {deployment.plan.stages[index].layers} {options.kernels}"
+    else:
+        own, types = deployment.plan.drafts_on(rank)[draft], " ".join(options.draft_cache)
+        options = options_of_draft(options, deployment.hosts, rank)
+        part = f"{deployment.drafts[draft].fingerprint} {own.layers} of a draft, {types}"
+    place = place_text(options, deployment.hosts[rank], deployment.threads[rank], rank)
+    return f"{part}, {place}, pipeinfer {__version__}"
+
+
+def time_prompt(context: Context, deployment: Deployment, model: LoadedModel) -> tuple[int, float] | None:
+    """Rows and seconds of a chunk of a prompt in this rank's stage, where it is asked how long such may take."""
+    if not context.options.max_delay_s:
+        return None
+    n_rows = BLOCK if deployment.blocks else min(BLOCK, deployment.n_batch)
+    return n_rows, time_chunk(model, n_rows, deployment.blocks, CLOCK)
+
+
+def make_drafter(context: Context, deployment: Deployment, options: RunOptions, model: LoadedModel) -> ModelDrafter:
+    """On rank 0, which has the target's file. The model's cache must be empty."""
+    context.vocabulary = context.vocabulary or VocabularyFile(deployment.model.path)
+    pool = SequencePool(options.n_seq, deployment.n_cells, window=deployment.drafts[0].window)
+    return ModelDrafter(model, pool, N_GUESS_ROWS, model.n_vocab, options.couple, Grammars(context.vocabulary.open))
+
+
+def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:
+    """What drives a loaded draft that is asked by messages, or a stage of it."""
+    own, couple = deployment.plan.drafts_on(context.rank)[number], context.options.couple
+    n_layers = own.last - own.first
+    return DraftWorker(model, LocalPrunings(), CLOCK, own.first == 0, context.tracer, n_layers, couple=couple)
+
+
+def make_courier(context: Context, deployment: Deployment) -> Courier | None:
+    """What makes messages take their modelled time, in a paced job; its clock is rank 0's."""
+    pace = deployment.pace
+    if pace is None:
+        return None
+    clock, wire_type = lambda: CLOCK() + context.clock_offset_s, context.options.wire_type
+    return Courier(pace.link, clock, deployment.n_embd, pace.n_embd, wire_type)

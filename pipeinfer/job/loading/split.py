@@ -1,0 +1,99 @@
+"""The slices of a model for the stages of a plan, written before any job runs. Loads no weights and prints nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from shutil import disk_usage
+
+from pipeinfer.cluster.plan import StagePlan, make_plan
+from pipeinfer.errors import UserError
+from pipeinfer.job.placement.deployment import sizes_of
+from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.gguf.remote import cached_table, write_table
+from pipeinfer.models.gguf.slice import is_cached, open_slice, slice_bytes, slice_path
+from pipeinfer.models.gguf.slice_cache import sweep
+from pipeinfer.sizes import size_text
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file in the directory. `is_new`: it was not there, or was not what it should be."""
+
+    path: Path
+    what: str
+    n_bytes: int
+    is_new: bool
+
+
+def split_of_plan(path: Path) -> list[float]:
+    """The layers of each stage of a plan that `pipeinfer plan --json` wrote. Raises UserError."""
+    try:
+        counts = json.loads(path.read_text())["layer_split"]
+        return [float(int(count)) for count in counts]
+    except OSError as error:
+        raise UserError(f"--plan {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--plan {path} is no plan; write one with: pipeinfer plan … --json > plan.json") from None
+
+
+def write_slices(
+    target: Path, split: list[float] | None, n_stages: int, output: Path, only: Sequence[int] = ()
+) -> Iterator[Written]:
+    """One after another; `n_stages` where no split says how many: by size. `only`: those of these stages, else of all.
+    Beside a first stage's the token table, for hosts that have no file of the model. Raises UserError, before anything
+    is written where the disk has no room for all of it."""
+    info = read_model_info(target)
+    plan = make_plan(len(split) if split else n_stages, [], sizes_of(info), 0, split)
+    if len(plan.stages) == 1:
+        raise UserError("one stage has the whole model, which is read from its own file; split it for 2 stages or more")
+    if unknown := [number for number in only if number >= len(plan.stages)]:
+        raise UserError(f"--only {unknown[0]}: there are stages 0 to {len(plan.stages) - 1}")
+    stages = {number: plan.stages[number] for number in sorted(set(only)) or range(len(plan.stages))}
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        sweep(output)
+        _check_room({number: _missing(info, stage, output) for number, stage in stages.items()}, output)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be a directory: {error.strerror}; name another one") from None
+    for stage in stages.values():
+        yield _write(info, stage.first, stage.last, output)
+    if 0 in stages:
+        was_there = cached_table(info, output).is_good
+        table = write_table(info, output)
+        yield Written(table, "token table", table.stat().st_size, not was_there)
+
+
+def _missing(info: ModelInfo, stage: StagePlan, output: Path) -> int:
+    """Bytes that are to be written for a stage."""
+    n_bytes = 0 if is_cached(info, stage.first, stage.last, output, ()) else slice_bytes(info, stage.first, stage.last)
+    if stage.first == 0 and not (table := cached_table(info, output)).is_good:
+        n_bytes += table.n_bytes
+    return n_bytes
+
+
+def _check_room(missing: Mapping[int, int], output: Path) -> None:
+    """`missing`: bytes of each stage. Raises UserError, with the stages that would fit, when these are too many."""
+    needed, left = sum(missing.values()), disk_usage(output).free
+    if needed <= left:
+        return
+    fitting = [number for number, total in zip(missing, accumulate(missing.values()), strict=True) if total <= left]
+    ways = "make room, or name another directory"
+    if fitting:
+        fits = f"--only {','.join(map(str, fitting))} fits"
+        ways = f"make room, name another directory, or write what ranks of this host need alone: {fits}"
+    raise UserError(
+        f"--output {output} lacks {size_text(needed - left)}: {size_text(needed)} are to be written, "
+        f"{size_text(left)} are left; {ways}"
+    )
+
+
+def _write(info: ModelInfo, first: int, last: int, output: Path) -> Written:
+    path = slice_path(info, first, last, output)
+    before = path.stat().st_ino if path.exists() else None
+    part = open_slice(info, first, last, output)
+    part.close()
+    return Written(path, f"layers {first}-{last - 1}", part.n_bytes, path.stat().st_ino != before)

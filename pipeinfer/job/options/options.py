@@ -1,0 +1,354 @@
+"""What a run is asked to do, built once from the command line and checked as far as that goes without a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeinfer.cluster.activations import WireType
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
+from pipeinfer.policies import Iterative
+
+INT32_MAX = 2**31 - 1
+"""What libllama and the messages between ranks hold: tokens, positions, counts."""
+
+MAX_SEQUENCES = 254
+"""Branches and requests at a time: libllama has room for two more, which the stages keep for themselves."""
+
+MAX_CTX = INT32_MAX - 1023
+"""Tokens of a context: with the cells above it, positions and cells must be 32-bit numbers."""
+
+ALL_LAYERS, AUTO_LAYERS = -1, -2
+"""All of a rank's layers on its GPU; the same where there is a GPU, else none."""
+
+NO_DEVICE = ("none",)
+AUTO, ON, OFF = "auto", "on", "off"
+"""Of a rank's devices: its layers stay on the CPU."""
+
+N_GUESS_ROWS = 32  # guesses a run carries at most
+MAX_PROMPTS = 4
+MAX_SAMPLERS = 64
+
+STDIN = Path("-")
+
+N_GUESS_STATES = 16
+"""Guesses that trees may have at a time where layers keep states: each has a sequence, with a state, of its own."""
+
+ESCAPE = re.compile(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})")
+NO_DRAFT = Path("none")
+PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How the model is talked to. `variables`: further ones for the template, as the text of a JSON object."""
+
+    system: str | None = None
+    system_file: Path | None = None
+    template_file: Path | None = None
+    variables: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarOptions:
+    """What the text must be, as one of: a grammar, a JSON schema as text, and the files of either."""
+
+    grammar: str | None = None
+    grammar_file: Path | None = None
+    schema: str | None = None
+    schema_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The options of `pipeinfer run` under their long names; see its help for their meanings."""
+
+    model: Path
+    drafts: tuple[Path, ...] = ()
+    prompt: str | None = None
+    file: Path | None = None
+    chat: ChatOptions | None = None
+    stops: tuple[str, ...] = ()
+    grammar: GrammarOptions = GrammarOptions()
+    predict: int = -1
+    ctx_size: int = 0
+    batch_size: int = 128
+    threads: tuple[int, ...] = ()
+    samplers: int | None = None
+    n_gpu_layers: tuple[int, ...] = (0,)
+    n_gpu_layers_draft: int = AUTO_LAYERS
+    """Of drafts, on whichever rank; AUTO_LAYERS: as the target's there, or none where that is sooner."""
+    device: tuple[tuple[str, ...], ...] = ((),)
+    """Of each rank, or of all; empty: its share of its host's."""
+    backend: tuple[Backend, ...] = (Backend(),)
+    policy: Policy = field(default_factory=Iterative)
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
+    layer_split: str | None = None
+    draft_split: tuple[int, ...] = ()
+    draft_rank: int | None = None
+    lookup: bool = False
+    ignore_eos: bool = False
+    numerics: str = "exact"
+    wire_type: WireType = WireType.F32
+    cache_type_k: str = F16_CACHE.k
+    cache_type_v: str = F16_CACHE.v
+    cache_type_k_draft: str = F16_CACHE.k
+    cache_type_v_draft: str = F16_CACHE.v
+    slice_cache: Path | None = None
+    offline: bool = False
+    send_layers: bool = True
+    numa: str | None = None
+    rank_timeout_s: float | None = None
+    pace: str | None = None
+    couple: bool = True
+    cancel: bool = True
+    partitions: bool = True
+    prepare_ahead: bool = True
+    post_ahead: bool = True
+    gpu_aware: str = AUTO
+    sequences: int = 0
+    parallel: int = 1
+    max_delay_s: float | None = None
+    results: Path | None = None
+    trace: Path | None = None
+    json: bool = False
+    verbose: bool = False
+
+    @property
+    def n_seq(self) -> int:
+        """Sequences that trees may lease: as many as the policy can use for one request, and one for each further;
+        without partitions one a request, and so no branches."""
+        if not self.partitions:
+            return self.parallel
+        return self.sequences or min(MAX_SEQUENCES, self.policy.n_seq + self.parallel - 1)
+
+    @property
+    def n_nodes(self) -> int:
+        """Nodes that a run of the target carries at most: guesses, or a root of each request."""
+        return max(N_GUESS_ROWS, self.parallel)
+
+    @property
+    def cache(self) -> CacheTypes:
+        """Of the target, with fast numerics."""
+        return CacheTypes(self.cache_type_k, self.cache_type_v)
+
+    @property
+    def draft_cache(self) -> CacheTypes:
+        return CacheTypes(self.cache_type_k_draft, self.cache_type_v_draft)
+
+    @property
+    def kernels(self) -> str:
+        """How the target's layers are computed: numerics, and types of the cache where they are others."""
+        return "-".join((self.numerics, *(self.cache if self.cache != F16_CACHE else ())))
+
+    @property
+    def rounding(self) -> str:
+        """Numerics, and what else rounds: where these differ a text may be another one."""
+        return self.kernels if self.wire_type is WireType.F32 else f"{self.kernels}-{self.wire_type}"
+
+    @property
+    def may_have_samplers(self) -> bool:
+        """Whether threads may choose tokens beside the last stage: unasked for many requests, where not all cores
+        compute."""
+        if self.samplers is not None:
+            return self.samplers > 0
+        return self.parallel > 1 and bool(self.threads or any(self.n_gpu_layers))
+
+    @property
+    def n_prompts(self) -> int:
+        """Prompts in blocks that are read at a time: each has a context of its own meanwhile."""
+        return min(MAX_PROMPTS, self.parallel)
+
+    def n_target_guesses(self, rewinds: bool) -> int:
+        """Of a target that does not rewind: guesses that trees may have at a time, each in a sequence of its own."""
+        if rewinds or not self.partitions or isinstance(self.policy, Iterative):
+            return 0
+        return max(0, (self.sequences or min(MAX_SEQUENCES, self.parallel + N_GUESS_STATES)) - self.parallel)
+
+    def n_target_seq(self, rewinds: bool) -> int:
+        """Sequences of the target: few where each has a state."""
+        return self.n_seq if rewinds else self.parallel + self.n_target_guesses(rewinds)
+
+    @property
+    def is_by_rank(self) -> bool:
+        """Whether something is given for each rank or stage by itself: in another order it would be for others."""
+        return bool(self.layer_split) or max(map(len, (self.threads, self.n_gpu_layers, self.device, self.backend))) > 1
+
+    @property
+    def drafts_in_use(self) -> tuple[Path, ...]:
+        """The drafts that the policy needs, in any order."""
+        return self.drafts if self.policy.drafts else ()
+
+
+def unescape(text: str, option: str = "--prompt") -> str:
+    """A text with llama.cpp's escapes replaced; what is none of them stays. Raises UserError with the option's name."""
+    try:
+        return ESCAPE.sub(_escaped, text.encode()).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{option} has escapes for bytes that are not UTF-8 (byte {error.start}); with --no-escape they are text"
+        ) from None
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    word = found[1]
+    return bytes.fromhex(word[1:].decode()) if word[:1] == b"x" else PLAIN.get(word, word)
+
+
+def threads_of_rank(threads: tuple[int, ...], rank: int, n_ranks: int, default: int) -> int:
+    if len(threads) not in (0, 1, n_ranks):
+        shown = ",".join(map(str, threads))
+        raise UserError(f"--threads {shown} has {len(threads)} values for {n_ranks} ranks; give one, or one a rank")
+    return (threads * n_ranks)[rank] if threads else default
+
+
+def gpu_layers_asked(options: RunOptions, rank: int) -> int:
+    """Of a rank, as given: ALL_LAYERS and AUTO_LAYERS are numbers too. 0 where it shall use no device."""
+    if device_of(options, rank) == NO_DEVICE:
+        return 0
+    given = options.n_gpu_layers
+    return given[rank] if len(given) > 1 else given[0]
+
+
+def device_of(options: RunOptions, rank: int, n_ranks: int = 0) -> tuple[str, ...]:
+    """Names of the devices asked for on a rank, or NO_DEVICE; empty: none is named. A lone rank has all that are."""
+    given = options.device
+    if n_ranks == 1:
+        return tuple(name for names in given for name in names)
+    return given[rank % len(given)]
+
+
+def device_text(names: tuple[str, ...]) -> str:
+    """As the command line has it."""
+    return "+".join(names) or "auto"
+
+
+def check_devices(options: RunOptions, n_ranks: int) -> None:
+    """Raises UserError unless devices are given once, or once a rank, to ranks of which libllama puts layers there."""
+    shown = ",".join(map(device_text, options.device))
+    if n_ranks > 1 and len(options.device) not in (1, n_ranks):
+        raise UserError(
+            f"--device {shown} has {len(options.device)} values for {n_ranks} ranks; give one, or one a rank (several "
+            "of one rank as CUDA0+CUDA1)"
+        )
+    for rank in range(n_ranks):
+        names = device_of(options, rank, n_ranks)
+        if len(set(names)) < len(names) or ("none" in names and len(names) > 1):
+            raise UserError(f"--device {shown}: rank {rank} has {device_text(names)}; name each device once, or none "
+                            "alone")  # fmt: skip
+        if names and backend_of(options, rank).is_torch:
+            raise UserError(
+                f"--device is for layers that libllama computes, and rank {rank} has --backend "
+                f"{backend_of(options, rank)}; say its device there (torch:cuda:1), and auto here"
+            )
+        if names not in ((), NO_DEVICE) and not gpu_layers_asked(options, rank):
+            raise UserError(
+                f"--device {device_text(names)}: rank {rank} has no layers for it, as -ngl is 0 there; give -ngl "
+                "all, or a number of layers"
+            )
+
+
+def backend_of(options: RunOptions, rank: int) -> Backend:
+    return options.backend[rank] if len(options.backend) > 1 else options.backend[0]
+
+
+def check_backends(options: RunOptions, n_ranks: int) -> None:
+    """Raises UserError unless there is one backend, or one a rank, and layers for GPUs are libllama's."""
+    shown = ",".join(map(str, options.backend))
+    if len(options.backend) not in (1, n_ranks):
+        raise UserError(f"--backend {shown} has {len(options.backend)} values for {n_ranks} ranks; give one, or one a "
+                        "rank")  # fmt: skip
+    for rank in range(n_ranks):
+        if backend_of(options, rank).is_torch and gpu_layers_asked(options, rank):
+            raise UserError(
+                f"-ngl is for layers that libllama computes, and rank {rank} has --backend {shown}; torch puts all of "
+                "a rank's layers on its GPU: leave -ngl out, or give it as 0 there"
+            )
+
+
+def check_one_backend(options: RunOptions, ranks: Sequence[int]) -> None:
+    """Raises UserError when exact numerics are asked of target layers on these ranks that are computed in two ways."""
+    ways: dict[str, list[int]] = {}
+    for rank in ranks:
+        own = backend_of(options, rank)
+        ways.setdefault(str(Backend(own.name, dtype=own.dtype)), []).append(rank)
+    if options.numerics == "exact" and len(ways) > 1:
+        shown = ", ".join(
+            f"rank{'s' * (len(own) > 1)} {' '.join(map(str, own))} {way}" for way, own in sorted(ways.items())
+        )
+        raise UserError(
+            f"--numerics exact needs one --backend for all layers of the target, else the text depends on where it is "
+            f"cut; here they have: {shown}; give one, or --numerics fast"
+        )
+
+
+def check_wire_type(options: RunOptions) -> None:
+    """Raises UserError when exact numerics are asked of activations that are rounded between stages."""
+    if options.numerics == "exact" and options.wire_type is not WireType.F32:
+        raise UserError(
+            f"--wire-type {options.wire_type} rounds activations between stages, so that the text depends on where the "
+            "model is cut, and --numerics exact says that it does not; give --numerics fast, or --wire-type f32"
+        )
+
+
+FOR_GUESSES = {
+    "lookup": "--lookup", "n_gpu_layers_draft": "-ngld", "draft_rank": "--draft-rank", "couple": "--no-couple-draft",
+    "cancel": "--no-cancel", "partitions": "--no-partitions",
+    "cache_type_k_draft": "-ctkd", "cache_type_v_draft": "-ctvd",
+}  # fmt: skip
+"""Options that are about guesses alone, as the command line has them when they are not as by default."""
+
+
+def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
+    """What is asked of a job that has nothing of the kind, a line each. `n_stages`: of its longest pipeline."""
+    lines = []
+    if not options.policy.drafts:
+        asked = [flag for name, flag in FOR_GUESSES.items() if getattr(options, name) != getattr(DEFAULT, name)]
+        if asked:
+            are = "is" if len(asked) == 1 else "are"
+            lines.append(f"{', '.join(asked)} {are} without effect: policy {options.policy.name} makes no guesses")
+    if not options.prepare_ahead and not any(backend.is_torch for backend in options.backend):
+        lines.append("--no-prepare-ahead is without effect: only stages of torch prepare a run while one is evaluated")
+    if options.wire_type is not WireType.F32 and n_stages == 1:
+        lines.append(
+            f"--wire-type {options.wire_type} is without effect: one rank has all layers, no activations travel"
+        )
+    return tuple(lines)
+
+
+def check_gpu_layers(options: RunOptions, n_ranks: int) -> None:
+    """Raises UserError unless there is one value, or one a rank."""
+    if len(options.n_gpu_layers) not in (1, n_ranks):
+        shown = ",".join(map(gpu_layers_text, options.n_gpu_layers))
+        raise UserError(
+            f"--gpu-layers {shown} has {len(options.n_gpu_layers)} values for {n_ranks} ranks; give one, or one a rank"
+        )
+
+
+def gpu_layers_text(value: int) -> str:
+    return {ALL_LAYERS: "all", AUTO_LAYERS: "auto"}.get(value, str(value))
+
+
+def choose_drafts(given: tuple[Path, ...], default: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The drafts asked for: `-md none` is none at all. Raises UserError for none and some."""
+    if NO_DRAFT in given and len(given) > 1:
+        raise UserError(f"-md {NO_DRAFT} is no draft, and others are given; leave one of them out")
+    return () if given == (NO_DRAFT,) else given or default
+
+
+def choose_policy(policy: str | None, has_guesses: bool) -> str:
+    """The policy asked for, or the best that the models at hand allow. Raises UserError."""
+    if policy is None:
+        return "auto" if has_guesses else "iterative"
+    if policy != "iterative" and not has_guesses:
+        raise UserError(f"--policy {policy} needs a draft model; give -md or --lookup, or use --policy iterative")
+    return policy
+
+
+DEFAULT = RunOptions(model=Path())

@@ -1,0 +1,383 @@
+"""What every rank needs to know to load its part of the models and serve it: the plan, and what follows from it. Knows
+nothing of what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+from pipeinfer.cluster.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
+from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.gpu_room import check_gpus
+from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
+from pipeinfer.cluster.room import Memory, Room, check_room, paging_lines
+from pipeinfer.core.blocks import LARGEST, rows_in_blocks
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import (
+    N_GUESS_ROWS,
+    ON,
+    RunOptions,
+    backend_of,
+    check_backends,
+    check_devices,
+    check_gpu_layers,
+    check_one_backend,
+    check_wire_type,
+    device_of,
+    device_text,
+    threads_of_rank,
+    without_effect,
+)
+from pipeinfer.job.placement.cache_types import check_cache_types
+from pipeinfer.job.placement.draft_place import check_draft_gpu_layers, options_of_draft, place_note
+from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank
+from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
+from pipeinfer.job.placement.model_files import draft_translation, translation_note
+from pipeinfer.models.gguf.contents import FileState
+from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.torch.hyperparameters import check_known
+from pipeinfer.models.vocabularies import Translation
+from pipeinfer.virtual.profile import load_profile
+
+MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
+N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model as rank 0 found it, before the job: its file may be replaced or removed while the job runs."""
+
+    path: Path
+    fingerprint: str
+    n_bytes: int
+    n_params: int
+    n_layer: int
+    n_embd: int
+    quantisation: str
+    sizes: Sizes
+    rewinds: bool = True
+    """Whether a sequence can lose its newest tokens: guesses can be taken back."""
+    window: int = 0
+    """Of layers that see only so many tokens back; 0 if there are none."""
+    states: tuple[FileState, ...] = ()
+    """Of its files on rank 0's host."""
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> ModelFile:
+        return cls(
+            info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
+            sizes_of(info), info.layers.rewinds, info.layers.window, info.states,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Models on ranks, as long as they are loaded. Rank 0 makes it and broadcasts it.
+
+    n_cells   of every KV cache
+    n_batch   tokens of a prompt that a run carries at most
+    n_nodes   guesses and roots of requests that a run carries at most
+    threads   of each rank
+    samplers  threads beside the last stage that choose tokens
+    memory    of each rank, what it will hold
+    on_gpus   of each rank, the bytes of libllama's on its GPUs
+    blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
+    parked    rejected cells of the target stay taken until all are packed
+    translations  of each draft, between the target's token ids and its own, where they differ
+    backends  of each rank
+    devices   of each rank, as asked for; empty: as it comes
+    notes     lines about texts: those that exact numerics do not hold for, or the model was not trained for
+    pace      what the ranks and links shall be slowed down to
+    """
+
+    plan: Plan
+    model: ModelFile
+    drafts: tuple[ModelFile, ...]  # in the order of the plan's
+    n_cells: int
+    n_batch: int
+    n_nodes: int
+    threads: tuple[int, ...]
+    samplers: int
+    hosts: tuple[Host, ...]
+    memory: tuple[Memory, ...]
+    on_gpus: tuple[int, ...]
+    blocks: bool = False
+    parked: bool = False
+    pace: Profile | None = None
+    backends: tuple[Backend, ...] = ()
+    devices: tuple[str, ...] = ()
+    translations: tuple[Translation | None, ...] = ()
+    unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def n_embd(self) -> int:
+        return self.model.n_embd
+
+    @property
+    def n_rows_max(self) -> int:
+        """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
+        return max(self.n_batch + 1, self.n_nodes, LARGEST if self.blocks else 0)
+
+    def largest_input(self, rank: int) -> tuple[int, int]:
+        """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
+        drafts = [self.drafts[number] for number in self.plan.drafts_on(rank)]
+        return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.n_embd)
+
+    def hop_is_apart(self, source: int | None, dest: int | None) -> bool:
+        """Whether activations go from a rank to the next by messages of their own, from device to device: between
+        stages of the target that torch computes."""
+        return hop_is_apart(self.hosts, self.plan, source, dest)
+
+    @property
+    def rooms(self) -> tuple[list[str], list[Room]]:
+        """Of every rank its host's name, and what memory is left there."""
+        return self.host_names, [host.room for host in self.hosts]
+
+    @property
+    def host_names(self) -> list[str]:
+        """Of every rank."""
+        return [host.name for host in self.hosts]
+
+    @property
+    def crowding(self) -> float:
+        """Threads that compute on each core, where they are the most; 1 at least."""
+        return crowding(self.hosts, self.plan.computing, self.threads)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What will make it slow, and what is without effect, a line each."""
+        notes = map(translation_note, [draft.path for draft in self.drafts], self.translations)
+        untimed = [
+            f"layers go by size, not by ranks' speed: rank {rank} ({host.name}) could not be timed: {host.untimed}"
+            for rank, host in enumerate(self.hosts)
+            if host.untimed
+        ]
+        paged = paging_lines(*self.rooms, self.memory)
+        return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads), *paged,
+                *self.unused, *self.notes]  # fmt: skip
+
+
+class DoesNotFit(UserError):
+    """A deployment takes more memory than there is; the message has the numbers."""
+
+    def __init__(self, message: str, deployment: Deployment) -> None:
+        super().__init__(message)
+        self.deployment = deployment
+
+
+def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
+    """The plan for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when splits, threads,
+    vocabularies or memory do not fit; DoesNotFit where it is the memory alone."""
+    deployment = lay_out(options, hosts, info, read_drafts(options.drafts_in_use), n_ctx, n_prompt)
+    try:
+        check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
+    except UserError as error:
+        raise DoesNotFit(str(error), deployment) from None
+    translations = [draft_translation(info.path, draft.path) for draft in deployment.drafts]
+    return replace(deployment, translations=tuple(translations))
+
+
+def check_memory(deployment: Deployment, way_out: str) -> None:
+    """Raises UserError when a host, or a GPU there, lacks memory for what its ranks shall hold."""
+    check_room(*deployment.rooms, deployment.memory, way_out)
+    check_gpus(deployment.hosts, deployment.on_gpus, way_out)
+
+
+def read_drafts(paths: Sequence[Path]) -> list[ModelInfo]:
+    """Their headers, the smallest first. Raises UserError for what is no model."""
+    return sorted(map(read_model_info, paths), key=lambda draft: draft.n_bytes)
+
+
+def lay_out(
+    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+) -> Deployment:
+    """The same plan whether it fits into the memory or not. `drafts`: those in use, as `read_drafts` has them.
+
+    Raises UserError when splits or threads do not fit.
+    """
+    split = parse_split(options.layer_split) if options.layer_split else None
+    draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
+    check_gpu_layers(options, len(hosts))
+    check_backends(options, len(hosts))
+    check_devices(options, len(hosts))
+    check_wire_type(options)
+    check_cache_types(options, len(hosts), info, drafts)
+    check_draft_rank(options, len(hosts))
+    needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
+    plan_with = partial(
+        make_plan, len(hosts), (sizes := list(map(sizes_of, drafts))), model.sizes, needs.n_cells, split,
+        partial(needs.room, hosts), options.draft_split if drafts else (), [host.speed for host in hosts],
+    )  # fmt: skip
+    rank = choose_draft_rank(options, hosts, model.sizes, sizes[0], plan_with) if drafts and len(hosts) > 1 else 0
+    plan = plan_with(rank)
+    _check_computable(options, hosts, plan, info, drafts)
+    if options.pace is not None:
+        check_profiled(f"--pace {options.pace}", plan)
+    return Deployment(
+        plan=plan,
+        model=model,
+        drafts=tuple(map(ModelFile.of, drafts)),
+        n_cells=needs.n_cells,
+        n_batch=_n_batch(options, n_ctx),
+        n_nodes=options.n_nodes,
+        threads=(threads := spread_threads(options.threads, plan, hosts)),
+        samplers=samplers_of(options, plan, hosts, threads),
+        hosts=tuple(hosts),
+        memory=needs.of_plan(plan),
+        on_gpus=needs.on_gpus(plan),
+        blocks=_in_blocks(options, info, len(hosts), len(drafts)),
+        parked=_parks(options, plan),
+        notes=(*_draft_notes(options, hosts, plan), *_ties(options, info, n_ctx)),
+        backends=tuple(backend_of(options_on(options, hosts, plan, rank), rank) for rank in range(len(hosts))),
+        devices=tuple(
+            _device_asked(options_on(options, hosts, plan, rank), rank, len(hosts)) for rank in range(len(hosts))
+        ),
+        unused=(
+            *without_effect(options, max(map(len, (plan.stages, *plan.drafts)))),
+            *_without_devices(options, hosts, plan),
+        ),
+        pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
+    )
+
+
+def options_on(options: RunOptions, hosts: Sequence[Host], plan: Plan, rank: int) -> RunOptions:
+    """Those by which a rank computes: the target's layers where it has some, else those of a draft."""
+    is_draft = plan.stage_of(rank) is None and bool(plan.drafts_on(rank))
+    return options_of_draft(options, hosts, rank) if is_draft else options
+
+
+def hop_is_apart(hosts: Sequence[Host], plan: Plan, source: int | None, dest: int | None) -> bool:
+    """See `Deployment.hop_is_apart`."""
+    ends = [rank for rank in (source, dest) if rank is not None and plan.stage_of(rank) is not None]
+    return len(ends) == 2 and all(hosts[rank].device_messages for rank in ends)
+
+
+def _without_devices(options: RunOptions, hosts: Sequence[Host], plan: Plan) -> list[str]:
+    """What is said where messages were asked for that do not come to be."""
+    hops = pairwise(stage.rank for stage in plan.stages)
+    if options.gpu_aware != ON or any(hop_is_apart(hosts, plan, *hop) for hop in hops):
+        return []
+    why = "messages are paced" if options.pace is not None else "no two stages that torch computes follow each other"
+    return [f"--gpu-aware {ON} is without effect: {why}"]
+
+
+def _draft_notes(options: RunOptions, hosts: Sequence[Host], plan: Plan) -> list[str]:
+    ranks = [stage.rank for stages in plan.drafts for stage in stages]
+    return [note for rank in ranks if (note := place_note(options, hosts[rank], rank))]
+
+
+def _device_asked(options: RunOptions, rank: int, n_ranks: int) -> str:
+    names = device_of(options, rank, n_ranks)
+    return device_text(names) if names else ""
+
+
+def _check_computable(
+    options: RunOptions, hosts: Sequence[Host], plan: Plan, info: ModelInfo, drafts: Sequence[ModelInfo]
+) -> None:
+    """Raises UserError where a backend is asked for layers that it cannot compute, or not as exactly as is asked."""
+    check_one_backend(options, [stage.rank for stage in plan.stages])
+    check_draft_gpu_layers(options, [stage.rank for stages in plan.drafts for stage in stages])
+    if any(backend_of(options, stage.rank).is_torch for stage in plan.stages):
+        check_known(info)
+    for model, stages in zip(drafts, plan.drafts, strict=True):
+        if any(backend_of(options_of_draft(options, hosts, stage.rank), stage.rank).is_torch for stage in stages):
+            check_known(model)
+
+
+def memory_needs(
+    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+) -> MemoryNeeds:
+    """What target and drafts take for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when
+    there are too few ranks."""
+    n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
+    n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, info, len(hosts), len(drafts)) else 0
+    lacks = tuple(host.lacks for host in hosts)
+    of_drafts = tuple(options_of_draft(options, hosts, rank) for rank in range(len(hosts)))
+    return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks, lacks, of_drafts)
+
+
+def _n_batch(options: RunOptions, n_ctx: int) -> int:
+    return min(options.batch_size, MAX_BATCH, n_ctx)
+
+
+def _in_blocks(options: RunOptions, info: ModelInfo, n_ranks: int, n_drafts: int) -> bool:
+    """Whether prompts are: drafts may be on GPUs, the target's layers may not."""
+    widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
+    ranks = stage_ranks(n_ranks, widths, (options.draft_rank or 0) if n_drafts else 0)
+    on_cpus = all(gpu_layers(options, rank) == 0 for rank in ranks)
+    return options.numerics == "exact" and info.layers.known.flash and on_cpus
+
+
+def _parks(options: RunOptions, plan: Plan) -> bool:
+    """Whether rejected cells are: by libllama's exact numerics, which add up in the order of cells. Rows on torch put
+    what they see in order themselves: there cells are free at once."""
+    return options.numerics == "exact" and not all(backend_of(options, stage.rank).is_torch for stage in plan.stages)
+
+
+def _ties(options: RunOptions, info: ModelInfo, n_ctx: int) -> tuple[str, ...]:
+    selected = info.layers.n_selected
+    if options.numerics != "exact" or not 0 < selected < n_ctx:
+        return ()
+    return (
+        f"the layers of {info.path.name} see only the {selected} earlier tokens with the highest scores; where "
+        "scores are equal libllama chooses by where their cells are, so that a longer text may be another one beside "
+        f"other texts or guesses; texts of up to {selected} tokens are exact",
+    )
+
+
+def cells_for(n_ctx: int) -> int:
+    """KV cells of every cache for contexts of `n_ctx` tokens."""
+    return -(-(n_ctx + N_CELLS_SPARE) // CELLS_PADDING) * CELLS_PADDING
+
+
+def _way_out(plan: Plan, chosen: bool) -> str:
+    """Where memory is short. `chosen`: the user has split the layers."""
+    first = "leave --layer-split out, " if chosen else "no split was found that fits; " if len(plan.stages) > 1 else ""
+    return f"{first}use a smaller context (-c), more ranks on further hosts, or a smaller quantisation"
+
+
+def sizes_of(info: ModelInfo) -> Sizes:
+    return Sizes(info.layer_bytes, info.kv_bytes_per_cell, info.input_bytes, info.output_bytes, info.layers.faults)
+
+
+def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) -> tuple[int, ...]:
+    """Threads of each rank: as given, else the cores of each host shared by all ranks that compute there."""
+    return threads_of_ranks(threads, plan.computing, hosts)
+
+
+def threads_of_ranks(threads: tuple[int, ...], computing: Set[int], hosts: Sequence[Host]) -> tuple[int, ...]:
+    """The same where these ranks compute. Raises UserError when there are too few or too many values."""
+    defaults = share_cores(hosts, computing)
+    return tuple(threads_of_rank(threads, rank, len(hosts), default) for rank, default in enumerate(defaults))
+
+
+def samplers_of(options: RunOptions, plan: Plan, hosts: Sequence[Host], threads: Sequence[int]) -> int:
+    """Threads that choose tokens beside the last stage: as asked, else one if its rank has a core for it that no thread
+    computes on, or computes on a GPU. None where the head hosts that stage: it has nobody to hand tokens to."""
+    rank = plan.stages[-1].rank
+    if rank == 0 or not options.may_have_samplers:
+        return 0
+    if options.samplers is not None:
+        return options.samplers
+    return int(gpu_layers(options, rank) != 0 or spare_cores(hosts, plan.computing, threads, rank) > 0)
+
+
+def check_profiled(what: str, plan: Plan) -> None:
+    """Raises UserError when a draft is cut: a profile could not say so."""
+    if max(plan.draft_split, default=1) > 1:
+        shown = ",".join(map(str, plan.draft_split))
+        raise UserError(f"{what}: a profile has each draft on 1 rank, --draft-split is {shown}; leave that out")
+
+
+def pace_profile(spec: str, n_ranks: int, n_drafts: int) -> Profile:
+    """The profile that `--pace NAME` or `--pace NAME:PAIR` gives `n_ranks` ranks. Raises UserError when none fits."""
+    name, _, pair = spec.partition(":")
+    profile = load_profile(name).lay_out(n_ranks, pair, n_drafts > 0)
+    if len(profile.drafts) != n_drafts:
+        raise UserError(f"--pace {spec} has {len(profile.drafts)} drafts, here are {n_drafts}; give -md as often")
+    return profile

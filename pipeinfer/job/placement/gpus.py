@@ -1,0 +1,122 @@
+"""Which of its host's GPUs a rank's libllama puts layers on: as asked, else its share. Loads nothing onto them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.shares import share_of
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import (
+    AUTO_LAYERS,
+    NO_DEVICE,
+    RunOptions,
+    backend_of,
+    check_backends,
+    check_devices,
+    check_gpu_layers,
+    device_of,
+)
+from pipeinfer.job.placement.draft_place import options_of_draft
+from pipeinfer.job.placement.memory import gpu_layers
+from pipeinfer.models.llama.devices import GPUS, Device, llama_devices
+from pipeinfer.models.llama.ggml import load_library
+
+Gpus = tuple[tuple[str, int], ...]
+"""Names of devices and the bytes that are free on each."""
+
+BUILD = "a build of llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on"
+
+
+def gpus() -> list[Device]:
+    """Those that this process's libllama can use; none with a build for CPUs."""
+    if not load_library().llama_supports_gpu_offload():
+        return []
+    return [device for device in llama_devices() if device.kind in GPUS]
+
+
+def gpu_names() -> list[str]:
+    """What each calls itself, as in `NVIDIA H200`."""
+    return [device.description for device in gpus()]
+
+
+def rank_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> tuple[str, ...] | None:
+    """The names of the devices that this rank's layers go to, to be asked on that rank; None: libllama takes all.
+
+    Raises UserError for one that is not there.
+    """
+    asked = device_of(options, rank, len(hosts))
+    if asked == NO_DEVICE:
+        return ()
+    if asked:
+        check_present(asked, gpus())
+        return asked
+    sharers = [other for other in range(len(hosts)) if _may_share(options, hosts, rank, other)]
+    if rank not in sharers or len(sharers) == 1:
+        return None
+    names = [device.name for device in gpus()]
+    return tuple(share_of(names, sharers.index(rank), len(sharers))) or None
+
+
+def ranks_fault(options: RunOptions, hosts: Sequence[Host], rank: int, gather: Callable[[str], list[str]]) -> str:
+    """What is wrong with the devices that are asked for, on the lowest rank where something is; empty if nothing is.
+
+    `gather`: every rank's text, on every rank.
+    """
+    try:
+        for check in (check_gpu_layers, check_backends, check_devices):
+            check(options, len(hosts))
+    except UserError as error:
+        return str(error)
+    if not any(options.device):
+        return ""
+    return next(filter(None, gather(_fault(options, hosts, rank))), "")
+
+
+def _fault(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
+    try:
+        rank_devices(options, hosts, rank)
+    except UserError as error:
+        return f"rank {rank} (host {hosts[rank].name}): {error}"
+    return ""
+
+
+def with_gpus(
+    options: RunOptions, hosts: Sequence[Host], rank: int, gather: Callable[[Gpus], list[Gpus]]
+) -> tuple[Host, ...]:
+    """The hosts with what is free on the devices that each rank's layers go to. `gather`: every rank's, on every rank.
+
+    Each rank must find its devices: see `ranks_fault`.
+    """
+    if not any(options.n_gpu_layers) and options.n_gpu_layers_draft in (0, AUTO_LAYERS):
+        return tuple(hosts)
+    own: Gpus = ()
+    used = [each for each in (options, options_of_draft(options, hosts, rank)) if _uses_gpus(each, rank)]
+    if used:
+        names = rank_devices(used[0], hosts, rank)
+        present = [device for device in gpus() if names is None or device.name in names]
+        own = tuple((device.name, device.free_bytes) for device in present if device.free_bytes)
+    return tuple(replace(host, gpus=each) for host, each in zip(hosts, gather(own), strict=True))
+
+
+def _uses_gpus(options: RunOptions, rank: int) -> bool:
+    return gpu_layers(options, rank) != 0 and not backend_of(options, rank).is_torch
+
+
+def check_present(asked: Sequence[str], present: Sequence[Device]) -> None:
+    """Raises UserError, with those that are, for a device that is not there."""
+    known = [device.name for device in present]
+    missing = next((name for name in asked if name not in known), None)
+    if missing is None:
+        return
+    shown = ", ".join(f"{device.name} ({device.description})" for device in present)
+    there = f"libllama has {shown} there" if present else f"libllama sees no GPU there: it takes one, and {BUILD}"
+    raise UserError(f"--device {missing} is not there; {there}; `pipeinfer info` lists devices, none leaves layers on "
+                    "the CPU")  # fmt: skip
+
+
+def _may_share(options: RunOptions, hosts: Sequence[Host], rank: int, other: int) -> bool:
+    """Whether another rank puts layers on GPUs that this one sees too, and is not told on which."""
+    is_beside = hosts[other].name == hosts[rank].name and hosts[other].gpus_given == hosts[rank].gpus_given
+    return is_beside and not device_of(options, other, len(hosts)) and _uses_gpus(options, other)

@@ -1,0 +1,263 @@
+"""What ranks will hold in memory: their models, the contexts, and what comes with them; what that leaves for stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.gpu_room import left_on_gpus
+from pipeinfer.cluster.plan import Plan, Stages
+from pipeinfer.cluster.room import Memory, check_room, free_room
+from pipeinfer.cluster.samplers import N_BUFFERS
+from pipeinfer.cluster.spread import StageRoom
+from pipeinfer.core.blocks import LARGEST
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import (
+    ALL_LAYERS,
+    AUTO_LAYERS,
+    N_GUESS_ROWS,
+    RunOptions,
+    backend_of,
+    gpu_layers_asked,
+)
+from pipeinfer.job.placement.torch_memory import torch_memory
+from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.slice import slice_bytes
+from pipeinfer.models.llama.buffers import buffer_bytes
+from pipeinfer.models.llama.compaction import COMPACT_CELLS
+from pipeinfer.models.llama.ggml import load_library
+
+CELLS_PADDING = 256  # libllama's
+N_SPARE_STATES = 2  # of sequences beside those of requests
+N_MESSAGES = 4  # on their way in and out of a rank at a time
+TOKEN_BYTES, MERGE_BYTES = 250, 200  # of a vocabulary, on rank 0 (measured)
+HEAD_BYTES = 4_000_000  # what rank 0 imports besides (measured)
+
+_slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
+"""A planner that looks for ways out asks again and again."""
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """What a target and its drafts take of ranks' memory, whichever rank has which layers.
+
+    `n_rows`: of the largest run; `n_in_blocks`: of a prompt, which are evaluated in a context of their own.
+    """
+
+    options: RunOptions
+    info: ModelInfo
+    drafts: Sequence[ModelInfo]  # the smallest first
+    n_cells: int
+    n_rows: int
+    n_in_blocks: int
+    lacks: Sequence[frozenset[str]] = ()
+    """Of each rank, the models whose files are not on its host, as far as that is known."""
+    draft_options: Sequence[RunOptions] = ()
+    """Of each rank, those by which it computes what it has of drafts; empty: the job's."""
+
+    def of_plan(self, plan: Plan) -> tuple[Memory, ...]:
+        """Of every rank."""
+        found = self._with_drafts(plan.n_ranks, plan.drafts)
+        for stage in plan.stages:
+            found[stage.rank] += self.of_stage(self._computed_by(stage.rank), stage.first, stage.last)
+        return tuple(found)
+
+    def on_gpus(self, plan: Plan) -> tuple[int, ...]:
+        """Bytes that libllama puts on the GPUs of each rank. What the driver takes for itself is not among them, nor
+        what torch puts there."""
+        return tuple(self._on_gpus(plan.n_ranks, (*plan.drafts, plan.stages)))
+
+    def _on_gpus(self, n_ranks: int, placed: Sequence[Stages]) -> list[int]:
+        """The same of the models that have their ranks: the drafts, the smallest first, and then the target."""
+        found = [0] * n_ranks
+        for number, stages in enumerate(placed):
+            for stage in stages:
+                by = self._computed_by(stage.rank, number < len(self.drafts))
+                found[stage.rank] += self._of_gpu(number, by, stage.first, stage.last)
+        return found
+
+    def _of_gpu(self, number: int, by: Computed, first: int, last: int) -> int:
+        """Of layers [first, last) of a draft, or of the target, whose number comes after theirs."""
+        if not by.n_on_gpu or by.backend.is_torch:
+            return 0
+        is_draft = number < len(self.drafts)
+        info, n_rows = (self.drafts[number], N_GUESS_ROWS) if is_draft else (self.info, self.n_rows)
+        types = self.options.draft_cache if is_draft else self.options.cache
+        return gpu_bytes(info, first, last, self.n_cells, n_rows, self._n_outputs, by.n_on_gpu, types)
+
+    def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
+        """What is left on `ranks` for the draft that comes after those that are placed, or after all of them for the
+        target. One host a rank. What other ranks have yet to get does not count."""
+        number, besides = len(placed), self._with_drafts(len(hosts), placed)
+        left = {host.name: min(other.room.host for other in hosts if other.name == host.name) for host in hosts}
+        for rank, host in enumerate(hosts):
+            left[host.name] -= 0 if rank in ranks else besides[rank].needed
+        by = [self._computed_by(rank, number < len(self.drafts)) for rank in ranks]
+        placed_there = self._on_gpus(len(hosts), placed)
+        gpus, left_there = left_on_gpus(hosts, ranks, placed_there)
+        memory = cache(partial(self.of_draft, number) if number < len(self.drafts) else self.of_stage)
+        return StageRoom(
+            needed=lambda stage, first, last: (besides[ranks[stage]] + memory(by[stage], first, last)).needed,
+            hosts=tuple(hosts[rank].name for rank in ranks),
+            left=left | left_there,
+            own=tuple(hosts[rank].room.own for rank in ranks),
+            on_gpus=lambda stage, first, last: (
+                placed_there[ranks[stage]] + self._of_gpu(number, by[stage], first, last)
+            ),
+            gpus=gpus,
+        )
+
+    def _with_drafts(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
+        """Of every rank, what it holds besides layers of models that have no place yet."""
+        found = [Memory(buffers=N_MESSAGES * 4 * self.n_rows * self.info.n_embd)] * n_ranks
+        # drafts' vocabularies are freed before weights are loaded
+        found[0] += Memory(buffers=HEAD_BYTES + vocabulary_bytes(self.info))
+        for number, stages in enumerate(placed):
+            for stage in stages:
+                found[stage.rank] += self.of_draft(number, self._computed_by(stage.rank, True), stage.first, stage.last)
+        return found
+
+    def _computed_by(self, rank: int, is_draft: bool = False) -> Computed:
+        lacks = self.lacks[rank] if self.lacks else frozenset[str]()
+        options = self.draft_options[rank] if is_draft and self.draft_options else self.options
+        return Computed(backend_of(options, rank), gpu_layers(options, rank), lacks)
+
+    def of_draft(self, number: int, by: Computed, first: int, last: int) -> Memory:
+        """Of layers [first, last) of a draft, likewise."""
+        draft = self.drafts[number]
+        is_cut = last - first < draft.n_layer
+        messages = Memory(buffers=N_MESSAGES * 4 * N_GUESS_ROWS * draft.n_embd if is_cut else 0)
+        in_file = self.options.slice_cache is not None
+        messages += self._table(draft, by, first, last)
+        if by.backend.is_torch:
+            return messages + torch_memory(
+                draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, by.backend, in_file,
+                self._is_sent(draft, by),
+            )  # fmt: skip
+        return messages + slice_memory(
+            draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False, in_file=in_file,
+            n_on_gpu=by.n_on_gpu, is_sent=self._is_sent(draft, by), cache=self.options.draft_cache,
+        )  # fmt: skip
+
+    def of_stage(self, by: Computed, first: int, last: int) -> Memory:
+        """Of layers [first, last) of the target, computed so."""
+        found, sizes = self._table(self.info, by, first, last), (self.n_cells, self.n_rows, self._n_outputs)
+        in_file, is_sent = self.options.slice_cache is not None, self._is_sent(self.info, by)
+        if last == self.info.n_layer and self.options.may_have_samplers:
+            found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * self.info.n_vocab)
+        if by.backend.is_torch:
+            return found + torch_memory(self.info, first, last, *sizes, by.backend, in_file, is_sent)
+        is_exact = self.options.numerics == "exact"
+        found += slice_memory(
+            self.info, first, last, *sizes, is_exact, in_file, by.n_on_gpu, is_sent, self.options.cache
+        )
+        if not self.info.layers.rewinds:
+            n_states = self.options.n_target_seq(False) + N_SPARE_STATES
+            return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
+        for _ in range(self.options.n_prompts if self.n_in_blocks else 0):
+            found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
+        return found
+
+    def _is_sent(self, info: ModelInfo, by: Computed) -> bool:
+        """Whether it comes from rank 0, and there is no cache to keep it in."""
+        return str(info.path) in by.lacks and self.options.slice_cache is None
+
+    def _table(self, info: ModelInfo, by: Computed, first: int, last: int) -> Memory:
+        """Of a first stage's tokens, which are looked up in the model's file where there is one."""
+        is_needed = first == 0 and last < info.n_layer and self._is_sent(info, by)
+        return Memory(weights=info.input_bytes if is_needed else 0)
+
+    @property
+    def _n_outputs(self) -> int:
+        return max(N_GUESS_ROWS, self.options.n_seq) + 1
+
+
+class Computed(NamedTuple):
+    """What computes a rank's layers; of libllama how many of them on a GPU, negative: all. `lacks`: models that its
+    host has no file of."""
+
+    backend: Backend
+    n_on_gpu: int
+    lacks: frozenset[str] = frozenset()
+
+
+def gpu_layers(options: RunOptions, rank: int) -> int:
+    """How many of a model's layers a rank puts on its GPU; negative: all. Where that is left to the rank, it is taken
+    to be as this one."""
+    if (asked := gpu_layers_asked(options, rank)) != AUTO_LAYERS:
+        return asked
+    return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
+
+
+def vocabulary_bytes(info: ModelInfo) -> int:
+    """Of a loaded vocabulary."""
+    merges = info.metadata.get("tokenizer.ggml.merges")
+    return TOKEN_BYTES * info.n_vocab + MERGE_BYTES * (merges.n_items if merges else 0)
+
+
+def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: int) -> None:
+    """Raises UserError when this host has no memory for whole models, each (model, exact), in this process."""
+    total = Memory()
+    for info, exact in models:
+        total += slice_memory(info, 0, info.n_layer, n_cells, n_rows, n_rows, exact, in_file=True)
+    check_room(["this host"], [free_room()], [total], "use a smaller -n")
+
+
+def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int) -> Memory:
+    """Of a prompt's context beside the other, and of the cells of a run on their way from one to the other."""
+    n_cells = -(-n_cells // CELLS_PADDING) * CELLS_PADDING
+    cell_bytes = sum(info.kv_bytes_per_cell[first:last])
+    buffers = buffer_bytes(info, last == info.n_layer, n_cells, LARGEST, n_outputs)
+    return Memory(kv=n_cells * cell_bytes, buffers=buffers + min(n_cells, n_rows) * cell_bytes)
+
+
+def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
+    """Of the copy through which parked cells are won back: of some cells, or of a sequence with its state, to which all
+    cells may belong."""
+    n_copied = n_cells if not info.layers.rewinds else min(n_cells, COMPACT_CELLS)
+    return n_copied * sum(info.kv_bytes_per_cell[first:last]) + sum(info.layers.state_bytes[first:last])
+
+
+def gpu_bytes(
+    info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, n_on_gpu: int, cache: CacheTypes
+) -> int:
+    """Of layers [first, last) on a GPU, of which that has the last `n_on_gpu`, all if negative: their weights, with the
+    output head where it has more than all of them, keys, values and what evaluating takes."""
+    on_gpu = slice(_first_on_gpu(first, last, n_on_gpu), last)
+    has_head = last == info.n_layer and not 0 <= n_on_gpu <= last - first
+    weights = sum(info.layer_bytes[on_gpu]) + (info.output_bytes if has_head else 0)
+    kv = n_cells * sum(cache.cell_bytes(info.kv_shapes[on_gpu]))
+    return weights + kv + buffer_bytes(info, has_head, n_cells, n_rows, n_outputs)
+
+
+def _first_on_gpu(first: int, last: int, n_on_gpu: int) -> int:
+    """Of layers [first, last), the last `n_on_gpu` of which are there, all if negative."""
+    return first if n_on_gpu < 0 else max(first, last - n_on_gpu)
+
+
+def slice_memory(
+    info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, exact: bool, in_file: bool,
+    n_on_gpu: int = 0, is_sent: bool = False, cache: CacheTypes = F16_CACHE,
+) -> Memory:  # fmt: skip
+    """Of layers [first, last) with one context. `in_file`: on a disk, else the slice lives in memory, as does a whole
+    model that `is_sent`."""
+    is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
+    in_file = in_file or (is_whole and not is_sent)
+    weights = info.n_bytes if is_whole else _slice_bytes(info, first, last)
+    mapped = weights if exact and in_file else 0
+    # read weights are laid out anew, and a table that is also the output head is there in both forms
+    head_again = 0 if exact or not is_last or (is_whole and not info.tied) else info.input_bytes
+    on_host = slice(first, _first_on_gpu(first, last, n_on_gpu))
+    return Memory(
+        weights=weights - mapped + head_again,
+        mapped=mapped,
+        kv=n_cells * sum(cache.cell_bytes(info.kv_shapes[on_host])),
+        buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs)
+        + (packing_bytes(info, first, last, n_cells) if exact else 0),
+        # without exact numerics weights are read out of the slice, which is let go when they are
+        loading=0 if exact or in_file else weights,
+    )

@@ -1,0 +1,136 @@
+"""What `run` would do with these options on these nodes, and how fast that would be; asked again with something
+changed, what would help. Loads no weights, prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from pipeinfer.cluster.costs import LinkCost, Profile
+from pipeinfer.cluster.gpu_room import spare_on_gpus
+from pipeinfer.cluster.room import spare_room
+from pipeinfer.core.policy import Policy
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment, lay_out, read_drafts
+from pipeinfer.job.planning.planned_costs import planned_profile, with_described_speeds
+from pipeinfer.job.profiling.timed_ranks import kinds_of, ranks_to_time
+from pipeinfer.job.requests.request import fit_context
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.observe.plan_text import UNFIT
+from pipeinfer.policies import Iterative
+from pipeinfer.virtual.choices import ranks_for
+from pipeinfer.virtual.compare import Compared, generation_of
+from pipeinfer.virtual.nodes import Node
+from pipeinfer.virtual.study import Question
+
+N_PROMPT = 128  # tokens that a prompt is thought to have
+ETHERNET = LinkCost(latency_s=50e-6, bytes_per_s=10e9 / 8)
+"""Of hosts whose links nobody describes: 10 Gbit/s."""
+
+N_SIMULATED = 128
+"""Tokens of a simulated text."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """`drafts`: the headers of all that are given, the smallest first. `acceptances`: how often each one's best guess
+    is right; empty: as `simulate` takes it. `is_described`: nobody was on the nodes, and what is said of
+    them is believed. `untimed`: the rank that could not be timed, and why; empty: all were that should be."""
+
+    options: RunOptions
+    info: ModelInfo
+    drafts: Sequence[ModelInfo]
+    nodes: Sequence[Node]
+    link: LinkCost
+    n_prompt: int
+    acceptances: Sequence[float] = ()
+    is_described: bool = False
+    untimed: str = ""
+
+    def changed(self, **changes: Any) -> Planner:
+        """With other options."""
+        return replace(self, options=replace(self.options, **changes))
+
+    @property
+    def drafts_in_use(self) -> Sequence[ModelInfo]:
+        return self.drafts if self.options.policy.drafts else ()
+
+    @property
+    def n_ctx(self) -> int:
+        """Raises UserError when the prompt does not fit."""
+        return fit_context(self.options, self.info, self.n_prompt)[0]
+
+    @property
+    def _computing(self) -> Sequence[Node]:
+        """Fewer threads are tried where no bit depends on it."""
+        return self.nodes if self.options.numerics == "exact" else [node.with_all_threads for node in self.nodes]
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """Raises UserError when splits or threads do not fit; whether the memory does, `shortage` says."""
+        timed = [node.host for node in self.nodes]
+        hosts = with_described_speeds(self._computing, self.info) if self.is_described else timed
+        return lay_out(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
+
+    @property
+    def may_split_otherwise(self) -> bool:
+        """Whether `run` would time ranks that do not look alike, and of which nobody says how fast they are."""
+        hosts, kinds = self.deployment.hosts, kinds_of(self.options, self.deployment.hosts)
+        ranks = ranks_to_time(self.options, hosts)
+        return len({kinds[rank] for rank in ranks}) > 1 and any(hosts[rank].speed is None for rank in ranks)
+
+    @property
+    def shortage(self) -> int:
+        """Bytes that are missing where most are; 0: it fits."""
+        spare = spare_room(*self.deployment.rooms, self.deployment.memory)
+        on_gpus = spare_on_gpus(self.deployment.hosts, self.deployment.on_gpus)
+        return max(0, max((-each for each in (*spare, *on_gpus) if each is not None), default=0))
+
+    def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
+        """What the plan costs, for `simulate`; without a draft its rank has layers too, as in `run`."""
+        asked = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
+        caches = self.options.cache, self.options.draft_cache
+        return planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
+
+    def predict(self, policy: Policy) -> Compared:
+        """Raises UserError where that policy cannot be simulated, or its plan does not fit."""
+        # a split has a part for each stage, and without drafts there are more
+        alike = policy.drafts == self.options.policy.drafts
+        asked = self.changed(policy=policy, layer_split=self.options.layer_split if alike else None)
+        if asked.shortage:
+            raise UserError(UNFIT)
+        if policy.drafts and not self.drafts:
+            raise UserError("guesses by --lookup are not simulated")
+        question = Question(
+            file=asked, nodes=0, pair="", gbit=None, policies=[policy], predict=N_SIMULATED,
+            prompt_tokens=self.n_prompt, known=(),
+            by_rank=[ranks_for(share) for share in self.acceptances if policy.drafts],
+            cancel=self.options.cancel, partitions=self.options.partitions, wire_type=self.options.wire_type,
+        )  # fmt: skip
+        simulated, result, _ = question.answer(policy, seed=0, repetition=1)
+        return generation_of(simulated, result)
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second; None where nobody knows."""
+        try:
+            return self.predict(self.options.policy).speed
+        except UserError:
+            return None
+
+
+def open_planner(
+    options: RunOptions, info: ModelInfo, nodes: Sequence[Node], link: LinkCost, n_prompt: int,
+    acceptances: Sequence[float], is_described: bool = False, untimed: str = "",
+) -> Planner:  # fmt: skip
+    """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
+    drafts = read_drafts(options.drafts)
+    if acceptances and len(acceptances) != len(options.drafts):
+        raise UserError(
+            f"--acceptance is given {len(acceptances)} times for {len(options.drafts)} drafts; give it once for each, "
+            "the smallest first, or leave it out"
+        )
+    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described, untimed)

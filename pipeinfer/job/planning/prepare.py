@@ -1,0 +1,111 @@
+"""Rank 0 turns options into a deployment and a request: reads headers, tokenises, and checks all that can be wrong
+beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import STDIN, RunOptions
+from pipeinfer.job.placement.deployment import Deployment, DoesNotFit, deploy
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.requests.chat_format import ChatFormat, open_format
+from pipeinfer.job.requests.constraints import constrained
+from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
+from pipeinfer.models.gguf.model_info import ModelInfo, part_paths
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.observe.results import check_results
+from pipeinfer.outputs import check_separate, check_writable
+
+Asked = tuple[GenerationRequest, Tokenizer]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSetup:
+    """`request`: what all answers have in common; it has no prompt. `first`: what the user says first."""
+
+    request: GenerationRequest
+    format: ChatFormat
+    first: str | None
+
+
+def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Asked]:
+    """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
+    check_outputs(options)
+    info, tokenizer = open_models(options)
+    options = constrained(options, tokenizer)
+    text, format = read_prompt(options), open_format(options, info, tokenizer)
+    prompt = format.first_prompt(text) if format else tokenizer.encode(text)
+    if not prompt:
+        raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
+    request = make_request(options, info, tokenizer, prompt)
+    if format:
+        request = replace(request, stops=format.stops)
+    try:
+        deployment = deploy(options, hosts, info, request.n_ctx, len(prompt))
+    except DoesNotFit as error:
+        from pipeinfer.job.planning.ways import (
+            advised,  # only what is refused pays for importing what looks for ways out
+        )
+
+        raise advised(error, options, hosts, info, len(prompt)) from None
+    return _noted(deployment, options, info), (request, tokenizer)
+
+
+def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ChatSetup]:
+    """The same for a chat. `options.chat` must be there; the prompt is what the user says first, if it is given.
+    A template that is broken could answer nothing: it is refused here, the model's own too."""
+    check_outputs(options)
+    info, tokenizer = open_models(options)
+    options = constrained(options, tokenizer)
+    format = open_format(options, info, tokenizer)
+    assert format, "a chat without its options"
+    format.template.check()
+    asked = options.prompt is not None or options.file is not None
+    first = read_prompt(options) if asked else None
+    n_ctx = options.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
+    n_predict = options.predict if options.predict >= 0 else n_ctx
+    request = GenerationRequest(
+        (), n_predict, n_ctx, options.sampling.settled, end_tokens(options, tokenizer), format.stops, markers=True,
+        keep=True,
+    )  # fmt: skip
+    return _noted(deploy(options, hosts, info, n_ctx, n_ctx), options, info), ChatSetup(request, format, first)
+
+
+def _noted(deployment: Deployment, options: RunOptions, info: ModelInfo) -> Deployment:
+    if options.ctx_size <= info.n_ctx_train:
+        return deployment
+    beyond = (
+        f"-c {options.ctx_size} is more than the {info.n_ctx_train} tokens that the model was trained for; what comes "
+        "behind these may be of no use"
+    )
+    return replace(deployment, notes=(*deployment.notes, beyond))
+
+
+def check_outputs(options: RunOptions) -> None:
+    """What is written at the end must not fail then, and must not be what is read. Leaves nothing behind."""
+    check_separate({"--results": options.results, "--trace": options.trace}, inputs_of(options))
+    cache = options.slice_cache
+    if cache and cache.exists() and not cache.is_dir():
+        raise UserError(f"--slice-cache {cache} is no directory; name one, it is made if it is not there")
+    if options.results:
+        check_results(options.results)
+    if options.trace:
+        check_writable(options.trace, "--trace")
+
+
+def inputs_of(options: RunOptions) -> dict[str, list[Path]]:
+    """The files that a job reads, by the options that name them."""
+    return {
+        "--model": part_paths(options.model),
+        "--model-draft": [part for draft in options.drafts for part in part_paths(draft)],
+        "--file": [options.file] if options.file not in (None, STDIN) else [],
+        "--grammar-file": [options.grammar.grammar_file] if options.grammar.grammar_file else [],
+        "--json-schema-file": [options.grammar.schema_file] if options.grammar.schema_file else [],
+        "--system-prompt-file": [options.chat.system_file] if options.chat and options.chat.system_file else [],
+        "--chat-template-file": [options.chat.template_file] if options.chat and options.chat.template_file else [],
+        "--pace": [Path(options.pace.partition(":")[0])] if options.pace else [],
+    }

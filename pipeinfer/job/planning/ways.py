@@ -1,0 +1,169 @@
+"""What would make a plan fit, or make it faster: each way is planned again and weighed. Prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import DoesNotFit, check_memory
+from pipeinfer.job.placement.memory import CELLS_PADDING
+from pipeinfer.job.planning.first_host import CLEAR_GAIN, baseline, orders
+from pipeinfer.job.planning.planner import ETHERNET, Planner, open_planner
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.sizes import size_text
+from pipeinfer.virtual.compare import Compared
+from pipeinfer.virtual.nodes import Node
+
+MOST_NODES = 64
+"""More than so many further hosts are not advised."""
+
+GAIN = 1.03
+"""A way that makes a plan so many times as fast is worth telling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`what`: to be done, in words; `short_bytes`: what is then missing where most is, 0 if it fits."""
+
+    what: str
+    short_bytes: int
+    tokens_per_s: float | None
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self) | {"fits": not self.short_bytes}
+
+
+def ways(planner: Planner, predicted: list[Compared]) -> list[Way]:
+    """Those that help, the best first: of a plan that does not fit those with which it would, or that with which least
+    is missing; of one that fits those that make it faster than it is, and than the ways that take less effort do.
+    `predicted`: what its policies would reach."""
+    short, found = planner.shortage, list(_tried(planner))
+    if short:
+        fitting = [way for way in found if not way.short_bytes]
+        nearest = sorted((way for way in found if way.short_bytes < short), key=lambda way: way.short_bytes)[:1]
+        return fitting or nearest
+    chosen = planner.options.policy.name
+    speed = next((each.speed for each in predicted if each.policy == chosen), None)
+    if speed is None:
+        return []
+    best = max(predicted, key=lambda each: each.speed)
+    faster = list[Way]()
+    for way in (Way(f"--policy {best.policy}", 0, best.speed), *found):
+        if not way.short_bytes and way.tokens_per_s and way.tokens_per_s > GAIN * speed:
+            faster.append(way)
+            speed = way.tokens_per_s
+    return faster[::-1]
+
+
+def shortage_text(planner: Planner, helping: Sequence[Way]) -> str:
+    """What is missing where, and the ways out; empty if the plan fits."""
+    if not planner.shortage:
+        return ""
+    fitting = [way.what for way in helping if not way.short_bytes]
+    nearest = [f"{way.what} would leave {size_text(way.short_bytes)} missing; " for way in helping]
+    way_out = (
+        f"it would fit with {' or with '.join(fitting)}"
+        if fitting
+        else f"{''.join(nearest)}take hosts with more memory, or a smaller quantisation"
+    )
+    try:
+        check_memory(planner.deployment, way_out)
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"{planner.shortage} bytes are missing, and nothing is refused")
+
+
+def advised(
+    error: DoesNotFit, options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_prompt: int
+) -> DoesNotFit:
+    """The same refusal of a job with one prompt, with what would help there."""
+    planner = open_planner(options, info, list(map(Node, hosts)), ETHERNET, n_prompt, ())
+    return DoesNotFit(shortage_text(planner, ways(planner, [])) or str(error), error.deployment)
+
+
+def _tried(planner: Planner) -> Iterator[Way]:
+    """What takes the least effort first."""
+    for what, change in (*_splits(planner), *_contexts(planner), *_order(planner), *_hosts(planner)):
+        try:
+            short = change.shortage
+            yield Way(what, short, None if short else change.speed)
+        except UserError:  # such a plan cannot be
+            continue
+
+
+def _splits(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    if planner.options.layer_split:
+        yield "leave --layer-split out", planner.changed(layer_split=None)
+
+
+def _contexts(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """The largest context that fits, where the planned one does not."""
+    if not planner.shortage:
+        return
+
+    def smaller(n_blocks: int) -> Planner:
+        n_ctx = n_blocks * CELLS_PADDING
+        return planner.changed(ctx_size=n_ctx, predict=min(planner.options.predict, n_ctx - planner.n_prompt))
+
+    least = planner.n_prompt // CELLS_PADDING + 1
+    n_blocks = largest(lambda n: not smaller(n).shortage, least, (planner.n_ctx - 1) // CELLS_PADDING)
+    if n_blocks:
+        found = smaller(n_blocks)
+        cut = f" -n {found.options.predict}" if found.options.predict != planner.options.predict else ""
+        yield f"-c {found.options.ctx_size}{cut}", found
+
+
+def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """One more host, or as many as it takes, each like that of the last rank."""
+    last = planner.nodes[-1]
+
+    def wider(n: int) -> Planner:
+        twins = [last.twin(f"{last.host.name}+{number}") for number in range(1, n + 1)]
+        return replace(planner, nodes=[*planner.nodes, *twins], options=replace(planner.options, layer_split=None))
+
+    if len(planner.options.threads) > 1:  # of which there would have to be more
+        return
+    n = _enough(wider) if planner.shortage else 1
+    if n:
+        yield f"{n} more host{'s' * (n > 1)} like {last.host.name}", wider(n)
+
+
+def _order(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """Another host first: as a rule its first rank has the draft, and its layers are missed less. Of hosts that were
+    timed for a moment only what is clearly faster, all being split by that."""
+    now = None if planner.is_described else baseline(planner).speed
+    for line, order in orders(planner):
+        if now and (order.speed or 0) < CLEAR_GAIN * now:
+            continue
+        first = order.nodes[0].host.name
+        drafts = order.nodes[order.deployment.plan.drafts[0][0].rank].host.name == first
+        yield f"{first} first{', to draft' * drafts} (begin the hosts file with {line})", order
+
+
+def _enough(wider: Callable[[int], Planner]) -> int:
+    """With how many further hosts it fits; 0 if with none that a plan can use."""
+
+    def is_plan(n: int) -> bool:
+        try:
+            return bool(wider(n).deployment)
+        except UserError:  # more stages than layers
+            return False
+
+    most = largest(is_plan, 1, MOST_NODES)
+    if not most or wider(most).shortage:
+        return 0
+    return 1 + largest(lambda n: wider(n).shortage > 0, 1, most)
+
+
+def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
+    """The largest number from `least` to `most` for which it holds, as it does for all below; 0 if it never does."""
+    if least > most or not holds(least):
+        return 0
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if holds(middle) else (least, middle - 1)
+    return least

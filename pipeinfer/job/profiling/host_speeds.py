@@ -1,0 +1,86 @@
+"""How fast the hosts of a job are, timed for a moment on all their ranks at once, or known from the last time. Knows no
+plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pipeinfer import __version__
+from pipeinfer.cluster.cores import Host, share_cores
+from pipeinfer.cluster.slice_times import RankTimes
+from pipeinfer.cluster.speed import Speed, measure_speed
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.draft_rank import may_choose
+from pipeinfer.kept import user_kept
+from pipeinfer.virtual.nodes import Node, estimated_machine
+
+if TYPE_CHECKING:  # imports MPI
+    from pipeinfer.cluster.transport import Link
+
+MEASURED = "measured"
+
+
+def order_matters(options: RunOptions, hosts: Sequence[Host]) -> bool:
+    """Whether a job is to find out how fast its hosts are, for another may be better first: they differ, rank 0 drafts
+    whatever it is, and CPUs alone compute for one text."""
+    on_cpus = not any(options.n_gpu_layers) and not any(backend.is_torch for backend in options.backend)
+    differ = len({(host.processor, host.n_cores) for host in hosts}) > 1 and len({host.name for host in hosts}) > 1
+    is_free = bool(options.drafts_in_use) and not options.is_by_rank and options.pace is None
+    is_free = is_free and not may_choose(options) and not options.draft_rank
+    return differ and on_cpus and is_free and options.parallel == 1
+
+
+def own_speed(hosts: Sequence[Host], rank: int) -> Speed:
+    """What a rank reaches while the others of its host measure too."""
+    return measure_speed(share_cores(hosts, frozenset(range(len(hosts))))[rank])
+
+
+def known_speeds(link: Link, hosts: Sequence[Host]) -> list[Speed]:
+    """Of every rank, as it was found the last time, else now. Collective."""
+    kept, name = user_kept(), _name(hosts, link.rank)
+    found = link.all_gather(_read(kept.get(name)))
+    if all(found):
+        return [speed for speed in found if speed]
+    speed = own_speed(hosts, link.rank)
+    kept.put(name, {"bytes_per_s": speed.bytes_per_s, "flop_per_s": speed.flop_per_s})
+    return link.all_gather(speed)
+
+
+def with_speeds(speeds: Sequence[Speed], hosts: Sequence[Host], gpus: Sequence[Sequence[str]] = ()) -> list[Node]:
+    """A node a rank; a host is as fast as its ranks were together. `gpus`: that each rank sees."""
+    nodes = []
+    for rank, host in enumerate(hosts):
+        here = [speed for speed, other in zip(speeds, hosts, strict=True) if other.name == host.name]
+        read, compute = sum(speed.bytes_per_s for speed in here), sum(speed.flop_per_s for speed in here)
+        machine = estimated_machine(host.name, host.n_cores, read, compute, host.room.host)
+        nodes.append(Node(host, machine, MEASURED, ", ".join(gpus[rank]) if gpus else ""))
+    return nodes
+
+
+def with_times(nodes: Sequence[Node], times: Sequence[RankTimes]) -> list[Node]:
+    """The nodes, with what was timed on each rank; as they are where nothing was."""
+    if not times:
+        return list(nodes)
+    return [replace(node, times=found, source=found.source) for node, found in zip(nodes, times, strict=True)]
+
+
+def _n_ranks(hosts: Sequence[Host], rank: int) -> int:
+    return sum(host.name == hosts[rank].name for host in hosts)
+
+
+def _name(hosts: Sequence[Host], rank: int) -> str:
+    """Under which a rank's speed is kept: all that it depends on."""
+    host = hosts[rank]
+    there = f"{host.n_cores} cores, {_n_ranks(hosts, rank)} ranks there"
+    return f"speed: {host.name}, {host.processor}, {there}, pipeinfer {__version__}"
+
+
+def _read(value: Any) -> Speed | None:
+    """What was kept; None when it is anything else."""
+    if not isinstance(value, dict) or value.keys() != {"bytes_per_s", "flop_per_s"}:
+        return None
+    numbers = list(value.values())
+    return Speed(**value) if all(isinstance(each, float) and 0 < each < math.inf for each in numbers) else None

@@ -1,0 +1,153 @@
+"""Which ranks are to be timed before there is a plan, at which layers, and when. Pure functions; knows options and
+sizes, times nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from statistics import mean
+
+from pipeinfer.cluster.cores import Host, spare_cores
+from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.plan import Sizes, draft_widths, stage_ranks
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import (
+    RunOptions,
+    backend_of,
+    check_backends,
+    check_devices,
+    check_gpu_layers,
+    device_of,
+    gpu_layers_asked,
+)
+from pipeinfer.job.placement.deployment import threads_of_ranks
+from pipeinfer.job.placement.draft_rank import check_draft_rank, may_choose
+
+TIMED_BYTES = 128 << 20
+"""Weights that are timed: more than caches hold, so that they come from where a stage's will."""
+
+ALIKE = 1.1
+"""Times of ranks of a kind may differ by this factor without saying more than that they were taken twice."""
+
+Span = tuple[int, int]
+"""Layers [first, last)."""
+
+Kind = tuple[object, ...]
+"""Processor, cores, threads and what computes: all that is known of a rank's speed before it is timed."""
+
+
+def ranks_to_time(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
+    """The ranks that shall have layers of the target, where they are not alike ranks of one host and nobody says how
+    many each; else none, also where the options are wrong."""
+    ranks = stages_of_target(options, hosts) if not options.layer_split and not options.pace else []
+    kinds = kinds_of(options, hosts) if ranks else []
+    return ranks if len({(hosts[rank].name, kinds[rank]) for rank in ranks}) > 1 else []
+
+
+def stages_of_target(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
+    """The ranks that shall have layers of the target, or may have, where it is not said which one drafts; none where
+    the options are wrong, which who plans says."""
+    n_ranks, n_drafts = len(hosts), len(options.drafts_in_use)
+    try:
+        check_backends(options, n_ranks)
+        check_gpu_layers(options, n_ranks)
+        check_devices(options, n_ranks)
+        planned_threads(options, hosts)
+        check_draft_rank(options, n_ranks)
+        widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
+        ranks = stage_ranks(n_ranks, widths, (options.draft_rank or 0) if n_drafts else 0)
+        return list(range(n_ranks)) if may_choose(options) and n_ranks > 1 else ranks
+    except UserError:
+        return []
+
+
+def planned_threads(options: RunOptions, hosts: Sequence[Host]) -> tuple[int, ...]:
+    """Of each rank: all of them compute. Raises UserError when there are too few or too many values."""
+    return threads_of_ranks(options.threads, frozenset(range(len(hosts))), hosts)
+
+
+def kinds_of(options: RunOptions, hosts: Sequence[Host]) -> list[Kind]:
+    """Of every rank. Those of which this is the same should be equally fast; of one host they are taken to be.
+
+    Raises UserError when there are too few or too many values of threads.
+    """
+    threads = planned_threads(options, hosts)
+    return [_kind(options, hosts, threads, rank) for rank in range(len(hosts))]
+
+
+def _kind(options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> Kind:
+    host, beside = hosts[rank], sorted(threads[other] for other in ranks_there(hosts, rank))
+    work = str(backend_of(options, rank)), gpu_layers_asked(options, rank), device_of(options, rank)
+    return host.processor, host.n_cores, threads[rank], *work, tuple(beside)
+
+
+def evened(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[LayerSpeed | None]:
+    """With the mean for those of a kind that differ by no more than timing does: a split would only be uneven. None
+    where that leaves ranks of one kind alone: their layers go by size, as if nobody had timed them."""
+    found, groups = list(speeds), _by_kind(speeds, kinds)
+    for own in groups:
+        if _are_alike(own):
+            s_per_byte = mean(speed.s_per_byte for speed in own.values())
+            for rank, speed in own.items():
+                found[rank] = None if len(groups) == 1 else replace(speed, s_per_byte=s_per_byte)
+    return found
+
+
+def is_doubtful(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> bool:
+    """Whether ranks of a kind differ: one of them is slower, or was disturbed."""
+    return not all(map(_are_alike, _by_kind(speeds, kinds)))
+
+
+def _by_kind(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[dict[int, LayerSpeed]]:
+    """Of each kind the ranks that were timed."""
+    timed = {rank: speed for rank, speed in enumerate(speeds) if speed}
+    return [
+        {rank: timed[rank] for rank in timed if kinds[rank] == kind}
+        for kind in dict.fromkeys(kinds[rank] for rank in timed)
+    ]
+
+
+def _are_alike(own: Mapping[int, LayerSpeed]) -> bool:
+    times = [speed.s_per_byte for speed in own.values()]
+    return max(times) <= ALIKE * min(times)
+
+
+def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
+    """Layers to be timed as those of one of so many stages: as many as an equal share has, but no more than
+    TIMED_BYTES, from the middle of the model, or from its end with the output matrix; None if there are none."""
+    n_layers = len(sizes.layer_bytes)
+    most = min(n_layers // n_stages, TIMED_BYTES * n_layers // max(1, sum(sizes.layer_bytes)))
+    counts = [*range(max(1, most), 0, -1), *range(max(1, most) + 1, n_layers)]
+    for count in counts:
+        middle = (n_layers - count + 1) // 2
+        starts = [n_layers - count] if is_last else sorted(range(1, n_layers - count), key=lambda at: abs(at - middle))
+        for first in starts:
+            if first > 0 and (first, first + count) not in sizes.faults:
+                return first, first + count
+    return None if is_last else timed_span(sizes, n_stages, is_last=True)
+
+
+def timing_turns(hosts: Sequence[Host], threads: Sequence[int], ranks: Collection[int]) -> dict[int, int]:
+    """When each of these ranks times, those of a host all at once: when the pipeline is full all of them compute at
+    once, and share what their host reads of its memory. Where it lacks cores for all their threads one after another:
+    threads that wait for each other's cores would time the system's scheduler, and in a job they make do with fewer."""
+    everyone, turns = frozenset(range(len(hosts))), dict[int, int]()
+    for rank in sorted(ranks):
+        before = [other for other in turns if hosts[other].name == hosts[rank].name]
+        turns[rank] = len(before) if spare_cores(hosts, everyone, threads, rank) < 0 else 0
+    return turns
+
+
+def ranks_there(hosts: Sequence[Host], rank: int) -> list[int]:
+    """All ranks of a rank's host."""
+    return [other for other, each in enumerate(hosts) if each.name == hosts[rank].name]
+
+
+def ranks_beside(hosts: Sequence[Host], threads: Sequence[int], rank: int) -> list[int]:
+    """The first ranks of a rank's host, as many as it has cores for: they can compute at once, undisturbed but by what
+    they share."""
+    found: list[int] = []
+    for other in ranks_there(hosts, rank):
+        if sum(threads[each] for each in (*found, other)) <= hosts[rank].n_cores:
+            found.append(other)
+    return found

@@ -1,0 +1,115 @@
+"""What was asked of a generation, as the columns of results.csv that are known before it runs. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeinfer.core.rooms import ONE_CHUNK
+from pipeinfer.job.options.options import DEFAULT, RunOptions, device_text
+from pipeinfer.observe.experiment import HASH_DIGITS, SAMPLING, digest, model_columns, settings_text, variant_text
+from pipeinfer.observe.table import Record
+
+if TYPE_CHECKING:  # these import MPI
+    from pipeinfer.cluster.plan import Plan
+    from pipeinfer.job.placement.deployment import Deployment, ModelFile
+    from pipeinfer.job.requests.request import GenerationRequest
+
+
+def asked_of(
+    deployment: Deployment, request: GenerationRequest, options: RunOptions, prompt: str = "", prompt_hash: str = "",
+    repetition: int = 0,
+) -> Record:  # fmt: skip
+    """Every column that says what was asked. `prompt`: its name; `prompt_hash`: unless it is that of the request's."""
+    return {
+        "policy": options.policy.name,
+        "variant": variant_text(options.policy, options.cancel, options.partitions),
+        "settings": settings_text(options.policy, options.couple, _drafting(options, deployment.plan)),
+        "options": options_text(options),
+        **model_columns(
+            describe_model(deployment.model), describe_drafts(deployment.drafts) if deployment.drafts else None
+        ),
+        "ranks": deployment.plan.n_ranks,
+        "layers": [stage.last - stage.first for stage in deployment.plan.stages],
+        "threads": list(deployment.threads),
+        "prompt": prompt,
+        "prompt_hash": prompt_hash or digest(request.prompt),
+        "prompt_n": len(request.prompt),
+        "predicted_n": request.n_predict,
+        **{name: getattr(request.sampling, name) for name in SAMPLING},
+        "grammar": digest(request.sampling.grammar) if request.sampling.grammar else "",
+        "numerics": options.numerics,
+        "pace": options.pace or "",
+        "pace_hash": digest(deployment.pace) if deployment.pace else "",
+        "repetition": repetition,
+    }
+
+
+def _drafting(options: RunOptions, plan: Plan) -> list[str]:
+    """How guesses are made, where it is not as by default."""
+    cut = [f"draft-split {','.join(map(str, plan.draft_split))}"] if max(plan.draft_split, default=1) > 1 else []
+    moved = [f"draft-rank {stages[0].rank}" for number, stages in plan.asked.items() if not number]
+    return cut + moved + ["lookup"] * options.lookup
+
+
+WRITTEN = {"samplers": "sampler_threads"}
+"""Options that the command line calls otherwise."""
+
+
+def options_text(options: RunOptions) -> str:
+    """The job's options that have no column of their own, where they are not as by default: `ctx-size 512`."""
+    names = (
+        "ctx_size",
+        "batch_size",
+        "n_gpu_layers",
+        "n_gpu_layers_draft",
+        "device",
+        "numa",
+        "backend",
+        "wire_type",
+        "gpu_aware",
+        "cache_type_k",
+        "cache_type_v",
+        "cache_type_k_draft",
+        "cache_type_v_draft",
+        "sequences",
+        "samplers",
+        "max_delay_s",
+    )
+    changed = [(name, getattr(options, name)) for name in names if getattr(options, name) != getattr(DEFAULT, name)]
+    changed = [("max_delay", "chunk") if each == ("max_delay_s", ONE_CHUNK) else each for each in changed]
+    written = [(WRITTEN.get(name, name).removesuffix("_s").replace("_", "-"), value) for name, value in changed]
+    shown = [f"{name} {_listed(value)}" for name, value in written]
+    off = [f"no-{name.replace('_', '-')}" for name in ("prepare_ahead", "post_ahead") if not getattr(options, name)]
+    return ", ".join([*shown, *off, *(["slice-cache"] if options.slice_cache else [])])
+
+
+def _listed(value: object) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return ",".join(device_text(each) if isinstance(each, tuple) else str(each) for each in value)
+
+
+# -- models
+
+
+def describe_model(model: ModelFile) -> dict[str, Any]:
+    return {
+        "name": model.path.name,
+        "bytes": model.n_bytes,
+        "hash": model.fingerprint[:HASH_DIGITS],
+        "n_params": model.n_params,
+        "n_layer": model.n_layer,
+        "quantisation": model.quantisation,
+    }
+
+
+def describe_drafts(drafts: Sequence[ModelFile]) -> dict[str, Any]:
+    """One draft, or several as one: names and the like joined, sizes added up, layers of the largest."""
+    found = [describe_model(draft) for draft in drafts]
+    joined = {key: "+".join(model[key] for model in found) for key in ("name", "hash", "quantisation")}
+    return {**found[-1], **joined, **_summed(found, ("bytes", "n_params"))}
+
+
+def _summed(models: Sequence[dict[str, Any]], keys: Iterable[str]) -> dict[str, int]:
+    return {key: sum(model[key] for model in models) for key in keys}

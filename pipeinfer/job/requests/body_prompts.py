@@ -1,0 +1,135 @@
+"""What requests ask -> prompts in tokens, within the context that there is. Plans and runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import islice, pairwise
+
+from pipeinfer.core.blocks import Span, spans_of
+from pipeinfer.core.prefixes import common, spans_to_continue
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import MAX_CTX, RunOptions
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.requests.chat_format import ChatFormat, open_format
+from pipeinfer.job.requests.constraints import check_constraints
+from pipeinfer.job.requests.request import GenerationRequest, end_tokens
+from pipeinfer.job.requests.request_body import Body
+from pipeinfer.models.chat import Message, encode_rendered
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.tokenizer import Tokenizer
+
+MAX_TURNS = 64
+"""Of a conversation whose ends are looked for, from the first on: the template is rendered once for each."""
+
+
+class BodyPrompts:
+    """`options.chat` must be there: how chats among the requests are asked. `n_ctx`: tokens of one request at most, 0:
+    as options and model say. `share`: tokens that a request gets which does not say how many, if there is room.
+    `say`: as in `open_format`."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        n_ctx: int = 0,
+        share: int = 0,
+        say: Callable[[str], object] = complain,
+    ) -> None:
+        self.options, self.info, self.tokenizer, self.share = options, info, tokenizer, share
+        self._say = say
+        self.n_ctx = n_ctx or min(options.ctx_size or MAX_CTX, info.n_ctx_train)
+        self._ends = end_tokens(options, tokenizer)
+
+    @cached_property
+    def format(self) -> ChatFormat:
+        """Read when the first chat comes. Raises UserError."""
+        format = open_format(self.options, self.info, self.tokenizer, self._say)
+        assert format, "requests without options for their chats"
+        return format
+
+    def ask(self, bodies: Sequence[Body]) -> list[GenerationRequest | UserError]:
+        """Of each what is to be generated, or what is wrong with it; their chats are rendered together, in a process
+        that is started for them. Raises UserError where all chats fail: for files of templates."""
+        wrong = [self._too_long(body.messages) for body in bodies]
+        conversations = [[] if why else turns_of(body.messages) for body, why in zip(bodies, wrong, strict=True)]
+        flat = [messages for turns in conversations for messages in turns]
+        rendered = iter(self.format.render_all(flat) if flat else [])
+        return [
+            why or self._or_error(body, list(islice(rendered, len(turns))))
+            for body, turns, why in zip(bodies, conversations, wrong, strict=True)
+        ]
+
+    def _too_long(self, messages: Sequence[Message]) -> UserError | None:
+        """What is wrong with a conversation that no template makes short enough. Its turns are rendered one by one."""
+        if len(messages) > self.n_ctx:
+            return UserError(f"messages has {len(messages)} messages, and a request has {self.n_ctx} tokens at most; "
+                             "say less, or start with a larger -c")  # fmt: skip
+        try:
+            self._fitting("".join(message.content for message in messages))
+        except UserError as error:
+            return error
+        return None
+
+    def _or_error(self, body: Body, rendered: Sequence[str | UserError]) -> GenerationRequest | UserError:
+        try:
+            return self._ask(body, rendered)
+        except UserError as error:
+            return error
+
+    def _ask(self, body: Body, rendered: Sequence[str | UserError]) -> GenerationRequest:
+        """`rendered`: of a chat its text, after those of its earlier turns."""
+        if rendered and isinstance(rendered[-1], UserError):
+            raise rendered[-1]
+        text = self._fitting(str(rendered[-1])) if rendered else ""
+        prompt = encode_rendered(self.tokenizer, text) if rendered else self._tokens(body)
+        check_constraints(body.sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
+        if not prompt:
+            raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
+        n_predict = body.n_predict if body.n_predict >= 0 else max(1, min(self.share, self.n_ctx - len(prompt)))
+        n_ctx = len(prompt) + n_predict
+        if n_ctx > self.n_ctx:
+            source = (
+                f"-c {self.n_ctx}" if self.n_ctx == self.options.ctx_size else f"the model's context of {self.n_ctx}"
+            )
+            raise UserError(f"the prompt has {len(prompt)} tokens, with {n_predict} to come {n_ctx}; "
+                            f"{source} holds {self.n_ctx}")  # fmt: skip
+        earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, str)]
+        stops = body.stops
+        if body.messages:
+            stops += self.format.stops[len(self.options.stops) :]
+        return GenerationRequest(
+            tuple(prompt), n_predict, n_ctx, body.sampling.settled, frozenset() if body.ignore_eos else self._ends,
+            stops, markers=bool(body.messages), spans=spans_of_turns([*earlier, prompt]) if earlier else None,
+            priority=body.priority,
+        )  # fmt: skip
+
+    def _fitting(self, text: str) -> str:
+        """The same text. Raises UserError for one that is too long, which may take a tokenizer minutes."""
+        if (n_bytes := len(text.encode("utf-8", "replace"))) > self.n_ctx * self.tokenizer.longest:
+            raise UserError(f"the prompt has {n_bytes} bytes and cannot fit the {self.n_ctx} tokens of a request; "
+                            "say less, or start with a larger -c")  # fmt: skip
+        return text
+
+    def _tokens(self, body: Body) -> Sequence[int]:
+        if isinstance(body.prompt, str):
+            return self.tokenizer.encode(self._fitting(body.prompt))
+        if max(body.prompt) >= self.tokenizer.n_vocab:
+            raise UserError(f"there is no token {max(body.prompt)}; the vocabulary has {self.tokenizer.n_vocab}")
+        return body.prompt
+
+
+def turns_of(messages: Sequence[Message]) -> list[Sequence[Message]]:
+    """A conversation as it was when each of its answers was asked for, the first ones of many, and as it is now."""
+    answered = [at for at, message in enumerate(messages) if message.role == "assistant" and at]
+    return [messages[:at] for at in answered[:MAX_TURNS]] + ([messages] if messages else [])
+
+
+def spans_of_turns(prompts: Sequence[Sequence[int]]) -> tuple[Span, ...]:
+    """Which rows of the last of a conversation's prompts are evaluated in blocks: those of the prompts before it as
+    then, so that what is kept of them is as it would be now, and what came since by itself."""
+    spans = spans_of(len(prompts[0]))
+    for before, prompt in pairwise(prompts):
+        spans = spans_to_continue(spans, len(before) + 1, common(before, prompt), len(prompt))
+    return spans

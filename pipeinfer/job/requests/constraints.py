@@ -1,0 +1,45 @@
+"""What a request says may come, read and checked against the vocabulary before anything loads. Chooses no token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeinfer.core.logit_bias import read_biases
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.requests.request import read_text
+from pipeinfer.models.grammar_check import check_grammar
+from pipeinfer.models.json_schema import read_schema, schema_grammar
+from pipeinfer.models.tokenizer import Tokenizer
+
+
+def constrained(options: RunOptions, tokenizer: Tokenizer) -> RunOptions:
+    """The same with the grammar that is asked for in its sampling. Raises UserError for what cannot be had."""
+    sampling = replace(options.sampling, grammar=_grammar(options))
+    check_constraints(sampling, options.ignore_eos, tokenizer)
+    return replace(options, sampling=sampling)
+
+
+def check_constraints(
+    sampling: SamplingParams, ignore_eos: bool, tokenizer: Tokenizer, flag: str = "--ignore-eos"
+) -> None:
+    """`flag`: what says `ignore_eos`. Raises UserError for what cannot be had with this vocabulary."""
+    ids, _ = read_biases(sampling.logit_bias)
+    if len(ids) and ids[-1] >= tokenizer.n_vocab:
+        raise UserError(f"a logit bias is for token {ids[-1]}, and the vocabulary has {tokenizer.n_vocab}, from 0 on; "
+                        "`pipeinfer run --json` and POST /tokenize tell a text's tokens")  # fmt: skip
+    if sampling.grammar and ignore_eos:
+        raise UserError(f"{flag} goes on behind the end of the text, where a grammar lets nothing follow; "
+                        "leave one of them out")  # fmt: skip
+    if sampling.grammar:
+        check_grammar(tokenizer, sampling.grammar)
+
+
+def _grammar(options: RunOptions) -> str:
+    given = options.grammar
+    if given.schema is not None:
+        return schema_grammar(read_schema(given.schema))
+    if given.schema_file is not None:
+        return schema_grammar(read_schema(read_text("--json-schema-file", given.schema_file)))
+    return read_text("--grammar-file", given.grammar_file) if given.grammar_file is not None else given.grammar or ""

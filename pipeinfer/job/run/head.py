@@ -1,0 +1,116 @@
+"""Rank 0's part of `pipeinfer run`: stream the text of one generation, report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pipeinfer.core.requests import Finish
+from pipeinfer.errors import UserError
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.planning.plan_table import show_plan
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.process.streams import lost
+from pipeinfer.job.requests.asked import asked_of
+from pipeinfer.job.requests.printer import Printer
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.session.outcome import make_result, write_trace
+from pipeinfer.job.session.session import Generation, Session
+from pipeinfer.models.grammar_check import TOO_MUCH
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.progress import PromptProgress
+from pipeinfer.observe.report import show_ranks, show_statistics, stderr_console
+from pipeinfer.observe.results import Record, append_result, result_row
+
+
+class Head:
+    """Rank 0's part of one job."""
+
+    def __init__(
+        self, context: Context, deployment: Deployment, request: GenerationRequest, tokenizer: Tokenizer
+    ) -> None:
+        self.context, self.deployment, self.request, self.options = context, deployment, request, context.options
+        self.console = stderr_console()
+        self.printer = Printer(context.flag, tokenizer, request, self.options.json)
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        flag = self.context.flag
+        show_plan(self.console, self.deployment, self._about())
+        session = Session(self.context, self.deployment, on_loaded=self._show_loaded)
+        try:
+            session.open()
+        except UserError as error:
+            complain(str(error))
+            return 2
+        for warning in self.deployment.warnings:
+            complain(warning)
+        flag.orderly = True  # from now on there is a text to be kept
+        progress = PromptProgress(self.console, CLOCK, len(self.request.prompt) - 1)
+        generation = session.generate(
+            self.request,
+            self.options,
+            self.options.policy.begin(),
+            self.printer.push,
+            on_prompt=progress.update,
+        )
+        progress.close()
+        self.printer.finish()
+        session.close()
+        code = self._report(generation)
+        if generation.request.finish is Finish.FAILED:
+            complain(TOO_MUCH)
+            code = 2
+        if flag.reason and not lost(sys.stdout):
+            complain(f"{flag.reason}; the text up to here is complete")
+        return flag.exit_code or code
+
+    def _about(self) -> str:
+        request, policy = self.request, self.options.policy.name
+        n_predict = f"up to {request.n_predict} tokens" if request.n_predict else "no tokens"
+        return (
+            f"policy {policy}, {len(request.prompt)} prompt tokens, {n_predict}, context {request.n_ctx}, "
+            f"seed {request.sampling.seed}"
+        )
+
+    def _show_loaded(self, rank: int, loaded_s: float) -> None:
+        self.console.print(
+            f"rank {rank} ({self.deployment.plan.describe(rank)}) loaded in {loaded_s:.1f} s", style="dim"
+        )
+
+    # -- reporting
+
+    def _report(self, generation: Generation) -> int:
+        """Returns the exit code: 2 when a file could not be written."""
+        asked = asked_of(self.deployment, self.request, self.options)
+        result = make_result(self.printer.text, generation, self.deployment, asked)
+        if self.options.json:
+            print(json_text(result), flush=True)
+        if not self.printer.text.endswith("\n"):
+            self.console.print()  # on a terminal the statistics begin on a line of their own
+        for notice in generation.metrics.notices:
+            complain(notice)
+        show_statistics(self.console, result)
+        if self.options.verbose:
+            show_ranks(self.console, result)
+        return self._write_files(result, asked, generation)
+
+    def _write_files(self, result: dict[str, Any], asked: Record, generation: Generation) -> int:
+        """Every file that was asked for, whatever became of the others."""
+        results, trace = self.options.results, self.options.trace
+        writing: list[Callable[[], None]] = []
+        if results:
+            writing.append(lambda: append_result(results, result_row(result, asked)))
+        if trace:
+            writing.append(lambda: write_trace(trace, generation, self.deployment))
+        code = 0
+        for write in writing:
+            try:
+                write()
+            except UserError as error:
+                complain(str(error))
+                code = 2
+        return code

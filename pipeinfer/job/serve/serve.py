@@ -1,0 +1,178 @@
+"""A service in one MPI job: a front asks for others, their requests share the loaded models. Knows no HTTP."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch.start import start_job
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.planning.plan_table import show_plan
+from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.serve.drain import Drain
+from pipeinfer.job.serve.front import Ask, Begun, Came, Draining, Drop, Ended, Front, Listening, Ready, Waits, Watch
+from pipeinfer.job.serve.pictures import Pictures
+from pipeinfer.job.serve.serve_prepare import ServeOptions, ServeWork, prepare_serve
+from pipeinfer.job.session.open_requests import News, Open, OpenRequests
+from pipeinfer.job.session.session import Session
+from pipeinfer.observe.json_text import without_nan
+from pipeinfer.observe.metrics import service_timings
+from pipeinfer.observe.report import stderr_console
+
+GRACE_S = 0.3
+"""How long clients have to take what there is for them when the service ends."""
+
+
+def run_serve(asked: ServeOptions, open_front: Callable[[Any], Front]) -> int:
+    """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings;
+    raises UserError for what is wrong with them."""
+    return start_job(
+        lambda crew: run_prepared(
+            crew, asked.run, lambda options, hosts: prepare_serve(replace(asked, run=options), hosts, open_front),
+            lambda *head: Service(*head).run(),
+        ),
+        asked,
+        asked.run,
+    )  # fmt: skip
+
+
+class Service:
+    """Rank 0's part of one."""
+
+    def __init__(self, context: Context, deployment: Deployment, work: ServeWork) -> None:
+        self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
+        self.front, self.drain = work.front, Drain(work.drain_s)
+        self.console = stderr_console()
+        self.session = Session(context, deployment, self._is_called)
+        self.pictures = Pictures(self.session, deployment)
+        self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then as they came; when
+        self._open: dict[int, Open] = {}  # by the front's ids
+        self._ids: dict[Open, int] = {}
+        self._is_draining = False
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        flag = self.context.flag
+        show_plan(self.console, self.deployment, self._about())
+        self.front.start(self.work.setup)
+        try:
+            self.session.open()
+        except UserError as error:
+            complain(str(error))
+            self.front.close()
+            return 2
+        for warning in self.deployment.warnings:
+            complain(warning)
+        flag.interrupts, flag.orderly = self.drain, True
+        n_ctx = self.work.setup.n_ctx
+        self.requests = OpenRequests(self.context, self.session, self.work.tokenizer, n_ctx, self._tell)
+        self.front.tell(Ready())
+        with suppress(StopRequested):
+            self._serve()
+        code = self._stop()
+        if flag.reason:
+            complain(flag.reason)
+        return flag.exit_code or code
+
+    def _about(self) -> str:
+        setup, policy = self.work.setup, self.options.policy.name
+        return f"policy {policy}, up to {self.options.parallel} requests at a time, context {setup.n_ctx}"
+
+    def _is_called(self) -> bool:
+        """Whether there is something to do but for the engine: its waits end then."""
+        ends = self.drain.is_over if self._is_draining else self.drain.began
+        return ends or self.front.has_news() or self.pictures.due or bool(self.front.lost())
+
+    def _serve(self) -> None:
+        """Until the service shall end."""
+        while not self._has_drained():
+            self.requests.step()
+            if picture := self.pictures.next():
+                self.front.tell(picture)
+
+    def _has_drained(self) -> bool:
+        """Take in what the front says and what the drain wants; whether that was all."""
+        self._hear()
+        self._admit()
+        return self._is_draining and ((not self._open and not self._waiting) or self.drain.is_over)
+
+    def _stop(self) -> int:
+        """Give up what is still open, in order. Returns the exit code."""
+        lost = self.front.lost()
+        self.requests.stop_all()
+        for id in [*self._open, *(ask.id for ask, *_ in self._waiting)]:
+            self.front.tell(Ended(id, ""))
+        self.session.take_figures()  # or what was asked for would come when nobody takes it
+        self.session.close()
+        self.front.close(GRACE_S if self.context.flag.reason else max(GRACE_S, self.drain.left_s))
+        if lost:
+            complain(lost)
+        return 1 if lost else self.drain.exit_code
+
+    # -- what the front says
+
+    def _hear(self) -> None:
+        if self.drain.began and not self._is_draining:
+            self._is_draining = True
+            self.front.tell(Draining())
+            complain(f"no further requests; {len(self._open) + len(self._waiting)} are open and have "
+                     f"{self.drain.limit_s:g} s, a second signal stops them")  # fmt: skip
+        for message in self.front.take():
+            if isinstance(message, Ask):
+                waiting = message, self._generation(message), CLOCK()
+                insort(self._waiting, waiting, key=lambda each: each[0].priority)
+            elif isinstance(message, Drop):
+                self._drop(message.id)
+            elif isinstance(message, Watch):
+                self.pictures.on = message.on
+            elif isinstance(message, Listening):
+                complain(f"listening on {self.front.address}")
+        if lost := self.front.lost():
+            raise StopRequested(lost)
+
+    def _generation(self, ask: Ask) -> GenerationRequest:
+        return GenerationRequest(
+            ask.prompt, ask.n_predict, len(ask.prompt) + ask.n_predict, ask.sampling,
+            self.work.ends if ask.ends else frozenset(), ask.stops, ask.markers, ask.spans, ask.keep,
+            ask.priority,
+        )  # fmt: skip
+
+    def _drop(self, id: int) -> None:
+        if opened := self._open.pop(id, None):
+            del self._ids[opened]
+            self.requests.stop(opened)
+        else:
+            self._waiting = [each for each in self._waiting if each[0].id != id]
+
+    # -- what becomes of it
+
+    def _admit(self) -> None:
+        """Begin those that wait, in their order, while there is room."""
+        while self._waiting and self.requests.has_room(self._waiting[0][1]):
+            ask, asked, came_s = self._waiting.pop(0)
+            on_turn = partial(self._turn, ask.id)
+            opened = self.requests.begin(asked, self.options.policy.begin(), came_s, on_turn)
+            self._open[ask.id], self._ids[opened] = opened, ask.id
+
+    def _turn(self, id: int, is_running: bool) -> None:
+        self.front.tell(Begun(id) if is_running else Waits(id))
+
+    def _tell(self, news: Sequence[News]) -> None:
+        """In one message what has come at one time."""
+        parts = [(self._ids[each.opened], each.n_tokens, each.text, each.entries) for each in news]
+        token_s = news[0].opened.metrics.token_s
+        self.front.tell(Came(token_s[-1] if token_s else CLOCK(), CLOCK(), parts))
+        for each in news:
+            if each.ended:
+                id = self._ids.pop(each.opened)
+                del self._open[id]
+                timings = without_nan(service_timings(each.opened.metrics))
+                self.front.tell(Ended(id, each.opened.finish, timings, self.session.n_runs))

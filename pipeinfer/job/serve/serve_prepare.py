@@ -1,0 +1,91 @@
+"""Rank 0 prepares a service before anything loads: what is wrong with its options, what room it has. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment, DoesNotFit, deploy
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.planning.prepare import check_outputs
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.requests.chat_format import open_format
+from pipeinfer.job.requests.constraints import constrained
+from pipeinfer.job.requests.request import DEFAULT_CTX, end_tokens
+from pipeinfer.job.serve.front import Front, Setup
+from pipeinfer.models.chat import TemplateFault
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """`run`: what holds for all requests, and where one does not say. `front`: a dataclass, the front's settings.
+    `drain_s`: how long open requests have when the service shall end."""
+
+    run: RunOptions
+    front: Any
+    drain_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeWork:
+    """`ends`: tokens that end a text."""
+
+    front: Front
+    setup: Setup
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+    drain_s: float
+
+
+def prepare_serve(
+    asked: ServeOptions, hosts: Sequence[Host], open_front: Callable[[Any], Front]
+) -> tuple[Deployment, ServeWork]:
+    """Raises UserError for whatever is wrong with options and files."""
+    options = asked.run
+    check_outputs(options)
+    info, tokenizer = open_models(options)
+    options = constrained(options, tokenizer)
+    front = open_front(asked.front)
+    try:
+        _check_format(options, info, tokenizer)
+        deployment, n_ctx = deploy_shares(options, hosts, info)
+    except BaseException:
+        front.close()
+        raise
+    setup = Setup(
+        options, n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // options.parallel),
+        f"{info.fingerprint[:12]}-{options.rounding}",
+    )  # fmt: skip
+    return deployment, ServeWork(front, setup, tokenizer, end_tokens(options, tokenizer), asked.drain_s)
+
+
+def _check_format(options: RunOptions, info: ModelInfo, tokenizer: Tokenizer) -> None:
+    """The front opens it again: what is wrong with it is said here. A model whose own template is broken
+    still completes texts."""
+    format = open_format(options, info, tokenizer)
+    try:
+        if format:
+            format.template.check()
+    except TemplateFault as fault:
+        complain(f"{fault}; until then chats are refused")
+
+
+def deploy_shares(options: RunOptions, hosts: Sequence[Host], info: ModelInfo) -> tuple[Deployment, int]:
+    """With the context in tokens: where -c does not say, a chat's for each of --parallel requests, or as much as fits.
+
+    Raises UserError as `deploy` does.
+    """
+    one = min(info.n_ctx_train, DEFAULT_CTX)
+    n_ctx = options.ctx_size or options.parallel * one
+    while True:
+        try:
+            return deploy(options, hosts, info, n_ctx, min(n_ctx, info.n_ctx_train)), n_ctx
+        except DoesNotFit:
+            if options.ctx_size or n_ctx <= one:
+                raise
+            n_ctx = max(one, n_ctx // 2)

@@ -1,0 +1,158 @@
+"""Requests that are open in a session's engine, whoever asks them: which may begin, what has come of them.
+
+Knows no file and no client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipeinfer.cluster.serve import N_TEXT_MAX
+from pipeinfer.cluster.wire import text_bytes
+from pipeinfer.core.admission import ahead_of
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Emission, Finish, Request
+from pipeinfer.job.launch.context import Context
+from pipeinfer.job.requests.logprobs import Entries, Entry
+from pipeinfer.job.requests.printer import Printer
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.session.session import Session
+from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.observe.metrics import RequestMetrics
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A request in the engine. `n_heard`: tokens of its text that have come, up to a stop string."""
+
+    asked: GenerationRequest
+    request: Request
+    printer: Printer
+    metrics: RequestMetrics
+    entries: Entries
+    n_heard: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.printer.was_cut or (bool(self.request.finish) and self.n_heard == self.request.n_generated)
+
+    @property
+    def finish(self) -> str:
+        """Why its text ends, in OpenAI's words; "error" where its grammar took too much."""
+        if self.request.finish is Finish.FAILED:
+            return "error"
+        return "stop" if self.printer.was_cut or self.request.finish is Finish.END else "length"
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has come of a request: tokens, the text that is certain with them, and what its tokens' log-probabilities
+    are if it asked for these. `ended`: nothing more comes."""
+
+    opened: Open
+    n_tokens: int
+    text: str
+    entries: Sequence[Entry]
+    ended: bool
+
+
+class OpenRequests:
+    """`n_ctx`: tokens that the open requests have together at most. `take`: hears what has come of requests, as soon
+    as it has, all of the same run at a time; it may begin and stop some."""
+
+    def __init__(
+        self,
+        context: Context,
+        session: Session,
+        tokenizer: Tokenizer,
+        n_ctx: int,
+        take: Callable[[Sequence[News]], None],
+    ) -> None:
+        self.take = take
+        self.context, self.session, self.tokenizer, self.n_ctx = context, session, tokenizer, n_ctx
+        self.options = context.options
+        self.engine = session.set_up(self.options)
+        self.engine.taker = self._hear
+        self.engine.admission.ahead, self.engine.admission.n_open = ahead_of(n_ctx), self.options.parallel
+        self._open: dict[int, Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def n_text(self) -> int:
+        """Bytes of what they say of sampling in texts."""
+        return sum(text_bytes(each.asked.sampling) for each in self._open.values())
+
+    def has_room(self, asked: GenerationRequest) -> bool:
+        """Whether one more may be handed to the engine now. There it may have to wait for another one's prompt; where
+        preempted ones wait that it is to begin before, it waits in front of them, or the next room were theirs."""
+        admission = self.engine.admission
+        return self.n_text + text_bytes(asked.sampling) <= N_TEXT_MAX and (
+            not self._open
+            or admission.would_pass(asked.priority)
+            or (len(self._open) < self.options.parallel and admission.n_reserved + self._n_soon(asked) <= self.n_ctx)
+        )
+
+    def _n_soon(self, asked: GenerationRequest) -> int:
+        """Cells that it needs to begin: others give theirs up when it comes to more."""
+        return min(asked.n_ctx, len(asked.prompt) + self.engine.admission.ahead)
+
+    def begin(
+        self,
+        asked: GenerationRequest,
+        policy: Policy,
+        came_s: float | None = None,
+        on_turn: Callable[[bool], None] | None = None,
+    ) -> Open:
+        """Hand it to the engine, where it may have to wait. `came_s`: since when it has waited already. `on_turn`:
+        hears whether it is worked on from now on, or waits again."""
+        printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
+        entries, metrics = Entries(asked.end_tokens), RequestMetrics(on_turn=on_turn)
+        opened = Open(asked, asked.open(self.session.next_id()), printer, metrics, entries)
+        self._open[opened.request.id] = opened
+        self.engine.add(opened.request, policy, metrics)
+        if came_s is not None:
+            metrics.submitted_s = came_s
+        return opened
+
+    def step(self) -> None:
+        """Let the engine take its next step, or wait."""
+        if emission := self.engine.step():
+            self._hear([emission, *self.engine.rest()])
+
+    def _hear(self, emissions: Sequence[Emission]) -> None:
+        news = [self._news(opened, each.tokens) for each in emissions if (opened := self._open.get(each.request.id))]
+        if news:
+            self.take(news)
+
+    def _news(self, opened: Open, tokens: list[int]) -> News:
+        printer, n_before, n_characters = opened.printer, opened.n_heard, len(opened.printer.text)
+        for token in tokens:
+            opened.n_heard += 1
+            opened.entries.add(token, printer.n_decoded)
+            if printer.push([token]):
+                self.engine.stop(opened.request, Finish.END)
+                break
+        ended = opened.has_ended
+        if ended:
+            printer.finish()
+            del self._open[opened.request.id]
+        entries = opened.entries.take(len(printer.text))
+        if ended and not printer.was_cut:
+            entries += opened.entries.rest()
+        return News(opened, opened.n_heard - n_before, printer.text[n_characters:], entries, ended)
+
+    def stop(self, opened: Open) -> None:
+        """Give one up: nothing more comes of it."""
+        if self._open.pop(opened.request.id, None):
+            self.engine.stop(opened.request)
+
+    def stop_all(self) -> None:
+        """Give up what is open, and wait until nothing is in flight."""
+        for opened in list(self._open.values()):
+            self.stop(opened)
+        with self.context.flag.held():
+            for _ in self.engine.generate():
+                pass

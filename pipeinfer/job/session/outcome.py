@@ -1,0 +1,115 @@
+"""The result object of one generation, which --json prints, results.csv keeps and the statistics show; its trace."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeinfer import __version__
+from pipeinfer.job.requests.asked import describe_drafts, describe_model
+from pipeinfer.observe.experiment import SAMPLING
+from pipeinfer.observe.ledger import TimeUse, Window, head_time, stage_time
+from pipeinfer.observe.metrics import speculation, timings
+from pipeinfer.observe.table import Record
+from pipeinfer.observe.trace import Span, write_chrome_trace
+from pipeinfer.observe.tracks import StageRun, gaps, head_spans, messages
+
+if TYPE_CHECKING:  # these import MPI
+    from pipeinfer.cluster.plan import Stages
+    from pipeinfer.job.placement.deployment import Deployment
+    from pipeinfer.job.session.session import Figures, Generation
+
+SHOWN = ("policy", "variant", "settings", "options", *SAMPLING, "numerics", "pace")  # of what was asked
+OWN_FIGURES = ("spans", "n_messages", "n_bytes", "n_apart", "runs")
+"""Of a rank's figures, those that go elsewhere than its row."""
+
+
+def make_result(text: str, generation: Generation, deployment: Deployment, asked: Record) -> dict[str, Any]:
+    """`asked`: the columns that `asked_of` gives."""
+    request = generation.request
+    return {
+        "text": text,
+        "tokens": request.tokens[len(request.prompt) :],
+        "prompt_tokens": list(request.prompt),
+        "finish": request.finish.value if request.finish else None,
+        **{name: asked[name] for name in SHOWN},
+        "version": __version__,
+        "model": describe_model(deployment.model),
+        "model_draft": describe_drafts(deployment.drafts) if deployment.drafts else None,
+        "timings": timings(generation.metrics),
+        "speculation": speculation(generation.metrics),
+        "stage_row_s": [generation.row_s[stage.rank] for stage in deployment.plan.stages],
+        "wire": _wire(generation, deployment),
+        "ranks": [_rank(rank, generation, deployment) for rank in range(deployment.plan.n_ranks)],
+    }
+
+
+def _wire(generation: Generation, deployment: Deployment) -> dict[str, Any]:
+    ranks = [0, *(stage.rank for stage in deployment.plan.stages if stage.rank != 0)]
+    figures = generation.figures
+    hops = [
+        {
+            "from": rank,
+            "to": following,
+            "messages": figures[rank]["n_messages"],
+            "bytes": figures[rank]["n_bytes"],
+            "from_device": figures[rank]["n_apart"],
+        }
+        for rank, following in pairwise(ranks)
+    ]
+    return {"hops": hops, "cancel_messages": generation.ledger.n_cancel_messages}
+
+
+def _rank(rank: int, generation: Generation, deployment: Deployment) -> dict[str, Any]:
+    index = deployment.plan.stage_of(rank)
+    stage = None if index is None else deployment.plan.stages[index]
+    memory = deployment.memory[rank]
+    figures, metrics = generation.figures.get(rank, {}), generation.metrics
+    window = metrics.submitted_s, metrics.finished_s or metrics.submitted_s
+    return {
+        "rank": rank,
+        "host": deployment.hosts[rank].name,
+        "role": deployment.plan.describe(rank),
+        "layers": [stage.first, stage.last] if stage else None,
+        "weight_bytes": memory.weights + memory.mapped,
+        "kv_bytes": memory.kv,
+        "memory_bytes": memory.total,
+        "threads": deployment.threads[rank],
+        "backend": str(deployment.backends[rank]),
+        "device": deployment.devices[rank] or None,
+        **{name: value for name, value in figures.items() if name not in OWN_FIGURES},
+        **asdict(time_use(rank, generation, window)),
+    }
+
+
+def time_use(rank: int, found: Figures, window: Window) -> TimeUse:
+    """How a rank spent some time, of which `found` tells."""
+    if rank == 0:
+        return head_time(found.ledger, window)
+    ledger = found.refiners.get(rank, found.ledger)
+    return stage_time(found.figures[rank]["runs"], ledger.submitted_s, window)
+
+
+def write_trace(path: Path, generation: Generation, deployment: Deployment) -> None:
+    """What --trace writes, a track a rank. Raises UserError when the file cannot be written."""
+    tracks = []
+    for rank, figures in sorted(generation.figures.items()):
+        spans = [Span(**span) for span in figures["spans"]]
+        if rank == 0:
+            spans += head_spans(generation.ledger)
+        else:
+            unit = "question" if rank in generation.refiners else "run"
+            spans += gaps(figures["runs"], generation.refiners.get(rank, generation.ledger), unit)
+        tracks.append((f"rank {rank}: {deployment.plan.describe(rank)}", sorted(spans, key=lambda span: span.start_s)))
+    arrows = list(messages(_remote_runs(deployment.plan.stages, generation), generation.ledger))
+    for stages in deployment.plan.asked.values():
+        ledger = generation.refiners[stages[0].rank]
+        arrows += messages(_remote_runs(stages, generation), ledger, "question")
+    write_chrome_trace(path, tracks, arrows)
+
+
+def _remote_runs(stages: Stages, generation: Generation) -> list[tuple[int, list[StageRun]]]:
+    """Of each stage that is not the head's, its rank and runs."""
+    return [(stage.rank, generation.figures[stage.rank]["runs"]) for stage in stages if stage.rank]

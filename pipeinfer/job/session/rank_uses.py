@@ -1,0 +1,50 @@
+"""How each rank spent the time of many requests, added up from what the ranks tell now and then. Runs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.session.outcome import time_use
+from pipeinfer.job.session.session import Figures
+from pipeinfer.observe.ledger import TimeUse
+
+NOTHING = TimeUse(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class RankUses:
+    """From `start_s` on."""
+
+    def __init__(self, deployment: Deployment, start_s: float) -> None:
+        self.deployment = deployment
+        self._noted_s = start_s
+        self._uses = [NOTHING] * deployment.plan.n_ranks
+        self._peaks = [0] * deployment.plan.n_ranks
+        self._sent_s: dict[int, float] = {}  # runs that may have been in flight when the ranks told of the others
+
+    def note(self, found: Figures, now_s: float) -> None:
+        """What the ranks did since the last time."""
+        sent_s = found.ledger.submitted_s
+        found = replace(found, ledger=replace(found.ledger, submitted_s={**self._sent_s, **sent_s}))
+        for rank in found.figures:
+            use = time_use(rank, found, (self._noted_s, now_s))
+            self._uses[rank] = TimeUse(
+                *map(sum, zip(asdict(self._uses[rank]).values(), asdict(use).values(), strict=True))
+            )
+            self._peaks[rank] = max(self._peaks[rank], found.figures[rank]["peak_rss_bytes"])
+        self._sent_s, self._noted_s = sent_s, now_s
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Of each rank what --json prints and the statistics show."""
+        deployment = self.deployment
+        return [
+            {
+                "rank": rank,
+                "host": deployment.hosts[rank].name,
+                "role": deployment.plan.describe(rank),
+                **asdict(use),
+                "peak_rss_bytes": self._peaks[rank],
+            }
+            for rank, use in enumerate(self._uses)
+        ]

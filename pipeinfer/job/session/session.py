@@ -1,0 +1,341 @@
+"""Rank 0's hold on the loaded models of all ranks: one engine for all requests, and everyone's figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from pipeinfer.cluster.calibrate import largest_question, slowest_stage
+from pipeinfer.cluster.head_pipeline import N_POSTED, HeadPipeline, HeadWaiter
+from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.transport import progress_between
+from pipeinfer.cluster.wire import decode_guess_verdict, decode_verdict, verdict_bytes
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.core.levels import Level
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Emission, Finish, Request
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.runs import GuessVerdict, Verdict
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.loading.arrivals import fetch_layers
+from pipeinfer.job.loading.load import (
+    N_GUESS_BYTES,
+    inexact_line,
+    load_drafts,
+    load_stage,
+    make_courier,
+    make_draft_worker,
+    make_drafter,
+    make_worker,
+    time_after,
+    time_loaded,
+    time_prompt,
+)
+from pipeinfer.job.loading.stages import gpu_of
+from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.models.llama.ggml import amx_works
+from pipeinfer.models.lookup import LookupDrafter
+from pipeinfer.observe.ledger import HeadLedger
+from pipeinfer.observe.metrics import RequestMetrics
+
+NO_AMX = (
+    "this build of llama.cpp has AMX kernels that crash, so they are not used; for full speed install it again: "
+    "CMAKE_ARGS=\"-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'\" pip install --force-reinstall --no-cache-dir --no-deps "
+    "llama-cpp-python"
+)
+
+
+N_NOTED = 20_000
+"""Notes of rank 0 after which whoever waits for the ranks asks what they did: notes would grow without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the ranks did in some time. `figures`: what each rank that took part reports of itself. `refiners`: what
+    rank 0 asked each rank of a draft elsewhere, and when. `row_s`: seconds of one row in each stage's rank, timed at
+    loading."""
+
+    ledger: HeadLedger
+    figures: dict[int, dict[str, Any]]
+    refiners: dict[int, HeadLedger]
+    row_s: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation(Figures):
+    """What one request gave."""
+
+    request: Request
+    metrics: RequestMetrics
+
+
+class Session:
+    """Between `open` and `close` every rank of the plan holds its models, and what the engine learned of them stays.
+
+    Other ranks are in `worker.run_stage`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        deployment: Deployment,
+        called: Callable[[], bool] = lambda: False,
+        on_loaded: Callable[[int, float], object] = lambda rank, loaded_s: None,
+    ) -> None:
+        """`called`: whether there is something to do that is no run's: it ends the engine's waits. `on_loaded(rank,
+        seconds)` is called for every remote stage that has loaded."""
+        self.context, self.deployment, self.on_loaded, self.called = context, deployment, on_loaded, called
+        self._ranks = [stage.rank for stage in deployment.plan.stages]
+        self.remote_ranks = sorted(deployment.plan.computing - {0})
+        self._stage: LoadedModel | None = None
+        self._drafts: dict[int, LoadedModel] = {}  # by number
+        self._costs: dict[int, dict[int, float]] = {}  # of each stage's rank: rows of a run -> seconds
+        self._context_s: dict[int, float] = {}  # of each stage's rank: a row, for each token before it
+        self._chunk_s: dict[int, tuple[int, float] | None] = {}  # of each stage's rank: a chunk of a prompt
+        self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each draft that is asked, by number
+        self._pipeline: HeadPipeline[Verdict] | None = None
+        self._asked: dict[int, HeadPipeline[GuessVerdict]] = {}  # of drafts elsewhere and larger ones, by number
+        self._drafter: ModelDrafter | None = None
+        self._engine: Engine | None = None
+        self._request_ids = count()
+        self._own_figures: tuple[HeadLedger, dict[str, Any], dict[int, HeadLedger]] | None = None
+        self._figures: dict[int, dict[str, Any]] = {}
+
+    def open(self) -> None:
+        """Load. Raises UserError, all ranks sent home, when one of them could not: the error of the lowest rank."""
+        error = ""
+        try:
+            fetch_layers(self.context, self.deployment)
+            self._stage = load_stage(self.context, self.deployment)
+            self._drafts = load_drafts(self.context, self.deployment)
+            if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
+                complain(NO_AMX)
+            if self._stage:
+                self._costs[0] = time_loaded(self.context, self.deployment, self._stage)
+                self._context_s[0] = time_after(self.context, self.deployment, self._stage, self._costs[0])
+                self._chunk_s[0] = time_prompt(self.context, self.deployment, self._stage)
+            self._refiner_costs = {
+                number: time_loaded(self.context, self.deployment, draft, number)
+                for number, draft in self._drafts.items()
+                if number
+            }
+            if self._drafts:
+                self._drafter = make_drafter(self.context, self.deployment, self.context.options, self._drafts[0])
+        except UserError as caught:
+            error = str(caught)
+        reports = self._reports()
+        costs = {rank: report.get("cost_s", {}) for rank, report in reports.items()}
+        self._costs |= {rank: costs[rank] for rank in self._ranks if rank}
+        self._context_s |= {rank: reports[rank].get("context_s", 0.0) for rank in self._ranks if rank}
+        self._chunk_s |= {rank: reports[rank].get("chunk_s") for rank in self._ranks if rank}
+        for number, stages in self.deployment.plan.asked.items():
+            if number not in self._drafts:
+                self._refiner_costs[number] = slowest_stage([costs.get(stage.rank, {}) for stage in stages])
+        error = first_error({0: {"error": error}} | reports)
+        self._connect()
+        if error:
+            self.close()
+            raise UserError(error)
+        self._engine = self._make_engine()
+        if line := self._engine.delay_too_short:
+            complain(line)
+        here = {0: gpu_of(self.context.options, self.deployment.hosts, 0)} if self._stage else {}
+        gpus = here | {rank: each["gpu"] for rank, each in reports.items()}
+        line = inexact_line(self.context.options, {rank: gpus[rank] for rank in self._ranks})
+        if line:
+            complain(line)
+
+    def _connect(self) -> None:
+        """Make this rank's ends of the pipelines, its own stages among them."""
+        context, deployment, worker = self.context, self.deployment, None
+        comm, courier = context.link.comm, make_courier(context, deployment)
+        wire_type, progress = context.options.wire_type, progress_between(comm, deployment.host_names)
+        n_posted = N_POSTED if context.options.post_ahead else 0
+        if self._stage:
+            worker = make_worker(context, deployment, self._stage)
+        n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes)
+        self._pipeline = HeadPipeline(
+            comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type, progress, n_posted
+        )
+        for number, stages in deployment.plan.asked.items():
+            draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]
+            asker = make_draft_worker(context, deployment, number, draft) if draft else None
+            self._asked[number] = HeadPipeline(
+                comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier, wire_type, progress, n_posted
+            )
+
+    @property
+    def _pipelines(self) -> list[HeadPipeline[Any]]:
+        return [*([self._pipeline] if self._pipeline else []), *self._asked.values()]
+
+    def _make_engine(self) -> Engine:
+        context, deployment, options = self.context, self.deployment, self.context.options
+        assert self._pipeline
+        n_cells, parked, rewinds = deployment.n_cells, deployment.parked, deployment.model.rewinds
+        n_guesses = options.n_target_guesses(rewinds)
+        window = deployment.model.window
+        pool = SequencePool(options.n_target_seq(rewinds), n_cells, parked, rewinds, n_guesses, window)
+        levels = {
+            number: Level(
+                pipeline, SequencePool(options.n_seq, n_cells, window=deployment.drafts[number].window),
+                n_chunk=N_GUESS_ROWS, n_rows=largest_question(self._refiner_costs[number]) if number else N_GUESS_ROWS,
+            )
+            for number, pipeline in self._asked.items()
+        }  # fmt: skip
+        target = Level(
+            self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
+        )
+        drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter or levels.pop(0, None)
+        slowest = slowest_stage(list(self._costs.values()))
+        chunk = max(filter(None, self._chunk_s.values()), default=None)  # all have as many rows
+        context_s = max(self._context_s.values(), default=0.0)
+        engine = Engine(
+            target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
+            drafts=list(levels.values()),
+            run_cost=RunCost(slowest, deployment.crowding, chunk, context_s) if slowest else None,
+            n_prompts=options.n_prompts, max_delay_s=math.inf if options.max_delay_s is None else options.max_delay_s,
+        )  # fmt: skip
+        for each in self._pipelines:
+            each.listen_by(engine.listen)
+        return engine
+
+    def generate(
+        self,
+        asked: GenerationRequest,
+        options: RunOptions,
+        policy: Policy,
+        on_tokens: Callable[[Sequence[int]], object],
+        on_prompt: Callable[[int], None] | None = None,
+    ) -> Generation:
+        """One request, alone, to its end, also when the user stops it.
+
+        `options`: of them those that need no other models, ablations. `on_tokens` may answer that the text ends here,
+        whatever the model would say further. `on_prompt` hears how many rows of the prompt
+        have been evaluated.
+        """
+        engine = self.set_up(options)
+        request, metrics = asked.open(next(self._request_ids)), RequestMetrics(self.context.tracer, on_prompt)
+        engine.add(request, policy, metrics)
+        self._drive(engine, request, on_tokens)
+        found = self.take_figures()
+        return Generation(found.ledger, found.figures, found.refiners, found.row_s, request, metrics)
+
+    def set_up(self, options: RunOptions) -> Engine:
+        """The engine as the requests to come want it; none may be open. Who adds requests has ids from `next_id`."""
+        assert self._engine, "the session is not open"
+        self._engine.target.cancel = options.cancel
+        pools = [level.pool for level in self._engine.levels] + ([self._drafter.pool] if self._drafter else [])
+        for pool in pools:
+            is_target = pool is self._engine.target.pool
+            n_seq = options.n_target_seq(self.deployment.model.rewinds) if is_target else options.n_seq
+            if pool.n_seq != n_seq:
+                self._engine.forget()
+                pool.resize(n_seq)
+        return self._engine
+
+    def next_id(self) -> int:
+        """Of a further request."""
+        return next(self._request_ids)
+
+    @property
+    def n_runs(self) -> int:
+        """Of the target, since the start."""
+        assert self._pipeline
+        return self._pipeline.n_submitted
+
+    @property
+    def n_noted(self) -> int:
+        """Runs and waits that rank 0 has noted since the ranks were last asked what they did."""
+        return sum(each.ledger.n_notes for each in self._pipelines)
+
+    def ask_figures(self) -> None:
+        """Every rank shall say what it did since the last time, once it is through with what it was sent;
+        `poll_figures` has it when all have."""
+        assert self._pipeline and not self.asks_figures
+        for each in self._pipelines:
+            each.ask_reports()
+        asked = {number: pipeline.take_ledger() for number, pipeline in self._asked.items()}
+        drafts = self.deployment.plan.drafts
+        refiners = {stage.rank: asked[number] for number in asked for stage in drafts[number]}
+        own = self.context.take_figures(self._pipeline.worker, self._pipeline.outbox, None)
+        self._own_figures = self._pipeline.take_ledger(), own, refiners
+
+    @property
+    def asks_figures(self) -> bool:
+        """Whether figures were asked for that have not been taken."""
+        return self._own_figures is not None
+
+    def poll_figures(self) -> Figures | None:
+        """What was asked for, once all of it is there."""
+        assert self._own_figures
+        while len(self._figures) < len(self.remote_ranks) and (report := self.context.link.next_report()):
+            self._figures[report[0]] = report[1]
+        if len(self._figures) < len(self.remote_ranks):
+            return None
+        (ledger, own, refiners), reports = self._own_figures, self._figures
+        self._own_figures, self._figures = None, {}
+        row_s = {rank: cost[1] for rank, cost in self._costs.items()}
+        return Figures(ledger, {0: own} | reports, refiners, row_s)
+
+    def take_figures(self) -> Figures:
+        """What every rank did since the last time. Waits until the stages are through with what they were sent."""
+        if not self.asks_figures:
+            self.ask_figures()
+        return Idle().until(self.poll_figures)
+
+    def close(self) -> None:
+        """Send the stages home and free what this rank holds."""
+        for pipeline in self._pipelines:
+            pipeline.shutdown()
+        for model in (self._stage, *self._drafts.values()):
+            if model:
+                model.close()
+        self.context.close_vocabulary()
+
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        """One report of every remote rank."""
+        reports: dict[int, dict[str, Any]] = {}
+        while len(reports) < len(self.remote_ranks):
+            rank, report = Idle().until(self.context.link.next_report)
+            reports[rank] = report
+            if "loaded_s" in report:
+                self.on_loaded(rank, report["loaded_s"])
+        return reports
+
+    def _drive(self, engine: Engine, request: Request, on_tokens: Callable[[Sequence[int]], object]) -> None:
+        def take(emissions: Sequence[Emission]) -> None:
+            for emission in emissions:
+                if on_tokens(emission.tokens):
+                    engine.stop(request, Finish.END)
+
+        engine.taker = take
+        try:
+            if not request.n_predict:
+                engine.stop(request, Finish.LENGTH)
+            for emission in engine.generate():
+                take([emission])
+        except StopRequested:
+            with self.context.flag.held():
+                drain(engine, request)
+
+
+def first_error(reports: Mapping[int, Mapping[str, Any]]) -> str:
+    """That of the lowest rank; empty if all is well."""
+    return next((report["error"] for _, report in sorted(reports.items()) if report.get("error")), "")
+
+
+def drain(engine: Engine, request: Request) -> None:
+    """Stop it, the only one that is open, in order: what is in flight comes back."""
+    engine.stop(request)
+    for _ in engine.generate():
+        raise AssertionError("a stopped request emitted tokens")
