@@ -107,10 +107,10 @@ def series_of(frame: pd.DataFrame, by: str, value: str) -> Iterator[tuple[str, p
 
 def whiskers(axes: Axes, places: Any, means: pd.Series, deviations: pd.Series, colour: Any) -> None:
     """Where there is a deviation; never below 0."""
-    there = deviations.notna().to_numpy()
+    there = deviations.notna()
     if there.any():
-        ends = [np.minimum(deviations, means)[there], deviations[there]]
-        axes.errorbar(np.asarray(places)[there], means[there], ends, color=colour, ls="", capsize=2.5, lw=0.9)
+        x, y, above = (np.asarray(each)[there] for each in (places, means, deviations))
+        axes.errorbar(x, y, [np.minimum(above, y), above], color=colour, ls="", capsize=2.5, lw=0.9)
 
 
 def bars(

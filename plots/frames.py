@@ -153,7 +153,7 @@ def means_text(groups: Any, bar: str, what: str, alike: bool = True) -> str:
     return f"{said}.{f' Not all {bar}s average over the same prompts.' if unlike else ''}"
 
 
-def points(percentiles: Sequence[float], n_values: float) -> tuple[np.ndarray, np.ndarray]:
+def points(percentiles: Any, n_values: float) -> tuple[np.ndarray, np.ndarray]:
     """(values, weights) of the distribution that has these interpolated percentiles, 0 to 100: its `n_values` values
     where the percentiles determine them, otherwise the percentiles."""
     found = np.asarray(percentiles, float)
@@ -163,4 +163,4 @@ def points(percentiles: Sequence[float], n_values: float) -> tuple[np.ndarray, n
         values = np.linalg.lstsq(shares, found, rcond=None)[0]
         if np.allclose(shares @ values, found, rtol=1e-3, atol=1e-4 * found.max()):
             return np.maximum.accumulate(values.clip(0.0)), np.ones(n)
-    return found, np.full(len(found), max(n_values, 1.0) / max(1, len(found)))
+    return found, np.full(len(found), max(1.0, n_values) / max(1, len(found)))

@@ -29,19 +29,17 @@ Lines = Mapping[str, tuple[str, str]]
 def curves(frame: pd.DataFrame) -> Figure:
     """Throughput and latencies over concurrency or rate."""
     times = {f"{name}_p{share}": 1e3 * frame[f"{name}_p{share}_s"] for name in LATENCIES for share in SHARES}
-    by_latency = {
-        label: {f"{name}_p{share}": kind for share, kind in SHARES.items()} for name, label in LATENCIES.items()
-    }
-    values = {"throughput (tokens/s)": {"predicted_per_second": ("", "-")}, **by_latency}
+    values: dict[str, Lines] = {"throughput (tokens/s)": {"predicted_per_second": ("", "-")}}
+    for name, label in LATENCIES.items():
+        values[label] = {f"{name}_p{share}": kind for share, kind in SHARES.items()}
     return _lines("Throughput and latencies by load", _laid_out(frame.assign(**times)), values)
 
 
 def cdfs(frame: pd.DataFrame) -> Figure:
     """Distributions of TTFT, over requests, and of ITL, over all gaps; two panels a load."""
     frame = frame.assign(late=frame.concurrency == 0).sort_values(["late", "concurrency", "rate"], kind="stable")
-    loads = [
-        f"clients: {n}" if n else f"{rate:g} requests/s" for n, rate in zip(frame.concurrency, frame.rate, strict=True)
-    ]
+    by = zip(frame.concurrency, frame.rate, strict=True)
+    loads = [f"clients: {n}" if n else f"{rate:g} requests/s" for n, rate in by]
     frame = layout(frame.assign(load=loads), FACETS, ["ranks", "load"])
     counts = {"ttft": frame.n_requests, "itl": frame.predicted_n - frame.n_requests}
     found = {name: [points(1e3 * np.array(each), n) for each, n in zip(frame[f"{name}_percentiles_s"], ns, strict=True)]

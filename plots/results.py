@@ -51,9 +51,7 @@ def ablation(frame: pd.DataFrame) -> Figure | None:
     if frame.empty:
         return None
     names = {each: WITHOUT.get(each) or in_full(each) for each in sorted(frame.variant.unique(), key=bool)}
-    looks = {
-        name: Look(str(0.3 + 0.5 * (at % 2)), ("", "", *HATCHES)[at % 7]) for at, name in enumerate(names.values())
-    }
+    looks = {name: Look(str(0.3 + at % 2 / 2), ("", "", *HATCHES)[at % 7]) for at, name in enumerate(names.values())}
     frame = layout(frame, FACETS, ["policy"])
     frame = frame.assign(series=pd.Categorical(frame.variant.map(names), list(looks)), itl=1e3 * frame.itl_mean_s)
     return _bars("Ablations", frame, "ranks", {"predicted_per_second": SPEED + ON_BARS, "itl": ITL}, looks)
@@ -96,7 +94,7 @@ def latencies(frame: pd.DataFrame) -> Figure | None:
     frame = layout(frame, FACETS, ["ranks"])
     gaps = zip(frame.itl_percentiles_s, frame.predicted_n - 1, strict=True)
     frame = frame.assign(itl=[points(1e3 * np.array(each), n) for each, n in gaps],
-                         tpot=[points([1e3 * each], 1) for each in frame.tpot_s])  # fmt: skip
+                         tpot=[points([1e3 * each] * (each == each), 1) for each in frame.tpot_s])  # fmt: skip
     values = {"itl": ("inter-token latency (ms)", "share of tokens"),
               "tpot": ("time per output token (ms)", "share of generations")}  # fmt: skip
     figure = distributions(frame, values, looks_of(frame))
@@ -111,29 +109,27 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
     if frame.empty:
         return None
     frame = layout(frame, FACETS, ["ranks"])
-    slots = frame.ranks.clip(lower=3)  # places for bars, so that a label fits below
+    slots = frame.busy_s.map(len).clip(lower=3)  # places for bars, so that a label fits below
     n_slots = (slots * frame.groupby("panel")["series"].transform("nunique")).max()
     figure, found = panels(frame, [""], max(4.5, 1.0 + 0.42 * n_slots))
     for panel, rows, _ in found:
         ticks, first, n_lines = dict[float, str](), 0.0, 0
         for label, own in rows.groupby("series", observed=True):
-            slot = slots[own.index].max()
-            at, bottom = first + (slot - own.ranks.max()) / 2 + np.arange(own.ranks.max()), 0.0
+            slot, n_ranks = slots[own.index].max(), own.busy_s.map(len).max()
+            at, bottom = first + (slot - n_ranks) / 2 + np.arange(n_ranks), 0.0
             for use, (words, colour) in USES.items():
                 shares = 100 * pd.DataFrame(own[use].tolist()).div(own.total_s.to_numpy(), axis=0).mean()
                 panel.bar(at, shares, 0.86, bottom, color=colour, edgecolor="white", lw=0.4, label=words)
                 bottom = bottom + shares
             roles = own.roles.iloc[0].split(";")
             ticks |= {place: f"{rank}\nD" if role.startswith("draft") else str(rank)
-                      for rank, (place, role) in enumerate(zip(at, roles, strict=True))}  # fmt: skip
+                      for rank, (place, role) in enumerate(zip(at, roles, strict=False))}  # fmt: skip
             shown = "\n".join(textwrap.fill(line, 5 * slot) for line in label.split("\n"))
             panel.annotate(shown, (at.mean(), 0), (0, -30), textcoords="offset points", ha="center", va="top")
             n_lines = max(n_lines, shown.count("\n"))
             first += slot + 0.6
         panel.set_xticks(list(ticks), list(ticks.values()))
-        panel.annotate(
-            "rank", (0, 0), (-3, -5), xycoords="axes fraction", textcoords="offset points", ha="right", va="top"
-        )
+        panel.annotate("rank", (0, 0), (-3, -5), "axes fraction", "offset points", ha="right", va="top")
         figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * n_lines)
         panel.set(ylim=(0, 100), ylabel="mean share of the time (%)")
     pooled = pooled_text(frame.groupby(["panel", "series"], observed=True), "generations")

@@ -183,7 +183,7 @@ def test_distributions_are_steps_of_what_was_measured() -> None:
     assert figure
     (line,) = figure.axes[0].lines
     assert np.asarray(line.get_xdata()) == pytest.approx([0.0, *(1e3 * gaps)], abs=1e-3)
-    assert list(line.get_ydata()) == pytest.approx([each / 6 for each in range(7)])
+    assert np.asarray(line.get_ydata()) == pytest.approx([each / 6 for each in range(7)])
     assert line.get_drawstyle() == "steps-post"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,12 @@ def check_picture(output: Path) -> None:
 def pyplot() -> Any:
     """matplotlib.pyplot, without a display. Raises UserError where it is not installed."""
     try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
+        import matplotlib
+        from matplotlib import pyplot as plt
     except ImportError as error:
         raise UserError(f"--output needs matplotlib ({error}): pip install 'pipeinfer[plot]'") from None
+    matplotlib.use("Agg")
+    return plt
 
 
 def write_picture(output: Path, figure: Any) -> None:
