@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy, PolicyContext
 from pipeinfer.core.requests import Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Guess, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.policies.registry import POLICIES
 
 SIZES = (8, 64, 256)

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.policies import Iterative
 
 N_TOKENS = 200

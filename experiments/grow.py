@@ -253,7 +253,7 @@ def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Call
     """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is quite another."""
     from pipeinfer.job.placement.model_files import draft_translation  # loads libllama
     from pipeinfer.models.agreement import TEXTS, acceptance
-    from pipeinfer.models.tokenizer import Tokenizer
+    from pipeinfer.models.text.tokenizer import Tokenizer
 
     tokenizer, translation = Tokenizer(model), draft_translation(model, draft)
     prompts = [tokens for text in TEXTS if (tokens := tokenizer.encode(text))]

@@ -19,7 +19,7 @@ from pipeinfer.models.gguf.header import metadata_spans, read_header
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.tokenizer import TextStream, Tokenizer
+from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 
 TEXT = "the model of <s> a rank\n  is Ä日🎉\x00 in 12 tokens</s>"
 PARAMS = LlamaParams(n_cells=256, n_seq_max=4, n_batch=16, n_outputs_max=16)

@@ -19,15 +19,15 @@ from pipeinfer.cluster.activations import WireType, activation_bytes, read_activ
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.policies.registry import POLICIES, make_policy
 from tests.jobs import finish, run_json
 from tests.toy import ToyPipeline, ToyWaiter

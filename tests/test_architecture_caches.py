@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.core.blocks import LARGEST
 from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.kv.blocks import LARGEST
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.stage import LlamaStage

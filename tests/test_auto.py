@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import NOTHING, AwaitDraft, Policy, Send
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, Settled, TokenTree
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer
 from pipeinfer.policies.temperature_scaling import TemperatureScaling

@@ -25,9 +25,9 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import deploy
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.requests.request_body import Defaults
-from pipeinfer.models.chat import ChatTemplate, Message
-from pipeinfer.models.json_schema import schema_grammar
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.chat import ChatTemplate, Message
+from pipeinfer.models.text.json_schema import schema_grammar
+from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.jobs import environment, finish, launcher, run_json, start
 from tests.test_outputs import room_for

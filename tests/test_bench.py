@@ -29,7 +29,7 @@ from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.requests.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.results import as_read, key_of, read_results
 from pipeinfer.observe.summary import markdown, summarise

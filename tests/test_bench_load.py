@@ -27,7 +27,7 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.requests.conversation import Prompt, first_turns, read_prompts
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.load_columns import LOAD_COLUMNS, LOADS
 from pipeinfer.observe.loads import print_loads, summarise
 from pipeinfer.observe.results import append_result

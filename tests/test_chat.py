@@ -22,23 +22,23 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.core.blocks import Span
 from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat.dialogue import Dialogue
 from pipeinfer.job.chat.interrupts import Interrupts
 from pipeinfer.job.chat.lines import PipedLines
 from pipeinfer.job.requests.chat_format import ChatFormat
-from pipeinfer.models.chat import ChatTemplate, Message, encode_rendered
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.tokenizer import TextStream, Tokenizer
+from pipeinfer.models.text.chat import ChatTemplate, Message, encode_rendered
+from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies.registry import POLICIES, make_policy
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model

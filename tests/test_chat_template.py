@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.chat import (
+from pipeinfer.models.text.chat import (
     PLAIN_TEMPLATE,
     ChatTemplate,
     Message,
@@ -20,13 +20,13 @@ from pipeinfer.models.chat import (
     encode_continuation,
     encode_rendered,
 )
-from pipeinfer.models.limited_process import LimitedProcess, Limits
-from pipeinfer.models.stop_strings import StopStrings
-from pipeinfer.models.tokenizer import TextStream, Tokenizer
+from pipeinfer.models.text.limited_process import LimitedProcess, Limits
+from pipeinfer.models.text.stop_strings import StopStrings
+from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from tests.gguf_factory import CHAT_TEMPLATE, MARKERS, Shape, write_model
 from tests.jobs import COMMAND, environment, finish, run_json
 
-LITTLE = LimitedProcess("pipeinfer.models.template_child", Limits(cpu_s=1, wall_s=20.0, n_bytes=256 << 20))
+LITTLE = LimitedProcess("pipeinfer.models.text.template_child", Limits(cpu_s=1, wall_s=20.0, n_bytes=256 << 20))
 
 
 def little(source: str) -> ChatTemplate:
@@ -129,7 +129,7 @@ def test_a_process_that_somebody_kills_is_started_again_once(
     template.process.ahead[0].kill()
     template.process.ahead[0].wait()
     assert template.render(TURNS, tokenizer) == "the <b>"
-    monkeypatch.setattr("pipeinfer.models.limited_process.START", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr("pipeinfer.models.text.limited_process.START", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(TemplateFault, match="its process was killed, 2 times") as caught:
         template.render(TURNS, tokenizer)
     assert caught.value.is_broken, "not the fault of who asks"
@@ -175,7 +175,7 @@ def test_a_pipe_none_of_whose_lines_is_answered_ends_with_2(model: Path, tmp_pat
 
 def test_a_template_that_sleeps_on_a_busy_host_is_ended_by_the_clock(tokenizer: Tokenizer) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    process = LimitedProcess("pipeinfer.models.template_child", Limits(cpu_s=1000, wall_s=0.5))
+    process = LimitedProcess("pipeinfer.models.text.template_child", Limits(cpu_s=1000, wall_s=0.5))
     with pytest.raises(UserError, match=r"is not done after 0.5 s"):
         ChatTemplate(loop, "the template", process=process).render(TURNS, tokenizer)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from pipeinfer.core.drafting import ModelDrafter, coupled, likeliest, newest_tokens
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams, choose
-from pipeinfer.core.sequences import SequencePool
 from tests.toy import N_VOCAB, ToyStage
 
 

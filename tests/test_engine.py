@@ -14,12 +14,12 @@ import pytest
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative

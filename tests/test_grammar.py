@@ -25,12 +25,12 @@ from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.constraints import check_constraints
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.grammar import Grammar, Grammars
-from pipeinfer.models.grammar_check import MAX_BYTES, TOO_MUCH, check_grammar
-from pipeinfer.models.json_schema import read_schema, schema_grammar
 from pipeinfer.models.llama.ggml import load_library
-from pipeinfer.models.tokenizer import Tokenizer
-from pipeinfer.models.vocabulary_file import VocabularyFile
+from pipeinfer.models.text.grammar import Grammar, Grammars
+from pipeinfer.models.text.grammar_check import MAX_BYTES, TOO_MUCH, check_grammar
+from pipeinfer.models.text.json_schema import read_schema, schema_grammar
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from tests.gguf_factory import write_model
 from tests.jobs import finish, plain_tokens, run_json
 from tests.test_samplers import OneBuffer

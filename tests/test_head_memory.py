@@ -20,10 +20,10 @@ from pipeinfer.cluster.transport import Comm
 from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.cluster.wire import decode_verdict
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.launch.context import Context
 from pipeinfer.job.options.options import RunOptions
@@ -34,7 +34,7 @@ from pipeinfer.job.serve.front import Alive, Ask, Came, Drop, Ended, FromFront, 
 from pipeinfer.job.serve.serve import Service
 from pipeinfer.job.serve.serve_prepare import ServeWork
 from pipeinfer.job.session.open_requests import OpenRequests
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.ledger import HeadLedger
 from pipeinfer.observe.trace import NO_TRACE
 from pipeinfer.policies import Auto

@@ -11,9 +11,9 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.models.grammar_check import check_grammar
-from pipeinfer.models.json_schema import read_schema, schema_grammar
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.grammar_check import check_grammar
+from pipeinfer.models.text.json_schema import read_schema, schema_grammar
+from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.test_grammar import grammar_of, tokenizer, written
 
 __all__ = ["tokenizer"]

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import InFlightRun
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
+from pipeinfer.core.kv.blocks import Span, spans_of
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
-from pipeinfer.core.prefixes import Prefixes, common, spans_to_continue
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.prefixes import Prefixes, common, spans_to_continue
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics

@@ -11,12 +11,12 @@ import pytest
 from pipeinfer.cluster.wire import decode_guess_verdict, encode_verdict
 from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.runs import Guess, GuessVerdict
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, TokenTree
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import PipeInfer, PipeSpec, Speculative

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Emission, Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.lookup import LENGTHS, LONGEST, PRIOR, LookupDrafter, Trust

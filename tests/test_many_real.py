@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 
 from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams

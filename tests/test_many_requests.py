@@ -12,17 +12,17 @@ from typing import NamedTuple
 import pytest
 
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
-from pipeinfer.core.blocks import Span
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter
+from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import NOTHING, Answer, PolicyContext
 from pipeinfer.core.requests import Emission, Finish, Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduler import BatchBudget, choose
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.scheduling.scheduler import BatchBudget, choose
 from pipeinfer.observe.ledger import stage_time
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative, PipeInfer

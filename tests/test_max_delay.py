@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
-from pipeinfer.core.batch_planner import ONE_CHUNK
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.requests.asked import options_text
 from pipeinfer.models.demo import TARGET

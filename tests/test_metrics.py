@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
 from pipeinfer.observe.ledger import HeadLedger, StageLedger, head_time, stage_time
 from pipeinfer.observe.metrics import RequestMetrics, percentiles, service_timings, speculation, timings, why_no_guess

@@ -18,7 +18,7 @@ from pipeinfer.job.placement.deployment import cells_for
 from pipeinfer.models.agreement import acceptance
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS
 from tests.gguf_factory import CHAT_TEMPLATE, Shape, write_model

@@ -16,8 +16,8 @@ from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.costs import LinkCost, ModelCost, Work
 from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.wire import encode
-from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.deployment import pace_profile

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pipeinfer.core.pacer import LOOKAHEAD, MARGIN_S, Pacer
-from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.scheduling.pacer import LOOKAHEAD, MARGIN_S, Pacer
+from pipeinfer.core.scheduling.run_cost import RunCost
 
 
 class Clock:

@@ -11,14 +11,14 @@ import pytest
 
 from pipeinfer.core import levels
 from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.admission import ahead_of
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.prefixes import spans_to_continue
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Run
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.admission import ahead_of
+from pipeinfer.core.scheduling.prefixes import spans_to_continue
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative

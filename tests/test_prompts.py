@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.core.blocks import Span, block_edges
 from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.kv.blocks import Span, block_edges
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama import prefill
@@ -296,7 +296,7 @@ def test_long_prompts_read_as_in_plain_llama(folder: Path, name: str) -> None:
 
 MEMORY = """
 import sys; import numpy as np
-from pipeinfer.core.blocks import Span
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams

@@ -12,11 +12,11 @@ import pytest
 
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies.registry import POLICIES
 from pipeinfer.virtual.choices import SyntheticChoices

@@ -21,7 +21,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 import httpx
 import openai
 
-from pipeinfer.models.grammar_check import TOO_MUCH
+from pipeinfer.models.text.grammar_check import TOO_MUCH
 from tests.jobs import command_of, descendants, finish, run_json
 from tests.server_fuzz import KINDS, faults_of, run_case
 from tests.server_hostile import abuse

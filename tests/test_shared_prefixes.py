@@ -8,17 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pipeinfer.core.blocks import Span
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.kv.sequences import SequencePool
+from pipeinfer.core.kv.shared import Cells, fork, give_up, n_held
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Prefix, Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import OpKind
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
-from pipeinfer.core.shared import Cells, fork, give_up, n_held
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.policies import Iterative, PipeInfer
 from tests.test_engine import QuickStage, toy_engine, toy_pipeline
 from tests.test_kept_prefixes import Counted

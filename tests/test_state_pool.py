@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.policies import Speculative

@@ -15,10 +15,10 @@ import pytest
 
 from pipeinfer.cluster.timed_layers import time_slice
 from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.memory import packing_bytes

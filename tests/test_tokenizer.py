@@ -9,7 +9,7 @@ import gguf
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.tokenizer import TextStream, Tokenizer
+from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from tests.gguf_factory import vocabulary, write_model
 
 TEXTS = ["", "the model", "  two  spaces\nand a line", "ÄÖÜ ß", "日本語 🎉", "<s> is text", "\x00\x01", "a" * 3000]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.params import TorchParams

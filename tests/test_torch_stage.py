@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 
-from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.errors import UserError
 from pipeinfer.models.agreement import TEXTS, greedy
@@ -20,7 +20,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.torch.params import TorchParams
 from tests.architecture_factory import write_random_model
 from tests.architecture_models import MODELS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from pipeinfer.core.blocks import BLOCK, Span, spans_of
+from pipeinfer.core.kv.blocks import BLOCK, Span, spans_of
 from pipeinfer.job.requests.body_prompts import MAX_TURNS, spans_of_turns, turns_of
-from pipeinfer.models.chat import Message
+from pipeinfer.models.text.chat import Message
 
 SYSTEM, USER, ASSISTANT = Message("system", "s"), Message("user", "u"), Message("assistant", "a")
 

@@ -18,9 +18,9 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.agreement import acceptance
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.vocabularies import NONE, Translation, find_translation, vocabulary_differences
 from pipeinfer.models.translated import TranslatedStage
-from pipeinfer.models.vocabularies import NONE, Translation, find_translation, vocabulary_differences
 from tests.gguf_factory import NORMAL, UNUSED
 from tests.jobs import finish
 from tests.other_vocabulary import reorder

@@ -17,7 +17,7 @@ from tests.jobs import ROOT
 HELD = """
 import sys
 from pipeinfer.models.llama.ggml import load_library
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 def peak(): return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 load_library()
 before = peak()

@@ -29,7 +29,7 @@ from pipeinfer.cluster.wire import (
     text_bytes,
     verdict_bytes,
 )
-from pipeinfer.core.blocks import Span
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import POSITION_END, Guess, GuessVerdict, KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 

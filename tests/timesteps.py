@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Guess, Run
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.virtual.choices import Branch
 from pipeinfer.virtual.drafts import SimDrafter
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock

@@ -10,7 +10,7 @@ import click
 from pipeinfer.cli.command import is_from_environment
 from pipeinfer.cli.values import File, Text
 from pipeinfer.job.options.options import ChatOptions, unescape
-from pipeinfer.models.stop_strings import check_stops
+from pipeinfer.models.text.stop_strings import check_stops
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

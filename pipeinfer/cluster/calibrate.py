@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from pipeinfer.cluster.timed_runs import evaluate, forget, in_turns
-from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.interfaces import StageModel
-from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.kv.blocks import BLOCK
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.kept import Kept
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

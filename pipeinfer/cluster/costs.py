@@ -161,7 +161,7 @@ class Profile:
     slowdowns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """The same of hosts that are named and have others."""
     blocks: bool = False
-    """Prompts are cut into blocks; see `pipeinfer.core.blocks`."""
+    """Prompts are cut into blocks; see `pipeinfer.core.kv.blocks`."""
     parked: bool = False
     """Rejected cells stay taken until all are packed, as with libllama's exact numerics."""
     wire_type: WireType = WireType.F32

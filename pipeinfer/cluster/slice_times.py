@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.costs import NOTHING, ModelCost, Work
-from pipeinfer.core.blocks import BLOCK
+from pipeinfer.core.kv.blocks import BLOCK
 
 
 @dataclass(frozen=True, slots=True)

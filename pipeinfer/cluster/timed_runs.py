@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch, StageModel
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
 
 T = TypeVar("T")

@@ -30,8 +30,8 @@ import numpy.typing as npt
 from pipeinfer.cluster.activations import WireType, activation_bytes, read_activations, write_activations
 from pipeinfer.cluster.logprobs import MAX_TOP, Likely, ScoredToken
 from pipeinfer.cluster.records import I32, Buffer, Record
-from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import DeviceRows, FloatArray
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Opening, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 

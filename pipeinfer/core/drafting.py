@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.core.interfaces import Allowed, Batch, Constraint, ConstraintFailed, FloatArray, StageModel
-from pipeinfer.core.paths import Placement
+from pipeinfer.core.kv.paths import Placement
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams, adjust, largest, perturbed
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 
 

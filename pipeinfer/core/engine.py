@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.admission import Admission
-from pipeinfer.core.batch_planner import BatchPlanner
 from pipeinfer.core.in_flight import InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Clock, Drafter, Waiter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.observer import Observer
-from pipeinfer.core.pacer import Pacer
 from pipeinfer.core.policy import HoldUntil, Policy, PolicyContext, Send
 from pipeinfer.core.requests import Emission, Finish, Request
-from pipeinfer.core.round_robin import RoundRobin
-from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.scheduling.admission import Admission
+from pipeinfer.core.scheduling.batch_planner import BatchPlanner
+from pipeinfer.core.scheduling.pacer import Pacer
+from pipeinfer.core.scheduling.round_robin import RoundRobin
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from pipeinfer.core.blocks import Span
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import POSITION_END
 from pipeinfer.core.tree import Node, State

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from pipeinfer.core.blocks import Span
+    from pipeinfer.core.kv.blocks import Span
     from pipeinfer.core.requests import Request
     from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
     from pipeinfer.core.tree import Node

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeinfer.core.blocks import Span
 from pipeinfer.core.in_flight import InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Pipeline
+from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import MAX_OPS, KvOp, Opening, OpKind, Row, Run
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 
 

@@ -9,13 +9,13 @@ from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from pipeinfer.core.batch_planner import BatchPlanner
 from pipeinfer.core.interfaces import Clock
 from pipeinfer.core.levels import Level
-from pipeinfer.core.pacer import Pacer
 from pipeinfer.core.requests import Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.scheduling.batch_planner import BatchPlanner
+from pipeinfer.core.scheduling.pacer import Pacer
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled, TokenTree
 

@@ -10,8 +10,8 @@ from pipeinfer.core.in_flight import InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Clock
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
-from pipeinfer.core.round_robin import RoundRobin
 from pipeinfer.core.runs import Guess, GuessVerdict
+from pipeinfer.core.scheduling.round_robin import RoundRobin
 from pipeinfer.core.tree import Node
 
 Take = Callable[[ActiveRequest, Collection[Node], Sequence[list[Guess] | None]], bool]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from pipeinfer.core.blocks import Span, spans_of
+from pipeinfer.core.kv.blocks import Span, spans_of
 from pipeinfer.core.runs import FAILED
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import TokenTree

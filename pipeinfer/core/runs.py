@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from pipeinfer.core.blocks import Span
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 
 NO_TOKEN = -1

@@ -14,8 +14,8 @@ from pipeinfer.core.interfaces import Clock, Drafter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.remote_draft import RemoteDraft
 from pipeinfer.core.requests import Request
-from pipeinfer.core.round_robin import RoundRobin
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.scheduling.round_robin import RoundRobin
 from pipeinfer.core.tree import Node
 
 N_ASKED_AHEAD = 2

@@ -12,8 +12,8 @@ from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.models.text.vocabularies import Translation
 from pipeinfer.models.translated import TranslatedStage
-from pipeinfer.models.vocabularies import Translation
 
 ROWS = 32  # tokens a batch
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
 from pipeinfer.core.runs import KvOp
-from pipeinfer.models.vocabularies import NONE, Translation
+from pipeinfer.models.text.vocabularies import NONE, Translation
 
 
 class TranslatedStage:

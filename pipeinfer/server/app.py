@@ -17,8 +17,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.requests.logprobs import speller
 from pipeinfer.job.requests.request_body import CHAT, COMPLETION, Defaults, flag, is_whole, read_json, refuse, shown
 from pipeinfer.job.serve.front import Setup
-from pipeinfer.models.chat import TemplateFault
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.chat import TemplateFault
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.access import Access, App
 from pipeinfer.server.asked import read_asked
 from pipeinfer.server.errors import Refusal, error_body

@@ -20,7 +20,7 @@ from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.serve.front import Alive, Listening
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.app import Api
 from pipeinfer.server.front import BACKLOG, ProcessSetup
 from pipeinfer.server.head import LINE_BYTES, Head

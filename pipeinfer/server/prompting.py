@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.requests.request_body import Body
-from pipeinfer.models.grammar_check import check_grammar
+from pipeinfer.models.text.grammar_check import check_grammar
 from pipeinfer.server.asked import Asked
 
 T = TypeVar("T")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.core.drafting import to_the_end
 from pipeinfer.core.in_flight import InFlightRun
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, GuessVerdict
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, State, with_ancestors
 from pipeinfer.virtual.choices import Choices
 from pipeinfer.virtual.pipeline import SimPipeline, soonest_s

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.cluster.costs import Profile
-from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.kv.blocks import BLOCK
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.ledger import TimeUse, stage_time
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.throughput import NOT_OFFERED, Throughput, offered_and_served

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
+from pipeinfer.core.kv.blocks import Span, spans_of
 from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.virtual.choices import MAX_WIDTH, RecordedChoices

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pipeinfer.cluster.calibrate import CONTEXT_ROWS, ROWS, affordable_context, largest_question, slowest_stage
 from pipeinfer.cluster.costs import ModelCost, Profile
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.errors import UserError
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.trace import Tracer

@@ -11,8 +11,8 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.sampling import choose
 from pipeinfer.models.demo import TARGET
 from tests.jobs import environment, launcher

@@ -13,10 +13,10 @@ import pytest
 
 from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.core.interpolation import interpolate
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.sequences import SequencePool
 from pipeinfer.job.launch.context import resident_bytes
 from pipeinfer.virtual.choices import SyntheticChoices, ranks_for
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel

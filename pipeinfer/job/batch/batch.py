@@ -24,7 +24,7 @@ from pipeinfer.job.requests.logprobs import Entry, speller
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
 from pipeinfer.job.session.session import N_NOTED, Session
-from pipeinfer.models.grammar_check import TOO_MUCH
+from pipeinfer.models.text.grammar_check import TOO_MUCH
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.progress import BatchProgress
 from pipeinfer.observe.report import stderr_console

@@ -23,7 +23,7 @@ from pipeinfer.job.planning.prepare import check_outputs, inputs_of
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
 from pipeinfer.job.session.rank_uses import RankUses
 from pipeinfer.job.session.session import N_NOTED, Session
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.experiment import variant_text
 from pipeinfer.observe.load_columns import LATENCIES, LOADS
 from pipeinfer.observe.loads import come_text, falls_behind, print_loads

@@ -17,9 +17,9 @@ from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.vocabularies import Translation
 from pipeinfer.models.translated import TranslatedStage
-from pipeinfer.models.vocabularies import Translation
 from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.virtual.choices import RecordedChoices
 from pipeinfer.virtual.recording import PathModel, draft_guesses, record

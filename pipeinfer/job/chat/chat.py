@@ -23,7 +23,7 @@ from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.outcome import make_result
 from pipeinfer.job.session.session import Generation, Session
-from pipeinfer.models.grammar_check import TOO_MUCH
+from pipeinfer.models.text.grammar_check import TOO_MUCH
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.metrics import timings
 from pipeinfer.observe.progress import PromptProgress

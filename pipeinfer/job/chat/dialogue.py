@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeinfer.core.blocks import Span, spans_of
-from pipeinfer.core.prefixes import common, spans_to_continue
+from pipeinfer.core.kv.blocks import Span, spans_of
+from pipeinfer.core.scheduling.prefixes import common, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.chat_format import ChatFormat
-from pipeinfer.models.chat import Message, encode_continuation, encode_rendered
+from pipeinfer.models.text.chat import Message, encode_continuation, encode_rendered
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.plan import make_plan
-from pipeinfer.core.blocks import rows_in_blocks
+from pipeinfer.core.kv.blocks import rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import MAX_CTX, N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import cells_for, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
 from pipeinfer.job.requests.request import DEFAULT_CTX
-from pipeinfer.models.chat_template import named_templates, template_of
 from pipeinfer.models.gguf.header import Header, Value
 from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, read_model_info, read_parts
-from pipeinfer.models.vocabulary_info import read_vocabulary_info
+from pipeinfer.models.text.chat_template import named_templates, template_of
+from pipeinfer.models.text.vocabulary_info import read_vocabulary_info
 
 MAX_STAGES = 64
 

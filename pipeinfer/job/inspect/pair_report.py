@@ -11,8 +11,8 @@ from pipeinfer.job.placement.memory import check_alone
 from pipeinfer.job.requests.request import check_trained
 from pipeinfer.models.agreement import TEXTS, acceptance
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.tokenizer import Tokenizer
-from pipeinfer.models.vocabularies import find_translation, vocabulary_differences
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.vocabularies import find_translation, vocabulary_differences
 
 N_ROWS = 32
 

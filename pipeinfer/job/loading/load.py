@@ -11,10 +11,10 @@ from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker
 from pipeinfer.cluster.wire import verdict_bytes
-from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.interfaces import LoadedModel
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.kv.blocks import BLOCK
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.arrivals import TARGET, model_file
@@ -28,10 +28,10 @@ from pipeinfer.job.process.complain import complain
 from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
-from pipeinfer.models.grammar import Grammars
 from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.text.grammar import Grammars
+from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from pipeinfer.models.translated import TranslatedStage
-from pipeinfer.models.vocabulary_file import VocabularyFile
 from pipeinfer.policies.limits import MAX_WIDTH
 
 N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a draft's answer at most

@@ -14,7 +14,7 @@ from pipeinfer.cluster.costs import Profile
 from pipeinfer.cluster.gpu_room import check_gpus
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
 from pipeinfer.cluster.room import Memory, Room, check_room, paging_lines
-from pipeinfer.core.blocks import LARGEST, rows_in_blocks
+from pipeinfer.core.kv.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import (
@@ -39,8 +39,8 @@ from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layer
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.text.vocabularies import Translation
 from pipeinfer.models.torch.hyperparameters import check_known
-from pipeinfer.models.vocabularies import Translation
 from pipeinfer.virtual.profile import load_profile
 
 MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
@@ -85,7 +85,7 @@ class Deployment:
     samplers  threads beside the last stage that choose tokens
     memory    of each rank, what it will hold
     on_gpus   of each rank, the bytes of libllama's on its GPUs
-    blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.blocks
+    blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.kv.blocks
     parked    rejected cells of the target stay taken until all are packed
     translations  of each draft, between the target's token ids and its own, where they differ
     backends  of each rank

@@ -13,7 +13,7 @@ from pipeinfer.cluster.plan import Plan, Stages
 from pipeinfer.cluster.room import Memory, check_room, free_room
 from pipeinfer.cluster.samplers import N_BUFFERS
 from pipeinfer.cluster.spread import StageRoom
-from pipeinfer.core.blocks import LARGEST
+from pipeinfer.core.kv.blocks import LARGEST
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import (
     ALL_LAYERS,

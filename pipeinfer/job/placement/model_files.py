@@ -8,8 +8,8 @@ from pathlib import Path
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.vocabulary import vocabulary_digest
-from pipeinfer.models.tokenizer import Tokenizer
-from pipeinfer.models.vocabularies import Translation, find_translation
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.vocabularies import Translation, find_translation
 
 
 def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:

@@ -16,7 +16,7 @@ from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.constraints import constrained
 from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.results import check_results
 from pipeinfer.outputs import check_separate, check_writable
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from pipeinfer.cluster.timed_runs import evaluate, forget, in_turns
-from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.interfaces import StageModel
+from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.observe.ledger import HeadLedger
 from pipeinfer.virtual.measured import ModelTimes, Overheads, is_chunk
 

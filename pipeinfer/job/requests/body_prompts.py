@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import islice, pairwise
 
-from pipeinfer.core.blocks import Span, spans_of
-from pipeinfer.core.prefixes import common, spans_to_continue
+from pipeinfer.core.kv.blocks import Span, spans_of
+from pipeinfer.core.scheduling.prefixes import common, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import MAX_CTX, RunOptions
 from pipeinfer.job.process.complain import complain
@@ -15,9 +15,9 @@ from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.constraints import check_constraints
 from pipeinfer.job.requests.request import GenerationRequest, end_tokens
 from pipeinfer.job.requests.request_body import Body
-from pipeinfer.models.chat import Message, encode_rendered
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.chat import Message, encode_rendered
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 MAX_TURNS = 64
 """Of a conversation whose ends are looked for, from the first on: the template is rendered once for each."""

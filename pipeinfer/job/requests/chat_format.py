@@ -12,10 +12,10 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import ChatOptions, RunOptions
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import read_text
-from pipeinfer.models.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
-from pipeinfer.models.chat_template import template_of
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
+from pipeinfer.models.text.chat_template import template_of
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 PLAIN = (
     "{path} has no chat template: a plain one is used, with 'User:' and 'Assistant:'; --chat-template-file FILE gives "

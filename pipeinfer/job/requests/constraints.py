@@ -9,9 +9,9 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.requests.request import read_text
-from pipeinfer.models.grammar_check import check_grammar
-from pipeinfer.models.json_schema import read_schema, schema_grammar
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.grammar_check import check_grammar
+from pipeinfer.models.text.json_schema import read_schema, schema_grammar
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 
 def constrained(options: RunOptions, tokenizer: Tokenizer) -> RunOptions:

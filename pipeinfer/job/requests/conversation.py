@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.limited import read_limited
 from pipeinfer.job.requests.prompts import TEXTS
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.experiment import digest
 
 SEPARATOR = "\n\n"

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from pipeinfer.cluster.logprobs import Likely, ScoredToken
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 Spell = Callable[[int], bytes]
 """A token's bytes, control tokens spelled too."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pipeinfer.job.process.stop import StopFlag
 from pipeinfer.job.process.streams import exit_code, lost
 from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.models.stop_strings import StopStrings
-from pipeinfer.models.tokenizer import TextStream, Tokenizer
+from pipeinfer.models.text.stop_strings import StopStrings
+from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 
 
 class Printer:

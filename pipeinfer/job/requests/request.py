@@ -9,14 +9,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeinfer.core.blocks import Span
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import MAX_CTX, STDIN, RunOptions
 from pipeinfer.job.process.limited import read_limited
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 DEFAULT_CTX = 4096
 

@@ -15,9 +15,9 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import INT32_MAX
-from pipeinfer.models.chat import Message
-from pipeinfer.models.json_schema import schema_grammar
-from pipeinfer.models.stop_strings import check_stops
+from pipeinfer.models.text.chat import Message
+from pipeinfer.models.text.json_schema import schema_grammar
+from pipeinfer.models.text.stop_strings import check_stops
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 """As what may be asked."""

@@ -18,8 +18,8 @@ from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.outcome import make_result, write_trace
 from pipeinfer.job.session.session import Generation, Session
-from pipeinfer.models.grammar_check import TOO_MUCH
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.grammar_check import TOO_MUCH
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.progress import PromptProgress
 from pipeinfer.observe.report import show_ranks, show_statistics, stderr_console

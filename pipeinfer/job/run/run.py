@@ -9,7 +9,7 @@ from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.prepare import prepare
 from pipeinfer.job.planning.prepared import run_prepared
 from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 
 def run_job(options: RunOptions) -> int:

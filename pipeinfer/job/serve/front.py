@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pipeinfer.core.blocks import Span
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.requests.logprobs import Entry

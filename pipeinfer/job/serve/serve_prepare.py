@@ -16,9 +16,9 @@ from pipeinfer.job.requests.chat_format import open_format
 from pipeinfer.job.requests.constraints import constrained
 from pipeinfer.job.requests.request import DEFAULT_CTX, end_tokens
 from pipeinfer.job.serve.front import Front, Setup
-from pipeinfer.models.chat import TemplateFault
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.chat import TemplateFault
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

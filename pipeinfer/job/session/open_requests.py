@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from pipeinfer.cluster.serve import N_TEXT_MAX
 from pipeinfer.cluster.wire import text_bytes
-from pipeinfer.core.admission import ahead_of
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
+from pipeinfer.core.scheduling.admission import ahead_of
 from pipeinfer.job.launch.context import Context
 from pipeinfer.job.requests.logprobs import Entries, Entry
 from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.session import Session
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.metrics import RequestMetrics
 
 

@@ -16,12 +16,12 @@ from pipeinfer.cluster.wire import decode_guess_verdict, decode_verdict, verdict
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import GuessVerdict, Verdict
-from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.arrivals import fetch_layers

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.blocks import LARGEST, Span
 from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.kv.blocks import LARGEST, Span
 from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
 from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.contents import SourceFile

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pipeinfer.core.kv.shared import Cells
 from pipeinfer.core.runs import KvOp
-from pipeinfer.core.shared import Cells
 from pipeinfer.core.tree import Node
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeinfer.core.paths import Base
+from pipeinfer.core.kv.paths import Base
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.models.gguf.header import Value
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 SPECIAL = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 

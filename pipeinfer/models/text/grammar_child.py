@@ -11,7 +11,7 @@ from typing import Any
 import llguidance  # noqa: F401 (while nobody waits: the process may have been started ahead)
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.grammar_text import lark_of, matcher, open_tokens
+from pipeinfer.models.text.grammar_text import lark_of, matcher, open_tokens
 
 N_STEPS = 128
 """Bytes of a text that is written by the grammar, to see how its states grow."""

@@ -6,13 +6,13 @@ import re
 from functools import lru_cache
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.limited_process import LimitedProcess, Limits
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.limited_process import LimitedProcess, Limits
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 MAX_BYTES = 128 << 10
 """Of a grammar's or schema's text."""
 
-PROCESS = LimitedProcess("pipeinfer.models.grammar_child", Limits(cpu_s=2, wall_s=12.0, n_bytes=2 << 30))
+PROCESS = LimitedProcess("pipeinfer.models.text.grammar_child", Limits(cpu_s=2, wall_s=12.0, n_bytes=2 << 30))
 
 TOO_MUCH = (
     "the grammar or JSON schema takes too much time or memory: it is too large, or can read the same text in too many "

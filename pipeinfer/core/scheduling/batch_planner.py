@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.in_flight import RequestSlice
+from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.levels import Level
-from pipeinfer.core.run_cost import RunCost
-from pipeinfer.core.scheduler import BatchBudget, choose
+from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.scheduling.scheduler import BatchBudget, choose
 
 ONE_CHUNK = 0.0
 """In place of seconds: what one chunk takes that is as long as chunks may be."""

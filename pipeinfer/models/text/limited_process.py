@@ -16,7 +16,7 @@ from pipeinfer.child import python_command
 N_TRIES = 2
 """Of work whose process was killed by somebody else."""
 
-START = "from pipeinfer.models.limited_child import main; main(*sys.argv[1:])"
+START = "from pipeinfer.models.text.limited_child import main; main(*sys.argv[1:])"
 
 
 @dataclass(frozen=True, slots=True)

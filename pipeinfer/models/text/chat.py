@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.limited_process import LimitedProcess
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.limited_process import LimitedProcess
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -50,7 +50,7 @@ class ChatTemplate:
     n_characters: int = 1 << 26
     """Of a rendered text, at most."""
     now_s: float = field(default_factory=time.time)
-    process: LimitedProcess = field(default=LimitedProcess("pipeinfer.models.template_child"), compare=False)
+    process: LimitedProcess = field(default=LimitedProcess("pipeinfer.models.text.template_child"), compare=False)
 
     def check(self) -> None:
         """Raises TemplateFault when the template cannot be parsed, and so could render nothing."""

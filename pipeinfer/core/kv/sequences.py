@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from pipeinfer.core.paths import Base, Path, Placement
+from pipeinfer.core.kv.paths import Base, Path, Placement
+from pipeinfer.core.kv.shared import Cells, fork, give_up, n_held
+from pipeinfer.core.kv.window import Window
 from pipeinfer.core.requests import Prefix
 from pipeinfer.core.runs import KvOp, OpKind
-from pipeinfer.core.shared import Cells, fork, give_up, n_held
 from pipeinfer.core.tree import Node, State, with_ancestors
-from pipeinfer.core.window import Window
 
 
 class SequencePool:

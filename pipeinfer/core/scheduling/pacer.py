@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pipeinfer.core.interfaces import Clock
-from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.scheduling.run_cost import RunCost
 
 MEMORY = 8
 """Observations over which it is averaged."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.models.gbnf import GbnfReader
-from pipeinfer.models.json_schema import lark_of_schema
+from pipeinfer.models.text.gbnf import GbnfReader
+from pipeinfer.models.text.json_schema import lark_of_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

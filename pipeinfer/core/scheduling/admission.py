@@ -8,9 +8,9 @@ from operator import attrgetter
 
 from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.levels import Level
-from pipeinfer.core.prefixes import Prefixes
 from pipeinfer.core.requests import Prefix, Request
-from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.scheduling.prefixes import Prefixes
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.speculator import Speculator
 
 AHEAD, SHARE_AHEAD = 64, 1 / 16

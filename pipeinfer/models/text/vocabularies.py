@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeinfer.core.interfaces import IntArray
 from pipeinfer.errors import UserError
-from pipeinfer.models.tokenizer import NO_TOKEN_ID, Piece, Tokenizer
+from pipeinfer.models.text.tokenizer import NO_TOKEN_ID, Piece, Tokenizer
 
 ATTR_UNKNOWN, ATTR_UNUSED = 1, 2
 NONE = -1

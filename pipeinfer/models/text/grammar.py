@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.core.interfaces import ConstraintFailed, FloatArray
-from pipeinfer.core.prefixes import common
+from pipeinfer.core.scheduling.prefixes import common
 from pipeinfer.errors import UserError
-from pipeinfer.models.grammar_check import token_id
-from pipeinfer.models.grammar_text import lark_of, matcher, open_tokens
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.grammar_check import token_id
+from pipeinfer.models.text.grammar_text import lark_of, matcher, open_tokens
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
-from pipeinfer.core.blocks import Span
+from pipeinfer.core.kv.blocks import Span
 
 
 class Want(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
 from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.blocks import BLOCK, Span
+from pipeinfer.core.kv.blocks import BLOCK, Span
 from pipeinfer.core.requests import Prefix, Request
 
 

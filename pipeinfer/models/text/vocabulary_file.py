@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import metadata_spans
 from pipeinfer.models.gguf.writer import encode_header
-from pipeinfer.models.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 
 class VocabularyFile:
