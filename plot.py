@@ -3,9 +3,10 @@
 
 Generation speed, time to first token, inter-token latency, speed per memory, ablations, prompts, distributions of the
 latencies and each rank's time, as far as the table has the data; PNG, SVG and PDF. Bars are means, whiskers sample
-standard deviations; rows that were asked otherwise (docs/results.md) get panels of their own. A headerless file of the
-original PipeInfer works too: four columns, rows in threes (sequential, speculative, pipeinfer). Of a table of loads
-(docs/load.md): throughput and latencies over concurrency or rate, their distributions, how busy the stages were.
+standard deviations; rows that differ in a column that is asked (docs/reference/results-csv.md) get panels of their
+own. A headerless file of the original PipeInfer works too: four columns, rows in threes (sequential, speculative,
+pipeinfer). Of a table of loads (docs/how-to/measure.md): throughput and latencies over concurrency or rate, their
+distributions, how busy the stages were.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pipeinfer.outputs import check_writable, write_file
 
 @click.command("reproduce", cls=Command)
 @click.option(
-    "-o", "--output", type=File(), default=Path("docs/reproduction.md"), show_default=True,
+    "-o", "--output", type=File(), default=Path("docs/results/reproduction.md"), show_default=True,
     help="The page to write.",
 )  # fmt: skip
 def reproduce_command(output: Path) -> int:
