@@ -12,7 +12,8 @@ import pytest
 
 from docs.generate import FOLDER, PAGES, generated
 from pipeinfer.cli.commands import COMMANDS, cli
-from tests.jobs import ROOT
+
+ROOT = Path(__file__).parent.parent
 
 SHOWN = re.compile(rf"(?:^|\s|/|\))(?:pipeinfer\)?) ({'|'.join(COMMANDS)})\b(.*)")
 
