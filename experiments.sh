@@ -11,7 +11,7 @@
 #   LAYERS     of the grown target. [48]
 #   POLICIES   what to measure. [iterative,speculative,pipeinfer]
 #   ABLATE     what to leave out of those that have it [cancel,partitions,continuous,asynchronous]
-#   RESULTS    the table. [results.csv]      FIGURES  folder for the pictures [figures]
+#   RESULTS    the table. [results.csv]      FIGURES  folder for the pictures; empty: none [figures]
 set -euo pipefail
 case ${1-} in # a word that is not understood must not start hours of measurements
 "") ;;
@@ -32,6 +32,12 @@ PATH="$PWD/.venv/bin:$PATH"
 
 results=${RESULTS:-results.csv}
 questions=${QUESTIONS-../shared/prompts}
+figures=${FIGURES-figures}
+if [ -n "$figures" ] && ! missing=$(python -c 'import matplotlib, pandas' 2>&1); then # not after hours of measurements
+    echo "experiments.sh: figures need matplotlib and pandas (${missing##*$'\n'}): $(command -v python) -m pip install" \
+        "'pipeinfer[plot]', or FIGURES= to draw none" >&2
+    exit 2
+fi
 
 open_mpi=
 if mpirun --version 2>/dev/null | grep -i "open.mpi" >/dev/null; then open_mpi=1; fi
@@ -88,4 +94,4 @@ for pair in $PAIRS; do
         fi
     done
 done
-python plot.py "$results" -o "${FIGURES:-figures}"
+[ -z "$figures" ] || python plot.py "$results" -o "$figures"

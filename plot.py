@@ -1,29 +1,30 @@
 #!/usr/bin/env python3
 """Draw the figures of an evaluation from results.csv or load.csv: `python plot.py [results.csv] [-o FOLDER]`.
 
-Generation speed, time to first token, inter-token latency, speed per memory, ablations, prompts, distributions of the
-latencies and each rank's time, as far as the table has the data; PNG, SVG and PDF. Bars are means, whiskers sample
-standard deviations; rows that differ in a column that is asked (docs/reference/results-csv.md) get panels of their
-own. A headerless file of the original PipeInfer works too: four columns, rows in threes (sequential, speculative,
-pipeinfer). Of a table of loads (docs/how-to/measure.md): throughput and latencies over concurrency or rate, their
-distributions, how busy the stages were.
+Writes PNG, SVG and PDF files of every figure that the table has the data for. Of results.csv: generation speed, time to
+first token, inter-token latency, speed per memory, ablations, prompts, distributions of the latencies and each rank's
+time. Of load.csv (docs/how-to/measure.md): throughput and latencies over concurrency or rate, their distributions, how
+busy the stages were. Rows that differ in what was asked (docs/reference/results-csv.md) are in different panels. A
+table of the original PipeInfer works too: no header, four columns, rows in threes (sequential, speculative, pipeinfer).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import take_streams
-from pipeinfer.observe.load_columns import LOADS
+from pipeinfer.observe.columns import COLUMNS
+from pipeinfer.observe.load_columns import LOAD_COLUMNS, LOADS
 from pipeinfer.observe.results import read_results
-from pipeinfer.observe.table import lines_of
+from pipeinfer.observe.table import Record, lines_of
 from pipeinfer.outputs import whole_file
 
-UNDATED: dict[str, dict[str, str | None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+UNDATED: dict[str, dict[str, str | None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 """The same table gives the same files."""
 
 
@@ -31,38 +32,54 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("results", nargs="?", type=Path, default=Path("results.csv"), help="[default: results.csv]")
     parser.add_argument("-o", "--output", type=Path, help="Folder for the pictures. [default: beside the table]")
-    take_streams()  # names that nobody reads are no loss: the files are written all the same
+    take_streams()  # the files are written even where nobody reads their names
     options = parser.parse_args()
     try:
         write_figures(options.results, options.output or options.results.parent)
+        return
+    except ImportError as error:
+        why = f"figures need matplotlib and pandas ({error}): pip install 'pipeinfer[plot]'"
     except UserError as error:
-        _refuse(str(error))
+        why = str(error)
     except OSError as error:
-        _refuse(f"{error.filename}: {error.strerror}")
-
-
-def _refuse(why: str) -> NoReturn:
+        why = f"{error.filename}: {error.strerror}"
     print(f"plot.py: {why}", file=sys.stderr)
     sys.exit(2)
 
 
 def write_figures(results: Path, folder: Path) -> None:
-    """Raises UserError for a table that cannot be read, OSError for a folder that cannot be written."""
+    """Raises UserError for a table that cannot be read, OSError for a folder that cannot be written, ImportError
+    without matplotlib and pandas."""
     lines = list(lines_of(results))
     has_loads = LOADS.has_header(lines)
     rows = LOADS.rows(results, lines) if has_loads else read_results(results)
     if not rows:
         raise UserError(f"{results} has a header and no rows; nothing to draw")
-    from pipeinfer.observe.figures import draw_all  # matplotlib takes a second: a bad table need not wait for it
-    from pipeinfer.observe.load_figures import draw_loads
-
+    drawn = draw(rows, has_loads)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in (draw_loads if has_loads else draw_all)(rows):
-        for suffix in (".png", ".svg", ".pdf"):
-            path = folder / f"{name}{suffix}"
+    for name, figure in drawn:
+        for suffix in ("png", "svg", "pdf"):
+            path = folder / f"{name}.{suffix}"
             with whole_file(path, "the figure") as file:
-                figure.savefig(file, format=suffix.removeprefix("."), dpi=150, metadata=UNDATED.get(suffix))
+                figure.savefig(file, format=suffix, dpi=150, metadata=UNDATED.get(suffix))
             print(path)
+
+
+def draw(rows: Iterable[Record], has_loads: bool) -> Iterator[tuple[str, Any]]:
+    """(name, figure) of every figure that the rows have the data for; each is closed when the next is asked for."""
+    from matplotlib import pyplot as plt  # takes a second, which a bad table need not wait for
+
+    from plots import loads, results
+    from plots.charts import STYLE
+    from plots.frames import frame_of
+
+    frame = frame_of(list(rows), LOAD_COLUMNS if has_loads else COLUMNS)
+    with plt.rc_context(STYLE):
+        for name, figure_of in (loads if has_loads else results).FIGURES.items():
+            figure = figure_of(frame)
+            if figure is not None:
+                yield name, figure
+                plt.close(figure)
 
 
 if __name__ == "__main__":

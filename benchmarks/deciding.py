@@ -72,7 +72,7 @@ def opened(n_nodes: int, n_cheap: int, policy: Policy) -> PolicyContext:
         tree.grow(node, [Guess(token, share) for token, share in enumerate(shares)], [-0.5, -3.0, -4.0])
     for index, node in enumerate(tree.nodes):
         node.run_id = 1 if index < n_nodes // 2 else None
-    return engine._jobs[0].context
+    return engine._active[0].context
 
 
 def microseconds(policy: Policy, context: PolicyContext) -> float:

@@ -41,7 +41,7 @@ MOST = 64 << 20
 def main(folder: Path, version: str, there: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     mpi = next((name for name in MPIS if find(name)), None)
-    carried = needed(["pipeinfer", *filter(None, [mpi])], version, set(there.split(",")))
+    carried = needed(["pipeinfer", "matplotlib", *filter(None, [mpi])], version, set(there.split(",")))
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         prefix = Path(scratch) / "prefix"
         site = prefix / "lib" / f"python{version}" / "site-packages"

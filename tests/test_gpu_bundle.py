@@ -14,7 +14,7 @@ import pytest
 
 from tests.jobs import ROOT
 
-pytest.importorskip("packaging", reason="comes with matplotlib")
+pytest.importorskip("packaging", reason="comes with pytest")
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +26,11 @@ def test_what_is_carried_is_what_pipeinfer_wants_but_for_what_is_there() -> None
     from gpu_bundle import HERE, is_bound, needed
 
     found = {each.metadata["Name"]: each for each in needed(["pipeinfer"], HERE, {"torch", "numpy"})}
-    assert {"mpi4py", "gguf", "click", "Jinja2", "matplotlib"} <= set(found)
+    assert {"mpi4py", "gguf", "click", "Jinja2", "rich"} <= set(found)
     assert not {"torch", "numpy", "pipeinfer", "pytest", "fastapi"} & set(found)
     assert is_bound(found["mpi4py"]) and not is_bound(found["gguf"])
-    fewer = needed(["pipeinfer"], HERE, {"torch", "numpy", "matplotlib"})
-    assert not {"pillow", "matplotlib"} & {each.metadata["Name"] for each in fewer}
+    fewer = needed(["pipeinfer"], HERE, {"torch", "numpy", "rich"})
+    assert not {"Pygments", "rich"} & {each.metadata["Name"] for each in fewer}
 
 
 def test_what_was_carried_runs_beside_what_is_there(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.flights import Flight
+from pipeinfer.core.in_flight import InFlightRun
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
 from pipeinfer.core.levels import Level
 from pipeinfer.core.prefixes import Prefixes, common, spans_to_continue
@@ -146,7 +146,7 @@ def check_answers(level: Level) -> None:
     """Make a larger draft's level assert that every live node it was asked about is answered: its prefix is there."""
     poll = level.poll
 
-    def checked() -> tuple[Flight, Any] | None:
+    def checked() -> tuple[InFlightRun, Any] | None:
         landed = poll()
         if landed and not landed[1].cancelled:
             for part in landed[0].parts:
@@ -212,7 +212,7 @@ def run_case(seed: int) -> tuple[int, int]:
     pools = [level.pool for level in engine.levels]
     model = drafter.model if isinstance(drafter, LookupDrafter) else drafter
     pools += [model.pool] if isinstance(model, ModelDrafter) else []
-    assert all(pool.n_free == pool.n_seq and not pool.n_certain for pool in pools), "a sequence or a cell leaks"
+    assert all(pool.n_free == pool.n_seq and not pool.n_committed for pool in pools), "a sequence or a cell leaks"
     return n_kept, n_prompt
 
 
@@ -275,7 +275,7 @@ def prefixes_of(blocks: bool) -> Prefixes:
 def finished(tokens: Sequence[int], n_prompt: int, spans: Spans | None = None, repeat_penalty: float = 1.0) -> Request:
     params = SamplingParams(repeat_penalty=repeat_penalty, repeat_last_n=9)
     request = Request(1, tokens[:n_prompt], 500, params, 1000, spans=spans)
-    request.tokens, request.n_left = list(tokens), len(tokens) - 1
+    request.tokens, request.n_retained = list(tokens), len(tokens) - 1
     return request
 
 
@@ -314,7 +314,7 @@ def test_only_rows_that_would_be_the_same_are_taken_over(wanted: Spans, n_same: 
     request = Request(2, prompt, 9, SamplingParams(), 1000, spans=wanted)
     for blocks, n in ((True, usable), (False, min(n_same, 249))):
         prefixes = prefixes_of(blocks)
-        prefixes.keep(kept)
+        prefixes.retain(kept)
         found = prefixes.best(request)
         assert (found.n_tokens if found else 0) == n
 
@@ -330,7 +330,7 @@ def test_what_follows_several_spans_is_taken_over() -> None:
         (spans(0, 70, 90, 230), 90),
     ):
         prefixes = prefixes_of(blocks=True)
-        prefixes.keep(kept)
+        prefixes.retain(kept)
         found = prefixes.best(Request(2, TEXT[:290], 9, SamplingParams(), 1000, spans=wanted))
         assert found and found.n_tokens == usable, wanted
 
@@ -338,7 +338,7 @@ def test_what_follows_several_spans_is_taken_over() -> None:
 def test_what_looks_back_takes_over_only_what_was_noted() -> None:
     for kept_penalty, penalty, usable in ((1.0, 1.3, 0), (1.3, 1.3, 49), (1.3, 1.0, 49), (1.0, 1.0, 49)):
         prefixes = prefixes_of(blocks=False)
-        prefixes.keep(finished(TEXT, 40, repeat_penalty=kept_penalty))
+        prefixes.retain(finished(TEXT, 40, repeat_penalty=kept_penalty))
         found = prefixes.best(Request(2, TEXT[:50], 9, SamplingParams(repeat_penalty=penalty, repeat_last_n=9), 1000))
         assert (found.n_tokens if found else 0) == usable
 
@@ -371,6 +371,6 @@ def test_what_is_kept_gives_way_to_who_needs_the_room() -> None:
             for _ in engine.generate():
                 engine.audit()
             assert request.tokens[3:] == reference.generate([number, 5, 6], 40, SamplingParams(temp=0.0))
-            assert pool.n_certain == 42
+            assert pool.n_committed == 42
         engine.forget()
         assert pool.n_free == n_seq and pool.n_free_cells == n_cells

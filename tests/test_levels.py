@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from pipeinfer.cluster.wire import decode_guess_verdict, encode_verdict
-from pipeinfer.core.flights import Part
+from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
@@ -209,8 +209,8 @@ def test_no_room_is_not_taken_for_a_draft_that_knows_nothing() -> None:
     one, other = tree.grow(tree.root, [Guess(1, 0.5), Guess(2, 0.25)], [-0.7, -1.4])
     (below,) = tree.grow(other, [Guess(3, 0.5)], [-0.7])
     for version in range(40):
-        engine.growth.ask(version)
-        engine.growth.hear()
+        engine.speculator.ask(version)
+        engine.speculator.hear()
     assert one.refined == tree.root.refined == 1 and metrics.n_refined >= 2
     assert (other.refined, below.guessed_by, below.log_prob) == (0, 0, -0.7)
     assert not other.is_open(1), "nobody waits for it"
@@ -223,10 +223,10 @@ def test_what_was_in_flight_when_a_request_was_preempted_is_not_told_of_it_when_
     rng, request = random.Random(6), Request(0, [1, 2, 3, 4], 9, SamplingParams(temp=0.0), 40)
     level = Level(toy_pipeline(rng, 2, 40, False), SequencePool(4, 40))
     level.open(request)
-    assert level.submit([Part(request, 3, [], False)])
+    assert level.submit([RequestSlice(request, 3, [], False)])
     level.close(request)
     level.open(request)
-    assert level.submit([Part(request, 2, [], False)])
+    assert level.submit([RequestSlice(request, 2, [], False)])
     landed = []
     while level.busy:
         landed += [flight.parts for flight, _ in filter(None, [level.poll()])]

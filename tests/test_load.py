@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.costs import HeadCost, HostWork, LinkCost, ModelCost, Profile, Work
-from pipeinfer.core.scheduler import Room
+from pipeinfer.core.scheduler import BatchBudget
 from pipeinfer.observe.loads import falls_behind
 from pipeinfer.policies.registry import make_policy
 from pipeinfer.virtual.choices import ranks_for
@@ -96,7 +96,7 @@ def test_roots_share_fewer_runs_while_prompts_are_read(
     """Where rows are dear, chunks are small, and so are these runs: little changes there."""
     profile = load_profile(cluster).lay_out()
     shared = carry(profile, load)
-    monkeypatch.setattr(Room, "beside_chunks", lambda room, n_chunks, n_chunk_rows: room)
+    monkeypatch.setattr(BatchBudget, "beside_chunks", lambda budget, n_chunks, n_chunk_rows: budget)
     apart = carry(profile, load)
     assert shared["predicted_per_second"] > gain * apart["predicted_per_second"]
     assert shared["ttft_mean_s"] < 1.01 * apart["ttft_mean_s"]
@@ -104,10 +104,10 @@ def test_roots_share_fewer_runs_while_prompts_are_read(
 
 
 def test_runs_beside_chunks_are_no_larger_than_these() -> None:
-    room = Room.for_load(64, 4, 8, 40, 128)
-    assert [room.beside_chunks(n, 128).n_roots for n in range(6)] == [16, 22, 32, 40, 40, 40]
-    assert [room.beside_chunks(2, n).n_roots for n in (8, 20, 64)] == [16, 20, 32]
-    assert Room.for_load(1, 4, 8, 40, 128).beside_chunks(3, 64).n_roots == 1
+    budget = BatchBudget.for_load(64, 4, 8, 40, 128)
+    assert [budget.beside_chunks(n, 128).n_roots for n in range(6)] == [16, 22, 32, 40, 40, 40]
+    assert [budget.beside_chunks(2, n).n_roots for n in (8, 20, 64)] == [16, 20, 32]
+    assert BatchBudget.for_load(1, 4, 8, 40, 128).beside_chunks(3, 64).n_roots == 1
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ def test_the_busiest_stage_of_sipipe_has_no_time_to_spare() -> None:
 
 
 def test_a_small_run_waits_for_the_roots_to_come() -> None:
-    room = Room.for_load(64, 4, 8, 32, 128)
-    assert room.n_roots == 16
-    assert room.has_place(2, True, 3) and not room.has_place(2, True, 4)
-    assert room.has_place(16, True, 4) and not room.has_place(16, True, 5)
-    assert room.has_place(0, True, 4, reads=True) and not room.has_place(0, True, 5, reads=True)
-    assert not room.has_place(0, False, 3), "guesses alone would take a root's place"
-    assert Room.for_load(3, 4, 8, 32, 128).has_place(0, False, 3)
+    budget = BatchBudget.for_load(64, 4, 8, 32, 128)
+    assert budget.n_roots == 16
+    assert budget.can_dispatch(2, True, 3) and not budget.can_dispatch(2, True, 4)
+    assert budget.can_dispatch(16, True, 4) and not budget.can_dispatch(16, True, 5)
+    assert budget.can_dispatch(0, True, 4, reads=True) and not budget.can_dispatch(0, True, 5, reads=True)
+    assert not budget.can_dispatch(0, False, 3), "guesses alone would take a root's place"
+    assert BatchBudget.for_load(3, 4, 8, 32, 128).can_dispatch(0, False, 3)
 
 
 def test_the_command() -> None:

@@ -21,7 +21,7 @@ from pipeinfer.core.policy import NOTHING, Answer, PolicyContext
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduler import Room, choose
+from pipeinfer.core.scheduler import BatchBudget, choose
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.ledger import stage_time
 from pipeinfer.observe.metrics import RequestMetrics
@@ -242,7 +242,7 @@ def test_what_is_kept_of_a_request_ends_with_it() -> None:
         for _ in engine.generate():
             pass
     assert all(len(worker._opened) <= 1 for worker in pipeline.workers), "sampling of requests that have ended"
-    assert len(engine._jobs) == len(engine._senders) == len(engine.target._of_request) == 0
+    assert len(engine._active) == len(engine._senders) == len(engine.target._of_request) == 0
 
 
 def test_run_ids_go_beyond_32_bits() -> None:
@@ -342,7 +342,7 @@ def shares(wants: Sequence[Asked], alone: bool = False) -> list[tuple[int, int, 
     return [(want.request_id, n_context, n_nodes) for want, n_context, n_nodes in chosen]
 
 
-ROOM = Room(n_roots=2, n_cheap=6, n_rows=32, n_context=10)
+ROOM = BatchBudget(n_roots=2, n_cheap=6, n_rows=32, n_context=10)
 
 
 def test_roots_come_before_guesses_and_only_as_many_as_share_a_run() -> None:
@@ -370,10 +370,10 @@ def test_short_prompts_share_a_run_as_far_as_its_rows_reach() -> None:
     assert shares([Asked(0, 10, 1, False), Asked(1, 1, 1, False)]) == [(0, 10, 1)]
     assert shares([Asked(number, 3, 1, False) for number in range(4)]) == [(0, 3, 1), (1, 3, 1), (2, 3, 0)]
     assert shares([Asked(number, 4, 1, False) for number in range(4)]) == [(0, 4, 1), (1, 4, 1), (2, 1, 0)]
-    many = choose([Asked(number, 1, 1, False) for number in range(9)], Room(2, 6, n_rows=3, n_context=10), False)
+    many = choose([Asked(number, 1, 1, False) for number in range(9)], BatchBudget(2, 6, n_rows=3, n_context=10), False)
     assert [n_nodes for _, _, n_nodes in many] == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_as_many_runs_as_stages() -> None:
-    assert [Room.for_load(n, 8, 4, 32, 128).n_roots for n in (1, 8, 9, 64, 255)] == [1, 1, 2, 8, 32]
-    assert Room.for_load(255, 1, 4, 32, 128).n_roots == 32, "more rows than a run may carry"
+    assert [BatchBudget.for_load(n, 8, 4, 32, 128).n_roots for n in (1, 8, 9, 64, 255)] == [1, 1, 2, 8, 32]
+    assert BatchBudget.for_load(255, 1, 4, 32, 128).n_roots == 32, "more rows than a run may carry"

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.batch_planner import ONE_CHUNK
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
-from pipeinfer.core.rooms import ONE_CHUNK
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 from matplotlib.collections import LineCollection
@@ -15,12 +18,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from pipeinfer.observe.columns import ASKED
-from pipeinfer.observe.facets import FACETS, SHOWN
-from pipeinfer.observe.figures import FIGURES, draw_all
+from pipeinfer.observe.columns import ASKED, COLUMNS
 from pipeinfer.observe.results import Record, append_result, as_read
 from pipeinfer.observe.summary import markdown, summarise
-from tests.jobs import ROOT
+from plot import draw
+from plots.frames import SHOWN, frame_of, points
+from plots.results import FACETS, FIGURES
+from tests.jobs import ROOT, environment
 from tests.rows import SPEEDS, make_row
 
 
@@ -31,6 +35,10 @@ def no_figure_left() -> Iterator[None]:
 
 
 PNG = b"\x89PNG"
+
+
+def drawn(name: str, rows: list[Record]) -> Figure | None:
+    return FIGURES[name](frame_of(rows, COLUMNS))
 
 
 def table(name: str = "big.gguf") -> list[Record]:
@@ -66,20 +74,23 @@ def texts(figure: Figure) -> Iterator[Text]:
     return (text for text in found if text.get_visible() and text.get_text().strip() and id(text) not in hidden)
 
 
+def overlaps(figure: Figure) -> list[tuple[str, str]]:
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
+    return [(one, other) for (one, box), (other, later) in combinations(boxes, 2)
+            if box.shrunk(0.98, 0.9).overlaps(later)]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["big.gguf", "$\\frac{1}{" + "long-name-" * 20 + "\x07"])
 def test_every_figure_and_no_overlapping_text(name: str) -> None:
-    drawn = {}
-    for title, figure in draw_all(table(name)):
-        drawn[title] = True
-        boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
-        for index, (first, box) in enumerate(boxes):
-            clashes = [other for other, later in boxes[index + 1 :] if box.shrunk(0.98, 0.9).overlaps(later)]
-            assert not clashes, f"{title}: {first!r} over {clashes}"
-    assert list(drawn) == list(FIGURES)
+    names = []
+    for title, figure in draw(table(name), has_loads=False):
+        names.append(title)
+        assert not overlaps(figure), title
+    assert names == list(FIGURES)
 
 
 def test_bars_are_the_means() -> None:
-    figure = FIGURES["speed"]([row for row in table() if row["ranks"] == 3])
+    figure = drawn("speed", [row for row in table() if row["ranks"] == 3])
     assert figure is not None
     assert heights(figure) == pytest.approx([SPEEDS[policy] + 1.5 for policy in SPEEDS])
     assert "tokens/s" in figure.axes[0].get_ylabel()
@@ -128,10 +139,10 @@ def test_what_differs_is_never_pooled(column: str, value: Any, words: str) -> No
     """It gets a panel of its own, whose title names it."""
     rows = [as_read(make_row(speed=speed, **more)) for speed, more in ((10.0, {}), (30.0, {column: value}))]
     for name in ("speed", "time", "latencies"):
-        titles = dict.fromkeys(panel_titles(FIGURES[name](rows)))
+        titles = dict.fromkeys(panel_titles(drawn(name, rows)))
         assert len(titles) == 2 and any(words in title for title in titles), (name, titles)
-    assert heights(FIGURES["speed"](rows)) == [10.0, 30.0]
-    assert note_of(FIGURES["speed"](rows)).startswith("Each bar is one generation.")
+    assert heights(drawn("speed", rows)) == [10.0, 30.0]
+    assert note_of(drawn("speed", rows)).startswith("Each bar is one generation.")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +150,7 @@ def test_what_differs_is_never_pooled(column: str, value: Any, words: str) -> No
 )
 def test_settings_and_splits_are_bars_of_their_own(column: str, value: Any, words: str) -> None:
     rows = [as_read(make_row(speed=speed, **more)) for speed, more in ((10.0, {}), (30.0, {column: value}))]
-    figure = FIGURES["speed"](rows)
+    figure = drawn("speed", rows)
     assert heights(figure) == [10.0, 30.0] and len(panel_titles(figure)) == 1
     assert figure and any(words in text.get_text() for text in figure.legends[0].get_texts())
 
@@ -151,27 +162,77 @@ def test_every_asked_column_is_shown_or_keeps_rows_apart() -> None:
 def test_prompts_of_one_name_are_told_apart() -> None:
     rows = [as_read(make_row(prompt=name, speed=10.0) | {"prompt_hash": digest})
             for name, digest in (("tale", "aaaa"), ("tale", "bbbb"), ("set/1", "c"), ("set/2", "d"))]  # fmt: skip
-    figure = FIGURES["prompts"](rows)
+    figure = drawn("prompts", rows)
     assert figure is not None
     shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert shown == ["tale #aaaa", "tale #bbbb", "set"]
 
 
+def test_prompts_are_in_the_same_places_in_all_panels() -> None:
+    rows = [as_read(make_row(prompt=prompt, ranks=ranks)) for ranks, prompt in ((2, "c"), (2, "a"), (3, "a"), (3, "b"))]
+    figure = drawn("prompts", rows)
+    assert figure and len(figure.axes) == 2
+    for axes in figure.axes:
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["c", "a", "b"]
+
+
+def test_distributions_are_steps_of_what_was_measured() -> None:
+    gaps = np.array([0.0, 0.0, 0.01, 0.02, 0.02, 0.4])
+    row = make_row(predicted_n=7) | {"itl_percentiles_s": list(np.percentile(gaps, range(101)))}
+    figure = drawn("latencies", [as_read(row)])
+    assert figure
+    (line,) = figure.axes[0].lines
+    assert np.asarray(line.get_xdata()) == pytest.approx([0.0, *(1e3 * gaps)], abs=1e-3)
+    assert np.asarray(line.get_ydata()) == pytest.approx([each / 6 for each in range(7)])
+    assert line.get_drawstyle() == "steps-post"
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 50, 101])
+def test_percentiles_are_the_values_they_are_of(n: int) -> None:
+    values = np.sort(np.random.default_rng(n).exponential(size=n))
+    found, weights = points(np.percentile(values, range(101)), n)
+    assert found == pytest.approx(values) and list(weights) == [1.0] * n
+
+
+def test_percentiles_of_more_values_or_of_another_number_stay_percentiles() -> None:
+    values = np.random.default_rng(0).exponential(size=300)
+    percentiles = np.percentile(values, range(101))
+    for n in (300, 20):
+        found, weights = points(percentiles, n)
+        assert found == pytest.approx(percentiles) and weights.sum() == pytest.approx(n)
+
+
 def test_whiskers_say_what_they_are_and_stay_above_0() -> None:
     rows = [as_read(make_row(speed=speed, repetition=at)) for at, speed in enumerate((1.0, 1.0, 10.0), start=1)]
-    figure = FIGURES["speed"](rows)
+    figure = drawn("speed", rows)
     ((low, high),) = whiskers(figure)
     assert low == 0.0 and high == pytest.approx(4 + 27**0.5)
-    assert note_of(figure).startswith(
-        "Bars: means over generations, n = 3 (3 repetitions); whiskers: one sample standard deviation of these."
-    )
-    assert whiskers(FIGURES["speed"](rows[:1])) == [], "a single sample has none"
+    assert note_of(figure).startswith("Bars: means over n = 3 generations (3 repetitions); whiskers: one sample "
+                                      "standard deviation over repetitions of the same prompt.")  # fmt: skip
+    assert whiskers(drawn("speed", rows[:1])) == [], "a single sample has none"
     more = [*rows, as_read(make_row(prompt="other")), as_read(make_row("iterative"))]
-    assert "n = 1 to 4" in note_of(FIGURES["speed"](more)) and panel_titles(FIGURES["speed"](more)) == [
+    assert "n = 1 to 4" in note_of(drawn("speed", more)) and panel_titles(drawn("speed", more)) == [
         "big + small\nn = 1 to 4"
     ]
-    assert "Not all bars pool the same prompts" in note_of(FIGURES["speed"](more))
+    assert "Not all bars average over the same prompts" in note_of(drawn("speed", more))
     assert "mean" in heights_label(figure)
+
+
+def test_whiskers_are_of_repetitions_and_not_of_prompts() -> None:
+    def row(prompt: str, repetition: int, speed: float) -> Record:
+        return as_read(make_row(prompt=prompt, repetition=repetition, speed=speed))
+
+    rows = [row("slow", 1, 10.0), row("slow", 2, 12.0), row("fast", 1, 100.0), row("fast", 2, 104.0)]
+    ((low, high),) = whiskers(drawn("speed", rows))
+    assert (high - low) / 2 == pytest.approx(((2 + 8) / 2) ** 0.5)
+    alone = drawn("speed", rows[::2])
+    assert heights(alone) == [55.0] and whiskers(alone) == [] and "whiskers" not in note_of(alone)
+    assert "n = 2 generations (2 prompts)" in note_of(alone)
+
+
+def test_time_to_first_token_says_what_it_counts_from() -> None:
+    figure = drawn("ttft", [as_read(make_row())])
+    assert figure and "from submission" in figure.legends[0].get_title().get_text()
 
 
 def heights_label(figure: Figure | None) -> str:
@@ -182,10 +243,11 @@ def heights_label(figure: Figure | None) -> str:
 def test_acceptance_stands_beside_the_speed() -> None:
     rows = [as_read(make_row(policy)) for policy in SPEEDS]
     for name in ("speed", "ttft"):
-        figure = FIGURES[name](rows)
+        figure = drawn(name, rows)
         assert figure is not None
         shown = [text.get_text() for text in figure.axes[0].texts if text.get_text()]
-        assert shown == (["0.80", "0.80"] if name == "speed" else [])
+        assert ("% on a bar: acceptance rate" in figure.axes[0].get_ylabel()) == (name == "speed")
+        assert shown == (["80%", "80%"] if name == "speed" else [])
 
 
 def test_bars_of_drafts_that_never_reached_the_target_say_so() -> None:
@@ -194,11 +256,11 @@ def test_bars_of_drafts_that_never_reached_the_target_say_so() -> None:
         as_read(make_row(policy)) | {"draft_steps": n_steps, "draft_n_sent": n_sent}
         for policy, (n_steps, n_sent) in worked.items()
     ]
-    figure = FIGURES["speed"](rows)
+    figure = drawn("speed", rows)
     assert figure is not None
-    assert [text.get_text() for text in figure.axes[0].texts if text.get_text()] == ["0.80", "none"]
+    assert [text.get_text() for text in figure.axes[0].texts if text.get_text()] == ["80%", "none"]
     assert "none: no guess went to the target" in note_of(figure)
-    assert "none" not in note_of(FIGURES["speed"]([row | {"draft_n_sent": 1} for row in rows]))
+    assert "none" not in note_of(drawn("speed", [row | {"draft_n_sent": 1} for row in rows]))
 
 
 @pytest.mark.parametrize("column", ["settings", "options", "model"])
@@ -208,7 +270,7 @@ def test_what_differs_at_the_end_of_a_long_text_is_never_pooled(column: str) -> 
         as_read(make_row(speed=speed) | {column: f"{long}{end}", "model_hash": end if column == "model" else "1"})
         for end, speed in (("3", 10.0), ("5", 30.0))
     ]
-    assert sorted(heights(FIGURES["speed"](rows))) == [10.0, 30.0]
+    assert sorted(heights(drawn("speed", rows))) == [10.0, 30.0]
 
 
 def test_a_long_legend_leaves_the_panels_their_height() -> None:
@@ -217,21 +279,28 @@ def test_a_long_legend_leaves_the_panels_their_height() -> None:
         ["width 4"],
         [f"width {number}, microbatch 0, inflight 0, accept_cutoff 0.5" for number in range(3)],
     ):
-        figure = FIGURES["speed"]([as_read(make_row(speed=10.0) | {"settings": each}) for each in settings])
+        figure = drawn("speed", [as_read(make_row(speed=10.0) | {"settings": each}) for each in settings])
         assert figure is not None
         figure.canvas.draw()
         panel_heights.append(figure.axes[0].get_window_extent().height)
     assert panel_heights[1] > 0.8 * panel_heights[0]
 
 
+def test_labels_of_several_settings_do_not_overlap() -> None:
+    long = "microbatch 0, inflight 0, accept_cutoff 0.5"
+    rows = [as_read(make_row(ranks=2) | {"settings": f"width {number}, {long}"}) for number in range(4)]
+    for name, figure in draw(rows, has_loads=False):
+        assert not overlaps(figure), name
+
+
 def test_names_of_several_drafts_have_no_suffixes() -> None:
     rows = [as_read(make_row(model_draft="small.gguf+large.gguf"))]
-    assert panel_titles(FIGURES["speed"](rows)) == ["big + small+large"]
+    assert panel_titles(drawn("speed", rows)) == ["big + small+large"]
     assert "| small+large |" in markdown(summarise(rows))[-1]
 
 
 def test_the_drafting_rank_is_marked() -> None:
-    figure = FIGURES["time"]([as_read(make_row(policy)) for policy in ("iterative", "pipeinfer")])
+    figure = drawn("time", [as_read(make_row(policy)) for policy in ("iterative", "pipeinfer")])
     assert figure is not None
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "1", "2", "0\nD", "1", "2"]
     assert "D: this rank drafts" in note_of(figure)
@@ -241,8 +310,8 @@ def test_ablations_are_held_against_what_was_asked_alike_on_a_scale_of_each_pair
     rows = [as_read(make_row(speed=speed, variant=variant, model=model, model_hash=model))
             for model, speed in (("slow", 10.0), ("fast", 1000.0)) for variant in ("", "no-cancel")]  # fmt: skip
     rows += [as_read(make_row(speed=77.0, model="slow", model_hash="slow", predicted_n=8))]
-    figure = FIGURES["ablation"](rows)
-    assert panel_titles(figure) == ["pipeinfer, slow + small"] * 2 + ["pipeinfer, fast + small"] * 2
+    figure = drawn("ablation", rows)
+    assert panel_titles(figure) == ["slow + small, pipeinfer"] * 2 + ["fast + small, pipeinfer"] * 2
     assert figure and heights(figure)[:2] == [10.0, 10.0], "what was measured otherwise does not count"
     assert figure.axes[0].get_ylim()[1] < 20 < 1000 < figure.axes[2].get_ylim()[1]
 
@@ -250,8 +319,8 @@ def test_ablations_are_held_against_what_was_asked_alike_on_a_scale_of_each_pair
 def test_ablations_of_policies_are_not_averaged() -> None:
     rows = [as_read(make_row(policy, speed=speed, variant=variant))
             for policy, speed in (("pipeinfer", 20.0), ("pipedec", 10.0)) for variant in ("", "no-cancel")]  # fmt: skip
-    figure = FIGURES["ablation"](rows)
-    assert panel_titles(figure) == ["pipeinfer, big + small"] * 2 + ["pipedec, big + small"] * 2
+    figure = drawn("ablation", rows)
+    assert panel_titles(figure) == ["big + small, pipeinfer"] * 2 + ["big + small, pipedec"] * 2
     assert figure and not {15.0, 15000.0} & set(heights(figure)), heights(figure)
 
 
@@ -259,7 +328,7 @@ def test_the_legend_has_what_any_panel_shows() -> None:
     """Also where many settings need many looks, none of which is another one's."""
     rows = [as_read(make_row(speed=10.0, model="one", model_hash="1") | {"settings": f"width {n}"}) for n in range(9)]
     rows.append(as_read(make_row("iterative", speed=5.0, model="two", model_hash="2")))
-    figure = FIGURES["speed"](rows)
+    figure = drawn("speed", rows)
     assert figure
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert len(texts) == 10 and "iterative" in texts
@@ -293,3 +362,23 @@ def test_a_bad_table_is_one_line(tmp_path: Path) -> None:
     for done, words in ((plot(path), "line 3"), (plot(tmp_path / "none.csv"), "none.csv")):
         assert done.returncode == 2 and words in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "pandas"])
+def test_what_is_missing_is_one_line(tmp_path: Path, missing: str) -> None:
+    """Of plot.py and of the commands that draw; before anything is measured in experiments.sh."""
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{missing}'\")")
+    results, picture = tmp_path / "results.csv", tmp_path / "picture.png"
+    append_result(results, make_row())
+    python = [sys.executable, "-m", "pipeinfer"]
+    commands = [[sys.executable, str(ROOT / "plot.py"), str(results)], [str(ROOT / "experiments.sh")]]
+    if missing == "matplotlib":
+        commands += [[*python, "timeline", str(tmp_path / "trace.json"), "-o", str(picture)]]
+        commands += [[*python, "compare", "--profile", "pipeinfer-c", "-o", str(picture)]]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    settings = environment() | {"PYTHONPATH": str(tmp_path), "PATH": path, "RESULTS": str(tmp_path / "new.csv")}
+    for command in commands:
+        done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, (command, done.stderr)
+        assert missing in done.stderr and "pipeinfer[plot]" in done.stderr
+    assert not (tmp_path / "new.csv").exists() and not list(tmp_path.glob("*.png"))

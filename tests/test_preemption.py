@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from pipeinfer.core import levels
+from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.admission import ahead_of
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
@@ -40,14 +41,14 @@ class Counts:
     def watch(self, engine: Engine) -> None:
         preempt = engine._preempt
 
-        def counted(job: object) -> None:
-            request: Request = job.request  # type: ignore[attr-defined]
+        def counted(active: ActiveRequest) -> None:
+            request = active.request
             self.n_preempted += 1
             self.after_tokens += request.n_generated > 0
             self.in_blocks += bool(request.spans) and engine.target.blocks
-            self.shared += bool(job.observer.n_kept)  # type: ignore[attr-defined]
+            self.shared += bool(active.observer.n_kept)  # type: ignore[attr-defined]
             self.by_request[request.id] += 1
-            preempt(job)  # type: ignore[arg-type]
+            preempt(active)
 
         engine._preempt = counted  # type: ignore[method-assign]
 
@@ -114,7 +115,7 @@ def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
             engine.step()
         if rng.random() < 0.2:
             engine.audit()
-            n_read = sum(engine.target.reads_blocks(job.request) for job in engine._jobs.values())
+            n_read = sum(engine.target.reads_blocks(job.request) for job in engine._active.values())
             assert n_read <= engine.admission.n_prompts
             assert not any(metrics[job.request.id].is_running for job in engine.admission.waiting)
     for request in requests:
@@ -125,7 +126,7 @@ def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
     engine.audit()
     model = drafter.model if isinstance(drafter, LookupDrafter) else drafter
     pools = [level.pool for level in engine.levels] + ([model.pool] if isinstance(model, ModelDrafter) else [])
-    assert all(pool.n_free == pool.n_seq and not pool.n_certain for pool in pools), "a sequence or a cell leaks"
+    assert all(pool.n_free == pool.n_seq and not pool.n_committed for pool in pools), "a sequence or a cell leaks"
     assert all(not level._known and not level._opens for level in engine.levels), "what is known of requests stays"
 
 
@@ -186,7 +187,7 @@ def test_a_lower_priority_begins_before_the_preempted() -> None:
     engine.add(requests[3], Iterative(), RequestMetrics())
     while engine.busy:
         engine.step()
-        begun += [id for id in engine._jobs if id not in begun and id > 1]
+        begun += [id for id in engine._active if id not in begun and id > 1]
     assert begun == [3, 2]
 
 
@@ -201,7 +202,7 @@ def test_no_more_are_open_than_may_be() -> None:
         engine.add(Request(number, [number + 1] * 9, 9, SamplingParams(temp=0.0), 160), Iterative())
     while engine.busy:
         engine.step()
-        n_open.add(len(engine._jobs))
+        n_open.add(len(engine._active))
     assert max(n_open) == 2
 
 

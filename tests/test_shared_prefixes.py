@@ -10,7 +10,7 @@ import pytest
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.flights import Part
+from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Prefix, Request
@@ -40,7 +40,7 @@ def engine_of(n_seq: int, n_cells: int, n_stages: int = 2, drafts: bool = True) 
 def add_all(engine: Engine, requests: Sequence[Request]) -> list[Counted]:
     counted = [Counted() for _ in requests]
     for request, observer in zip(requests, counted, strict=True):
-        engine.add(request, PipeInfer(microbatch=3) if engine.growth.drafter else Iterative(), observer)
+        engine.add(request, PipeInfer(microbatch=3) if engine.speculator.drafter else Iterative(), observer)
     return counted
 
 
@@ -54,14 +54,14 @@ def check(requests: Sequence[Request]) -> None:
 def test_texts_of_one_prompt_evaluate_it_once(n_stages: int, drafts: bool) -> None:
     engine, requests = engine_of(31, 2000, n_stages, drafts), [some_request(number, SYSTEM) for number in range(8)]
     counted = add_all(engine, requests)
-    assert len(engine._jobs) == 1, "the others wait for the first"
-    while len(engine._jobs) == 1:
+    assert len(engine._active) == 1, "the others wait for the first"
+    while len(engine._active) == 1:
         assert not any(each.is_running for each in counted[1:])
         engine.step()
     assert counted[0].is_running
     most = 0
     for _ in engine.generate():
-        most = max(most, len(engine._jobs))
+        most = max(most, len(engine._active))
         engine.audit()
     assert most == 8, "they wait for its prompt alone"
     assert all(each.is_running for each in counted)
@@ -92,7 +92,7 @@ def test_shared_cells_are_reserved_once() -> None:
     add_all(engine, requests)
     most = 0
     for _ in engine.generate():
-        most = max(most, len(engine._jobs))
+        most = max(most, len(engine._active))
         engine.audit()
     check(requests)
     assert most == 12
@@ -119,7 +119,7 @@ def test_however_texts_begin_alike_each_says_once_what_it_shares(seed: int) -> N
     ops = pool.take_pending()
     assert sum(op.kind is OpKind.SHARED for op in ops) == 59 and len(ops) < 70
     stage.apply(ops)
-    assert stage.n_parked == 0 and len(stage.cells()) == pool.n_certain
+    assert stage.n_parked == 0 and len(stage.cells()) == pool.n_committed
 
 
 def read_prompt(pool: SequencePool, stage: ToyStage, request: Request) -> None:
@@ -149,7 +149,7 @@ def test_who_waits_goes_on_when_the_first_is_given_up(n_steps: int) -> None:
 def test_others_pass_those_that_wait() -> None:
     engine = engine_of(31, 2000)
     add_all(engine, [some_request(0, SYSTEM), some_request(1, SYSTEM), some_request(2, [5, 6, 7])])
-    assert set(engine._jobs) == {0, 2}
+    assert set(engine._active) == {0, 2}
 
 
 def test_nobody_waits_where_evaluating_costs_less() -> None:
@@ -161,7 +161,7 @@ def test_nobody_waits_where_evaluating_costs_less() -> None:
         first, second = some_request(0, SYSTEM[:n_common]), some_request(1, [*SYSTEM[:n_common], 23])
         engine.add(first, Iterative())
         engine.add(second, Iterative())
-        assert (1 not in engine._jobs) is waits
+        assert (1 not in engine._active) is waits
 
 
 def test_a_prefix_that_is_not_all_wanted_stays_where_there_is_room() -> None:
@@ -174,7 +174,7 @@ def test_a_prefix_that_is_not_all_wanted_stays_where_there_is_room() -> None:
                 engine.audit()
             assert counted.n_kept == n_there
         check([first, second])
-        assert len(engine.admission.prefixes.kept()) == n_kept, "where there is no room it has moved"
+        assert len(engine.admission.prefixes.retained()) == n_kept, "where there is no room it has moved"
 
 
 def test_what_a_larger_draft_has_not_evaluated_is_not_shared_there() -> None:
@@ -183,18 +183,18 @@ def test_what_a_larger_draft_has_not_evaluated_is_not_shared_there() -> None:
     level = Level(ToyPipeline([stage], rng), SequencePool(8, 500), n_chunk=16)
     first, second, third = (some_request(number, SYSTEM) for number in range(3))
     level.open(first)
-    level.submit([Part(first, 16, [], False)])
-    second.continues = third.continues = Prefix(first, 99)
+    level.submit([RequestSlice(first, 16, [], False)])
+    second.prefix_hit = third.prefix_hit = Prefix(first, 99)
     level.open(second)
     assert level.pool.placed_end(second.id) == 0, "the run is in flight, and may yet be given up"
     while not level.poll():
         pass
     level.open(third)
-    assert level.pool.placed_end(third.id) == 16 and level.pool.n_certain == 16
+    assert level.pool.placed_end(third.id) == 16 and level.pool.n_committed == 16
     level.close(first)
-    assert level.pool.n_certain == 16
+    assert level.pool.n_committed == 16
     level.close(third)
-    assert level.pool.n_certain == 0
+    assert level.pool.n_committed == 0
 
 
 def states_of(n_cells: int, n_stages: int = 2) -> Engine:

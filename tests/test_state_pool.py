@@ -133,7 +133,7 @@ class Case:
             self._give_up(self.open.pop(request.id))
         else:
             self.left[request.id] = self.open.pop(request.id)
-            self.pool.leave(request.id, self.pool.placed_end(request.id))
+            self.pool.retain(request.id, self.pool.placed_end(request.id))
 
     def _give_up(self, request: Request) -> None:
         self.open.pop(request.id, None)

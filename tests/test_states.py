@@ -147,7 +147,7 @@ def test_what_cannot_be_cut_is_given_up() -> None:
     for request, n_kept, n_left in ((0, 20, 20), (1, 19, 0)):
         pool.open(request)
         pool.place(request, 20, [])
-        pool.leave(request, n_kept)
+        pool.retain(request, n_kept)
         assert pool.placed_end(request) == n_left
     assert [op.first for op in pool.take_pending()] == [0]
 

@@ -12,9 +12,10 @@ from pipeinfer.cli.setting_options import policy_options, take_policies
 from pipeinfer.cli.simulate import POLICY_LIST, inputs_of, open_choices, open_profile, ranks_asked, simulate_command
 from pipeinfer.cli.values import File
 from pipeinfer.cluster.activations import WireType
+from pipeinfer.observe.compared import paint
 from pipeinfer.observe.markdown import markdown_table
-from pipeinfer.observe.timeline import picture_format
-from pipeinfer.outputs import check_separate, check_writable
+from pipeinfer.observe.pictures import check_picture, write_picture
+from pipeinfer.outputs import check_separate
 from pipeinfer.policies.registry import POLICIES
 from pipeinfer.virtual.compare import COLUMNS, compare, table
 from pipeinfer.virtual.study import Question
@@ -27,7 +28,7 @@ TEXT = ("policy", "settings")
 @click.command("compare", cls=Command)
 @click.option("--policy", "policies", type=POLICY_LIST, default=",".join(POLICIES), show_default=True, help="Which.")
 @policy_options
-@click.option("-o", "--output", type=File(), help="Draw the speeds, with the limit as a line: .png, .svg or .pdf.")
+@click.option("-o", "--output", type=File(), help="Draw the speeds and the limit: .png, .svg or .pdf. [extra: plot]")
 def compare_command(
     profile_name: str | None, pair: str | None, nodes: int, gbit: float | None, wire_type: WireType,
     policies: tuple[str, ...], predict: int, prompt_tokens: int, seed: int, repetitions: int,
@@ -42,8 +43,7 @@ def compare_command(
     """
     check_separate({"--output": output}, inputs_of(profile_name, files, ()))
     if output:
-        picture_format(output)
-        check_writable(output, "--output")
+        check_picture(output)
     question = Question(
         file=open_profile(profile_name), nodes=nodes, pair=pair or "", gbit=gbit,
         policies=take_policies(policies, others), predict=predict, prompt_tokens=prompt_tokens,
@@ -54,9 +54,8 @@ def compare_command(
     right = [column for column in COLUMNS if column not in TEXT]
     print("\n".join(markdown_table(COLUMNS, list(table(found)), right)))
     if output:
-        from pipeinfer.observe.compared import draw  # matplotlib takes a while
-
-        draw(output, [(each.policy, each.speeds) for each in found], min(each.limit for each in found))
+        speeds = [(each.policy, each.speeds) for each in found]
+        write_picture(output, paint(speeds, min(each.limit for each in found)))
     return 0
 
 

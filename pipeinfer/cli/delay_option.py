@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from pipeinfer.cli.values import Number
-from pipeinfer.core.rooms import ONE_CHUNK
+from pipeinfer.core.batch_planner import ONE_CHUNK
 
 WORDS = {"chunk": ONE_CHUNK, "none": None}
 

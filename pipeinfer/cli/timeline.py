@@ -15,7 +15,7 @@ MAX_MS = 10**9
 
 @click.command(cls=Command)
 @click.argument("trace", type=File())
-@click.option("-o", "--output", type=File(), required=True, help="Picture; .png, .svg or .pdf.")
+@click.option("-o", "--output", type=File(), required=True, help="Picture; .png, .svg or .pdf. [extra: plot]")
 @click.option("--from", "from_ms", type=Number(0, MAX_MS), help="Begin here (ms). [default: the first token]")
 @click.option(
     "--for",

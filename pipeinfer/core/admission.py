@@ -6,12 +6,12 @@ from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
-from pipeinfer.core.growth import Growth
+from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.levels import Level
-from pipeinfer.core.opened import Opened
 from pipeinfer.core.prefixes import Prefixes
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.speculator import Speculator
 
 AHEAD, SHARE_AHEAD = 64, 1 / 16
 """Tokens beyond its text so far for which a request must have cells to begin, at most, and as a share of what all have.
@@ -26,69 +26,75 @@ def ahead_of(n_tokens: int) -> int:
 
 
 class Admission:
-    """`levels`: the target first. `opened`: the open requests by id. `n_prompts`: of requests that read blocks at a
+    """`levels`: the target first. `active`: the open requests by id. `n_prompts`: of requests that read blocks at a
     time, at most. `n_open`: of all requests. `waiting`: in the order in which they are to be opened."""
 
     def __init__(
         self,
         levels: Sequence[Level],
-        growth: Growth,
-        opened: Mapping[int, Opened],
+        speculator: Speculator,
+        active: Mapping[int, ActiveRequest],
         run_cost: RunCost | None,
         n_prompts: int,
     ) -> None:
-        self.levels, self.growth, self.opened, self.run_cost, self.target = levels, growth, opened, run_cost, levels[0]
+        self.levels, self.speculator, self.active, self.run_cost, self.target = (
+            levels,
+            speculator,
+            active,
+            run_cost,
+            levels[0],
+        )
         self.n_prompts, self.n_open, self.ahead = n_prompts, 1 << 30, ahead_of(self.target.pool.n_cells)
         pool = self.target.pool
         self.prefixes = Prefixes(
-            self.target.blocks, pool.rewinds, opened, self.target.n_settled, pool.can_leave, pool.window.size
+            self.target.blocks, pool.rewinds, active, self.target.n_settled, pool.can_retain, pool.window.size
         )
-        self.waiting: list[Opened] = []
+        self.waiting: list[ActiveRequest] = []
         self._n_arrived = 0
 
     # -- who waits
 
-    def wait(self, job: Opened) -> None:
+    def wait(self, active: ActiveRequest) -> None:
         """It is to be opened, for the first time or again: of one priority before those that have come after it."""
-        if not job.arrival:
+        if not active.arrival:
             self._n_arrived += 1
-            job.arrival = self._n_arrived
-        insort(self.waiting, job, key=RANK)
+            active.arrival = self._n_arrived
+        insort(self.waiting, active, key=RANK)
 
     def would_pass(self, priority: int) -> bool:
         """Whether a request of this priority is to be opened before one that waits."""
         return bool(self.waiting) and priority < self.waiting[-1].request.priority
 
-    def give_up(self, request: Request) -> Opened | None:
+    def give_up(self, request: Request) -> ActiveRequest | None:
         """Nobody wants it any more; the one that has waited, if it is one of those."""
-        job = next((job for job in self.waiting if job.request is request), None)
-        if job:
-            self.waiting.remove(job)
+        active = next((active for active in self.waiting if active.request is request), None)
+        if active:
+            self.waiting.remove(active)
             for level in self.levels:
                 level.end(request)
-        return job
+        return active
 
-    def ready(self) -> Iterator[Opened]:
+    def ready(self) -> Iterator[ActiveRequest]:
         """Those that may begin now, each to be opened before the next is asked for: the first that wait, while there is
         room; passed over are those that better wait until another one has evaluated what they begin with."""
-        for job in list(self.waiting):
-            if len(self.opened) >= self.n_open:
+        for active in list(self.waiting):
+            if len(self.active) >= self.n_open:
                 break
-            if self.prefixes.waits(job.request, self._is_worth_waiting):
+            if self.prefixes.waits(active.request, self._is_worth_waiting):
                 continue
-            if self._reads_enough(job.request) or not self._make_room(job.request):
+            if self._reads_enough(active.request) or not self._make_room(active.request):
                 break
-            self.waiting.remove(job)
-            yield job
+            self.waiting.remove(active)
+            yield active
 
     def is_awaited(self, request: Request) -> bool:
         """Whether its root better stays back until its prompt is evaluated, as others are to begin where it stands."""
-        return bool(self.waiting) and self.prefixes.is_awaited(request, [job.request for job in self.waiting])
+        return bool(self.waiting) and self.prefixes.is_awaited(request, [active.request for active in self.waiting])
 
     @property
     def n_reserved(self) -> int:
         """Cells of the target that the requests that are open or wait need soon."""
-        waiting = sum(job.request.n_soon(self.ahead) for job in self.waiting)
+        waiting = sum(active.request.n_soon(self.ahead) for active in self.waiting)
         return waiting + self.target.n_reserved(self._open, {}, self.ahead)
 
     def _is_worth_waiting(self, n_rows: int) -> bool:
@@ -106,45 +112,47 @@ class Admission:
 
     @property
     def _open(self) -> list[Request]:
-        return [job.request for job in self.opened.values()]
+        return [active.request for active in self.active.values()]
 
     def forget_oldest(self, but: Prefix | None = None) -> bool:
         """Give up what the first of the finished requests has left; whether there was one, other than `but`."""
         if request := self.prefixes.oldest(but):
-            self.growth.forget(request)
+            self.speculator.forget(request)
             for level in self.levels:
                 level.pool.close(request.id)
         return request is not None
 
-    def to_preempt(self) -> Opened | None:
+    def to_preempt(self) -> ActiveRequest | None:
         """Who has to give its cells up so that others have enough for their next tokens: of those that are open the
         last by priority, then by when it came, but never all. What finished ones have left is given up before."""
         pool = self.target.pool
-        while len(self.opened) > 1 or self.prefixes.kept():
-            left = {each.id: each.n_left for each in self.prefixes.kept()}
+        while len(self.active) > 1 or self.prefixes.retained():
+            left = {each.id: each.n_retained for each in self.prefixes.retained()}
             if self.target.n_reserved(self._open, left, self.ahead) <= pool.n_cells:
                 break
             if not self.forget_oldest():
-                return max(self.opened.values(), key=RANK)
+                return max(self.active.values(), key=RANK)
         return None
 
     def _make_room(self, request: Request) -> bool:
-        """Whether there is room for the request, which notes what it `continues`; what finished ones have left is given
+        """Whether there is room for the request, which notes its `prefix_hit`; what finished ones have left is given
         up for it, at last by moving there."""
-        while self.growth.has_heard:  # else it will have when its step is done
+        while self.speculator.has_heard:  # else it will have when its step is done
             prefix = self.prefixes.best(request)
             if self._has_room(request, prefix):
                 return True
             if not self.forget_oldest(but=prefix):
-                moves = prefix._replace(moves=prefix.source.id not in self.opened) if prefix else None
+                moves = prefix._replace(moves=prefix.source.id not in self.active) if prefix else None
                 return moves != prefix and self._has_room(request, moves)
         return False
 
     def _has_room(self, request: Request, prefix: Prefix | None) -> bool:
-        request.continues = prefix
-        opened, kept = self._open, self.prefixes.kept(but=prefix)
-        if (opened or kept) and not all(level.has_room(request, opened, kept, self.ahead) for level in self.levels):
+        request.prefix_hit = prefix
+        opened, retained = self._open, self.prefixes.retained(but=prefix)
+        if (opened or retained) and not all(
+            level.has_room(request, opened, retained, self.ahead) for level in self.levels
+        ):
             return False
         return bool(prefix and prefix.moves) or (
-            all(level.pool.n_free for level in self.levels) and self.growth.can_open
+            all(level.pool.n_free for level in self.levels) and self.speculator.can_open
         )

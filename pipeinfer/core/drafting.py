@@ -80,7 +80,7 @@ def newest_tokens(request: Request, node: Node, n: int) -> list[int]:
 class ModelDrafter:
     """A Drafter on a whole draft model with a KV cache of its own.
 
-    The draft's cache lags behind the output: before a root is expanded, the certain tokens it has not seen (the prompt,
+    The draft's cache lags behind the output: before a root is expanded, the committed tokens that it lacks (the prompt,
     or tokens it had not guessed) are evaluated as context. `couple`: sampled guesses share the target's noise.
     `constrain`: makes a Constraint of a request's grammar; without it guesses are made as if there was none.
     """
@@ -103,7 +103,7 @@ class ModelDrafter:
         return self.pool.n_free > 0
 
     def open(self, request: Request) -> None:
-        self.pool.open(request.id, request.continues)
+        self.pool.open(request.id, request.prefix_hit)
         if request.sampling.grammar and self.constrain:
             self._constraints[request.id] = self.constrain(request.sampling.grammar)
 
@@ -137,7 +137,7 @@ class ModelDrafter:
             return []
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
-        """Evaluate the certain tokens below the root that the draft has not seen; False when the root moved meanwhile.
+        """Evaluate the committed tokens below the root that the draft lacks; False when the root moved meanwhile.
 
         What is certain stays so: a run of it is never given up, or a draft slower than the target would not get on.
         """
@@ -181,8 +181,8 @@ class ModelDrafter:
 
     def close(self, request: Request) -> None:
         self._constraints.pop(request.id, None)
-        if request.n_left:
-            self.pool.leave(request.id, request.n_left)
+        if request.n_retained:
+            self.pool.retain(request.id, request.n_retained)
         else:
             self.pool.close(request.id)
 

@@ -6,19 +6,19 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.admission import Admission
-from pipeinfer.core.flights import Flight, Part
-from pipeinfer.core.growth import Growth
+from pipeinfer.core.batch_planner import BatchPlanner
+from pipeinfer.core.in_flight import InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Clock, Drafter, Waiter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.observer import Observer
-from pipeinfer.core.opened import Opened
 from pipeinfer.core.pacer import Pacer
 from pipeinfer.core.policy import HoldUntil, Policy, PolicyContext, Send
 from pipeinfer.core.requests import Emission, Finish, Request
-from pipeinfer.core.rooms import Rooms
 from pipeinfer.core.round_robin import RoundRobin
 from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled
 
 
@@ -34,7 +34,7 @@ class Engine:
     what it guesses they refine. `run_cost`: what runs cost the slowest stage, learned further here; with it a run is
     held back until a stage is about to want it, so that what goes is the best known then. Requests for which there are
     no cells or sequences wait, the youngest again when cells run out. `n_prompts`: requests whose prompts are read in
-    blocks at a time at most. `max_delay_s`: as in `rooms`.
+    blocks at a time at most. `max_delay_s`: as in `batches`.
 
     `taker`: whom emissions are given that come while a step is still at work, with the draft or a stage of the head's
     own; they wait for the end of the step where there is none. It may add and stop requests.
@@ -60,11 +60,11 @@ class Engine:
         self._asked_to_send = self._asked_to_begin = -1  # at which version that was last asked
         self._hold_s = math.inf  # when a run is due that was held back when it was asked for last
         self._drains = False  # nothing is sent until cells can be won back
-        self._jobs: dict[int, Opened] = {}
-        self._rooms = Rooms(target, run_cost, self._jobs, max_delay_s)
-        self.growth = Growth(drafter, drafts, clock, self._jobs, self._grown, target.n_inflight)
-        self.admission = Admission(self.levels, self.growth, self._jobs, run_cost, n_prompts)
-        self._senders = RoundRobin[Opened]()  # the open requests that have something unsent
+        self._active: dict[int, ActiveRequest] = {}
+        self._batches = BatchPlanner(target, run_cost, self._active, max_delay_s)
+        self.speculator = Speculator(drafter, drafts, clock, self._active, self._grown, target.n_inflight)
+        self.admission = Admission(self.levels, self.speculator, self._active, run_cost, n_prompts)
+        self._senders = RoundRobin[ActiveRequest]()  # the open requests that have something unsent
         self._emissions = deque[Emission]()
         self.taker: Callable[[Sequence[Emission]], object] | None = None
 
@@ -72,10 +72,12 @@ class Engine:
 
     def add(self, request: Request, policy: Policy, observer: Observer | None = None) -> None:
         """Take a request in; its tokens come out of `step`, and the observer hears what becomes of it."""
-        context = PolicyContext(request, self.target, self.growth, self._rooms, self._pacer, self.run_cost, self.clock)
-        job = Opened(request, policy, observer or Observer(), context)
-        job.observer.submitted(self.clock(), len(request.prompt))
-        self.admission.wait(job)
+        context = PolicyContext(
+            request, self.target, self.speculator, self._batches, self._pacer, self.run_cost, self.clock
+        )
+        active = ActiveRequest(request, policy, observer or Observer(), context)
+        active.observer.submitted(self.clock(), len(request.prompt))
+        self.admission.wait(active)
         self.version += 1
         self._admit()
 
@@ -84,10 +86,10 @@ class Engine:
         self.version += 1
         if request.finish is None:
             request.finish = reason
-        if request.id in self._jobs:
-            self._close(self._jobs[request.id])
-        elif job := self.admission.give_up(request):
-            job.observer.finished(self.clock())
+        if request.id in self._active:
+            self._close(self._active[request.id])
+        elif active := self.admission.give_up(request):
+            active.observer.finished(self.clock())
 
     def forget(self) -> None:
         """Give up all that finished requests have left."""
@@ -99,33 +101,33 @@ class Engine:
         if not self.admission.waiting or self._asked_to_begin == self.version:
             return False
         self._asked_to_begin, n_waiting = self.version, len(self.admission.waiting)
-        for job in self.admission.ready():
-            self._open(job)
+        for active in self.admission.ready():
+            self._open(active)
         return len(self.admission.waiting) < n_waiting
 
-    def _open(self, job: Opened) -> None:
-        request, prefix = job.request, job.request.continues
+    def _open(self, active: ActiveRequest) -> None:
+        request, prefix = active.request, active.request.prefix_hit
         if prefix:
             self.admission.prefixes.take(prefix)
         for level in self.levels:
             level.open(request)
             # attention costs what the cells between the first and the last in use do, packing what those do
-            if not self._jobs and level.pool.can_compact and level.pool.n_parked > level.pool.n_certain:
+            if not self._active and level.pool.can_compact and level.pool.n_parked > level.pool.n_committed:
                 level.pool.compact()
-        self.growth.open(request)
-        request.continues = None  # or it would keep the other, and so on
-        job.n_heard = prefix.n_tokens if prefix else 0
-        if not job.was_open:
-            job.observer.opened(job.n_heard)
-        job.was_open = True
-        self._jobs[request.id] = job
-        self._senders.add(request.id, job)
-        self.growth.add(job)
+        self.speculator.open(request)
+        request.prefix_hit = None  # or it would keep the other, and so on
+        active.n_heard = prefix.n_tokens if prefix else 0
+        if not active.was_open:
+            active.observer.opened(active.n_heard)
+        active.was_open = True
+        self._active[request.id] = active
+        self._senders.add(request.id, active)
+        self.speculator.add(active)
 
     @property
     def busy(self) -> bool:
         """Whether a request is open or waits, a run in flight or an emission to be taken."""
-        has_requests = bool(self._jobs or self.admission.waiting)
+        has_requests = bool(self._active or self.admission.waiting)
         return has_requests or bool(self._emissions) or any(level.busy for level in self.levels)
 
     def generate(self) -> Iterator[Emission]:
@@ -150,20 +152,20 @@ class Engine:
 
     def _react(self) -> bool:
         """Answer the first of the questions but the last, which takes the head's time."""
-        answered = self._hear() or self._admit() or self._send() or self.growth.ask(self.version)
+        answered = self._hear() or self._admit() or self._send() or self.speculator.ask(self.version)
         self.version += answered
         return answered
 
     def _draft(self) -> bool:
         """Let the draft take a step; what comes meanwhile is taken in, and what it frees is sent at once."""
-        drafted = self.growth.draft(self.version, self._meanwhile)
+        drafted = self.speculator.draft(self.version, self._meanwhile)
         self.version += drafted
         return drafted
 
     def _wait(self) -> None:
         timeout_s = self.timeout_s()
-        if timeout_s is None and self._jobs and not any([level.busy for level in self.levels]):
-            stalled = next(iter(self._jobs.values()))
+        if timeout_s is None and self._active and not any([level.busy for level in self.levels]):
+            stalled = next(iter(self._active.values()))
             raise RuntimeError(
                 f"request {stalled.request.id} waits for ever: {stalled.policy.name} neither sends nor drafts for it, "
                 "and nothing is in flight"
@@ -175,13 +177,13 @@ class Engine:
         """How long until a run is due that was held back when it was asked for last; None if none was."""
         return None if self._hold_s == math.inf else max(0.0, self._hold_s - self.clock())
 
-    def _grown(self, job: Opened) -> None:
+    def _grown(self, active: ActiveRequest) -> None:
         """Its tree has changed: there may be something to send."""
-        self._senders.add(job.request.id, job)
+        self._senders.add(active.request.id, active)
 
     def _hear(self) -> bool:
         """Take in what has come: a verdict of the target, or else what a larger draft says."""
-        return self._settle_next() or self.growth.hear()
+        return self._settle_next() or self.speculator.hear()
 
     def _meanwhile(self) -> None:
         while self._react() or self._hand_out():
@@ -189,7 +191,7 @@ class Engine:
 
     def listen(self) -> None:
         """To be called while `step` waits for a stage of the head's own: what has come is taken in and handed out."""
-        while self._hear() or self.growth.ask(self.version) or self._hand_out():
+        while self._hear() or self.speculator.ask(self.version) or self._hand_out():
             self.version += 1
 
     def _hand_out(self) -> bool:
@@ -217,65 +219,65 @@ class Engine:
             learn = self.run_cost.learn_chunk if flight.n_context else self.run_cost.learn
             learn(flight.n_rows, flight.context, verdict.slowest_s)
         for part in flight.parts:
-            job = self._jobs[part.request.id]
+            active = self._active[part.request.id]
             if verdict.cancelled:
-                job.observer.run_spared()
+                active.observer.run_spared()
                 continue
             if part.n_context and not part.request.n_generated:
-                job.n_heard += part.n_context
-                job.observer.prompt_evaluated(job.n_heard)
+                active.n_heard += part.n_context
+                active.observer.prompt_evaluated(active.n_heard)
             tree = part.request.tree
             tree.answer(part.nodes, verdict.tokens, part.first)
             if tree.root.verdict is not None:
-                self._take(job, tree.settle(), now_s)
+                self._take(active, tree.settle(), now_s)
         return True
 
-    def _take(self, job: Opened, settled: Settled, now_s: float) -> None:
+    def _take(self, active: ActiveRequest, settled: Settled, now_s: float) -> None:
         """Emit what the target settled, and free and cancel what it refuted."""
-        request = job.request
-        self._senders.add(request.id, job)  # the new root, unless it was sent as a guess
+        request = active.request
+        self._senders.add(request.id, active)  # the new root, unless it was sent as a guess
         tokens = request.take(settled.tokens)
         self._emissions.append(Emission(request, tokens))
-        job.observer.settled(now_s, len(tokens), settled)
+        active.observer.settled(now_s, len(tokens), settled)
         for level in self.levels:
             if given_up := level.settle(request, settled.path):
                 self._count_given_up(level, given_up)
-        if self.growth.n_drafts:
-            self.growth.settle(request, settled.path)
-        if notice := job.policy.settled(settled):
-            job.observer.noticed(notice)
+        if self.speculator.n_drafts:
+            self.speculator.settle(request, settled.path)
+        if notice := active.policy.settled(settled):
+            active.observer.noticed(notice)
         if request.finish:
-            self._close(job)
+            self._close(active)
 
-    def _close(self, job: Opened) -> None:
-        request = job.request
-        job.observer.finished(self.clock())
-        request.n_left = self.admission.prefixes.n_to_leave(request, self.target.n_settled(request))
+    def _close(self, active: ActiveRequest) -> None:
+        request = active.request
+        active.observer.finished(self.clock())
+        request.n_retained = self.admission.prefixes.n_to_retain(request, self.target.n_settled(request))
         self._give_back(request)
-        if request.n_left:
-            self.admission.prefixes.keep(request)
+        if request.n_retained:
+            self.admission.prefixes.retain(request)
 
-    def _preempt(self, job: Opened) -> None:
+    def _preempt(self, active: ActiveRequest) -> None:
         """Others need its cells: it waits, and is evaluated anew, each row in the way it was."""
-        self._give_back(job.request)
-        job.observer.preempted()
-        self.admission.wait(job)
+        self._give_back(active.request)
+        active.observer.preempted()
+        self.admission.wait(active)
 
     def _give_back(self, request: Request) -> None:
         for level in self.levels:
             self._count_given_up(level, level.close(request))
-        del self._jobs[request.id]
+        del self._active[request.id]
         self._senders.discard(request.id)
-        self.growth.close(request)
+        self.speculator.close(request)
 
-    def _count_given_up(self, level: Level, flights: Sequence[Flight]) -> None:
+    def _count_given_up(self, level: Level, flights: Sequence[InFlightRun]) -> None:
         if level is not self.target or not flights:  # nobody waits for a larger draft to be free
             return
         self._pacer.given_up()
         for flight in flights:
             for part in flight.parts:
-                if flight.cancelled and (job := self._jobs.get(part.request.id)):
-                    job.observer.run_cancelled()
+                if flight.cancelled and (active := self._active.get(part.request.id)):
+                    active.observer.run_cancelled()
 
     # -- sending
 
@@ -292,70 +294,70 @@ class Engine:
         self._hold_s = math.inf
         if not self._senders or (self._drains and not self._drained()):
             return False
-        alone = len(self._jobs) == 1
+        alone = len(self._active) == 1
         if not alone and self.clock() < (due_s := self._pacer.due_s(0)):
             self._hold_s = due_s
             return False
-        wants = [part for job in self._senders if (part := self._wanted(job, alone))]
-        chosen = self._rooms.choose(wants, alone)
+        wants = [part for active in self._senders if (part := self._wanted(active, alone))]
+        chosen = self._batches.choose(wants, alone)
         return bool(chosen) and self._submit(chosen)
 
-    def _wanted(self, job: Opened, alone: bool) -> Part | None:
+    def _wanted(self, active: ActiveRequest, alone: bool) -> RequestSlice | None:
         """What the request would send now."""
-        request, root, target = job.request, job.request.tree.root, self.target
+        request, root, target = active.request, active.request.tree.root, self.target
         if n_left := target.n_context_left(request):
             if target.n_inflight(request) <= 2 * target.pipeline.n_stages:
-                n_context, span = target.next_context(request, self._rooms.n_chunk(root.position - n_left))
+                n_context, span = target.next_context(request, self._batches.n_chunk(root.position - n_left))
                 is_last = not span and n_context == n_left and not self.admission.is_awaited(request)
-                return Part(request, n_context, [root] if is_last else [], is_last, span)
+                return RequestSlice(request, n_context, [root] if is_last else [], is_last, span)
         elif root.run_id is None and 1 < len(request.prompt) == root.position + 1:
             if not (target.n_inflight(request) and self.admission.is_awaited(request)):
-                return Part(request, 0, [root], True)  # right behind the prompt
-        elif nodes := self._nodes_to_send(job):
-            return Part(request, 0, nodes, nodes[0] is root)
+                return RequestSlice(request, 0, [root], True)  # right behind the prompt
+        elif nodes := self._nodes_to_send(active):
+            return RequestSlice(request, 0, nodes, nodes[0] is root)
         return None
 
-    def _nodes_to_send(self, job: Opened) -> list[Node]:
+    def _nodes_to_send(self, active: ActiveRequest) -> list[Node]:
         """What its policy answers."""
-        answer, root = job.policy.send(job.context), job.request.tree.root
+        answer, root = active.policy.send(active.context), active.request.tree.root
         if isinstance(answer, Send):
             return list(answer.nodes)
         if isinstance(answer, HoldUntil):
             self._hold_s = min(self._hold_s, answer.when_s)
-        elif not self.growth.awaited(job) and root.run_id is None and not self.target.n_inflight(job.request):
+        elif not self.speculator.awaited(active) and root.run_id is None and not self.target.n_inflight(active.request):
             return [root]  # nothing would come that is worth the wait
         return []
 
-    def _submit(self, parts: Sequence[Part]) -> bool:
+    def _submit(self, parts: Sequence[RequestSlice]) -> bool:
         flight = self.target.submit(parts)
         sent = flight.parts if flight else []
-        if len(sent) < len(parts):  # guesses can do without cells, certain tokens cannot
-            n_lacking = sum(max(1, part.n_rows) for part in parts if part.certain and part not in sent)
+        if len(sent) < len(parts):  # guesses can do without cells, committed tokens cannot
+            n_lacking = sum(max(1, part.n_rows) for part in parts if part.committed and part not in sent)
             self._drains = n_lacking > (0 if self.target.pool.n_parked else self.target.pool.n_free_cells)
         if flight is None:  # where nothing will come back that frees cells, others give them up now
             return self._drains and not self.target.pool.has_nodes and self._send_next()
         flight.cost_s, flight.sent_s = self._pacer.sent(flight.n_rows, flight.context), self.clock()
         for part in sent:
-            self._note_sent(self._jobs[part.request.id], part, flight)
+            self._note_sent(self._active[part.request.id], part, flight)
         return True
 
-    def _note_sent(self, job: Opened, part: Part, flight: Flight) -> None:
+    def _note_sent(self, active: ActiveRequest, part: RequestSlice, flight: InFlightRun) -> None:
         for node in part.nodes:
             node.run_id = flight.run_id
-        n_nodes, n_inflight = len(part.nodes), self.target.n_inflight(job.request)
-        job.observer.run_sent(flight.sent_s, part.n_rows, n_nodes, part.has_root, part.n_branches, n_inflight)
-        if part.has_root and len(job.request.tree.nodes) == n_nodes:
-            self._senders.discard(job.request.id)  # there is nothing more to send before a verdict or a guess
+        n_nodes, n_inflight = len(part.nodes), self.target.n_inflight(active.request)
+        active.observer.run_sent(flight.sent_s, part.n_rows, n_nodes, part.has_root, part.n_branches, n_inflight)
+        if part.has_root and len(active.request.tree.nodes) == n_nodes:
+            self._senders.discard(active.request.id)  # there is nothing more to send before a verdict or a guess
         else:
-            self._senders.rotate(job.request.id)
+            self._senders.rotate(active.request.id)
 
     def _drained(self) -> bool:
         """Whether cells have been won back, while no node is in flight: parked ones, and the youngest requests'."""
         pool = self.target.pool
         if pool.has_nodes:
             return False
-        while job := self.admission.to_preempt():
-            self._preempt(job)
+        while active := self.admission.to_preempt():
+            self._preempt(active)
         if pool.can_compact:
             pool.compact()
         self._drains = False
@@ -363,21 +365,21 @@ class Engine:
 
     @property
     def delay_too_short(self) -> str:
-        """As in `rooms`."""
-        return self._rooms.too_short
+        """As in `batches`."""
+        return self._batches.too_short
 
     def audit(self) -> None:
         """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""
-        for job in self._jobs.values():
-            job.request.tree.audit()
-            assert job.request.id in self._senders or not any(job.request.tree.unsent()), (
-                f"request {job.request.id} has something to send and is not asked for it"
+        for active in self._active.values():
+            active.request.tree.audit()
+            assert active.request.id in self._senders or not any(active.request.tree.unsent()), (
+                f"request {active.request.id} has something to send and is not asked for it"
             )
-            for node in job.request.tree.nodes:
+            for node in active.request.tree.nodes:
                 waiting = node.run_id is not None and node.verdict is None
                 assert not waiting or self.target.is_inflight(node.run_id), (
                     f"run {node.run_id} is forgotten, its node waits for ever"
                 )
-        live = {job.request.id: job.request.tree.nodes for job in self._jobs.values()}
+        live = {active.request.id: active.request.tree.nodes for active in self._active.values()}
         for level in self.levels:
             level.audit(live)

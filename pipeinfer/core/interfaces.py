@@ -213,7 +213,7 @@ class Drafter(Protocol):
         ...
 
     def open(self, request: Request) -> None:
-        """A request begins; there must be room for it, or what it `continues` moves."""
+        """A request begins; there must be room for it, or what it `prefix_hit` moves."""
         ...
 
     def expand(
@@ -230,7 +230,7 @@ class Drafter(Protocol):
         ...
 
     def close(self, request: Request) -> None:
-        """The request has ended: free what it holds, but for its first `n_left` tokens as far as they are here."""
+        """The request has ended: free what it holds, but for its first `n_retained` tokens as far as they are here."""
         ...
 
     def forget(self, request: Request) -> None:

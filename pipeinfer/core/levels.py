@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeinfer.core.blocks import Span
-from pipeinfer.core.flights import Flight, Part
+from pipeinfer.core.in_flight import InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Pipeline
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import MAX_OPS, KvOp, Opening, OpKind, Row, Run
@@ -21,7 +21,7 @@ from pipeinfer.core.tree import Node
 class Level:
     """Places nodes and context, submits them as runs, and keeps what is in flight. Requests are opened and closed.
 
-    `n_chunk`: certain tokens a run at most. `n_rows`: nodes a run at most. `cancel`: tell the stages of runs and rows
+    `n_chunk`: committed tokens a run at most. `n_rows`: nodes a run at most. `cancel`: tell the stages of runs and rows
     that cannot count any more (off only for ablation studies). `blocks`: a prompt is cut where its length alone says.
     """
 
@@ -38,8 +38,8 @@ class Level:
         self.pipeline, self.pool, self.n_chunk, self.n_rows, self.cancel = pipeline, pool, n_chunk, n_rows, cancel
         self.blocks = blocks
         self._next_run_id = 1
-        self._flights: dict[int, Flight] = {}
-        self._of_request: dict[int, dict[int, Flight]] = {}
+        self._flights: dict[int, InFlightRun] = {}
+        self._of_request: dict[int, dict[int, InFlightRun]] = {}
         self._opens: dict[int, Opening] = {}  # of requests that no run has carried yet
         self._known: set[int] = set()  # those that one has, until the stages hear that they have ended
         self._closes: list[KvOp] = []
@@ -48,19 +48,19 @@ class Level:
     # -- requests
 
     def open(self, request: Request) -> None:
-        """It begins with what it `continues`, as far as that was evaluated here."""
-        prefix = request.continues
+        """It begins with what it `prefix_hit`, as far as that was evaluated here."""
+        prefix = request.prefix_hit
         self.pool.open(request.id, prefix and prefix._replace(n_tokens=self.n_shared(prefix)))
         self._of_request[request.id] = {}
         if request.id not in self._known:
             self._opens[request.id] = Opening(request.sampling, len(request.prompt))
 
-    def close(self, request: Request) -> list[Flight]:
+    def close(self, request: Request) -> list[InFlightRun]:
         """Free what the request holds, but for what it leaves; it may be opened again if it has not finished. Returns
         the runs that were given up."""
-        n_left, given_up = min(request.n_left, self.n_settled(request)), self._give_up(request)
-        if request.n_left:
-            self.pool.leave(request.id, n_left)
+        n_retained, given_up = min(request.n_retained, self.n_settled(request)), self._give_up(request)
+        if request.n_retained:
+            self.pool.retain(request.id, n_retained)
         else:
             self.pool.close(request.id)
         del self._of_request[request.id]
@@ -80,11 +80,11 @@ class Level:
         n_there = self.n_settled(source) if source.id in self._of_request else self.pool.placed_end(source.id)
         return min(prefix.n_tokens, n_there)
 
-    def has_room(self, request: Request, opened: Sequence[Request], kept: Sequence[Request], ahead: int) -> bool:
+    def has_room(self, request: Request, opened: Sequence[Request], retained: Sequence[Request], ahead: int) -> bool:
         """Whether one more request has cells for its text so far and `ahead` tokens more, beside the same of the open
-        ones and what is kept; what it `continues` counts once."""
-        prefix, n_shared = request.continues, 0
-        others = {each.id: each.n_left for each in kept}
+        ones and what is retained; its `prefix_hit` counts once."""
+        prefix, n_shared = request.prefix_hit, 0
+        others = {each.id: each.n_retained for each in retained}
         if prefix:
             n_shared = self.n_shared(prefix)
             others.setdefault(prefix.source.id, n_shared)
@@ -104,9 +104,9 @@ class Level:
         """How many of the request's tokens have cells that every stage is known to have evaluated; none where these
         cannot be had without others."""
         flying = (part for flight in self._of_request[request.id].values() for part in flight.parts)
-        starts = [part.certain_start for part in flying if part.request is request]
+        starts = [part.committed_start for part in flying if part.request is request]
         n_settled = min(self.pool.placed_end(request.id), len(request.tokens), *starts)
-        return n_settled if self.pool.can_leave(request.id, n_settled) else 0
+        return n_settled if self.pool.can_retain(request.id, n_settled) else 0
 
     # -- what a request wants, what there is room for
 
@@ -128,7 +128,7 @@ class Level:
         return self.blocks and any(self.pool.placed_end(request.id) < span.end for span in request.spans or ())
 
     def next_context(self, request: Request, n_chunk: int) -> tuple[int, Span | None]:
-        """How many certain tokens the next run may carry, and, if they are whole blocks, of which span: as many as
+        """How many committed tokens the next run may carry, and, if they are whole blocks, of which span: as many as
         `n_chunk` holds, but one at least. Where they are not, a run may carry fewer."""
         n_left = self.n_context_left(request)
         start = self.pool.placed_end(request.id) if n_left else 0
@@ -140,12 +140,12 @@ class Level:
 
     # -- runs
 
-    def submit(self, parts: Sequence[Part]) -> Flight | None:
+    def submit(self, parts: Sequence[RequestSlice]) -> InFlightRun | None:
         """Send what fits of the parts as one run; None, and nothing is sent, if that is nothing.
 
         Parked cells are won back before, if they are needed and that is possible.
         """
-        pool, run, sent = self.pool, Run(self._next_run_id, []), list[Part]()
+        pool, run, sent = self.pool, Run(self._next_run_id, []), list[RequestSlice]()
         if pool.n_parked and pool.can_compact and sum([part.n_rows for part in parts]) > pool.n_free_cells:
             pool.compact()
         n_free, n_context = pool.n_free_cells, 0
@@ -163,7 +163,7 @@ class Level:
         self._closes.clear()
         self._send_ahead(run)
         run.id, self._next_run_id, run.span = self._next_run_id, self._next_run_id + 1, sent[0].span
-        flight = self._flights[run.id] = Flight(run.id, sent, len(run.rows), n_context, run.context)
+        flight = self._flights[run.id] = InFlightRun(run.id, sent, len(run.rows), n_context, run.context)
         for part in sent:
             self._of_request[part.request.id][run.id] = flight
         self.pipeline.submit(run)
@@ -175,10 +175,10 @@ class Level:
             ahead = Run(self._next_run_id, [], run.ops[:MAX_OPS])
             del run.ops[:MAX_OPS]
             self._next_run_id += 1
-            self._flights[ahead.id] = Flight(ahead.id, [], n_rows=0, n_context=0, context=0, whole=False)
+            self._flights[ahead.id] = InFlightRun(ahead.id, [], n_rows=0, n_context=0, context=0, whole=False)
             self.pipeline.submit(ahead)
 
-    def _place(self, part: Part, run: Run, n_free: int) -> int:
+    def _place(self, part: RequestSlice, run: Run, n_free: int) -> int:
         """Give cells, of which so many are free, and rows of the run to what fits of the part; how many.
 
         Its nodes are cut down to what can be placed: trees get narrower. Context is placed as a whole or not at all.
@@ -205,7 +205,7 @@ class Level:
             rows.append(Row(request.id, node.token, node.position, seqs, part.n_wanted(node)))
         return n_rows
 
-    def poll(self) -> tuple[Flight, Any] | None:
+    def poll(self) -> tuple[InFlightRun, Any] | None:
         """The next verdict, with the flight that it ends, if one has come: its parts are those of requests that have
         been open since it was sent."""
         verdict = self.pipeline.poll()
@@ -234,7 +234,7 @@ class Level:
         return len(self._flights)
 
     @property
-    def useful_flights(self) -> Iterator[Flight]:
+    def useful_flights(self) -> Iterator[InFlightRun]:
         """Those that were not given up, as they were sent."""
         return (flight for flight in self._flights.values() if not flight.dead)
 
@@ -244,7 +244,7 @@ class Level:
 
     # -- settling
 
-    def settle(self, request: Request, path: Sequence[Node]) -> list[Flight]:
+    def settle(self, request: Request, path: Sequence[Node]) -> list[InFlightRun]:
         """The request's root moved along `path` (old root first, new root last); all other branches are dead.
 
         Returns the runs that were given up.
@@ -252,7 +252,7 @@ class Level:
         self.pool.settle(request.id, path)
         return self._give_up(request) if self._of_request[request.id] else []
 
-    def _give_up(self, request: Request) -> list[Flight]:
+    def _give_up(self, request: Request) -> list[InFlightRun]:
         """Cancel the request's runs of which no row can count any more, and prune the dead rows out of the others."""
         flying = [flight for flight in self._of_request[request.id].values() if not flight.dead]
         doomed = [flight for flight in flying if all(part.dead for part in flight.parts)]
@@ -265,7 +265,7 @@ class Level:
             self._prune(request, [flight for flight in flying if not flight.dead])
         return doomed
 
-    def _prune(self, request: Request, flights: Sequence[Flight]) -> None:
+    def _prune(self, request: Request, flights: Sequence[InFlightRun]) -> None:
         rows = {}
         for flight in flights:
             part = next(part for part in flight.parts if part.request is request)

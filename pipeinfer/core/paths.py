@@ -22,7 +22,7 @@ class Path:
 
 @dataclass(slots=True)
 class Base:
-    """A request's certain tokens below the root: cells [0, end) of `seq`, which is the root's once it is placed.
+    """A request's committed tokens below the root: cells [0, end) of `seq`, which is the root's once it is placed.
 
     `lost_at`: where it ended when cells that layers with a window see no longer were last given up; 0 if none were.
     """

@@ -9,14 +9,14 @@ from copy import copy
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from pipeinfer.core.growth import Growth
+from pipeinfer.core.batch_planner import BatchPlanner
 from pipeinfer.core.interfaces import Clock
 from pipeinfer.core.levels import Level
 from pipeinfer.core.pacer import Pacer
 from pipeinfer.core.requests import Request
-from pipeinfer.core.rooms import Rooms
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled, TokenTree
 
 
@@ -51,8 +51,8 @@ class PolicyContext:
 
     request: Request
     target: Level
-    growth: Growth
-    rooms: Rooms
+    speculator: Speculator
+    batches: BatchPlanner
     pacer: Pacer
     run_cost: RunCost | None
     clock: Clock
@@ -66,7 +66,7 @@ class PolicyContext:
     @property
     def is_alone(self) -> bool:
         """Whether no other request is open."""
-        return self.rooms.n_open == 1
+        return self.batches.n_open == 1
 
     @property
     def n_stages(self) -> int:
@@ -75,7 +75,7 @@ class PolicyContext:
     @property
     def is_at_head(self) -> bool:
         """Whether the draft makes no guesses while the target evaluates a run: the head evaluates it itself."""
-        return self.target.pipeline.is_at_head and self.growth.remote is None
+        return self.target.pipeline.is_at_head and self.speculator.remote is None
 
     @property
     def n_inflight(self) -> int:
@@ -84,7 +84,7 @@ class PolicyContext:
 
     def n_asked(self, draft: int) -> int:
         """Runs of a larger draft, by its number, without an answer."""
-        return self.growth.drafts[draft - 1].n_inflight(self.request)
+        return self.speculator.drafts[draft - 1].n_inflight(self.request)
 
     @property
     def n_evaluated(self) -> int:
@@ -96,7 +96,7 @@ class PolicyContext:
     @property
     def n_cheap_rows(self) -> int:
         """What a run may carry without costing much more than a single row, less what other requests want of it."""
-        return self.rooms.n_rows_for_guesses(self.tree.root.position)
+        return self.batches.n_rows_for_guesses(self.tree.root.position)
 
     def run_s(self, n_rows: int) -> float:
         """What a run of so many rows takes the slowest stage here; 0 if nobody knows."""
@@ -128,17 +128,17 @@ class PolicyContext:
 
     @property
     def n_drafts(self) -> int:
-        return self.growth.n_drafts
+        return self.speculator.n_drafts
 
     @property
     def draft_s(self) -> float:
         """What a step of the draft takes; 0 while nobody knows."""
-        return self.growth.step_s
+        return self.speculator.step_s
 
     @property
     def drafting(self) -> tuple[Collection[Node], float]:
         """What of the request the smallest draft expands at the moment, and how long its step still takes."""
-        return self.growth.at_work(self.request)
+        return self.speculator.at_work(self.request)
 
     # -- nodes
 

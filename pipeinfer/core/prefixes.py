@@ -9,49 +9,49 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
+from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.blocks import BLOCK, Span
-from pipeinfer.core.opened import Opened
 from pipeinfer.core.requests import Prefix, Request
 
 
 class Prefixes:
     """`blocks`: whether the target evaluates prompts in blocks. `rewinds`: whether its sequences can lose their newest
-    tokens; else what has finished can only move, as a whole. `opened`: the open requests by id; `n_settled`: how many
-    of one's tokens every stage has evaluated; `can_leave`: whether so many of one's tokens, by its id, can be had
+    tokens; else what has finished can only move, as a whole. `active`: the open requests by id; `n_settled`: how many
+    of one's tokens every stage has evaluated; `can_retain`: whether so many of one's tokens, by its id, can be had
     without those after them; `window`: of a text that is no longer they always can; 0 if of any."""
 
     def __init__(
         self,
         blocks: bool,
         rewinds: bool,
-        opened: Mapping[int, Opened],
+        active: Mapping[int, ActiveRequest],
         n_settled: Callable[[Request], int],
-        can_leave: Callable[[int, int], bool],
+        can_retain: Callable[[int, int], bool],
         window: int = 0,
     ) -> None:
         self.blocks, self.rewinds, self.window = blocks, rewinds, window
-        self._opened, self._n_settled, self._can_leave = opened, n_settled, can_leave
-        self._kept: dict[int, Request] = {}  # those that have finished, the oldest first
+        self._active, self._n_settled, self._can_leave = active, n_settled, can_retain
+        self._retained: dict[int, Request] = {}  # those that have finished, the oldest first
 
-    def kept(self, but: Prefix | None = None) -> list[Request]:
+    def retained(self, but: Prefix | None = None) -> list[Request]:
         """Finished requests whose cells stay, without the one that moves."""
-        return [each for each in self._kept.values() if not but or not but.moves or each is not but.source]
+        return [each for each in self._retained.values() if not but or not but.moves or each is not but.source]
 
-    def n_to_leave(self, request: Request, n_settled: int) -> int:
+    def n_to_retain(self, request: Request, n_settled: int) -> int:
         """Of the `n_settled` tokens that have cells when a request ends, how many keep them: whole blocks."""
         if not request.keep:
             return 0
         n = min((span.floor(n_settled) for span in request.spans or () if self.blocks), default=n_settled)
         return n if self._can_leave(request.id, n) else 0
 
-    def keep(self, request: Request) -> None:
-        """It has finished, and its first `n_left` tokens stay."""
-        self._kept[request.id] = request
+    def retain(self, request: Request) -> None:
+        """It has finished, and its first `n_retained` tokens stay."""
+        self._retained[request.id] = request
 
     def best(self, request: Request) -> Prefix | None:
         """The one that saves the request most, if one does. What has finished moves where all of it is wanted by one
         that will leave it again."""
-        there = [(each, each.n_left) for each in self._kept.values()]
+        there = [(each, each.n_retained) for each in self._retained.values()]
         there += [(each, self._n_settled(each)) for each in self._sources]
         found = [Prefix(each, self._n_usable(each, request, n)) for each, n in there]
         found = [prefix for prefix in found if self._can_leave(prefix.source.id, prefix.n_tokens)]
@@ -59,7 +59,9 @@ class Prefixes:
         if best is None or not best.n_tokens:
             return None
         source = best.source
-        moves = source.id in self._kept and best.n_tokens == source.n_left and (request.keep or not self.rewinds)
+        moves = (
+            source.id in self._retained and best.n_tokens == source.n_retained and (request.keep or not self.rewinds)
+        )
         return best._replace(moves=moves)
 
     def waits(self, request: Request, is_worth: Callable[[int], bool]) -> bool:
@@ -78,14 +80,14 @@ class Prefixes:
         return n if not self.window or n == n_read or n_read < self.window else 0
 
     def take(self, prefix: Prefix) -> None:
-        """What moves is no longer kept."""
+        """What moves is no longer retained."""
         if prefix.moves:
-            del self._kept[prefix.source.id]
+            del self._retained[prefix.source.id]
 
     def oldest(self, but: Prefix | None = None) -> Request | None:
-        """The one to be given up next, other than `but`; it is no longer kept."""
-        found = next((id for id, each in self._kept.items() if not but or each is not but.source), None)
-        return None if found is None else self._kept.pop(found)
+        """The one to be given up next, other than `but`; it is no longer retained."""
+        found = next((id for id, each in self._retained.items() if not but or each is not but.source), None)
+        return None if found is None else self._retained.pop(found)
 
     def is_awaited(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether one of the others begins with all of the request's prompt but its root, where it can do so only until
@@ -97,7 +99,7 @@ class Prefixes:
     @property
     def _sources(self) -> list[Request]:
         """Open requests that others may begin with: where sequences cannot go back, those that have a prompt alone."""
-        opened = [job.request for job in self._opened.values()]
+        opened = [active.request for active in self._active.values()]
         if self.rewinds:
             return opened
         return [each for each in opened if not each.n_generated and each.tree.root.run_id is None]

@@ -61,11 +61,11 @@ class Request:
     n_tokens_most: int = field(init=False)
     """Prompt and output at most, so many KV cells too."""
 
-    continues: Prefix | None = field(default=None, init=False)
+    prefix_hit: Prefix | None = field(default=None, init=False)
     """What it began with, once it is open."""
 
-    n_left: int = field(default=0, init=False)
-    """So many of its tokens it leaves to others, once it has finished."""
+    n_retained: int = field(default=0, init=False)
+    """So many of its first tokens keep their cells for other requests, once it has finished."""
 
     def __post_init__(self) -> None:
         assert self.prompt, "an empty prompt has no last token to continue"

@@ -11,7 +11,7 @@ from pipeinfer.core.blocks import Span
 
 
 class Want(Protocol):
-    """What one request would send now: a chunk of its certain tokens, or nodes, of which the first may be its root."""
+    """What one request would send now: a chunk of committed tokens, or nodes, of which the first may be its root."""
 
     @property
     def n_context(self) -> int: ...
@@ -24,7 +24,7 @@ class Want(Protocol):
 
     @property
     def span(self) -> Span | None:
-        """The certain tokens are whole blocks of it, never cut, and travel by themselves."""
+        """The committed tokens are whole blocks of it, never cut, and travel by themselves."""
         ...
 
 
@@ -32,10 +32,10 @@ W = TypeVar("W", bound=Want)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BatchBudget:
     """What a run may carry. `n_roots`: requests whose roots share a run, so that there are as many runs as stages.
-    `n_cheap`: rows that cost hardly more than one. `n_rows`, `n_context`: nodes and certain tokens at most; of both
-    together, where there are certain tokens, `n_context` and one root."""
+    `n_cheap`: rows that cost hardly more than one. `n_rows`, `n_context`: nodes and committed tokens at most; of both
+    together, where there are committed tokens, `n_context` and one root."""
 
     n_roots: int
     n_cheap: int
@@ -46,11 +46,11 @@ class Room:
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def for_load(n_open: int, n_stages: int, n_cheap: int, n_rows: int, n_context: int) -> Room:
+    def for_load(n_open: int, n_stages: int, n_cheap: int, n_rows: int, n_context: int) -> BatchBudget:
         """With R requests open and p stages about p runs of R / p roots keep every stage busy."""
-        return Room(max(1, min(n_rows, -(-n_open // n_stages))), n_cheap, n_rows, n_context, n_open, n_stages)
+        return BatchBudget(max(1, min(n_rows, -(-n_open // n_stages))), n_cheap, n_rows, n_context, n_open, n_stages)
 
-    def beside_chunks(self, n_chunks: int, n_chunk_rows: int) -> Room:
+    def beside_chunks(self, n_chunks: int, n_chunk_rows: int) -> BatchBudget:
         """The same while so many chunks of prompts, of so many rows at most, are in flight. Each keeps a stage busy, so
         that fewer runs of more roots are left to: a row costs less in them. None is larger than a chunk, for which the
         stages behind would wait, and the requests' answers come together more than they have to."""
@@ -62,7 +62,7 @@ class Room:
         """Guesses that a run has room for beside its roots."""
         return max(0, self.n_cheap - self.n_roots)
 
-    def has_place(self, n_roots: int, certain: bool, n_inflight: int, reads: bool = False) -> bool:
+    def can_dispatch(self, n_roots: int, certain: bool, n_inflight: int, reads: bool = False) -> bool:
         """Whether a run of so many roots shall go now; `certain`: it has some, or prompts; `reads`: prompts.
 
         With one in flight for each stage only one more goes. It covers what messages and the head take of a cycle, but
@@ -76,9 +76,9 @@ class Room:
 
 
 def choose(
-    wants: Sequence[W], room: Room, alone: bool, chunk_rows: Callable[[W, int], int] | None = None
+    wants: Sequence[W], budget: BatchBudget, alone: bool, chunk_rows: Callable[[W, int], int] | None = None
 ) -> list[tuple[W, int, int]]:
-    """The next run: wants, and how many of their certain tokens and of their nodes go. They come in the order in which
+    """The next run: wants, and how many of their committed tokens and nodes go. They come in the order in which
     requests are due.
 
     The request that is due decides whether the run carries prompts or nodes: a run of both would make every root in it
@@ -88,16 +88,18 @@ def choose(
     """
     if not wants:
         return []
-    return _prompts(wants, room, chunk_rows) if wants[0].n_context else _nodes(wants, room, alone)
+    return _prompts(wants, budget, chunk_rows) if wants[0].n_context else _nodes(wants, budget, alone)
 
 
-def _prompts(wants: Sequence[W], room: Room, chunk_rows: Callable[[W, int], int] | None) -> list[tuple[W, int, int]]:
+def _prompts(
+    wants: Sequence[W], budget: BatchBudget, chunk_rows: Callable[[W, int], int] | None
+) -> list[tuple[W, int, int]]:
     first = wants[0]
     if first.span:
         return [(first, first.n_context, 0)]
     n_left = sum(want.n_context for want in wants if not want.span)
-    most = chunk_rows(first, n_left) if chunk_rows else room.n_context
-    shares, left, n_nodes_left = [], most + 1, room.n_rows
+    most = chunk_rows(first, n_left) if chunk_rows else budget.n_context
+    shares, left, n_nodes_left = [], most + 1, budget.n_rows
     for want in wants:
         n_context = 0 if want.span else min(want.n_context, most, left)
         if n_context:
@@ -109,9 +111,9 @@ def _prompts(wants: Sequence[W], room: Room, chunk_rows: Callable[[W, int], int]
     return shares
 
 
-def _nodes(wants: Sequence[W], room: Room, alone: bool) -> list[tuple[W, int, int]]:
-    roots = [want for want in wants if want.has_root and not want.n_context][: room.n_roots]
-    left = room.n_rows if alone else max(len(roots), min(room.n_cheap, room.n_rows))
+def _nodes(wants: Sequence[W], budget: BatchBudget, alone: bool) -> list[tuple[W, int, int]]:
+    roots = [want for want in wants if want.has_root and not want.n_context][: budget.n_roots]
+    left = budget.n_rows if alone else max(len(roots), min(budget.n_cheap, budget.n_rows))
     n_roots_left, shares = len(roots), []
     for want in roots:
         n_roots_left -= 1

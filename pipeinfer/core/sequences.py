@@ -37,7 +37,7 @@ class SequencePool:
         self._seqs_of: dict[int, set[int]] = {}  # the sequences of each request
         self._bases: dict[int, Base] = {}
         self._seq_of: dict[Node, int] = {}
-        self._left: set[int] = set()  # requests that have ended and left their certain tokens
+        self._left: set[int] = set()  # requests that have ended and left their committed tokens
         self._pending: list[KvOp] = []
         self.n_parked = 0  # cells out of sight that compaction wins back
         self._n_certain = 0
@@ -61,7 +61,7 @@ class SequencePool:
         return node in self._seq_of
 
     def placed_end(self, request_id: int) -> int:
-        """How many of the request's certain tokens below the root have cells."""
+        """How many of the request's committed tokens below the root have cells."""
         return self._bases[request_id].end
 
     def unplaced(self, nodes: Sequence[Node]) -> list[Node]:
@@ -92,22 +92,22 @@ class SequencePool:
         return list(chosen)
 
     @property
-    def n_certain(self) -> int:
-        """Cells of certain tokens, of all requests."""
+    def n_committed(self) -> int:
+        """Cells of committed tokens, of all requests."""
         return self._n_certain
 
     def n_held(self, ends: Mapping[int, int]) -> int:
-        """Cells of these requests' first certain tokens, so many of each."""
+        """Cells of these requests' first committed tokens, so many of each."""
         return n_held((self._bases[request_id].cells, end) for request_id, end in ends.items())
 
     @property
     def can_compact(self) -> bool:
-        """Compaction keeps certain tokens alone, each request's in a sequence of its own: no node may be placed."""
+        """Compaction keeps committed tokens alone, each request's in a sequence of its own: no node may be placed."""
         return self.n_parked > 0 and not self._seq_of
 
     @property
     def has_nodes(self) -> bool:
-        """Whether anything but certain tokens below roots is placed."""
+        """Whether anything but committed tokens below roots is placed."""
         return bool(self._seq_of)
 
     def compact(self) -> None:
@@ -140,7 +140,7 @@ class SequencePool:
         self._seqs_of[request_id] = set()
         base = self._bases[request_id] = Base(self._lease(request_id))
         n_tokens = min(prefix.n_tokens, self.placed_end(prefix.source.id)) if prefix else 0
-        if prefix and n_tokens and self.can_leave(prefix.source.id, n_tokens):
+        if prefix and n_tokens and self.can_retain(prefix.source.id, n_tokens):
             source = self._bases[prefix.source.id]
             self._paths[base.seq].end = n_tokens
             if self.rewinds:
@@ -159,13 +159,13 @@ class SequencePool:
         del self._seqs_of[request_id]
         self._give_up(self._bases.pop(request_id).cells)
 
-    def can_leave(self, request_id: int, n_tokens: int) -> bool:
+    def can_retain(self, request_id: int, n_tokens: int) -> bool:
         """Whether the first `n_tokens` can stay, or be another's, without those after them."""
         end = self._paths[(base := self._bases[request_id]).seq].end
         return self.window.has(base, end, n_tokens) if self.rewinds else end <= n_tokens
 
-    def leave(self, request_id: int, n_tokens: int) -> None:
-        """The request has ended: give back all but its first certain tokens, `n_tokens` at most, which stay."""
+    def retain(self, request_id: int, n_tokens: int) -> None:
+        """The request has ended: give back all but its first committed tokens, `n_tokens` at most, which stay."""
         base = self._bases[request_id]
         for seq in sorted(self._seqs_of[request_id]):
             path = self._paths[seq]
@@ -185,10 +185,10 @@ class SequencePool:
         self._cut(base, n_tokens)
 
     def _cut(self, base: Base, n_tokens: int) -> None:
-        """Keep no more than so many certain tokens of a request of which nothing else is placed."""
+        """Keep no more than so many committed tokens of a request of which nothing else is placed."""
         path, end = self._paths[base.seq], min(base.end, n_tokens)
         if end < path.end:
-            end = end if self.can_leave(path.request_id, end) else 0
+            end = end if self.can_retain(path.request_id, end) else 0
             self._pending.append(KvOp(OpKind.REMOVE, base.seq, first=end))
         path.end = end
         if end < base.end:
@@ -203,7 +203,7 @@ class SequencePool:
     # -- placing
 
     def place(self, request_id: int, n_context: int, nodes: Sequence[Node]) -> Placement:
-        """Give cells to the next `n_context` certain tokens, then to `nodes`, whose parents are placed or among them.
+        """Give cells to the next `n_context` committed tokens, then to `nodes`, whose parents are placed or among them.
 
         Context comes before the root, and no deeper node may come with it. All of `nodes` must be `fitting`, and as
         many cells be free as there are rows.
@@ -290,7 +290,7 @@ class SequencePool:
         base, seqs = self._bases[request_id], self._seqs_of[request_id]
         chain = self._paths[base.seq].chain
         if len(seqs) == len(chain) == 1 and chain[0] is path[0]:
-            # the old root is all that was placed, as always where nothing is guessed: its cell is a certain token's now
+            # the old root is all that was placed, as where nothing is guessed: its cell is a committed token's now
             del self._seq_of[chain.pop()]
             base.cells.end += 1
             self._n_certain += 1
@@ -348,7 +348,7 @@ class SequencePool:
         assert known == set(self._bases), f"requests {known} open or left, {set(self._bases)} hold sequences"
         assert sorted([*self._free, *self._paths]) == list(range(self.n_seq)), "a sequence is lost or leased twice"
         ends = {request_id: base.end for request_id, base in self._bases.items()}
-        assert self._n_certain == self.n_held(ends), "certain tokens are miscounted"
+        assert self._n_certain == self.n_held(ends), "committed tokens are miscounted"
         assert {seq: path.request_id for seq, path in self._paths.items()} == {
             seq: request_id for request_id, seqs in self._seqs_of.items() for seq in seqs
         }, "a sequence has lost its request"

@@ -1,4 +1,4 @@
-"""Cells of certain tokens that requests hold, alone or together, each counted once. Knows positions; no ids."""
+"""Cells of committed tokens that requests hold, alone or together, each counted once. Knows positions; no ids."""
 
 from __future__ import annotations
 

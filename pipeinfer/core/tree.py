@@ -77,7 +77,7 @@ class Settled:
 
 
 class TokenTree:
-    """The root is the newest certain token; every path below it is one guess at what follows.
+    """The root is the newest committed token; every path below it is one guess at what follows.
 
     `nodes` holds the live nodes in insertion order: the root first, parents before children.
     """

@@ -59,7 +59,7 @@ class Trust:
 
 @dataclass(slots=True)
 class _Text:
-    """One request's certain tokens, by their last `SHORTEST` tokens; and what was found for nodes of its tree."""
+    """One request's committed tokens, by their last `SHORTEST` tokens; and what was found for nodes of its tree."""
 
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     n_known: int = 0

@@ -7,11 +7,10 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipeinfer.observe.facets import grouped, without_suffixes
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.load_columns import LOAD_COLUMNS
 from pipeinfer.observe.markdown import markdown_table
-from pipeinfer.observe.report import milliseconds, number
+from pipeinfer.observe.report import milliseconds, number, without_suffixes
 from pipeinfer.observe.summary import print_records
 from pipeinfer.observe.table import Record
 
@@ -105,7 +104,9 @@ def busiest(busy: Sequence[Sequence[float]]) -> list[float]:
 def summarise(rows: Sequence[Record]) -> list[dict[str, Any]]:
     """One dict a combination, in the order of first appearance: what was asked, how often, and means."""
     asked = [column.name for column in LOAD_COLUMNS if column.asked and column.name not in SAMPLES]
-    groups = grouped(rows, lambda row: tuple(str(row[name]) for name in asked))
+    groups = dict[tuple[str, ...], list[Record]]()
+    for row in rows:
+        groups.setdefault(tuple(str(row[name]) for name in asked), []).append(row)
     return [
         {name: found[0][name] for name in asked} | {"samples": len(found)} | _means(found) for found in groups.values()
     ]

@@ -41,6 +41,11 @@ def number(value: float, digits: int = 2) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
+def without_suffixes(names: str) -> str:
+    """Of one model, or of several joined with +."""
+    return "+".join(name.removesuffix(".gguf") for name in names.split("+"))
+
+
 def milliseconds(value_s: float) -> str:
     return "-" if math.isnan(value_s) else f"{1e3 * value_s:.1f} ms"
 

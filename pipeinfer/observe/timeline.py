@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.outputs import check_separate, check_writable, write_file
+from pipeinfer.observe.pictures import check_picture, pyplot, write_picture
+from pipeinfer.outputs import check_separate
 
 # Okabe and Ito's palette: told apart with any colour vision
 COLOURS = {"draft": "#0072B2", "evaluate": "#009E73", "cancelled": "#D55E00", "waiting": "#E8E8E8", "settle": "#000000",
            "cancel": "#CC79A7"}  # fmt: skip
 LABELS = {"draft": "draft step", "evaluate": "run evaluated", "cancelled": "run cancelled",
           "waiting": "waiting for a run", "settle": "tokens accepted", "cancel": "cancellation sent"}  # fmt: skip
-FORMATS = ("png", "svg", "pdf")
 MARKS = {"settle": "v", "cancel": "x"}
 N_SETTLED = 12
 """Verdicts that are drawn unless the user says from when to when."""
@@ -28,10 +27,10 @@ def draw_timeline(trace: Path, output: Path, from_ms: float | None, for_ms: floa
     """Draw a trace into a file, whole or not at all. `from_ms`, `for_ms`: when it begins and how long that lasts; by
     itself, the N_SETTLED accepted verdicts from the first token on. Raises UserError when either file does not do."""
     check_separate({"--output": output}, {"TRACE": [trace]})
-    check_writable(output, "--output")
+    check_picture(output)
     labels, events = read_trace(trace)
     start, end = window(events, from_ms, for_ms)
-    write_file(output, "--output", draw(labels, events, start, end, picture_format(output)))
+    write_picture(output, paint(labels, events, start, end))
 
 
 def window(events: list[Event], from_ms: float | None, for_ms: float | None) -> tuple[float, float]:
@@ -48,14 +47,6 @@ def window(events: list[Event], from_ms: float | None, for_ms: float | None) -> 
         raise UserError(f"--from {start:g} --for {for_ms:g}: nothing happens then; the next thing begins at "
                         f"{min(begins):.1f} ms")  # fmt: skip
     return start, max(end, start + 1e-3)
-
-
-def picture_format(output: Path) -> str:
-    """Raises UserError for a file that is named like none of the pictures that can be made."""
-    suffix = output.suffix.lower().removeprefix(".")
-    if suffix not in FORMATS:
-        raise UserError(f"--output {output}: pictures are .{', .'.join(FORMATS)}; name one of these")
-    return suffix
 
 
 def read_trace(path: Path) -> tuple[dict[int, str], list[Event]]:
@@ -80,24 +71,9 @@ def _checked(event: Event, labels: dict[int, str]) -> Event:
     return event | times | {"args": dict(event.get("args", {}))}
 
 
-def draw(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: float, picture: str) -> bytes:
-    """The picture, in one of FORMATS."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, file = paint(labels, events, start_ms, end_ms), io.BytesIO()
-    figure.savefig(file, format=picture, dpi=150)
-    plt.close(figure)
-    return file.getvalue()
-
-
 def paint(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: float) -> Any:
     """The figure, to be closed by the caller."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(11, 0.7 * len(labels) + 1.4), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(11, 0.7 * len(labels) + 1.4), layout="constrained")
     seen: dict[str, Any] = {}
     last_ms = float("-inf")
     for event in sorted(events, key=lambda event: event["ts"]):

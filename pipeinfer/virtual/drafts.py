@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.core.drafting import to_the_end
-from pipeinfer.core.flights import Flight
+from pipeinfer.core.in_flight import InFlightRun
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, GuessVerdict
@@ -23,7 +23,7 @@ N_CHUNK = 32
 
 @dataclass(slots=True)
 class _Cache:
-    """What the draft's cache holds of one request: `end` certain tokens, and nodes."""
+    """What the draft's cache holds of one request: `end` committed tokens, and nodes."""
 
     end: int = 0
     nodes: set[Node] = field(default_factory=set)
@@ -49,7 +49,7 @@ class SimDrafter:
     can_open = True
 
     def open(self, request: Request) -> None:
-        cache, prefix = _Cache(), request.continues
+        cache, prefix = _Cache(), request.prefix_hit
         if prefix:
             cache.end = min(self._caches[prefix.source.id].end, prefix.n_tokens)
         if prefix and prefix.moves:
@@ -70,7 +70,7 @@ class SimDrafter:
         return [guesses_after(node, choices, width) if node in cache.nodes else None for node, width in widths.items()]
 
     def _catch_up(self, request: Request, cache: _Cache, interrupted: Callable[[], bool]) -> bool:
-        """Evaluate the certain tokens below the root that the draft has not seen; False when the root moved meanwhile.
+        """Evaluate the committed tokens below the root that the draft lacks; False when the root moved meanwhile.
 
         As ModelDrafter does it, to the end of each run.
         """
@@ -122,8 +122,8 @@ class SimDrafter:
 
     def close(self, request: Request) -> None:
         cache = self._caches[request.id]
-        cache.end, cache.nodes = min(cache.end, request.n_left), set()
-        if not request.n_left:
+        cache.end, cache.nodes = min(cache.end, request.n_retained), set()
+        if not request.n_retained:
             self.forget(request)
 
     def forget(self, request: Request) -> None:
@@ -137,14 +137,14 @@ class SimDraftLevel(Level):
         super().__init__(pipeline, pool, n_chunk=N_CHUNK, n_rows=n_rows)
         self.alone, self.choices = pipeline, choices
 
-    def poll(self) -> tuple[Flight, GuessVerdict] | None:
+    def poll(self) -> tuple[InFlightRun, GuessVerdict] | None:
         landed = super().poll()
         if landed is None:
             return None
         flight, verdict = landed
         return flight, GuessVerdict(verdict.run_id, tuple(self._guesses(flight)), verdict.cancelled, verdict.slowest_s)
 
-    def _guesses(self, flight: Flight) -> Iterator[list[Guess]]:
+    def _guesses(self, flight: InFlightRun) -> Iterator[list[Guess]]:
         for part in flight.parts:
             yield from ([] for _ in range(part.n_context))
             choices = self.choices[part.request.id]

@@ -32,7 +32,7 @@ from pipeinfer.virtual.simulation import N_CELLS_SPARE, N_CHUNK, N_GUESS_ROWS, r
 class Load:
     """Requests with prompts and texts of so many tokens, `parallel` of them open at a time at most. They come at
     random, `rate` a second in the mean (a Poisson process), or all at once; or, where there is a `concurrency`, from so
-    many clients, each of whom asks for the next text when it has one. `max_delay_s`: as in `core.rooms`."""
+    many clients, each of whom asks for the next text when it has one. `max_delay_s`: as in `core.batch_planner`."""
 
     n_requests: int
     prompt_tokens: int

@@ -93,7 +93,7 @@ class AuditedEngine(Engine):
         """What an engine holds after its last request."""
         self.audit()
         found = ["a request, a run or an emission"] if self.busy else []
-        pools = [("smallest draft's", getattr(self.growth.drafter, "pool", None))]
+        pools = [("smallest draft's", getattr(self.speculator.drafter, "pool", None))]
         pools += [(f"level {number}'s", level.pool) for number, level in enumerate(self.levels)]
         for name, pool in pools:
             if pool is not None and pool.n_free != pool.n_seq:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.core.rooms import ONE_CHUNK
+from pipeinfer.core.batch_planner import ONE_CHUNK
 from pipeinfer.job.options.options import DEFAULT, RunOptions, device_text
 from pipeinfer.observe.experiment import HASH_DIGITS, SAMPLING, digest, model_columns, settings_text, variant_text
 from pipeinfer.observe.table import Record

@@ -14,8 +14,9 @@ NO_ROWS: Set[int] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
-class Part:
-    """What a run carries of one request: its next `n_context` certain tokens below the root, then nodes, parents first.
+class RequestSlice:
+    """What a run carries of one request: its next `n_context` committed tokens below the root, then nodes, parents
+    before children.
 
     `first`: the index of its first node's row in the run; the rows of its context come right before.
     """
@@ -36,8 +37,8 @@ class Part:
         return self.n_context + len(self.nodes)
 
     @property
-    def certain(self) -> bool:
-        """Whether it carries certain tokens, the root among them: the request cannot go on without it."""
+    def committed(self) -> bool:
+        """Whether it carries committed tokens, the root among them: the request cannot go on without it."""
         return self.n_context > 0 or self.has_root
 
     @property
@@ -52,8 +53,8 @@ class Part:
         return {row for row, node in enumerate(self.nodes, self.first) if node.state is State.DEAD}
 
     @property
-    def certain_start(self) -> int:
-        """The position of the first of its rows that is a certain token's; POSITION_END if there is none."""
+    def committed_start(self) -> int:
+        """The position of the first of its rows that is a committed token's; POSITION_END if there is none."""
         if self.n_context:
             return self.start
         return min((node.position for node in self.nodes if node.state is State.RETIRED), default=POSITION_END)
@@ -62,19 +63,19 @@ class Part:
         """Answers asked for after one of its nodes: one of the target."""
         return self.widths[node] if self.widths else 1
 
-    def cut(self, n_context: int, n_nodes: int) -> Part:
-        """The same with no more than so many certain tokens and nodes."""
+    def cut(self, n_context: int, n_nodes: int) -> RequestSlice:
+        """The same with no more than so many committed tokens and nodes."""
         if n_context == self.n_context and n_nodes == len(self.nodes):
             return self
-        return Part(self.request, n_context, self.nodes[:n_nodes], self.has_root and n_nodes > 0, self.span)
+        return RequestSlice(self.request, n_context, self.nodes[:n_nodes], self.has_root and n_nodes > 0, self.span)
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightRun:
     """A run between submission and verdict."""
 
     run_id: int
-    parts: list[Part]
+    parts: list[RequestSlice]
     n_rows: int
     n_context: int
     context: int  # tokens before a request's first row, the mean over the rows

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # what policies see has parts of the engine, which know of th
 
 
 @dataclass(slots=True, eq=False)
-class Opened:
+class ActiveRequest:
     """A request that is open, or waits to be, for the first time or again."""
 
     request: Request

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from pipeinfer.core.flights import Part
+from pipeinfer.core.active_request import ActiveRequest
+from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Clock, Drafter
 from pipeinfer.core.levels import Level
-from pipeinfer.core.opened import Opened
 from pipeinfer.core.remote_draft import RemoteDraft
 from pipeinfer.core.requests import Request
 from pipeinfer.core.round_robin import RoundRobin
@@ -34,11 +34,11 @@ class _Step(NamedTuple):
     begun_s: float
 
 
-class Growth:
+class Speculator:
     """`drafts`: larger drafts, the smallest of them first; what `drafter` guesses they refine. That is a level where
     another rank than the head has the smallest draft.
 
-    `opened`: the open requests by id. `grown`: is told that a tree has changed, so that its policy is asked again.
+    `active`: the open requests by id. `grown`: is told that a tree has changed, so that its policy is asked again.
     `in_flight`: runs of a request that the target works on.
     """
 
@@ -47,16 +47,16 @@ class Growth:
         drafter: Drafter | Level | None,
         drafts: Sequence[Level],
         clock: Clock,
-        opened: Mapping[int, Opened],
-        grown: Callable[[Opened], None],
+        active: Mapping[int, ActiveRequest],
+        grown: Callable[[ActiveRequest], None],
         in_flight: Callable[[Request], int],
     ) -> None:
         self.drafter = None if isinstance(drafter, Level) else drafter
         self.drafts, self.clock = tuple(drafts), clock
-        self._opened, self._grown, self._in_flight = opened, grown, in_flight
+        self._active, self._grown, self._in_flight = active, grown, in_flight
         # whom to ask for a step of the draft, and for nodes that a larger draft shall judge: the open requests
-        self._drafters = RoundRobin[Opened]()
-        self._askers = [RoundRobin[Opened]() for _ in self.drafts]
+        self._drafters = RoundRobin[ActiveRequest]()
+        self._askers = [RoundRobin[ActiveRequest]() for _ in self.drafts]
         self._asked_to_draft = self._asked_to_ask = -1  # at which of the engine's versions that had no answer
         self.n_drafts = (drafter is not None) + len(self.drafts)
         self._step: _Step | None = None
@@ -64,7 +64,7 @@ class Growth:
         self._ended: list[tuple[Callable[[Request], None], Request]] = []
         self._steps_s: deque[float] = deque(maxlen=N_TIMED)
         self.remote = (
-            RemoteDraft(drafter, clock, opened, self._take, self._steps_s.append)
+            RemoteDraft(drafter, clock, active, self._take, self._steps_s.append)
             if isinstance(drafter, Level)
             else None
         )
@@ -84,11 +84,11 @@ class Growth:
         if self.drafter:
             self.drafter.open(request)
 
-    def add(self, job: Opened) -> None:
+    def add(self, active: ActiveRequest) -> None:
         """The request is open: its policy is asked for steps from now on."""
-        if job.policy.drafts:
+        if active.policy.drafts:
             for turns in (self._drafters, *self._askers):
-                turns.add(job.request.id, job)
+                turns.add(active.request.id, active)
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
         """The root moved. The drafter hears of it between its steps, never in the middle of one."""
@@ -132,27 +132,27 @@ class Growth:
         drafter = self.drafter
         if drafter is None or self._asked_to_draft == version:
             return False
-        drafts = any(self._draft_for(drafter, job, meanwhile) for job in self._drafters)
+        drafts = any(self._draft_for(drafter, active, meanwhile) for active in self._drafters)
         if not drafts:
             self._asked_to_draft = version
         return drafts
 
-    def _draft_for(self, drafter: Drafter, job: Opened, meanwhile: Callable[[], None]) -> bool:
-        nodes, n_inflight = job.policy.draft(job.context), job.context.n_inflight
+    def _draft_for(self, drafter: Drafter, active: ActiveRequest, meanwhile: Callable[[], None]) -> bool:
+        nodes, n_inflight = active.policy.draft(active.context), active.context.n_inflight
         if not nodes:
             return False
-        self._drafters.rotate(job.request.id)
+        self._drafters.rotate(active.request.id)
         start_s = self.clock()
-        self._step = _Step(job.request, nodes, start_s)
+        self._step = _Step(active.request, nodes, start_s)
         try:
-            guesses = drafter.expand(job.request, nodes, lambda: self._interrupted(nodes, meanwhile))
+            guesses = drafter.expand(active.request, nodes, lambda: self._interrupted(nodes, meanwhile))
         finally:
             self._step = None
-        end_s, is_open = self.clock(), job.request.id in self._opened
-        steps = guesses is None or self._take(job, nodes, guesses) if is_open else True
+        end_s, is_open = self.clock(), active.request.id in self._active
+        steps = guesses is None or self._take(active, nodes, guesses) if is_open else True
         if steps:
             self._steps_s.append(end_s - start_s)
-            job.observer.draft_stepped(start_s, end_s, len(nodes), n_inflight, guesses is None)
+            active.observer.draft_stepped(start_s, end_s, len(nodes), n_inflight, guesses is None)
         self._flush()
         return steps
 
@@ -177,32 +177,32 @@ class Growth:
         meanwhile()
         return not any(node.live for node in nodes)
 
-    def _take(self, job: Opened, nodes: Collection[Node], guesses: Sequence[list[Guess] | None]) -> bool:
+    def _take(self, active: ActiveRequest, nodes: Collection[Node], guesses: Sequence[list[Guess] | None]) -> bool:
         """Take the guesses after each node in; whether that changed anything."""
         for node, found in zip(nodes, guesses, strict=True):
             if found is not None and node.live and not node.expanded:
-                kept = job.policy.keep(node, found)
-                job.observer.grown(len(job.request.tree.grow(node, kept, _log_probs(kept))))
+                kept = active.policy.keep(node, found)
+                active.observer.grown(len(active.request.tree.grow(node, kept, _log_probs(kept))))
         has_room = any(found is not None for found in guesses)
         if not has_room:  # more comes only with the next verdict
-            if self._in_flight(job.request):
+            if self._in_flight(active.request):
                 return False
             for node in nodes:
                 node.expanded = True
-        self._grown(job)
+        self._grown(active)
         return True
 
-    def awaited(self, job: Opened) -> bool:
+    def awaited(self, active: ActiveRequest) -> bool:
         """Take the request's next step first; whether there is one, of any draft."""
-        if not job.context.drafting[0] and not self._has_step(job):
+        if not active.context.drafting[0] and not self._has_step(active):
             return False
-        self._drafters.prefer(job.request.id)
+        self._drafters.prefer(active.request.id)
         return True
 
-    def _has_step(self, job: Opened) -> bool:
+    def _has_step(self, active: ActiveRequest) -> bool:
         has_first = self.drafter is not None or self.remote is not None
-        return bool(has_first and job.policy.draft(job.context)) or any(
-            level.n_inflight(job.request) or job.policy.refine(job.context, draft)
+        return bool(has_first and active.policy.draft(active.context)) or any(
+            level.n_inflight(active.request) or active.policy.refine(active.context, draft)
             for draft, level in enumerate(self.drafts, start=1)
         )
 
@@ -214,24 +214,24 @@ class Growth:
         if self._asked_to_ask == version or not (self.remote or self.drafts):
             return False
         asked = bool(self.remote and self.remote.ask(self._drafters)) or any(
-            level.n_flights < N_ASKED_AHEAD and self._ask_about(job, draft, level)
+            level.n_flights < N_ASKED_AHEAD and self._ask_about(active, draft, level)
             for draft, level in enumerate(self.drafts, start=1)
-            for job in self._askers[draft - 1]
+            for active in self._askers[draft - 1]
         )
         if not asked:
             self._asked_to_ask = version
         return asked
 
-    def _ask_about(self, job: Opened, draft: int, level: Level) -> bool:
-        request = job.request
+    def _ask_about(self, active: ActiveRequest, draft: int, level: Level) -> bool:
+        request = active.request
         n_left = level.n_context_left(request)
         n_context = min(n_left, level.n_chunk, level.pool.n_free_cells)
-        asked = {} if n_context else job.policy.refine(job.context, draft)
+        asked = {} if n_context else active.policy.refine(active.context, draft)
         nodes = [] if n_left else level.pool.unplaced(list(asked))[: level.n_rows]
         # nodes above them that the level has yet to see are asked about too: they are evaluated anyway
         width = max(asked.values(), default=0)
         widths = {node: asked.get(node, width) for node in nodes}
-        if level.submit([Part(request, n_context, nodes, request.tree.root in nodes, widths=widths)]):
+        if level.submit([RequestSlice(request, n_context, nodes, request.tree.root in nodes, widths=widths)]):
             self._askers[draft - 1].rotate(request.id)
             return True
         unknown = [] if level.n_inflight(request) else [node for node in asked if not level.pool.is_placed(node)]
@@ -253,17 +253,17 @@ class Growth:
             return False
         flight, verdict = landed
         for part in flight.parts:
-            job = self._opened[part.request.id]
+            active = self._active[part.request.id]
             for index, node in enumerate([] if verdict.cancelled else part.nodes, part.first):
                 if node.live and node.refined < draft:
-                    self._refine(job, node, verdict.guesses[index], draft)
+                    self._refine(active, node, verdict.guesses[index], draft)
         return True
 
-    def _refine(self, job: Opened, node: Node, guesses: list[Guess], draft: int) -> None:
-        kept = job.policy.keep(node, guesses, draft)
-        job.observer.refined()
-        job.observer.grown(len(job.request.tree.refine(node, kept, _log_probs(kept), draft)))
-        self._grown(job)
+    def _refine(self, active: ActiveRequest, node: Node, guesses: list[Guess], draft: int) -> None:
+        kept = active.policy.keep(node, guesses, draft)
+        active.observer.refined()
+        active.observer.grown(len(active.request.tree.refine(node, kept, _log_probs(kept), draft)))
+        self._grown(active)
 
 
 def _log_probs(guesses: Sequence[Guess]) -> list[float]:

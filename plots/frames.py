@@ -1,0 +1,166 @@
+"""Rows of a table as a data frame: the panel and the bar or line of each row, and what a figure says about them. Draws
+nothing."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from pipeinfer.observe.columns import Column
+from pipeinfer.observe.report import without_suffixes
+from pipeinfer.observe.table import Record
+from pipeinfer.policies.registry import POLICIES
+
+SHOWN = (
+    "policy", "variant", "settings", "model", "model_bytes", "model_hash", "quantisation", "model_draft",
+    "model_draft_bytes", "model_draft_hash", "quantisation_draft", "ranks", "layers", "threads", "prompt",
+    "prompt_hash", "prompt_n", "seed", "repetition",
+)  # fmt: skip
+"""Columns that figures show as bars, groups and titles, or average over and say so. All others that were asked are
+facets: rows that differ in them are in different panels."""
+
+BAR = ["model", "model_hash", "model_draft", "model_draft_hash", "policy", "variant", "settings", "ranks", "layers"]
+LABELS = {"predicted_n": "{} tokens", "temp": "temperature {}", "numerics": "{}", "options": "{}", "pace": "on {}",
+          "pace_hash": "#{:.6}", "predict": "{} tokens", "n_requests": "{} requests", "parallel": "loaded for {}",
+          "policy": "{}", "ranks": "MPI ranks: {}", "load": "{}"}  # fmt: skip
+LONGEST_NAME = 34
+EMPTY: dict[str, Any] = {"text": "", "integers": (), "numbers": ()}
+
+
+def frame_of(rows: Sequence[Record], columns: Sequence[Column]) -> pd.DataFrame:
+    """All of `columns`, which are "", () or NaN (ranks: 0) where rows lack them; `text` identifies a prompt."""
+    cells = {each.name: [row.get(each.name, EMPTY.get(each.kind, math.nan)) for row in rows] for each in columns}
+    frame = pd.DataFrame(cells).fillna({"ranks": 0}).astype({"ranks": int})
+    return frame.assign(text=frame.prompt + "\0" + frame.prompt_hash)
+
+
+def clean(text: str) -> str:
+    """A label without file suffixes, mathematics or control characters, and not longer than fits."""
+    shown = "".join(character if character.isprintable() else "?" for character in without_suffixes(text))
+    return (shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…").replace("$", r"\$")
+
+
+def in_full(text: str) -> str:
+    """A label of as many lines as the text needs."""
+    return "\n".join(clean(line) for line in textwrap.wrap(text, LONGEST_NAME))
+
+
+def facet_text(name: str, value: Any) -> str:
+    if value in ("", ()) or value != value:
+        return ""
+    if name == "threads" and len(set(value)) == 1:
+        return f"{value[0]} threads a rank"
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    shown = f"{shown:.12g}" if isinstance(shown, Number) else shown
+    return in_full(LABELS.get(name, f"{name.replace('_', ' ')} {{}}").format(shown))
+
+
+def layout(frame: pd.DataFrame, facets: Sequence[str], always: Sequence[str] = ()) -> pd.DataFrame:
+    """The rows in the order of panels, with `panel` (its title) and `series` (the label of a bar or line).
+
+    A panel is one model pair and one value of each facet, and of each column in `always`, which all titles have. Rows
+    without a draft belong to every pair of their target.
+    """
+    names = [name for name in facets if frame[name].nunique(dropna=False) > 1]
+    # different bars may have different threads, the rows of one bar may not
+    if (frame.groupby([*BAR, *names], dropna=False)["threads"].nunique() > 1).any():
+        names.append("threads")
+    names += always
+    models = {role: list(zip(frame[role], frame[f"{role}_hash"], strict=True)) for role in ("model", "model_draft")}
+    several = Counter(clean(name) for name, _ in {pair for pairs in models.values() for pair in pairs})
+    target, draft = (
+        [clean(name) + (f" #{digest[:6]}" if several[clean(name)] > 1 else "") for name, digest in each]
+        for each in models.values()
+    )
+    facet = [", ".join(filter(None, map(facet_text, names, row))) for row in zip(*map(frame.get, names), strict=True)]
+    frame = frame.assign(target=target, draft=draft, facet=facet or "")
+    pairs = frame.loc[frame.draft != "", ["target", "facet", "draft"]].drop_duplicates()
+    frame = frame.merge(pairs.rename(columns={"draft": "pair"}), on=["target", "facet"], how="left")
+    frame = frame.fillna({"pair": ""})[lambda each: (each.draft == "") | (each.draft == each.pair)]
+    models_text = frame.target + (" + " + frame.pair).where(frame.pair != "", "")
+    frame = frame.assign(panel=models_text + (", " + frame.facet).where(frame.facet != "", ""))
+    order = np.lexsort((frame.ranks if "ranks" in always else frame.index, pd.factorize(models_text)[0]))
+    return _with_series(frame.iloc[order].reset_index(drop=True))
+
+
+def _with_series(frame: pd.DataFrame) -> pd.DataFrame:
+    """A series is a policy, with what an ablation switched off, and with its settings or layers where one panel has
+    several of them on as many ranks. Policies are in their order, each before its ablations."""
+    groups = frame.groupby(["panel", "policy", "ranks"])
+    several = {name: set(frame.policy[groups[name].transform("nunique") > 1]) for name in ("settings", "layers")}
+
+    def label(policy: str, variant: str, settings: str, layers: Sequence[int]) -> str:
+        lines = [", ".join(filter(None, (clean(policy), in_full(variant))))]
+        lines += [in_full(settings)] if policy in several["settings"] else []
+        lines += [f"layers {','.join(map(str, layers))}"] if policy in several["layers"] else []
+        return "\n".join(lines)
+
+    labels = [label(*row) for row in frame[["policy", "variant", "settings", "layers"]].itertuples(index=False)]
+    places = [[*POLICIES, policy].index(policy) for policy in frame.policy]
+    order = dict.fromkeys(labels[at] for at in np.lexsort((frame.variant != "", places)))
+    return frame.assign(series=pd.Categorical(labels, list(order)))
+
+
+def prompt_labels(frame: pd.DataFrame) -> pd.Series:
+    """All questions of a set are one prompt; texts of one name that differ have their hashes."""
+    several = frame.groupby("prompt")["prompt_hash"].transform("nunique") > 1
+    hashes = (" #" + frame.prompt_hash.str[:6]).where(several & ~frame.prompt.str.contains("/"), "")
+    return frame.prompt.str.split("/").str[0].map(clean) + hashes
+
+
+# -- means and what they average over
+
+
+def spread(frame: pd.DataFrame, by: str, value: str) -> pd.Series:
+    """By `by`, the sample standard deviation over repetitions of the same prompt, pooled over the prompts; NaN where no
+    prompt was repeated."""
+    prompts = frame.groupby([by, "text"])[value]
+    freedom = prompts.count() - 1
+    squares = (prompts.var() * freedom).groupby(level=0).sum()
+    return (squares / freedom.groupby(level=0).sum()) ** 0.5
+
+
+def count_text(sizes: pd.Series) -> str:
+    return f"n = {sizes.min()}" + (f" to {sizes.max()}" if sizes.max() > sizes.min() else "")
+
+
+def pooled_text(groups: Any, what: str) -> str:
+    """How many rows each bar or line has and what they differ in: `n = 6 generations (3 prompts, 2 repetitions)`."""
+    kinds = {"text": "prompts", "repetition": "repetitions", "seed": "seeds"}
+    most = groups[list(kinds)].nunique().max()
+    over = ", ".join(f"{most[name]} {words}" for name, words in kinds.items() if most[name] > 1)
+    return f"{count_text(groups.size())} {what}" + (f" ({over})" if over else "")
+
+
+def means_text(groups: Any, bar: str, what: str, alike: bool = True) -> str:
+    """What bars or points and their whiskers are. `what`: what a row is. `alike`: all should have the same prompts."""
+    if groups.size().max() == 1:
+        return f"Each {bar} is one {what}."
+    said = f"{bar.capitalize()}s: means over {pooled_text(groups, f'{what}s')}"
+    if groups["text"].agg(lambda texts: texts.duplicated().any()).any():
+        known = (groups["text"].first() != "\0").any()  # not in the original's table
+        over = "repetitions of the same prompt" if known else "these"
+        said += f"; whiskers: one sample standard deviation over {over}"
+    prompts = groups["text"].agg(lambda texts: "\0".join(sorted(set(texts))))
+    unlike = alike and prompts.nunique() > 1
+    return f"{said}.{f' Not all {bar}s average over the same prompts.' if unlike else ''}"
+
+
+def points(percentiles: Any, n_values: float) -> tuple[np.ndarray, np.ndarray]:
+    """(values, weights) of the distribution that has these interpolated percentiles, 0 to 100: its `n_values` values
+    where the percentiles determine them, otherwise the percentiles."""
+    found = np.asarray(percentiles, float)
+    if 1 <= n_values <= len(found):
+        n = int(n_values)
+        shares = np.maximum(0.0, 1.0 - np.abs(np.linspace(0, n - 1, len(found))[:, None] - np.arange(n)))
+        values = np.linalg.lstsq(shares, found, rcond=None)[0]
+        if np.allclose(shares @ values, found, rtol=1e-3, atol=1e-4 * found.max()):
+            return np.maximum.accumulate(values.clip(0.0)), np.ones(n)
+    return found, np.full(len(found), max(1.0, n_values) / max(1, len(found)))
