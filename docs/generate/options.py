@@ -28,11 +28,11 @@ class Sections(click.HelpFormatter):
         yield
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        self.found[next(reversed(self.found))].extend(rows)
+        self.found[next(reversed(self.found))].extend(row for row in rows if not row[0].endswith("--help"))
 
 
 def tables() -> str:
-    parent = click.Context(cli, info_name="pipeinfer")
+    parent = click.Context(cli, info_name="pipeinfer", **cli.context_settings)
     run = _sections("run", cli.get_command(parent, "run"), parent)
     shared = {row for rows in run.values() for row in rows}
     names = ["run", *sorted(set(COMMANDS) - {"run"})]
@@ -53,7 +53,7 @@ def _command(
         return
     sections = _sections(name, command, parent)
     if context.command_path != "pipeinfer run":
-        same = [row[0] for rows in sections.values() for row in rows if row in shared and not row[0].startswith("-h")]
+        same = [row[0] for rows in sections.values() for row in rows if row in shared]
         if same:
             yield "As `run` has them: " + ", ".join(f"`{_first(each)}`" for each in same) + ".\n"
         sections = {title: [row for row in rows if row not in shared] for title, rows in sections.items()}
