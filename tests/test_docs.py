@@ -88,3 +88,14 @@ def anchors(path: Path) -> set[str]:
     """Of the headings, as GitHub makes them."""
     heads = (line.lstrip("#").strip().lower() for line in path.read_text().splitlines() if line.startswith("#"))
     return {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in heads}
+
+
+NAMED = re.compile(r"docs/[\w/-]+\.md")
+
+
+def test_documents_that_code_names_exist() -> None:
+    files = [
+        path for folder in ("pipeinfer", "tests", "benchmarks", "experiments") for path in (ROOT / folder).rglob("*.py")
+    ]
+    for path in [*files, *ROOT.glob("*.py"), *ROOT.glob("*.sh"), ROOT / "Makefile"]:
+        assert [name for name in NAMED.findall(path.read_text()) if not (ROOT / name).exists()] == [], path
