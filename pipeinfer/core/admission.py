@@ -135,22 +135,22 @@ class Admission:
         return None
 
     def _make_room(self, request: Request) -> bool:
-        """Whether there is room for the request, which notes its `prefix_hit`; what finished ones have left is given
-        up for it, at last by moving there."""
+        """Make room for the request and give it its `prefix_hit`, if that is possible: what finished ones have left is
+        given up for it, at last by moving there."""
         while self.speculator.has_heard:  # else it will have when its step is done
             prefix = self.prefixes.best(request)
             if self._has_room(request, prefix):
+                request.prefix_hit = prefix
                 return True
             if not self.forget_oldest(but=prefix):
-                moves = prefix._replace(moves=prefix.source.id not in self.active) if prefix else None
-                return moves != prefix and self._has_room(request, moves)
+                request.prefix_hit = prefix and prefix._replace(moves=prefix.source.id not in self.active)
+                return request.prefix_hit != prefix and self._has_room(request, request.prefix_hit)
         return False
 
     def _has_room(self, request: Request, prefix: Prefix | None) -> bool:
-        request.prefix_hit = prefix
         opened, retained = self._open, self.prefixes.retained(but=prefix)
         if (opened or retained) and not all(
-            level.has_room(request, opened, retained, self.ahead) for level in self.levels
+            level.has_room(request, prefix, opened, retained, self.ahead) for level in self.levels
         ):
             return False
         return bool(prefix and prefix.moves) or (

@@ -80,10 +80,17 @@ class Level:
         n_there = self.n_settled(source) if source.id in self._of_request else self.pool.placed_end(source.id)
         return min(prefix.n_tokens, n_there)
 
-    def has_room(self, request: Request, opened: Sequence[Request], retained: Sequence[Request], ahead: int) -> bool:
+    def has_room(
+        self,
+        request: Request,
+        prefix: Prefix | None,
+        opened: Sequence[Request],
+        retained: Sequence[Request],
+        ahead: int,
+    ) -> bool:
         """Whether one more request has cells for its text so far and `ahead` tokens more, beside the same of the open
-        ones and what is retained; its `prefix_hit` counts once."""
-        prefix, n_shared = request.prefix_hit, 0
+        ones and what is retained; the `prefix` that it begins with counts once."""
+        n_shared = 0
         others = {each.id: each.n_retained for each in retained}
         if prefix:
             n_shared = self.n_shared(prefix)
