@@ -63,12 +63,12 @@ if [ -z "${PAIRS:-}" ]; then
     grown=build/grown-${LAYERS:-48}.gguf
     mkdir -p build
     # made anew where the shipped target is newer
-    [ "$grown" -nt $shipped/target.gguf ] || pipeinfer models grow -m $shipped/target.gguf -o "$grown" --layers "${LAYERS:-48}" \
-        -md $shipped/draft.gguf
+    [ "$grown" -nt $shipped/target.gguf ] || python experiments/grow.py -m $shipped/target.gguf -o "$grown" \
+        --layers "${LAYERS:-48}" -md $shipped/draft.gguf
     PAIRS="$shipped/target.gguf:$shipped/draft.gguf $grown:$shipped/draft.gguf"
 fi
 
-texts=pipeinfer/job/prompts
+texts=pipeinfer/job/requests/prompts
 prompts=(-p $texts/program.txt -p $texts/tale.txt -p $texts/excerpt.txt)
 sets=()
 for file in "$questions"/*.jsonl; do

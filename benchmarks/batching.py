@@ -20,24 +20,21 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import numpy as np
+from harness import batch, grown, in_turns, medians
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.grow import grow
-from tests.jobs import finish
+from pipeinfer.models.demo import DRAFT
 
 N_LAYER = 158  # 150 MB
 OF_ALONE, OF_PLAIN = 1.8, 0.9
@@ -69,25 +66,17 @@ def main(
 ) -> None:
     n_threads = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     prompts = [f"{TEXTS[number % len(TEXTS)]}{number}" for number in range(requests)]
-    plain = {f"plain, {n} thread{'s' * (n > 1)}": n for n in sorted({1, ranks * n_threads})}
-    trials: dict[str, tuple[str, Any]] = {name: ("", n) for name, n in plain.items()}
-    for kind in numerics.split(","):
-        trials[f"{kind}, alone"] = (kind, "alone")
-        trials |= {f"{kind}, batch, {each}": (kind, each) for each in guesses.split(",")}
-    found: dict[str, list[Answer]] = {name: [] for name in trials}
+    trials: dict[str, Callable[[], Answer]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "target.gguf"
-        grow(read_model_info(TARGET), target, layers, 0.0)
+        target = grown(Path(folder) / "target.gguf", layers)
+        for n in sorted({1, ranks * n_threads}):
+            trials[f"plain, {n} thread{'s' * (n > 1)}"] = partial(ask_plain, target, prompts, tokens, n)
+        for kind, how in product(numerics.split(","), ("alone", *guesses.split(","))):
+            name = f"{kind}, {how if how == 'alone' else f'batch, {how}'}"
+            trials[name] = partial(ask, Path(folder), target, prompts, tokens, ranks, n_threads, kind, how)
         print(f"target of {target.stat().st_size / 1e6:.0f} MB, {ranks} ranks of {n_threads} threads, {requests} "
               f"requests of {tokens} tokens", flush=True)  # fmt: skip
-        for turn in range(rounds):
-            for name, (kind, how) in trials.items():
-                if kind:
-                    answer = ask(Path(folder), target, prompts, tokens, ranks, n_threads, kind, how)
-                else:
-                    answer = ask_plain(target, prompts, tokens, how)
-                found[name].append(answer)
-                print(f"  round {turn + 1}, {name}: {answer.per_s:.1f} tokens/s", file=sys.stderr, flush=True)
+        found = in_turns(trials, rounds)
     sys.exit(judge(found, numerics.split(",")))
 
 
@@ -96,23 +85,11 @@ def ask(
     how: str,
 ) -> Answer:  # fmt: skip
     """`how`: alone, none or draft."""
-    asked, output = folder / "asked.jsonl", folder / "answers.jsonl"
-    output.unlink(missing_ok=True)
-    lines = [{"prompt": prompt, "max_tokens": n_predict, "ignore_eos": True} for prompt in prompts]
-    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = {"alone": ["--parallel", "1", "--policy", "iterative", "-md", "none"], "none": ["-md", "none"],
-             "draft": ["-md", str(DRAFT)]}[how]  # fmt: skip
-    parallel = [] if how == "alone" else ["--parallel", str(len(prompts))]
-    done = finish(
-        n_ranks,
-        ["batch", str(asked), "-o", str(output), "-m", str(target), "--temp", "0", "--json", "-t", str(n_threads),
-         "--numerics", numerics, *words, *parallel], timeout_s=900,
-    )  # fmt: skip
-    if done.returncode:
-        raise click.ClickException(done.stderr)
-    summary = json.loads(done.stdout)
-    results = sorted(map(json.loads, output.read_text().splitlines()), key=lambda line: int(line["index"]))
-    return Answer(summary["predicted_per_second"], summary["prompt_n"], [line["text"] for line in results])
+    words = ["-m", str(target), "-t", str(n_threads), "--numerics", numerics]
+    words += ["-md", str(DRAFT) if how == "draft" else "none"]
+    words += ["--parallel", "1", "--policy", "iterative"] if how == "alone" else ["--parallel", str(len(prompts))]
+    summary, texts = batch(folder, n_ranks, prompts, n_predict, words)
+    return Answer(summary["predicted_per_second"], summary["prompt_n"], texts)
 
 
 def ask_plain(target: Path, prompts: Sequence[str], n_predict: int, n_threads: int) -> Answer:
@@ -126,7 +103,7 @@ def ask_plain(target: Path, prompts: Sequence[str], n_predict: int, n_threads: i
 
 def judge(found: dict[str, list[Answer]], numerics: Sequence[str]) -> int:
     """Print it; the exit code."""
-    speeds = {name: statistics.median(answer.per_s for answer in answers) for name, answers in found.items()}
+    speeds = medians({name: [answer.per_s for answer in answers] for name, answers in found.items()})
     plain, code = max(per_s for name, per_s in speeds.items() if name.startswith("plain")), 0
     n_prompt = {answer.n_prompt for answers in found.values() for answer in answers}
     if len(n_prompt) > 1:

@@ -23,16 +23,12 @@ from itertools import product
 from pathlib import Path
 
 import click
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
+from harness import grown
 from policies import BOUND, TUNED, speed
 
 from pipeinfer.job.bench.record import record_pair
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.grow import grow
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.virtual.choices import RecordedChoices
 from pipeinfer.virtual.profile import load_profile
@@ -112,10 +108,10 @@ def main(questions: Path, tokens: int, folder: Path | None, jobs: int) -> None:
 
 def recorded(folder: Path, questions: Path, n_tokens: int) -> Iterator[Text]:
     folder.mkdir(parents=True, exist_ok=True)
-    grown = folder / "grown.gguf"
-    if not grown.exists():
-        grow(read_model_info(TARGET), grown, N_LAYER_GROWN, NOISE)
-    pairs = {"shipped": (TARGET, DRAFT), "grown": (grown, DRAFT), "grown, ungrown drafts": (grown, TARGET)}
+    deeper = folder / "grown.gguf"
+    if not deeper.exists():
+        grown(deeper, N_LAYER_GROWN, NOISE)
+    pairs = {"shipped": (TARGET, DRAFT), "grown": (deeper, DRAFT), "grown, ungrown drafts": (deeper, TARGET)}
     for (pair, models), (kind, number, prompt) in product(pairs.items(), list(prompts(questions))):
         path = folder / f"{pair}-{kind}-{number}-{n_tokens}.json".replace(" ", "")
         if not path.exists():

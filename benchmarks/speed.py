@@ -7,15 +7,14 @@ turns and prints the wall-clock time of whole generations and their ratios to `i
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from harness import in_turns
 
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import run_json
@@ -36,11 +35,8 @@ def main(weak: float, ranks: int, tokens: int, rounds: int, policies: str, folde
         target, draft = models(folder or Path(scratch), weak)
         common = ["-m", str(target), "-md", str(draft), "-n", str(tokens), "--temp", "0", "--ignore-eos", "-t", "1"]
         common += ["-p", "the model of a rank is in", *extra.split()]
-        results: dict[str, list[dict[str, Any]]] = {name: [] for name in policies.split(",")}
-        for _ in range(rounds):
-            for policy, found in results.items():
-                found.append(run_json(ranks, [*common, "--policy", policy]))
-        report(results)
+        trials = {name: partial(run_json, ranks, [*common, "--policy", name]) for name in policies.split(",")}
+        report(in_turns(trials, rounds))
 
 
 def models(folder: Path, weak: float) -> tuple[Path, Path]:

@@ -8,22 +8,14 @@ the best. With --measuring it prints how much longer a job takes the first time,
 from __future__ import annotations
 
 import json
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from pipeinfer.models.demo import TARGET
-from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.grow import grow
-from tests.jobs import finish
+from harness import batch, grown, in_turns, job, medians
 
 
 @click.command(help=__doc__)
@@ -40,18 +32,17 @@ def main(threads: str, layers: int, requests: int, tokens: int, rounds: int, mea
         if measuring:
             tell_measuring(folder, threads, layers, rounds)
             return
-        target = folder / "target.gguf"
-        grow(read_model_info(TARGET), target, layers, 0.0)
+        target = grown(folder / "target.gguf", layers)
         words = ["-m", str(target), "-md", "none", "-t", threads]
-        chosen = json.loads(checked(finish(n_ranks, ["plan", "--json", *words]))).get("layer_split")
-        found: dict[str, list[float]] = {split: [] for split in around(chosen)}
-        for _ in range(rounds):
-            for split, speeds in found.items():
-                speeds.append(speed(folder, n_ranks, [*words, "--layer-split", split], requests, tokens))
-    medians = {split: statistics.median(speeds) for split, speeds in found.items()}
-    for split, per_s in sorted(medians.items(), key=lambda each: -each[1]):
+        chosen = json.loads(job(n_ranks, ["plan", "--json", *words]))["layer_split"]
+        trials = {
+            split: partial(speed, folder, n_ranks, [*words, "--layer-split", split], requests, tokens)
+            for split in around(chosen)
+        }
+        speeds = medians(in_turns(trials, rounds))
+    for split, per_s in sorted(speeds.items(), key=lambda each: -each[1]):
         print(f"{split}: {per_s:.1f} tokens/s{', as chosen' if split == listed(chosen) else ''}")
-    print(f"the chosen split reaches {medians[listed(chosen)] / max(medians.values()):.3f} of the best")
+    print(f"the chosen split reaches {speeds[listed(chosen)] / max(speeds.values()):.3f} of the best")
 
 
 def around(chosen: list[int]) -> Iterator[str]:
@@ -70,37 +61,26 @@ def listed(split: list[int]) -> str:
 
 
 def speed(folder: Path, n_ranks: int, words: list[str], requests: int, tokens: int) -> float:
-    asked, output = folder / "asked.jsonl", folder / "answers.jsonl"
-    output.unlink(missing_ok=True)
-    lines = [{"prompt": f"def f{number}(x):", "max_tokens": tokens, "ignore_eos": True} for number in range(requests)]
-    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    batch = ["batch", str(asked), "-o", str(output), "--temp", "0", "--json", "--parallel", str(requests), *words]
-    found: float = json.loads(checked(finish(n_ranks, batch)))["predicted_per_second"]
-    return found
+    prompts = [f"def f{number}(x):" for number in range(requests)]
+    summary, _ = batch(folder, n_ranks, prompts, tokens, ["--parallel", str(requests), *words])
+    return float(summary["predicted_per_second"])
 
 
 def tell_measuring(folder: Path, threads: str, layers: int, rounds: int) -> None:
     """Whole jobs of one token, each the first of a model that nothing is kept of, and again."""
-    n_ranks, first, later = len(threads.split(",")), list[float](), list[float]()
-    for number in range(rounds):
-        target = folder / f"{number}.gguf"
-        grow(read_model_info(TARGET), target, layers, 1e-3, seed=time.time_ns() % 100_000)
-        for times in (first, later):
-            start_s = time.monotonic()
-            words = ["run", "-m", str(target), "-md", "none", "-t", threads, "-p", "def f(", "-n", "1"]
-            checked(finish(n_ranks, words))
-            times.append(time.monotonic() - start_s)
-        target.unlink()
-    once_s, again_s = statistics.median(first), statistics.median(later)
+    n_ranks, target = len(threads.split(",")), folder / "new.gguf"
+
+    def start(is_first: bool) -> float:
+        if is_first:
+            grown(target, layers, 1e-3, seed=time.time_ns() % 100_000)
+        start_s = time.monotonic()
+        job(n_ranks, ["run", "-m", str(target), "-md", "none", "-t", threads, "-p", "def f(", "-n", "1"])
+        return time.monotonic() - start_s
+
+    took_s = medians(in_turns({"the first time": partial(start, True), "later": partial(start, False)}, rounds))
+    once_s, again_s = took_s.values()
     print(f"a job of one token: {once_s:.2f} s the first time, {again_s:.2f} s later: timing {n_ranks} ranks took "
           f"{once_s - again_s:.2f} s")  # fmt: skip
-
-
-def checked(done: Any) -> str:
-    if done.returncode:
-        raise click.ClickException(done.stderr)
-    text: str = done.stdout
-    return text
 
 
 if __name__ == "__main__":

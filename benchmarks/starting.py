@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from harness import in_turns
 
 from tests.gguf_factory import Shape, write_model
 from tests.jobs import COMMAND, environment, launcher
@@ -50,37 +48,35 @@ def main(ranks: int, layers: int, ff: int, passes: int) -> None:
         for name in ("here", "elsewhere"):
             (folder / name).mkdir()
         model, cache = write_model(folder / "here" / "m.gguf", shape), folder / "cache"
-        size = model.stat().st_size
+        path, cached = str(model), ["--slice-cache", str(cache)]
 
-        def show(what: str, act: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-            best = min((before(), seconds(act))[1] for _ in range(passes))
-            click.echo(f"{what:44} {best:6.2f} s, {size / best / 1e9:5.2f} GB/s")
-            return best
+        def copy() -> float:
+            (folder / "copy").unlink(missing_ok=True)
+            return seconds(lambda: shutil.copyfile(model, folder / "copy"))
 
-        def empty() -> None:
+        def start(n_ranks: int, *words: str) -> Callable[[], float]:
+            return lambda: seconds(lambda: job(n_ranks, folder, *words))
+
+        def start_empty(*words: str) -> float:
             shutil.rmtree(cache, ignore_errors=True)
+            return start(ranks, *words, *cached)()
 
-        copied = show(
-            "copying the file",
-            lambda: shutil.copyfile(model, folder / "copy"),
-            lambda: (folder / "copy").unlink(missing_ok=True),
-        )
-        (folder / "copy").unlink()
-        path = str(model)
-        show("a job of one rank, whole file", lambda: job(1, folder, "-m", path))
-        cut = show(
-            "slices cut into the cache", lambda: job(ranks, folder, "-m", path, "--slice-cache", str(cache)), empty
-        )
-        cached = show("slices from the cache", lambda: job(ranks, folder, "-m", path, "--slice-cache", str(cache)))
-        memory = show("slices cut into memory", lambda: job(ranks, folder, "-m", path))
-        show(
-            "layers from rank 0, into the cache",
-            lambda: job(ranks, folder, "-m", "m.gguf", "--slice-cache", str(cache)),
-            empty,
-        )
-        show("layers from rank 0, into memory", lambda: job(ranks, folder, "-m", "m.gguf"))
-        cutting, memory = (cut - cached) / copied, (memory - cached) / copied
-        click.echo(f"over copying: {cutting:.2f} for cutting into the cache, {memory:.2f} into memory")
+        found = in_turns({
+            "copying the file": copy,
+            "a job of one rank, whole file": start(1, "-m", path),
+            "slices cut into the cache": lambda: start_empty("-m", path),
+            "slices from the cache": start(ranks, "-m", path, *cached),
+            "slices cut into memory": start(ranks, "-m", path),
+            "layers from rank 0, into the cache": lambda: start_empty("-m", "m.gguf"),
+            "layers from rank 0, into memory": start(ranks, "-m", "m.gguf"),
+        }, passes)  # fmt: skip
+        size = model.stat().st_size
+    best = {what: min(times) for what, times in found.items()}
+    for what, took_s in best.items():
+        click.echo(f"{what:36} {took_s:6.2f} s, {size / took_s / 1e9:5.2f} GB/s")
+    copied, _, cut, from_cache, memory, *_ = best.values()
+    click.echo(f"over copying: {(cut - from_cache) / copied:.2f} for cutting into the cache, "
+               f"{(memory - from_cache) / copied:.2f} into memory")  # fmt: skip
 
 
 if __name__ == "__main__":

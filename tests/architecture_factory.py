@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from pipeinfer.models.grow import OUTPUT_PROJECTIONS
+from experiments.grow import OUTPUT_PROJECTIONS
 from pipeinfer.models.llama import ggml
 from tests.gguf_factory import add_vocabulary
 

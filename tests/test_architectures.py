@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments.grow import grow
 from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
 from pipeinfer.models.gguf.layers import Layers
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import _slice_tensors, slice_bytes
-from pipeinfer.models.grow import grow
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import LlamaParams
 from tests.architecture_factory import N_VOCAB, write_random_model

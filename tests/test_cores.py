@@ -22,15 +22,15 @@ def host(name: str, *cores: int, quota: int = 99) -> Host:
 
 
 TWO = host("a", 0, 1)
-SIZES = Sizes((8,) * 8, (1,) * 8, 0, 0)
+SIZES = Sizes((8,) * 8, 0)
 
 
 def test_the_draft_is_counted() -> None:
-    plan = make_plan(3, [SIZES], SIZES, 256, None)  # rank 0 drafts, 1 and 2 are stages
+    plan = make_plan(3, [SIZES], SIZES, None)  # rank 0 drafts, 1 and 2 are stages
     assert spread_threads((), plan, [host("a", *range(8))] * 3) == (2, 2, 2)
-    assert spread_threads((), make_plan(2, [SIZES], SIZES, 256, None), [TWO] * 2) == (1, 1)
+    assert spread_threads((), make_plan(2, [SIZES], SIZES, None), [TWO] * 2) == (1, 1)
     assert spread_threads((4,), plan, [TWO] * 3) == (4, 4, 4)
-    lone = make_plan(1, [SIZES], SIZES, 256, None)
+    lone = make_plan(1, [SIZES], SIZES, None)
     assert spread_threads((), lone, [TWO]) == (2,)
 
 

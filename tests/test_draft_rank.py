@@ -24,7 +24,7 @@ from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
 from tests.jobs import finish, plain_tokens, run_json
 
-LAYERS, SMALL = Sizes((100,) * 12, (1,) * 12, 0, 50), Sizes((1,) * 2, (1,) * 2, 0, 1)
+LAYERS, SMALL = Sizes((100,) * 12, 50), Sizes((1,) * 2, 1)
 ASKED = RunOptions(model=TARGET, drafts=(DRAFT,), policy=PipeInfer())
 
 
@@ -36,7 +36,7 @@ def ranks(*s_per_byte: float) -> list[Host]:
 def chosen(*s_per_byte: float, draft: Sizes = SMALL, **options: Any) -> int:
     hosts = ranks(*s_per_byte)
     speeds = [host.speed for host in hosts]
-    plan_with = partial(make_plan, len(hosts), [draft], LAYERS, 1, None, None, (), speeds)
+    plan_with = partial(make_plan, len(hosts), [draft], LAYERS, None, None, (), speeds)
     return choose_draft_rank(replace(ASKED, **options), hosts, LAYERS, draft, plan_with)
 
 
@@ -50,7 +50,7 @@ def test_the_rank_that_is_missed_least_drafts() -> None:
 
 def test_a_rank_that_is_too_slow_for_the_draft_does_not_get_it() -> None:
     """One that guesses more slowly than stages verify would hold all of them up."""
-    heavy = Sizes((90,) * 3, (1,) * 3, 0, 10)
+    heavy = Sizes((90,) * 3, 10)
     assert chosen(1.0, 1.0, 5.0, 1.0) == chosen(1.0, 1.0, 5.0, 1.0, draft=SMALL) == 2
     assert chosen(1.0, 1.0, 5.0, 1.0, draft=heavy) == 0
 
@@ -69,7 +69,7 @@ def test_no_other_rank_would_leave_a_clearly_faster_slowest_stage(seed: int) -> 
 
     def slowest(rank: int) -> float:
         hosts = ranks(*speeds)
-        plan = make_plan(len(hosts), [SMALL], LAYERS, 1, None, None, (), [host.speed for host in hosts], rank)
+        plan = make_plan(len(hosts), [SMALL], LAYERS, None, None, (), [host.speed for host in hosts], rank)
         seconds = [LayerSpeed(each).seconds(LAYERS.layer_bytes, LAYERS.output_bytes) for each in speeds]
         assert rank not in {stage.rank for stage in plan.stages} and plan.drafts[0][0].rank == rank
         return max(sum(seconds[stage.rank][stage.first : stage.last]) for stage in plan.stages)

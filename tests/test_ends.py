@@ -254,24 +254,6 @@ def test_another_command_is_refused_as_such() -> None:
 # -- leftovers
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_file_that_is_being_written_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    command = [*COMMAND, "models", "grow", "--layers", "500", "-o", str(tmp_path / "half.gguf")]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-    wait_until(lambda: writes_into(job.pid, tmp_path) or job.poll() is not None)
-    assert job.poll() is None, "finished before it could be struck"
-    job.send_signal(number)
-    _, errors = job.communicate(timeout=20)
-    assert job.returncode == (130 if number == signal.SIGINT else -number) and not errors
-    assert not list(tmp_path.iterdir())
-
-
-def writes_into(pid: int, folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return any(os.readlink(each).startswith(f"{folder}/") for each in Path(f"/proc/{pid}/fd").iterdir())
-    return False
-
-
 OPENER = """
 import sys, time
 file = open(sys.argv[1], "r+b")

@@ -28,6 +28,7 @@ from pipeinfer.models.demo import TARGET
 from pipeinfer.models.grammar import Grammar, Grammars
 from pipeinfer.models.grammar_check import MAX_BYTES, TOO_MUCH, check_grammar
 from pipeinfer.models.json_schema import read_schema, schema_grammar
+from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.tokenizer import Tokenizer
 from pipeinfer.models.vocabulary_file import VocabularyFile
 from tests.gguf_factory import write_model
@@ -288,8 +289,8 @@ class Plain:
     """libllama's grammar, and the output it is behind."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
-        self.lib, self.tokenizer = tokenizer.library, tokenizer
-        self.sampler = self.lib.llama_sampler_init_grammar(tokenizer.vocabulary, text.encode(), b"root")
+        self.lib, self.tokenizer = load_library(), tokenizer
+        self.sampler = self.lib.llama_sampler_init_grammar(tokenizer._vocab, text.encode(), b"root")
         assert self.sampler, text
 
     def allowed(self) -> set[int]:

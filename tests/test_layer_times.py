@@ -204,7 +204,7 @@ def test_a_host_slows_down_its_own_ranks_alone() -> None:
 
 
 def test_as_many_layers_are_timed_as_a_stage_has_but_not_too_much() -> None:
-    small = Sizes((1000,) * 24, (1,) * 24, 0, 0)
+    small = Sizes((1000,) * 24, 0)
     assert timed_span(small, 4, False) == (9, 15) and timed_span(small, 4, True) == (18, 24)
     large = replace(small, layer_bytes=(TIMED_BYTES // 2,) * 24)
     assert timed_span(large, 4, False) == (11, 13) and timed_span(large, 24, True) == (23, 24)
@@ -213,8 +213,8 @@ def test_as_many_layers_are_timed_as_a_stage_has_but_not_too_much() -> None:
     odd = {(first, last): "odd" for first in range(24) for last in range(25) if first % 4 or last % 4}
     assert timed_span(replace(large, faults=odd), 4, False) == (8, 12)
     assert timed_span(replace(large, faults=odd), 4, True) == (20, 24)
-    assert timed_span(Sizes((5, 5), (1, 1), 0, 0), 2, False) == (1, 2), "the first layer wants tokens"
-    assert timed_span(Sizes((5,), (1,), 0, 0), 1, True) is None
+    assert timed_span(Sizes((5, 5), 0), 2, False) == (1, 2), "the first layer wants tokens"
+    assert timed_span(Sizes((5,), 0), 1, True) is None
 
 
 def host(name: str, n_cores: int = 4, processor: str = "x") -> Host:

@@ -10,7 +10,6 @@ from docs.generate.llama_cpp import arguments, own_options
 from pipeinfer.cli.batch import batch_command
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
-from pipeinfer.cli.compare import compare_command
 from pipeinfer.cli.environment import VARIABLES, ignored_variables
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run, run_options
@@ -105,11 +104,10 @@ def test_who_batches_anyway_may_be_asked_to(command: click.Command, monkeypatch:
         parsed(run, ["-p", "x", "-cb"], monkeypatch)
 
 
-@pytest.mark.parametrize("command", [simulate_command, compare_command])
-def test_what_counts_nodes_is_named_to_who_counts_ranks(command: click.Command) -> None:
+def test_what_counts_nodes_is_named_to_who_counts_ranks() -> None:
     for number in ("1", "4"):
         with pytest.raises(click.UsageError, match="-np: here --nodes N says how many nodes there are"):
-            command.make_context("pipeinfer", ["-np", number])
+            simulate_command.make_context("pipeinfer", ["-np", number])
 
 
 def test_variables_without_effect_are_named() -> None:

@@ -70,7 +70,7 @@ def parse(name: str, words: list[str], given: click.Parameter | None = None) -> 
 
 
 def test_every_command_reads_its_words_the_same_way() -> None:
-    assert {"run", "bench", "simulate", "measure", "record", "timeline", "models grow"} <= set(COMMANDS)
+    assert {"run", "bench", "simulate", "measure", "record", "timeline", "models split"} <= set(COMMANDS)
     assert [name for name, command in COMMANDS.items() if not isinstance(command, Command)] == []
     assert isinstance(cli, Group)
 
@@ -208,7 +208,6 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["simulate", "--profile", "/tmp"], "/tmp"),
         (["timeline", "--for", "-5", "x", "-o", "y.png"], "--for"),
         (["timeline", "/tmp", "-o", "y.png"], "/tmp"),
-        (["models", "grow", "--layers", "100000", "-o", "y.gguf"], "512"),
         # a text in the place of a file's name
         (["run", "-p", "x", "-sys", "You are"], "--chat"),
         (["run", "-p", "x", "--chat", "-sys", "a", "-sysf", "b"], "one of them"),

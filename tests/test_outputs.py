@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from pipeinfer.observe.trace import Span, write_chrome_trace
 from pipeinfer.outputs import check_separate, check_writable, temporary_folder, whole_file, write_file
 from pipeinfer.virtual.choices import RecordedChoices
 from tests.gguf_factory import Shape, write_model
-from tests.jobs import COMMAND, environment, finish
+from tests.jobs import environment, finish
 from tests.rows import make_row
 
 
@@ -165,8 +165,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["bench", "-m", "{model}", "--results", "{model}"],
         ["record", "-m", "{model}", "-md", "{link}", "-p", "x", "-o", "{model}"],
         ["record", "-md", "{link}", "-p", "x", "-o", "{model}"],
-        ["models", "grow", "-m", "{model}", "--layers", "4", "-o", "{link}"],
-        ["models", "grow", "-md", "{model}", "--layers", "12", "-o", "{model}"],
         ["simulate", "--profile", "pipeinfer-c", "--choices", "{model}", "--trace", "{model}"],
         ["simulate", "--profile", "{model}", "--results", "{model}"],
         ["timeline", "{model}", "-o", "{model}"],
@@ -189,28 +187,30 @@ def test_an_error_after_the_check_leaves_an_old_trace(tmp_path: Path) -> None:
     assert done.returncode == 2 and trace.read_text() == "before" and names(tmp_path) == ["trace.json"]
 
 
+WRITER = """
+import sys, time
+from pathlib import Path
+from pipeinfer.job.signals import end_at_once, on_signals
+from pipeinfer.outputs import whole_file
+on_signals(end_at_once(0))
+with whole_file(Path(sys.argv[1]), "--output") as file:
+    file.write(bytes(1 << 20))
+    print(flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("before", [b"before", b""])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_command_leaves_what_was_there(tmp_path: Path, number: signal.Signals) -> None:
-    grown = tmp_path / "grown.gguf"
-    grown.write_bytes(b"before")
-    job = subprocess.Popen(
-        [*COMMAND, "models", "grow", "--layers", "40", "--acceptance", "0.3", "-o", str(grown)],
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    while not open_in(job.pid, tmp_path) and job.poll() is None:
-        pass
-    job.send_signal(number)
-    job.communicate(timeout=30)
-    assert job.returncode and grown.read_bytes() == b"before" and names(tmp_path) == ["grown.gguf"]
-
-
-def open_in(pid: int, folder: Path) -> list[str]:
-    """The files of a folder that a process has open."""
-    found = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # closed in the meantime
-            found.append(os.readlink(link))
-    return [name for name in found if name.startswith(f"{folder}/")]
+def test_a_killed_command_leaves_what_was_there(tmp_path: Path, number: signal.Signals, before: bytes) -> None:
+    output = tmp_path / "output"
+    if before:
+        output.write_bytes(before)
+    with subprocess.Popen([sys.executable, "-c", WRITER, output], env=environment(), stdout=subprocess.PIPE) as job:
+        assert job.stdout and job.stdout.readline()
+        job.send_signal(number)
+    assert job.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before] * bool(before)
 
 
 @pytest.mark.parametrize("before", [None, b"before"])

@@ -29,7 +29,7 @@ from pipeinfer.virtual.simulation import simulate
 from tests.jobs import environment, finish, launcher, run_json
 from tests.toy import check_blocks
 
-SIZES = Sizes((20, 20, 20, 20, 20, 20), (1,) * 6, 7, 50)
+SIZES = Sizes((20, 20, 20, 20, 20, 20), 50)
 
 MEASURED = """
 embd = 288
@@ -282,12 +282,12 @@ def test_simulate_splits_what_was_measured_as_run_does(tmp_path: Path) -> None:
     for _ in range(20):
         n_layers, n_ranks = rng.randint(6, 40), rng.randint(2, 6)
         layers = tuple(rng.choice((1_000_003, 1_250_000)) for _ in range(n_layers))
-        sizes = Sizes(layers, (1,) * n_layers, 1, rng.randint(1, 9_000_000))
-        with_draft = make_plan(n_ranks, [sizes], sizes, 1)
+        sizes = Sizes(layers, rng.randint(1, 9_000_000))
+        with_draft = make_plan(n_ranks, [sizes], sizes)
         path = write(tmp_path, measured_text(sizes, [stage.last - stage.first for stage in with_draft.stages], rng))
         for n_drafts in (0, 1):
             profile = load_profile(path).lay_out(has_draft=bool(n_drafts))
-            planned = [stage.last - stage.first for stage in make_plan(n_ranks, [sizes] * n_drafts, sizes, 1).stages]
+            planned = [stage.last - stage.first for stage in make_plan(n_ranks, [sizes] * n_drafts, sizes).stages]
             assert [stage.layers for stage in profile.stages] == planned
 
 
@@ -299,10 +299,10 @@ def test_simulate_splits_over_equal_machines_as_run_does(tmp_path: Path) -> None
         path = write(
             tmp_path, HARDWARE.format(n_layers=n_layers, count=n_ranks, layer_mb=layer_mb, output_mb=output_mb)
         )
-        sizes = Sizes((layer_mb,) * n_layers, (1,) * n_layers, 1, output_mb)
+        sizes = Sizes((layer_mb,) * n_layers, output_mb)
         for n_drafts in (0, 1):
             profile = load_profile(path).lay_out(has_draft=bool(n_drafts))
-            planned = [stage.last - stage.first for stage in make_plan(n_ranks, [sizes] * n_drafts, sizes, 1).stages]
+            planned = [stage.last - stage.first for stage in make_plan(n_ranks, [sizes] * n_drafts, sizes).stages]
             assert [stage.layers for stage in profile.stages] == planned
 
 

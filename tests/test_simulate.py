@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from experiments import reproduce
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.cluster.wire import encode
@@ -24,7 +25,6 @@ from pipeinfer.observe.columns import ASKED
 from pipeinfer.observe.results import key_of, read_results
 from pipeinfer.policies import Auto, Iterative, PipeInfer
 from pipeinfer.policies.registry import POLICIES, USUAL, make_policy
-from pipeinfer.virtual import reproduction
 from pipeinfer.virtual.choices import RecordedChoices, SyntheticChoices, ranks_for, synthetic_team
 from pipeinfer.virtual.outcome import make_result
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
@@ -346,8 +346,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_a_table_and_writes_results_and_trace(tmp_path: Path) -> None:
     results, trace = tmp_path / "results.csv", tmp_path / "trace.json"
     done = command(
-        "--profile", "pipeinfer-c", "--nodes", "8", "-n", "64", "--results", str(results), "--trace", str(trace)
-    )
+        "--profile", "pipeinfer-c", "--nodes", "8", "-n", "64", "--policy", ",".join(USUAL),
+        "--results", str(results), "--trace", str(trace),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2 + len(USUAL) and "0 B" not in done.stdout, "a profile has no size"
     assert len(results.read_text().splitlines()) == 1 + len(USUAL)
@@ -374,7 +375,7 @@ def test_bad_options_give_one_line_and_exit_code_2(arguments: list[str], words: 
 
 
 def test_a_row_of_the_reproduction_table() -> None:
-    row = reproduction._speed_row("pipeinfer-c", 8, "goliath-xwin7")
+    row = reproduce._speed_row("pipeinfer-c", 8, "goliath-xwin7")
     assert row[:3] == ["pipeinfer-c", "8", "goliath-xwin7"]
     iterative, speculative, _, speed = map(float, row[4:8])
     assert float(row[8].strip("*")) == pytest.approx(speed / iterative, abs=0.02), "over iterative"
@@ -383,7 +384,7 @@ def test_a_row_of_the_reproduction_table() -> None:
     lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in page.splitlines()]
     assert row[:3] in lines and "| over iterative   | over speculative   |" in page
     assert "ahead" not in page and "behind" not in page, "the baselines are not the same"
-    _, _, _, plain, _, ours, ratio = reproduction._poor_row("pipeinfer-c", 8, "goliath-xwin7")
+    _, _, _, plain, _, ours, ratio = reproduce._poor_row("pipeinfer-c", 8, "goliath-xwin7")
     assert float(ours) > 0.97 * float(plain), f"a poor draft must not cost much: {ratio}"
 
 

@@ -54,7 +54,7 @@ with Watch(rank, size, os._exit, on_stop, limits).open() as watch:
     if what == "absent" and rank == 2:
         os._exit(2)
     watch.join([own_place()] * size, broadcast)
-    assert watch.connected
+    assert watch._link, "the sentinel can be reached"
     watch.describe(f"stage {rank}, layers {8 * rank}-{8 * rank + 7}")
     (place / f"ready{rank}").touch()
     while not all((place / f"ready{other}").exists() for other in range(size)):

@@ -24,13 +24,11 @@ COMMANDS = {
     "serve": "serve:serve_command",
     "models": "models:models",
     "simulate": "simulate:simulate_command",
-    "compare": "compare:compare_command",
     "record": "record:record_command",
     "plan": "plan:plan_command",
     "info": "info:info_command",
     "measure": "measure:measure_command",
     "submit": "submit:submit_command",
-    "reproduce": "reproduce:reproduce_command",
     "timeline": "timeline:timeline",
 }
 """Of each command the module in `pipeinfer.cli` and its function."""

@@ -23,6 +23,7 @@ from pipeinfer.observe.summary import print_summary
 from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.policies.registry import POLICIES, USUAL
 from pipeinfer.virtual.choices import RecordedChoices, ranks_for
+from pipeinfer.virtual.compare import generation_of, side_by_side
 from pipeinfer.virtual.load import Load
 from pipeinfer.virtual.outcome import write_trace
 from pipeinfer.virtual.profile import ProfileFile, load_profile, shipped_profiles
@@ -46,7 +47,10 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     "--wire-type", type=WireName(), default="f32", show_default=True,
     help="What activations travel as: f32, or bf16, half the bytes.",
 )  # fmt: skip
-@click.option("--policy", "policies", type=POLICY_LIST, default=",".join(USUAL), show_default=True, help="One or more.")
+@click.option(
+    "--policy", "policies", type=POLICY_LIST,
+    help=f"One or more. [default: all, side by side; of loads {','.join(USUAL)}]",
+)  # fmt: skip
 @click.option("-n", "--predict", type=Whole(1, MAX_TOKENS), default=512, show_default=True, help="Tokens to generate.")
 @click.option(
     "-p", "--prompt-tokens", type=Whole(1, MAX_TOKENS), default=128, show_default=True, help="Synthetic choices."
@@ -118,7 +122,7 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
 @click.option("--trace", type=File(), help="Write the timeline of the last generation, as Chrome trace events.")
 def simulate_command(
     profile_name: str | None, listing: bool, pair: str | None, nodes: int, gbit: float | None, wire_type: WireType,
-    policies: tuple[str, ...], predict: int, prompt_tokens: int, seed: int, repetitions: int,
+    policies: tuple[str, ...] | None, predict: int, prompt_tokens: int, seed: int, repetitions: int,
     acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...],
     drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
     results: Path | None, trace: Path | None, requests: int | None, rates: tuple[float, ...],
@@ -127,7 +131,10 @@ def simulate_command(
 ) -> int:  # fmt: skip
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
 
-    The summary goes to standard output. The same options always give the same figures.
+    The summary goes to standard output. The same options always give the same figures. Without --policy all policies
+    are compared on the same texts, guesses and costs. There `of the limit` is beside a pipeline that emits a token
+    whenever its slowest stage has evaluated a single row; where rows are cheap, runs from which several tokens come can
+    pass it. For real ranks there is `bench`.
     """
     if listing:
         list_profiles()
@@ -140,12 +147,13 @@ def simulate_command(
     if drafts:
         for path in files:
             check_writable(path, "--choices")
+    has_load = bool(requests or concurrencies or rates)
     question = Question(
         file=open_profile(profile_name),
         nodes=nodes,
         pair=pair or "",
         gbit=gbit,
-        policies=take_policies(policies, others),
+        policies=take_policies(policies or (USUAL if has_load else POLICIES), others),
         predict=predict,
         prompt_tokens=prompt_tokens,
         by_rank=ranks_asked(acceptances, ranks, bool(files)),
@@ -157,7 +165,7 @@ def simulate_command(
         posted=not no_post_ahead,
         wire_type=wire_type,
     )
-    if requests or concurrencies or rates:
+    if has_load:
         if results or trace or files or no_cancel or no_partitions:
             raise UserError("--results, --trace, --choices, --no-cancel and --no-partitions are of single requests; "
                             "leave them out, or --requests, --concurrency and --rate")  # fmt: skip
@@ -168,13 +176,18 @@ def simulate_command(
         return 0
     if parallel or max_delay_s is not None:
         raise UserError("--parallel and --max-delay are of loads; give --concurrency, --rate or --requests too")
-    rows, last = ask(question, range(seed, seed + repetitions), results, as_json)
+    rows, generations = [], []
+    for last, result, row in ask(question, range(seed, seed + repetitions), results, as_json):
+        rows.append(row)
+        generations.append(generation_of(last, result))
     if trace:
         write_trace(trace, last)
     if drafts:
         for path, known in zip(files, question.known, strict=True):
             known.save(path)
-    if not as_json:
+    if output == "md" and not (policies or as_json):
+        print("\n".join(side_by_side(generations)))
+    elif not as_json:
         print_summary(rows, output)
     return 0
 

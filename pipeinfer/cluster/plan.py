@@ -13,14 +13,12 @@ from pipeinfer.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What planning needs of a model, in bytes: each layer's weights, its KV per cell, the vocabulary tables.
+    """What planning needs of a model, in bytes: each layer's weights, and those of the output.
 
     faults   why some runs of its layers cannot be a stage
     """
 
     layer_bytes: tuple[int, ...]
-    kv_bytes_per_cell: tuple[int, ...]
-    input_bytes: int
     output_bytes: int
     faults: Faults = field(default_factory=dict)
 
@@ -32,8 +30,6 @@ class StagePlan:
     rank: int
     first: int
     last: int
-    weight_bytes: int
-    kv_bytes: int
 
     @property
     def span(self) -> str:
@@ -167,7 +163,7 @@ last one."""
 
 
 def make_plan(
-    n_ranks: int, drafts: Sequence[Sizes], target: Sizes, n_cells: int, split: Sequence[float] | None = None,
+    n_ranks: int, drafts: Sequence[Sizes], target: Sizes, split: Sequence[float] | None = None,
     room: RoomFor | None = None, draft_split: Sequence[int] = (), speeds: Sequence[LayerSpeed | None] = (),
     draft_rank: int = 0,
 ) -> Plan:  # fmt: skip
@@ -190,7 +186,7 @@ def make_plan(
     placed: tuple[Stages, ...] = ()
     for draft, ranks in zip(drafts, draft_ranks(n_ranks, widths, draft_rank), strict=True):
         counts = balance(draft, len(ranks), room(placed, ranks) if room and len(ranks) > 1 else None)
-        placed += (_stages(draft, ranks, counts, n_cells),)
+        placed += (_stages(ranks, counts),)
     own, n_layers = stage_ranks(n_ranks, widths, draft_rank), len(target.layer_bytes)
     if len(own) > n_layers:
         most = n_layers + n_ranks - len(own)
@@ -199,17 +195,13 @@ def make_plan(
     left = room(placed, own) if room else None
     timed = told_apart([speeds[rank] for rank in own]) if speeds else []
     counts = split_layers(split, n_layers, len(own), target.faults) if split else balance(target, len(own), left, timed)
-    return Plan(n_ranks, _stages(target, own, counts, n_cells), placed)
+    return Plan(n_ranks, _stages(own, counts), placed)
 
 
-def _stages(sizes: Sizes, ranks: Sequence[int], counts: Sequence[int], n_cells: int) -> Stages:
+def _stages(ranks: Sequence[int], counts: Sequence[int]) -> Stages:
     """`counts`: layers on each of the ranks."""
-    stages, n_layers = [], len(sizes.layer_bytes)
-    for rank, (first, last) in zip(ranks, pairwise(accumulate(counts, initial=0)), strict=True):
-        tables = (sizes.input_bytes if first == 0 else 0) + (sizes.output_bytes if last == n_layers else 0)
-        kv_bytes = n_cells * sum(sizes.kv_bytes_per_cell[first:last])
-        stages.append(StagePlan(rank, first, last, sum(sizes.layer_bytes[first:last]) + tables, kv_bytes))
-    return tuple(stages)
+    bounds = pairwise(accumulate(counts, initial=0))
+    return tuple(StagePlan(rank, first, last) for rank, (first, last) in zip(ranks, bounds, strict=True))
 
 
 def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None, speeds: Sequence[LayerSpeed] = ()) -> list[int]:

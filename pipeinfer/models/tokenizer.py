@@ -6,8 +6,6 @@ import codecs
 import ctypes
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import read_header
@@ -47,15 +45,6 @@ class Tokenizer:
         self.eot = int(lib.llama_vocab_eot(self._vocab))
         self.adds_bos = bool(lib.llama_vocab_get_add_bos(self._vocab))
         self.adds_eos = bool(lib.llama_vocab_get_add_eos(self._vocab))
-
-    @property
-    def library(self) -> ModuleType:
-        return self._lib
-
-    @property
-    def vocabulary(self) -> Any:
-        """libllama's, which this object holds."""
-        return self._vocab
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text. add_special: bos/eos as the model wants them; parse_special: `<|…|>` are tokens.

@@ -62,12 +62,6 @@ class TimeUse:
     waiting_s: float
     idle_s: float
 
-    @property
-    def accounted(self) -> float:
-        """The share of the wall time that has a name."""
-        named_s = self.busy_s + self.cancelled_s + self.waiting_s + self.idle_s
-        return named_s / self.wall_s if self.wall_s > 0 else 1.0
-
 
 def overlap_s(start_s: float, end_s: float, window: Window) -> float:
     return max(0.0, min(end_s, window[1]) - max(start_s, window[0]))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeinfer.cluster.costs import Profile
-from pipeinfer.core.policy import Policy
-from pipeinfer.observe.metrics import timings
+from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.report import number
-from pipeinfer.virtual.study import Question
+from pipeinfer.virtual.simulation import Simulated
 
 COLUMNS = ("policy", "settings", "tokens/s", "over iterative", "of the limit", "TTFT ms", "ITL ms p50 / p95 / p99",
            "rows a token", "hit rate", "busiest stage")  # fmt: skip
@@ -23,8 +22,7 @@ LIMIT = "limit"
 class Compared:
     """One policy's generations: tokens a second of each, and the means of what else there is. `limit`: tokens a second
     of a pipeline that emits one whenever its slowest stage has evaluated a single row. `rows_a_token`: roots and
-    guesses that were sent. `busy`: the share of the time
-    that the busiest stage worked on runs that counted."""
+    guesses that were sent. `busy`: the share of the time that the busiest stage worked on runs that counted."""
 
     policy: str
     settings: str
@@ -41,29 +39,28 @@ class Compared:
         return statistics.fmean(self.speeds)
 
 
-def compare(question: Question, seeds: Sequence[int]) -> Iterator[Compared]:
-    """One policy after another. Raises UserError when one cannot be simulated."""
-    for policy in question.policies:
-        yield _generations(question, policy, seeds)
-
-
-def _generations(question: Question, policy: Policy, seeds: Sequence[int]) -> Compared:
-    answers = [question.answer(policy, seed, repetition) for repetition, seed in enumerate(seeds, start=1)]
-    simulated = [answer[0] for answer in answers]
-    found = [timings(each.metrics) for each in simulated]
-
-    def mean(name: str) -> float:
-        return statistics.fmean(each[name] for each in found)
-
+def generation_of(simulated: Simulated, result: dict[str, Any]) -> Compared:
+    """A single generation. `result`: its result object."""
+    metrics, timings = simulated.metrics, result["timings"]
     return Compared(
-        policy.name, str(answers[0][2]["settings"]), tuple(each["predicted_per_second"] for each in found),
-        limit_of(simulated[0].profile, len(simulated[0].request.prompt)), mean("ttft_s"),
-        (mean("itl_p50_s"), mean("itl_p95_s"), mean("itl_p99_s")),
-        statistics.fmean(
-            (each.metrics.n_root_runs + each.metrics.n_sent) / len(each.metrics.token_s) for each in simulated
-        ),
-        statistics.fmean(each.metrics.hit_rate for each in simulated),
-        statistics.fmean(_busiest(answer[1]) for answer in answers),
+        result["policy"], str(result["settings"]), (timings["predicted_per_second"],),
+        limit_of(simulated.profile, len(simulated.request.prompt)), timings["ttft_s"],
+        (timings["itl_p50_s"], timings["itl_p95_s"], timings["itl_p99_s"]),
+        (metrics.n_root_runs + metrics.n_sent) / len(metrics.token_s), metrics.hit_rate, _busiest(result),
+    )  # fmt: skip
+
+
+def _averaged(found: Sequence[Compared]) -> Compared:
+    """Generations of one policy."""
+
+    def mean(of: Callable[[Compared], float]) -> float:
+        return statistics.fmean(map(of, found))
+
+    p50, p95, p99 = (statistics.fmean(values) for values in zip(*(each.itl_s for each in found), strict=True))
+    return replace(
+        found[0], speeds=tuple(each.speed for each in found), ttft_s=mean(lambda each: each.ttft_s),
+        itl_s=(p50, p95, p99), rows_a_token=mean(lambda each: each.rows_a_token),
+        hit_rate=mean(lambda each: each.hit_rate), busy=mean(lambda each: each.busy),
     )  # fmt: skip
 
 
@@ -76,8 +73,14 @@ def _busiest(result: dict[str, Any]) -> float:
     return max(shares, default=math.nan)
 
 
-def table(found: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
-    """A row for each policy in the order of COLUMNS, then what the stages allow with the draft where it is."""
+def side_by_side(generations: Sequence[Compared]) -> list[str]:
+    """A Markdown table: a row for each policy, then what the stages allow with the draft where it is."""
+    names = dict.fromkeys(each.policy for each in generations)
+    found = [_averaged([each for each in generations if each.policy == name]) for name in names]
+    return markdown_table(COLUMNS, list(_rows(found)), right_aligned=COLUMNS[2:])
+
+
+def _rows(found: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
     limit = min(each.limit for each in found)  # with a draft there may be one stage less
     plain = next((each.speed for each in found if each.policy == "iterative"), math.nan)
     for each in found:

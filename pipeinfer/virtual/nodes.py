@@ -56,7 +56,7 @@ def profiled_nodes(file: ProfileFile) -> list[Node]:
     """A rank on each machine of a profile, in pipeline order. Raises UserError for a profile of measured times."""
     if not file.by_hardware:
         raise UserError(
-            f"{file.name} has measured times of its own models and says nothing of machines; ask simulate or compare "
+            f"{file.name} has measured times of its own models and says nothing of machines; ask simulate "
             "about it, or give --hosts"
         )
     source = f"profile {file.name}"

@@ -111,18 +111,16 @@ class Question:
 
 def ask(
     question: Question, seeds: Sequence[int], results: Path | None, as_json: bool
-) -> tuple[list[Record], Simulated]:
-    """Simulate everything; the rows of results.csv, and the last generation."""
-    rows: list[Record] = []
+) -> Iterator[tuple[Simulated, dict[str, Any], Record]]:
+    """Simulate everything: each generation, its result object, and its row as it is read from results.csv."""
     for repetition, seed in enumerate(seeds, start=1):
         for policy in question.policies:
             simulated, result, row = question.answer(policy, seed, repetition)
-            rows.append(as_read(row))
             if results:
                 append_result(results, row)
             if as_json:
                 print(json_text(result))
-    return rows, simulated
+            yield simulated, result, as_read(row)
 
 
 def ask_loads(question: Question, loads: Sequence[Load]) -> Iterator[dict[str, Any]]:

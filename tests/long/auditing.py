@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.observer import Observer
@@ -132,11 +130,3 @@ class Memory:
         if not self.samples:
             return "not known"
         return ", ".join(f"{share:.0%} {self.at(share) / 1e6:.1f} MB" for share in (0.1, 0.5, 1.0))
-
-
-def finish(faults: Sequence[str]) -> NoReturn:
-    """Print what is wrong and end with the exit code that says whether anything is."""
-    for fault in faults:
-        print(f"FAULT: {fault}")
-    print(f"{len(faults)} faults")
-    sys.exit(bool(faults))

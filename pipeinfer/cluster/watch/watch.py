@@ -84,11 +84,6 @@ class Watch:
         return self
 
     @property
-    def connected(self) -> bool:
-        """False when the sentinel could not be reached: then only the launcher notices this rank's death."""
-        return self._link is not None
-
-    @property
     def joined(self) -> bool:
         """Whether every rank has come, and the others may be told what happens here."""
         return self._joined.is_set()

@@ -116,7 +116,7 @@ def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
     rows = []
     for n_stages in (1 << power for power in range(MAX_STAGES.bit_length())):
         try:
-            plan = make_plan(n_stages, [], sizes_of(info), n_cells)
+            plan = make_plan(n_stages, [], sizes_of(info))
         except UserError:  # it has not so many layers, or not so many places to cut
             break
         memory = needs.of_plan(plan)

@@ -47,7 +47,7 @@ def write_slices(
     Beside a first stage's the token table, for hosts that have no file of the model. Raises UserError, before anything
     is written where the disk has no room for all of it."""
     info = read_model_info(target)
-    plan = make_plan(len(split) if split else n_stages, [], sizes_of(info), 0, split)
+    plan = make_plan(len(split) if split else n_stages, [], sizes_of(info), split)
     if len(plan.stages) == 1:
         raise UserError("one stage has the whole model, which is read from its own file; split it for 2 stages or more")
     if unknown := [number for number in only if number >= len(plan.stages)]:

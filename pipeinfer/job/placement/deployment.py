@@ -210,7 +210,7 @@ def lay_out(
     check_draft_rank(options, len(hosts))
     needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan_with = partial(
-        make_plan, len(hosts), (sizes := list(map(sizes_of, drafts))), model.sizes, needs.n_cells, split,
+        make_plan, len(hosts), (sizes := list(map(sizes_of, drafts))), model.sizes, split,
         partial(needs.room, hosts), options.draft_split if drafts else (), [host.speed for host in hosts],
     )  # fmt: skip
     rank = choose_draft_rank(options, hosts, model.sizes, sizes[0], plan_with) if drafts and len(hosts) > 1 else 0
@@ -342,7 +342,7 @@ def _way_out(plan: Plan, chosen: bool) -> str:
 
 
 def sizes_of(info: ModelInfo) -> Sizes:
-    return Sizes(info.layer_bytes, info.kv_bytes_per_cell, info.input_bytes, info.output_bytes, info.layers.faults)
+    return Sizes(info.layer_bytes, info.output_bytes, info.layers.faults)
 
 
 def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) -> tuple[int, ...]:

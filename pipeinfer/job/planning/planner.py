@@ -22,7 +22,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.plan_text import UNFIT
 from pipeinfer.policies import Iterative
 from pipeinfer.virtual.choices import ranks_for
-from pipeinfer.virtual.compare import Compared, compare
+from pipeinfer.virtual.compare import Compared, generation_of
 from pipeinfer.virtual.nodes import Node
 from pipeinfer.virtual.study import Question
 
@@ -110,7 +110,8 @@ class Planner:
             by_rank=[ranks_for(share) for share in self.acceptances if policy.drafts],
             cancel=self.options.cancel, partitions=self.options.partitions, wire_type=self.options.wire_type,
         )  # fmt: skip
-        return next(compare(question, range(1)))
+        simulated, result, _ = question.answer(policy, seed=0, repetition=1)
+        return generation_of(simulated, result)
 
     @property
     def speed(self) -> float | None:

@@ -24,7 +24,6 @@ GLM = Refusal(
 )
 NANBEIGE = Refusal("with loops", "num_loops", "its layers are gone through several times", at_least=2)
 INDEXED = "attention.indexer.top_k"
-HEADS = ("attention.head_count", "attention.head_count_kv")
 LATENT = Architecture(
     heads=FREE,
     lengths_not=(26, 27),

@@ -1,22 +1,15 @@
-"""Generate for hours of virtual time; look for wrong tokens and leaks: `python benchmarks/soak_virtual.py`.
-
-The engine on a simulated pipeline of eight stages, under random settings, against the tokens that the choices dictate.
-Case K of seed S is always the same one: `--seed S --first K` begins with it. The exit code is 1 if anything is off.
+"""The engine for 24 hours of virtual time on eight stages, under random settings: the tokens that the choices dictate,
+nothing held after a generation, no memory that grows. A case follows from its number.
 """
 
 from __future__ import annotations
 
 import gc
 import random
-import sys
-import time
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
-import click
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
+import pytest
 
 from pipeinfer.cluster.costs import LinkCost, Profile
 from pipeinfer.core.interpolation import interpolate
@@ -30,43 +23,29 @@ from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.profile import ProfileFile, load_profile
 from pipeinfer.virtual.simulation import run_cost
-from tests.long.auditing import AuditedEngine, Memory, finish, random_policy, some
+from tests.long.auditing import AuditedEngine, Memory, random_policy, some
+
+pytestmark = pytest.mark.long
+
+VIRTUAL_S = 24 * 3600.0
+"""The heap takes some ten hours to find its size."""
 
 
-@click.command(help=__doc__)
-@click.option(
-    "--hours", default=24.0, show_default=True, help="Of simulated time; the heap takes some ten to find its size."
-)
-@click.option("--seed", default=0, show_default=True)
-@click.option("--first", default=0, show_default=True, help="The case to begin with.")
-def main(hours: float, seed: int, first: int) -> None:
-    finish(soak(hours * 3600, seed, first))
-
-
-def soak(seconds: float, seed: int, first: int, profile_name: str = "pipeinfer-b") -> list[str]:
-    """So many seconds of simulated time on eight stages; prints the figures and returns what is wrong."""
-    file, memory, faults = load_profile(profile_name), Memory(), list[str]()
-    start_s, virtual_s, n_tokens, n_cancelled = time.monotonic(), 0.0, 0, 0
-    for index in count(first):
-        rng = random.Random(f"virtual {seed}/{index}")
-        engine, setting = _simulate(rng, file)
-        faults += [f"virtual case {index}: {fault}; {setting}" for fault in _check_simulated(engine)]
+def test_hours_of_random_generations() -> None:
+    file, memory, virtual_s, n_tokens = load_profile("pipeinfer-b"), Memory(), 0.0, 0
+    for number in count():
+        engine, setting = _simulate(random.Random(number), file)
+        assert _faults(engine) == [], f"case {number}: {setting}"
         virtual_s += engine.clock()
         n_tokens += engine.request.n_generated
-        n_cancelled += engine.metrics.n_cancelled
         del engine
         interpolate.cache_clear()  # bounded, but filling it for hours would look like growth
         gc.collect()
         memory.samples.append(resident_bytes())
-        if virtual_s >= seconds:
+        if virtual_s >= VIRTUAL_S:
             break
-    faults += [f"memory grows: {memory}"] if memory.grows else []
-    print(
-        f"{virtual_s / 3600:.2f} virtual hours on 8 stages in {time.monotonic() - start_s:.0f} s: "
-        f"{len(memory.samples)} generations, {n_tokens} tokens, {n_cancelled} runs cancelled, {len(faults)} faults"
-    )
-    print(f"  memory at {memory}")
-    return faults
+    print(f"\n{number + 1} generations, {n_tokens} tokens, memory at {memory}")
+    assert not memory.grows, memory
 
 
 def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str]:
@@ -122,14 +101,10 @@ def _random_level(
     return SimDraftLevel(SimPipeline(alone, [larger], clock), [larger], pool, some(rng, 1, 2, 4))
 
 
-def _check_simulated(engine: AuditedEngine) -> list[str]:
+def _faults(engine: AuditedEngine) -> list[str]:
     request, pipeline = engine.request, engine.target.pipeline
     assert isinstance(pipeline, SimPipeline)
     expected = [pipeline.choices[0].target(position) for position in range(request.n_ctx)]
     found = [] if request.tokens == expected else [f"{len(request.tokens)} tokens differ"]
     found += [] if request.finish is Finish.LENGTH else [f"finished by {request.finish}"]
     return found + [f"it keeps {leak}" for leak in engine.leaks()]
-
-
-if __name__ == "__main__":
-    main()

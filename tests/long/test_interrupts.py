@@ -1,37 +1,35 @@
-"""Does a job end as it should, whenever it is interrupted or one of its processes is killed?
+"""A job ends as it should whenever it is interrupted or one of its processes is killed.
 
-`python benchmarks/interrupts.py [--interrupts N] [--kills N] [--seed N] [--longest S]` starts real jobs of 1 to 4
-ranks and strikes each at a random moment: a Ctrl-C as a terminal sends it, or SIGKILL to one of the job's processes
-(the launcher, its proxy, a rank, the sentinel). A Ctrl-C must end the command with 130 within 2 s; after either there
-must be no traceback, no crash, no banner of the launcher beyond its answer to the Ctrl-C, no process, no half file, and
-no shared memory once the next job has started. Prints every failure with its command, moment and output; exit code 1
-when there is one. Segments of other jobs on the machine are not told apart: run it alone, or in a mount namespace with
-its own /dev/shm.
+Real jobs of 1 to 4 ranks are struck at a random moment: by a Ctrl-C as a terminal sends it, which must end the command
+with 130 within 2 s, or by SIGKILL of one of their processes (the launcher, its proxy, a rank, the sentinel). After
+either there must be no traceback, no crash, no process, no half file, and no shared memory once the next job has
+started. Segments of other jobs on the machine are not told apart: run these tests alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+import pytest
 
 from tests.jobs import ROOT, environment, launcher
 
+pytestmark = pytest.mark.long
+
 COMMAND = [str(ROOT / "scripts" / "pipeinfer")]  # as it is installed
-INTERRUPT_S = 2.0
-KILL_S = 10.0
+N_INTERRUPTS, N_KILLS = 100, 100
+LATEST_S = 8.0  # when a job is struck
+INTERRUPT_S, KILL_S = 2.0, 10.0
 LEFT_S = 4.0  # for the sentinel to clear up after the command has returned
 BAD_WORDS = ("Traceback", "Segmentation", "core dumped", "Error in", "Fatal", "died of SIGSEGV")
 BANNERS = ("BAD TERMINATION", "assert (!closed)", "YOUR APPLICATION TERMINATED")
@@ -51,7 +49,8 @@ class Trial:
     victim: float
 
 
-def choose(rng: random.Random, interrupt: bool, longest_s: float) -> Trial:
+def choose(number: int, interrupt: bool) -> Trial:
+    rng = random.Random(f"{interrupt}/{number}")
     n_ranks = rng.randint(1, 4)
     commands = [["run", *LONG, "-n", "6000", "-c", "7000"]] * 4
     commands.append(["bench", "-p", "64", "-n", "64", "-r", "200", "--results", "results.csv"])
@@ -59,8 +58,7 @@ def choose(rng: random.Random, interrupt: bool, longest_s: float) -> Trial:
         commands.append(["measure", "-o", "half.toml"])
     else:
         commands.append(["record", *LONG[:2], "-n", "3000", "-o", "half.json"])
-        commands.append(["models", "grow", "--layers", "500", "-o", "half.gguf"])
-    return Trial(n_ranks, rng.choice(commands), rng.uniform(0, longest_s), interrupt, rng.random())
+    return Trial(n_ranks, rng.choice(commands), rng.uniform(0, LATEST_S), interrupt, rng.random())
 
 
 def surroundings() -> dict[str, str]:
@@ -118,8 +116,8 @@ def strike(trial: Trial, job: subprocess.Popen[str], mark: str) -> str:
     return f"{name} ({processes.index(victim) + 1} of {len(processes)})"
 
 
-def perform(trial: Trial, folder: Path) -> tuple[list[str], float, str]:
-    """(what is wrong, seconds until the end, what was struck and said)."""
+def perform(trial: Trial, folder: Path) -> tuple[list[str], str]:
+    """(what is wrong, what was struck and said)."""
     mark = uuid.uuid4().hex
     job = subprocess.Popen(
         [*launcher(trial.n_ranks), *COMMAND, *trial.arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -127,11 +125,10 @@ def perform(trial: Trial, folder: Path) -> tuple[list[str], float, str]:
         start_new_session=True,
     )  # fmt: skip
     try:
-        early = job.communicate(timeout=trial.moment_s)
+        out, errors = job.communicate(timeout=trial.moment_s)
+        return ([] if job.returncode == 0 else ["failed by itself"]), f"ended before: {out}\n{errors}"
     except subprocess.TimeoutExpired:
-        early = None
-    if early:
-        return ([] if job.returncode == 0 else ["failed by itself"]), 0.0, f"ended before: {early[0]}\n{early[1]}"
+        pass
     struck, wrong = "nothing", list[str]()
     try:
         struck = strike(trial, job, mark)
@@ -141,9 +138,8 @@ def perform(trial: Trial, folder: Path) -> tuple[list[str], float, str]:
     try:
         out, errors = job.communicate(timeout=5 * limit_s)
     except subprocess.TimeoutExpired:
-        wrong.append(f"hangs: {marked(mark)}")
-        for pid in marked(mark):
-            os.kill(pid, signal.SIGKILL)
+        wrong.append(f"hangs: {'; '.join(map(doing, marked(mark)))}")
+        end(mark)
         out, errors = job.communicate()
     took_s = time.monotonic() - start_s
     if took_s > limit_s:
@@ -156,39 +152,35 @@ def perform(trial: Trial, folder: Path) -> tuple[list[str], float, str]:
     wrong += [word for word in BANNERS if trial.interrupt and word in out + errors]
     if not wait_until(lambda: not marked(mark), LEFT_S):
         wrong.append(f"left behind: {'; '.join(map(doing, marked(mark)))}")
-        for pid in marked(mark):
-            os.kill(pid, signal.SIGKILL)
+        end(mark)
     wrong += [f"left {path.name}" for path in folder.iterdir() if path.name != "results.csv"]
-    return wrong, took_s, f"{struck}\n--- output\n{out[-1500:]}\n--- errors\n{errors[-3000:]}"
+    return wrong, f"{struck}\n--- output\n{out[-1500:]}\n--- errors\n{errors[-3000:]}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--interrupts", type=int, default=100)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--longest", type=float, default=8.0, help="The latest moment, seconds after the start.")
-    given = parser.parse_args()
-    kinds = [True] * given.interrupts + [False] * given.kills
-    n_failed, times_s, segments = 0, {True: [0.0], False: [0.0]}, set(SHARED.iterdir())
-    for number, interrupt in enumerate(kinds):
-        trial = choose(random.Random(f"{given.seed}/{number}"), interrupt, given.longest)
-        with tempfile.TemporaryDirectory() as folder:
-            wrong, took_s, about = perform(trial, Path(folder))
-        times_s[interrupt].append(took_s)
-        print(
-            f"{number}: {'Ctrl-C' if interrupt else 'SIGKILL'} at {trial.moment_s:.3f} s, np {trial.n_ranks} "
-            f"{' '.join(trial.arguments[:1])}: {took_s:.2f} s {'; '.join(wrong) or 'ok'}", flush=True,
-        )  # fmt: skip
-        if wrong:
-            n_failed += 1
-            print(f"    {' '.join(trial.arguments)}\n    struck: {about}", flush=True)
+def end(mark: str) -> None:
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_segment_is_left() -> Iterator[None]:
+    before = set(SHARED.iterdir())
+    yield
     subprocess.run([*COMMAND, "run", "-p", "x", "-n", "1"], env=surroundings(), capture_output=True)  # which sweeps
-    left = sorted(path.name for path in set(SHARED.iterdir()) - segments)
-    slowest = {"Ctrl-C" if kind else "SIGKILL": round(max(seconds), 2) for kind, seconds in times_s.items()}
-    print(f"{len(kinds)} jobs, {n_failed} failed; the slowest end in s: {slowest}; segments left: {left}")
-    return 1 if n_failed or left else 0
+    assert not set(SHARED.iterdir()) - before
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.parametrize("number", range(N_INTERRUPTS))
+def test_an_interrupted_job_ends(tmp_path: Path, number: int) -> None:
+    check(choose(number, interrupt=True), tmp_path)
+
+
+@pytest.mark.parametrize("number", range(N_KILLS))
+def test_a_job_with_a_killed_process_ends(tmp_path: Path, number: int) -> None:
+    check(choose(number, interrupt=False), tmp_path)
+
+
+def check(trial: Trial, folder: Path) -> None:
+    wrong, about = perform(trial, folder)
+    assert not wrong, f"{'; '.join(wrong)}; {trial}, struck: {about}"
