@@ -95,7 +95,9 @@ NAMED = re.compile(r"docs/[\w/-]+\.md")
 
 def test_documents_that_code_names_exist() -> None:
     files = [
-        path for folder in ("pipeinfer", "tests", "benchmarks", "experiments") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("pipeinfer", "tests", "benchmarks", "experiments", "plots")
+        for path in (ROOT / folder).rglob("*.py")
     ]
     for path in [*files, *ROOT.glob("*.py"), *ROOT.glob("*.sh"), ROOT / "Makefile"]:
         assert [name for name in NAMED.findall(path.read_text()) if not (ROOT / name).exists()] == [], path
