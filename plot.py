@@ -3,9 +3,9 @@
 
 Writes PNG, SVG and PDF files of every figure that the table has the data for. Of results.csv: generation speed, time to
 first token, inter-token latency, speed per memory, ablations, prompts, distributions of the latencies and each rank's
-time. Of load.csv (docs/load.md): throughput and latencies over concurrency or rate, their distributions, how busy the
-stages were. Rows that differ in what was asked (docs/results.md) are in different panels. A table of the original
-PipeInfer works too: no header, four columns, rows in threes (sequential, speculative, pipeinfer).
+time. Of load.csv (docs/how-to/measure.md): throughput and latencies over concurrency or rate, their distributions, how
+busy the stages were. Rows that differ in what was asked (docs/reference/results-csv.md) are in different panels. A
+table of the original PipeInfer works too: no header, four columns, rows in threes (sequential, speculative, pipeinfer).
 """
 
 from __future__ import annotations

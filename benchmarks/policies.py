@@ -1,8 +1,8 @@
 """Every policy, tuned with hindsight, beside `auto` on the shipped clusters and from poor drafts to good ones.
 
-`python benchmarks/policies.py [-o docs/policies.md]` simulates it all in virtual time, some 35 minutes of one core, and
-writes the page "Which policy when"; each policy's best setting is chosen for each cell after the fact. Beside it the
-bound: `auto` if it knew every probability, which synthetic drafts say exactly.
+`python benchmarks/policies.py [-o docs/results/policies.md]` simulates it all in virtual time, some 35 minutes of one
+core, and writes the page "Which policy when"; each policy's best setting is chosen for each cell after the fact. Beside
+it the bound: `auto` if it knew every probability, which synthetic drafts say exactly.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ and the question sets of a folder, where there is one. A cell is a cluster, a pa
 best setting is chosen for the cell after the fact.
 
 Recording takes a minute and is kept in --folder, simulating some 20 minutes of one core. Prints a page
-(docs/recorded.md); the exit code is 1 if `auto` is below 0.97 of the best other policy in a cell.
+(docs/results/recorded.md); the exit code is 1 if `auto` is below 0.97 of the best other policy in a cell.
 """
 
 from __future__ import annotations

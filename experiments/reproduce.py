@@ -1,4 +1,4 @@
-"""The papers' headline ratios beside ours: `python experiments/reproduce.py [-o docs/reproduction.md]`.
+"""The papers' headline ratios beside ours: `python experiments/reproduce.py [-o docs/results/reproduction.md]`.
 
 Simulates the published set-ups in virtual time and writes the page; minutes of one core. Needs no MPI and no model.
 This file has PipeInfer's tables, `reproduced_methods` and `reproduced_load` have the others'.
@@ -173,7 +173,7 @@ def page() -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, default=Path("docs/reproduction.md"), help="The page.")
+    parser.add_argument("-o", "--output", type=Path, default=Path("docs/results/reproduction.md"), help="The page.")
     output: Path = parser.parse_args().output
     output.write_text("\n".join(page()) + "\n")
     print(output)

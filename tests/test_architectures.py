@@ -19,7 +19,6 @@ from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import LlamaParams
 from tests.architecture_factory import N_VOCAB, write_random_model
 from tests.architecture_models import MODELS, WITH_EXTRA_LAYERS, with_extra_layer
-from tests.architecture_table import HEAD, PATH, table
 from tests.test_llama_stage import load, make_batch, random_tokens, run
 
 PARAMS = LlamaParams(n_cells=256, n_seq_max=4, n_batch=64, n_outputs_max=64)
@@ -127,10 +126,6 @@ def test_a_grown_model_computes_the_same(tmp_path: Path, name: str) -> None:
 
 def test_every_architecture_is_tested_or_refused() -> None:
     assert set(MODELS) == {name for name, known in ARCHITECTURES.items() if not known.refused}
-
-
-def test_the_table_says_what_the_code_does() -> None:
-    assert PATH.read_text() == HEAD + table(), "run python -m tests.architecture_table"
 
 
 def test_small_models_with_latent_attention_are_told_apart(tmp_path: Path) -> None:

@@ -213,15 +213,6 @@ def test_ctrl_c_keeps_the_loads_that_are_complete(pair: list[str], tmp_path: Pat
 # -- tables and figures
 
 
-def test_every_column_is_documented() -> None:
-    page = (ROOT / "docs" / "load.md").read_text().partition("## The columns")[2].splitlines()
-    documented = [line for line in page if line.startswith("| `")]
-    assert documented == [
-        f"| `{column.name}` | {column.kind} | {'yes' if column.asked else ''} | {column.meaning} |"
-        for column in LOAD_COLUMNS
-    ]
-
-
 def table() -> list[Record]:
     return [
         LOADS.as_read(make_load(policy, count, rate, seed=repetition, repetition=repetition))

@@ -1,4 +1,4 @@
-"""Commands that README and docs show are commands: every word of them is read as the command line reads it."""
+"""Documents: the commands that they show can be given, their links lead somewhere, and what is generated is fresh."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 import click
 import pytest
 
+from docs.generate import FOLDER, PAGES, generated
 from pipeinfer.cli.commands import COMMANDS, cli
-from tests.jobs import ROOT
+
+ROOT = Path(__file__).parent.parent
 
 SHOWN = re.compile(rf"(?:^|\s|/|\))(?:pipeinfer\)?) ({'|'.join(COMMANDS)})\b(.*)")
 
@@ -26,9 +28,14 @@ def shown(path: Path) -> list[tuple[str, str]]:
     return found
 
 
+DOCUMENTS = [
+    *(path.name for path in ROOT.glob("*.md")),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
+]
+
 COMMANDS_SHOWN = [
     pytest.param(command, words, id=f"{name} {command} {words}"[:60])
-    for name in ("README.md", "docs/clusters.md", "docs/server.md", "docs/gpu.md", "docs/load.md")
+    for name in DOCUMENTS
     for command, words in shown(ROOT / name)
 ]
 
@@ -55,3 +62,42 @@ def read(group: click.Group, name: str, words: list[str]) -> None:
 
 def test_the_documents_show_commands() -> None:
     assert len(COMMANDS_SHOWN) > 25
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_generated_page_is_fresh(name: str) -> None:
+    assert (FOLDER / name).read_text() == generated(name), "run python -m docs.generate"
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_to_files_and_headings(name: str) -> None:
+    path = ROOT / name
+    for link in LINK.findall(path.read_text()):
+        target, _, anchor = link.partition("#")
+        if ":" in target:
+            continue
+        found = path.parent / target if target else path
+        assert found.exists(), link
+        assert not anchor or anchor in anchors(found), link
+
+
+def anchors(path: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    heads = (line.lstrip("#").strip().lower() for line in path.read_text().splitlines() if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in heads}
+
+
+NAMED = re.compile(r"docs/[\w/-]+\.md")
+
+
+def test_documents_that_code_names_exist() -> None:
+    files = [
+        path
+        for folder in ("pipeinfer", "tests", "benchmarks", "experiments", "plots")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    for path in [*files, *ROOT.glob("*.py"), *ROOT.glob("*.sh"), ROOT / "Makefile"]:
+        assert [name for name in NAMED.findall(path.read_text()) if not (ROOT / name).exists()] == [], path

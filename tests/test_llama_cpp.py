@@ -6,6 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from docs.generate.llama_cpp import arguments, own_options
 from pipeinfer.cli.batch import batch_command
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
@@ -16,11 +17,6 @@ from pipeinfer.cli.serve import serve_command
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.errors import UserError
 from tests.jobs import finish, run_json
-from tests.llama_table import HEAD, PATH, arguments, own_options, table
-
-
-def test_the_document_is_that_of_the_options() -> None:
-    assert PATH.read_text() == HEAD + table(), "run python -m tests.llama_table"
 
 
 def test_every_option_of_llama_cpp_is_answered() -> None:

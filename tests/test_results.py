@@ -11,7 +11,7 @@ import pytest
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import ASKED, COLUMNS, NAMES
 from pipeinfer.observe.results import append_result, as_read, check_results, key_of, read_results
-from tests.jobs import ROOT, finish
+from tests.jobs import finish
 from tests.rows import make_row
 
 
@@ -153,15 +153,6 @@ def test_the_original_file_without_a_header(tmp_path: Path) -> None:
         path.write_text("1,2,3,4\n" * 3 + extra)
         with pytest.raises(UserError, match=words):
             read_results(path)
-
-
-def test_every_column_is_documented() -> None:
-    page = (ROOT / "docs" / "results.md").read_text().splitlines()
-    documented = [line for line in page if line.startswith("| `")]
-    assert documented == [
-        f"| `{column.name}` | {column.kind} | {'yes' if column.asked else ''} | {column.meaning} |"
-        for column in COLUMNS
-    ]  # fmt: skip
 
 
 def test_rows_that_were_asked_otherwise_have_other_keys() -> None:

@@ -380,7 +380,7 @@ def test_a_row_of_the_reproduction_table() -> None:
     iterative, speculative, _, speed = map(float, row[4:8])
     assert float(row[8].strip("*")) == pytest.approx(speed / iterative, abs=0.02), "over iterative"
     assert speculative < iterative and row[-1] == "no", "such a baseline is not the paper's"
-    page = (ROOT / "docs" / "reproduction.md").read_text()
+    page = (ROOT / "docs" / "results" / "reproduction.md").read_text()
     lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in page.splitlines()]
     assert row[:3] in lines and "| over iterative   | over speculative   |" in page
     assert "ahead" not in page and "behind" not in page, "the baselines are not the same"

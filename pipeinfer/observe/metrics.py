@@ -230,7 +230,8 @@ def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def speculation(metrics: RequestMetrics) -> dict[str, Any]:
-    """What the draft was worth, as docs/results.md defines it. `contested_n`: tokens in whose place a guess stood.
+    """What the draft was worth, as docs/reference/results-csv.md defines it. `contested_n`: tokens in whose place a
+    guess stood.
     `by_depth`: how often the likeliest guess was right, by how many tokens ahead it was made."""
     n_settled = sum(metrics.accepted_lengths.values())
     return {

@@ -1,5 +1,7 @@
-"""docs/llama-cpp.md, made from our options and the names of the pinned llama.cpp's: `python -m tests.llama_table`
-writes it. `llama_arguments.txt` has a line for each of llama.cpp's: its variable or -, then its spellings."""
+"""llama.cpp's options beside ours, for the reference page llama-cpp.md.
+
+`llama_arguments.txt` has a line for each option of the pinned llama.cpp: its variable or -, then its spellings.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +15,6 @@ from pipeinfer.cli.chat import chat_command
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run
 from pipeinfer.cli.serve import serve_command
-
-PATH = Path(__file__).parent.parent / "docs" / "llama-cpp.md"
-HEAD = """# llama.cpp's options here
-
-`pipeinfer run`, `chat` and `serve` take the options of llama.cpp's programs that there is something to do for, under
-their names and with their meanings; their environment variables too, where llama.cpp has one (the command line comes
-first). What is not there is refused with a line that says what to use instead; of a variable a line says that it is not
-read. The table is made from the options themselves, and a test compares it with the names of the pinned llama.cpp.
-
-What differs where the name is the same:
-
-* `-c 0` is as much as the prompt and `-n` need, in a chat 4096 tokens at most; a full one is not shifted.
-* `-b` is the prompt tokens of a run through the pipeline.
-* `-t` may have a value for each rank.
-* `--device` and `-ngl` may have a value for each rank; several devices of one are joined with +. A lone process takes
-  llama.cpp's commas.
-* `--numa isolate` gives the ranks of a host each its own nodes; a host's only rank keeps all.
-* `-md` may come several times: of several drafts the smallest guesses, larger ones refine.
-* `-r` is not printed; `--stop` is another name for it.
-* `-cnv` is not the default for models with a template: `run` continues a text as it stands, `run --chat` asks once.
-* `--draft`, `--draft-p-min` and the like are options of some policies.
-* `-t -1`, `--temp` below 0, `--repeat-last-n -1` and an empty `-sys` are refused: leave them out, or give a number.
-
-"""
 
 
 def arguments() -> Iterator[tuple[str, list[str]]]:
@@ -113,7 +91,3 @@ def _spelled(flags: list[str]) -> str:
 
 def _help(param: click.Parameter) -> str:
     return (getattr(param, "help", "") or "").split("  [")[0].split(" [default")[0]
-
-
-if __name__ == "__main__":
-    PATH.write_text(HEAD + table())

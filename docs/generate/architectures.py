@@ -1,32 +1,9 @@
-"""docs/architectures.md, made from the records of architectures: `python -m tests.architecture_table` writes it."""
+"""The table of architectures, for the reference page architectures.md, from the records of the code."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipeinfer.models.gguf.architecture import Architecture
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
-
-PATH = Path(__file__).parent.parent / "docs" / "architectures.md"
-HEAD = """# Architectures
-
-Which models can be cut into slices of layers. The names are those of `general.architecture` in the GGUF; the table is
-made from the records in `pipeinfer/models/gguf/architectures.py`, and `tests/test_architectures.py` proves each of them
-with random weights: the whole model in plain llama-cpp-python, a token at a time, against chains of one, two and three
-slices in batches.
-
-* **exact**: every logit has the same bits.
-* **works**: the same up to rounding.
-* **exact up to** so many tokens: a row sees only as many earlier ones, those with the highest scores. Where scores are
-  equal libllama chooses by where their cells are, so that a longer text may be another one among others, or with
-  guesses. A line says so where the context is longer.
-* **prompts without blocks**: libllama has no flash attention for it, so a prompt of more than 64 tokens is evaluated as
-  guesses are, which takes longer than blocks do.
-
-The planner cuts only where a model may be cut. Layers with states cannot go back to an earlier token: each guess
-has a state of its own, so that up to 16 of all requests are on their way at a time. Such models are no drafts.
-
-"""
 
 
 def table() -> str:
@@ -68,7 +45,3 @@ def cuts(known: Architecture) -> str:
     said += [f"with {known.rescaled.n_layer} layers (27B) it works" for _ in [0] if known.rescaled]
     said += [f"not {each.models}: {each.why}" for each in known.refusals]
     return "; ".join(said) or "anywhere"
-
-
-if __name__ == "__main__":
-    PATH.write_text(HEAD + table())
