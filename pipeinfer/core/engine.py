@@ -298,11 +298,11 @@ class Engine:
         if not alone and self.clock() < (due_s := self._pacer.due_s(0)):
             self._hold_s = due_s
             return False
-        wants = [part for active in self._senders if (part := self._wanted(active, alone))]
+        wants = [part for active in self._senders if (part := self._wanted(active))]
         chosen = self._batches.choose(wants, alone)
         return bool(chosen) and self._submit(chosen)
 
-    def _wanted(self, active: ActiveRequest, alone: bool) -> RequestSlice | None:
+    def _wanted(self, active: ActiveRequest) -> RequestSlice | None:
         """What the request would send now."""
         request, root, target = active.request, active.request.tree.root, self.target
         if n_left := target.n_context_left(request):
