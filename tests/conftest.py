@@ -1,19 +1,46 @@
-"""Which tests start ranks, servers or hosts, and so want the cores for themselves."""
+"""Marks the tests that start processes, by what they use, as `ranks`: they want the cores for themselves."""
 
 from __future__ import annotations
 
-import re
+import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-STARTS = re.compile(
-    r"^from tests\.(jobs|serving|namespaces|slurm|memory_group) import|^import subprocess", re.MULTILINE
-)
+ROOT = Path(__file__).parent.parent
+STARTERS = {"subprocess", "multiprocessing", "pty"}
+
+
+@cache
+def starting(path: Path) -> frozenset[str]:
+    """Names of a module of tests, functions and fixtures among them, whose use starts a process."""
+    tree = ast.parse(path.read_text())
+    found, uses = set[str](), dict[str, set[str]]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & STARTERS
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests."):
+            theirs = starting(ROOT.joinpath(*node.module.split(".")).with_suffix(".py"))
+            found |= {alias.asname or alias.name for alias in node.names if alias.name in theirs}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            uses[node.name] = {name for each in ast.walk(node) if (name := _name(each))}
+    while more := {name for name, used in uses.items() if used & found} - found:
+        found |= more
+    return frozenset(found)
+
+
+def _name(node: ast.AST) -> str | None:
+    """What a node refers to; fixtures are arguments, or named by a string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.arg):
+        return node.arg
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    texts = {path: path.read_text() for path in {item.path for item in items}}
     for item in items:
-        if STARTS.search(texts[Path(item.path)]):
+        if item.location[2].split("[")[0].split(".")[0] in starting(Path(item.path)):
             item.add_marker("ranks")
