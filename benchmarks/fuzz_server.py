@@ -19,8 +19,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.server_fuzz import faults_of, run_case
-from tests.serving import Served, growth, sizes
+from tests.support.server_fuzz import faults_of, run_case
+from tests.support.serving import Served, growth, sizes
 
 PROBE = {"prompt": "def read_lines(path):\n", "max_tokens": 12, "seed": 5}
 

@@ -44,7 +44,7 @@ from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.torch.library import load_torch
 from pipeinfer.models.torch.params import BF16, F32, TorchParams
-from tests.jobs import COMMAND, environment, launcher
+from tests.support.jobs import COMMAND, environment, launcher
 
 N_CELLS, N_CONTEXT, N_ROWS = 512, 64, 32
 PROMPT = "the token of the model"

@@ -19,7 +19,7 @@ from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.torch.library import load_torch
 from pipeinfer.models.torch.params import TorchParams
-from tests.gguf_factory import Shape, write_model
+from tests.support.gguf_factory import Shape, write_model
 
 SHAPES = {
     "llama": Shape(rope_factors=True),

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from experiments.grow import grow
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from tests.jobs import finish
+from tests.support.jobs import finish
 
 Result = TypeVar("Result")
 

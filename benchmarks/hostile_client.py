@@ -22,9 +22,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.server_fuzz import faults_of
-from tests.server_hostile import abuse
-from tests.serving import Served, growth, lines_of, sizes
+from tests.support.server_fuzz import faults_of
+from tests.support.server_hostile import abuse
+from tests.support.serving import Served, growth, lines_of, sizes
 
 STREAM = {"prompt": "def read_lines(path):\n", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 N_STREAMS = 2

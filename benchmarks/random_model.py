@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from tests.gguf_factory import add_vocabulary
+from tests.support.gguf_factory import add_vocabulary
 
 POOL = 1 << 24
 BF16 = gguf.GGMLQuantizationType.BF16

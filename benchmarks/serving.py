@@ -24,8 +24,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.jobs import descendants
-from tests.serving import Served
+from tests.support.jobs import descendants
+from tests.support.serving import Served
 
 PROMPT = "def read_lines(path):\n"
 

@@ -16,8 +16,8 @@ from typing import Any
 import click
 from harness import in_turns
 
-from tests.gguf_factory import Shape, write_model
-from tests.jobs import run_json
+from tests.support.gguf_factory import Shape, write_model
+from tests.support.jobs import run_json
 
 
 @click.command(help=__doc__)

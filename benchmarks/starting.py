@@ -18,9 +18,9 @@ from pathlib import Path
 import click
 from harness import in_turns
 
-from tests.gguf_factory import Shape, write_model
-from tests.jobs import COMMAND, environment, launcher
-from tests.test_arrivals import ONLY_RANK_0
+from tests.job.loading.test_arrivals import ONLY_RANK_0
+from tests.support.gguf_factory import Shape, write_model
+from tests.support.jobs import COMMAND, environment, launcher
 
 
 def seconds(act: Callable[[], object]) -> float:

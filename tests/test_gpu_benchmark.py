@@ -11,8 +11,8 @@ import pytest
 
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.params import TorchParams
-from tests.jobs import ROOT, environment
-from tests.test_llama_stage import make_batch, random_tokens, run
+from tests.models.test_llama_stage import make_batch, random_tokens, run
+from tests.support.jobs import ROOT, environment
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 

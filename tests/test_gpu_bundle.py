@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT
+from tests.support.jobs import ROOT
 
 pytest.importorskip("packaging", reason="comes with pytest")
 

@@ -14,8 +14,8 @@ from experiments.grow import grow, scaled, search_noise
 from pipeinfer.errors import UserError
 from pipeinfer.models.agreement import acceptance
 from pipeinfer.models.gguf.model_info import read_model_info
-from tests.gguf_factory import Shape, write_model
-from tests.jobs import ROOT, environment, run_json
+from tests.support.gguf_factory import Shape, write_model
+from tests.support.jobs import ROOT, environment, run_json
 
 PROMPT = [1, 40, 50, 60, 270]
 MODELS = [

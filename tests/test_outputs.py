@@ -19,9 +19,9 @@ from pipeinfer.observe.results import append_result, check_results, read_results
 from pipeinfer.observe.trace import Span, write_chrome_trace
 from pipeinfer.outputs import check_separate, check_writable, temporary_folder, whole_file, write_file
 from pipeinfer.virtual.choices import RecordedChoices
-from tests.gguf_factory import Shape, write_model
-from tests.jobs import environment, finish
-from tests.rows import make_row
+from tests.support.gguf_factory import Shape, write_model
+from tests.support.jobs import environment, finish
+from tests.support.rows import make_row
 
 
 def test_no_place_for_temporary_files_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ from pipeinfer.observe.summary import markdown, summarise
 from plot import draw
 from plots.frames import SHOWN, frame_of, points
 from plots.results import FACETS, FIGURES
-from tests.jobs import ROOT, environment
-from tests.rows import SPEEDS, make_row
+from tests.support.jobs import ROOT, environment
+from tests.support.rows import SPEEDS, make_row
 
 
 @pytest.fixture(autouse=True)

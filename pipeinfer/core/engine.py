@@ -145,8 +145,9 @@ class Engine:
     # -- the loop
 
     def step(self) -> Emission | None:
-        """Answer the first of the questions that has an answer; wait if none has."""
-        if not (self._emissions or self._react() or self._draft()):
+        """Answer the first of the questions that has an answer; wait if none has, and nothing happened."""
+        version = self.version
+        if not (self._emissions or self._react() or self._draft()) and self.version == version:
             self._wait()
         return self._emissions.popleft() if self._emissions else None
 
@@ -361,6 +362,7 @@ class Engine:
         if pool.can_compact:
             pool.compact()
         self._drains = False
+        self.version += 1  # there may be room for others now
         return True
 
     @property

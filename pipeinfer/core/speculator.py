@@ -153,8 +153,9 @@ class Speculator:
         if steps:
             self._steps_s.append(end_s - start_s)
             active.observer.draft_stepped(start_s, end_s, len(nodes), n_inflight, guesses is None)
+        has_ended = bool(self._ended)
         self._flush()
-        return steps
+        return steps or has_ended
 
     @property
     def step_s(self) -> float:

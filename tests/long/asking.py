@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.serving import lines_of
+from tests.support.serving import lines_of
 
 
 def random_request(number: int) -> tuple[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The `pipeinfer` command, whose session generates random texts under random settings before the one that was asked.
 
 `python -m tests.long.random_session run …`, on every rank: rank 0 prints a line of JSON for each of SESSION_CASES
-cases; with SESSION_DELAYS every rank pauses at random, see `tests.delayed`. A case follows from its number.
+cases; with SESSION_DELAYS every rank pauses at random, see `tests.support.delayed`. A case follows from its number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.policies import PipeInfer
-from tests.delayed import Pauses, pause_everywhere
 from tests.long.auditing import AuditedEngine, random_policy, random_sampling, some
+from tests.support.delayed import Pauses, pause_everywhere
 
 N_CTX, N_VOCAB = 600, 1024
 LONGEST, MOST_SEQUENCES = (400, 150), 63

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.long.asking import Stream, ask, random_request
-from tests.serving import Served, growth, sizes
+from tests.support.serving import Served, growth, sizes
 
 pytestmark = pytest.mark.long
 

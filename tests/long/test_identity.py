@@ -13,9 +13,9 @@ import pytest
 
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.registry import POLICIES
-from tests.delayed import run_delayed
-from tests.gguf_factory import Shape, write_model
-from tests.jobs import plain_tokens, run_json
+from tests.support.delayed import run_delayed
+from tests.support.gguf_factory import Shape, write_model
+from tests.support.jobs import plain_tokens, run_json
 
 pytestmark = pytest.mark.long
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, environment, launcher
+from tests.support.jobs import ROOT, environment, launcher
 
 pytestmark = pytest.mark.long
 

@@ -1,4 +1,4 @@
-"""The random cases of `tests.test_many_requests` go on until 100 000 trees have settled, minutes of one core."""
+"""The random cases of `tests.core.test_many_requests` go on until 100 000 trees have settled, minutes of one core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from tests.test_many_requests import run_case
+from tests.core.test_many_requests import run_case
 
 pytestmark = pytest.mark.long
 

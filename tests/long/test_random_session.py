@@ -15,10 +15,10 @@ from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.sampling import choose
 from pipeinfer.models.demo import TARGET
-from tests.jobs import environment, launcher
 from tests.long.auditing import Memory
 from tests.long.random_session import N_CTX, Case, random_case
-from tests.plain_llama import BF16, FEW, SILENT, decode, make_context, read_blocks
+from tests.support.jobs import environment, launcher
+from tests.support.plain_llama import BF16, FEW, SILENT, decode, make_context, read_blocks
 
 pytestmark = pytest.mark.long
 
@@ -53,7 +53,7 @@ def test_random_settings(n_ranks: int, options: list[str], delays: str) -> None:
 
 
 class PlainLlama:
-    """The whole shipped target, one token at a time, as `tests.plain_llama` evaluates it."""
+    """The whole shipped target, one token at a time, as `tests.support.plain_llama` evaluates it."""
 
     def __init__(self) -> None:
         llama_cpp.llama_log_set(SILENT, None)

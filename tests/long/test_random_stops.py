@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.policies.registry import POLICIES
-from tests.test_random_stops import run_case
+from tests.core.test_random_stops import run_case
 
 pytestmark = pytest.mark.long
 

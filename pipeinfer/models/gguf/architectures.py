@@ -1,4 +1,4 @@
-"""The architectures that are known, one record each. Data; every record is proved in tests/test_architectures.py."""
+"""The known architectures, one record each. Data; every record is proved in tests/models/test_architectures.py."""
 
 from __future__ import annotations
 

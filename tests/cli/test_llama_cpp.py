@@ -1,0 +1,133 @@
+"""llama.cpp's options and variables: each of the pinned version's is there, without effect, or answered."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from docs.generate.llama_cpp import arguments, own_options
+from pipeinfer.cli.batch import batch_command
+from pipeinfer.cli.bench import bench
+from pipeinfer.cli.chat import chat_command
+from pipeinfer.cli.environment import VARIABLES, ignored_variables
+from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.run import run, run_options
+from pipeinfer.cli.serve import serve_command
+from pipeinfer.cli.simulate import simulate_command
+from pipeinfer.errors import UserError
+from tests.support.jobs import finish, run_json
+
+
+def test_every_option_of_llama_cpp_is_answered() -> None:
+    ours = own_options()
+    for _, flags in arguments():
+        assert [flag for flag in flags if flag not in ours and flag not in INSTEAD and flag not in HARMLESS] == []
+
+
+def test_every_variable_of_llama_cpp_stands_for_its_flag() -> None:
+    for variable, flags in arguments():
+        assert not variable.startswith("LLAMA_ARG_") or VARIABLES[variable] in flags
+
+
+def parsed(
+    command: click.Command, words: list[str], monkeypatch: pytest.MonkeyPatch, **variables: str
+) -> click.Context:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"LLAMA_ARG_{name}", value)
+    return command.make_context("x", words)
+
+
+def test_variables_give_options_and_the_command_line_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {
+        "MODEL": "a b.gguf",
+        "SPEC_DRAFT_MODEL": "c d.gguf",
+        "CTX_SIZE": "77",
+        "TOP_P": "0.5",
+        "N_PREDICT": "9",
+    }
+    for command in (run, chat_command):
+        found = parsed(command, ["-p", "x", "-n", "3"], monkeypatch, **variables).params
+        assert (str(found["model"]), list(map(str, found["drafts"]))) == ("a b.gguf", ["c d.gguf"])
+        assert (found["ctx_size"], found["top_p"], found["predict"]) == (77, 0.5, 3)
+        found = parsed(command, ["-p", "x", "-md", "e.gguf"], monkeypatch).params
+        assert list(map(str, found["drafts"])) == ["e.gguf"]
+    assert parsed(bench, [], monkeypatch).params["ctx_size"] == 0, "a benchmark is what its command line says"
+    with pytest.raises(click.BadParameter, match=r"'many' is not a whole number") as error:
+        parsed(run, ["-p", "x"], monkeypatch, CTX_SIZE="many")
+    assert "LLAMA_ARG_CTX_SIZE" in error.value.format_message()
+
+
+def test_models_of_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*words: str, **variables: str) -> tuple[str, list[str]]:
+        given = parsed(run, ["-p", "x", *words], monkeypatch, **variables).params
+        options = run_options(**{name: value for name, value in given.items() if name != "conversation"})
+        return str(options.model), list(map(str, options.drafts))
+
+    assert asked("-hf", "u/m:Q8_0") == ("hf:u/m:Q8_0", [])
+    assert asked("--hf-repo=u/m", "-hff", "a/b.gguf", "-hfd", "u/d") == ("hf:u/m:a/b.gguf", ["hf:u/d"])
+    assert asked("-m", "hf:u/m", "-md", "d.gguf", "-hfd", "u/d:Q4_0") == ("hf:u/m", ["d.gguf", "hf:u/d:Q4_0"])
+    for wrong, why in (
+        (["-hf", "m.gguf"], "'m.gguf' is no model on the hub"),
+        (["-hf", "u/m", "-m", "m.gguf"], "--model m.gguf and --hf-repo u/m both name the target"),
+        (["-hff", "m.gguf"], "--hf-file m.gguf is a file of no repository"),
+    ):
+        with pytest.raises((click.BadParameter, UserError), match=why):
+            asked(*wrong)
+    assert asked(HF_REPO="u/v", SPEC_DRAFT_HF_REPO="u/d") == ("hf:u/v", ["hf:u/d"])
+
+
+def test_what_the_command_line_names_variables_do_not_name_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"HF_REPO": "u/v", "HF_FILE": "x.gguf", "SPEC_DRAFT_HF_REPO": "u/d", "MODEL": "a.gguf", "MODEL_DRAFT": "b"}
+    for command in (run, batch_command, serve_command):
+        words = ["in.jsonl", "-o", "out.jsonl"] if command is batch_command else []
+        found = parsed(command, [*words, "-m", "m.gguf", "-md", "none"], monkeypatch, **others).params
+        assert (str(found["model"]), found["hf_repo"], found["hf_file"]) == ("m.gguf", None, None)
+        assert list(map(str, found["drafts"])) == ["none"] and found["hf_drafts"] == ()
+        found = parsed(command, [*words, "-hf", "u/t", "-hfd", "u/e"], monkeypatch).params
+        assert found["model"] is None and found["hf_file"] == "x.gguf", "a file of any repository"
+        assert found["drafts"] == () and [name.repo for name in found["hf_drafts"]] == ["u/e"]
+
+
+def test_variables_for_chats_do_not_hinder_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_CHAT_TEMPLATE_FILE", "no.jinja")
+    done = finish(1, ["run", "-md", "none", "-p", "x", "-n", "2"])
+    assert done.returncode == 0 and "options are given by LLAMA_ARG_CHAT_TEMPLATE_FILE" in done.stderr, done.stderr
+    assert finish(1, ["run", "-md", "none", "-p", "x", "-n", "2", "--chat"]).returncode == 2
+
+
+@pytest.mark.parametrize("command", [batch_command, serve_command])
+def test_who_batches_anyway_may_be_asked_to(command: click.Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["in.jsonl", "-o", "out.jsonl"] if command is batch_command else []
+    parsed(command, [*words, "--cont-batching", "-cb", "--no-mmap"], monkeypatch)
+    with pytest.raises(click.UsageError, match="one prompt a run"):
+        parsed(run, ["-p", "x", "-cb"], monkeypatch)
+
+
+def test_what_counts_nodes_is_named_to_who_counts_ranks() -> None:
+    for number in ("1", "4"):
+        with pytest.raises(click.UsageError, match="-np: here --nodes N says how many nodes there are"):
+            simulate_command.make_context("pipeinfer", ["-np", number])
+
+
+def test_variables_without_effect_are_named() -> None:
+    def said(**variables: str) -> str:
+        return "\n".join(ignored_variables(run, {f"LLAMA_ARG_{name}": value for name, value in variables.items()}))
+
+    assert said(CTX_SIZE="5", PORT="8080", FLASH_ATTN="on", CPU_MOE="0", NO_CONTEXT_SHIFT="1", JINJA="1") == ""
+    assert said(UBATCH="64") == f"LLAMA_ARG_UBATCH is set and not read: {INSTEAD['-ub']}"
+    assert said(FLASH_ATTN="off").endswith(INSTEAD["-fa"])
+    assert "--policy" in said(DRAFT_MAX="4") and "give --draft" in said(DRAFT_MAX="4")
+    assert "not known" in said(FROBNICATE="1")
+    assert said(HF_REPO="x/y", OFFLINE="1", SPEC_DRAFT_HF_REPO="x/z") == "", "these are read"
+    assert said(UBATCH="64", MIROSTAT="1").count("\n") == 1
+
+
+def test_a_run_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_N_PREDICT", "3")
+    monkeypatch.setenv("LLAMA_ARG_UBATCH", "64")
+    assert len(run_json(1, ["-md", "none", "-p", "x", "-t", "1", "--ignore-eos"])["tokens"]) == 3
+
+
+def test_help_does_not_change() -> None:
+    assert "-c, --ctx-size" in CliRunner().invoke(run, ["--help"]).output

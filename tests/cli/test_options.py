@@ -1,0 +1,444 @@
+"""What the command line accepts: every option of every command, odd values, and the habits of llama.cpp's users."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import pytest
+
+from pipeinfer.cli.command import Command, Group
+from pipeinfer.cli.commands import cli
+from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.setting_options import policy_meant
+from pipeinfer.cli.values import TYPES, File, GpuLayers, Listed, Number, Split, Text, Whole
+from pipeinfer.cluster.activations import WireType
+from pipeinfer.core.settings import settings_of
+from pipeinfer.errors import UserError
+from pipeinfer.job.loading.load import inexact_line
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import RunOptions, unescape, without_effect
+from pipeinfer.policies import PipeInfer
+from pipeinfer.policies.registry import POLICIES
+from tests.support.jobs import COMMAND, environment, finish, run_json
+
+ODD = (
+    "nan", "inf", "-inf", "NaN", "-1", "0", "", " ", "\t", "1e400", "-1e400", "1e308", "9" * 30, "-" + "9" * 30, "1_0",
+    "0x10", "1,", ",", "1,,2", "nan,1", "\u0661", "\u2603", "caf\u00e9", "\udcff", "--", "-x", "-", "1e-400", "+1",
+    "1.5",
+)  # fmt: skip
+PLAIN = {Whole: "1", Number: "0.5", Split: "1", Listed: "1", GpuLayers: "0", File: "some.file", Text: "text"}
+
+
+def leaves(command: click.Command, ctx: click.Context, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    if not isinstance(command, click.Group):
+        yield path.strip(), command
+        return
+    for name in command.list_commands(ctx):
+        found = command.get_command(ctx, name)
+        assert found
+        yield from leaves(found, ctx, f"{path} {name}")
+
+
+COMMANDS = dict(leaves(cli, click.Context(cli)))
+PARAMETERS = [
+    pytest.param(name, param, id=f"{name} {param.opts[0]}")
+    for name, command in COMMANDS.items()
+    for param in command.params
+]
+
+
+def takes_value(param: object) -> bool:
+    return not (isinstance(param, click.Option) and param.is_flag)
+
+
+def parse(name: str, words: list[str], given: click.Parameter | None = None) -> dict[str, object]:
+    """The values a command would get; what else it requires is filled in. Raises click.UsageError."""
+    command = COMMANDS[name]
+    for param in command.params:
+        if param.required and param is not given:
+            value = next(value for kind, value in PLAIN.items() if isinstance(param.type, kind))
+            words = [param.opts[0], value, *words] if isinstance(param, click.Option) else [value, *words]
+    return command.make_context(name, words).params
+
+
+def test_every_command_reads_its_words_the_same_way() -> None:
+    assert {"run", "bench", "simulate", "measure", "record", "timeline", "models split"} <= set(COMMANDS)
+    assert [name for name, command in COMMANDS.items() if not isinstance(command, Command)] == []
+    assert isinstance(cli, Group)
+
+
+@pytest.mark.parametrize(("name", "param"), PARAMETERS)
+def test_every_option_has_a_type_that_checks(name: str, param: click.Parameter) -> None:
+    assert isinstance(param.type, tuple(TYPES)), f"{name} {param.opts}: {param.type}; take a type of cli/values.py"
+
+
+@pytest.mark.parametrize(("name", "param"), [each for each in PARAMETERS if takes_value(each.values[1])])
+def test_odd_values_are_refused_in_one_line_or_legal(name: str, param: click.Parameter) -> None:
+    for value in ODD:
+        words = [param.opts[0], value] if isinstance(param, click.Option) else ["--", value]
+        try:
+            found = parse(name, words, param)[str(param.name)]
+        except click.UsageError as error:
+            message = error.format_message()
+            assert repr(value)[1:-1] in message, f"{value!r}: {message}"
+            assert isinstance(param, click.Argument) or param.opts[0] in message, message
+            assert "\n" not in message
+        else:
+            check_legal(found[0] if param.multiple and isinstance(found, tuple) else found, param.type)
+
+
+def check_legal(value: object, kind: click.ParamType) -> None:
+    if isinstance(kind, Listed):
+        assert isinstance(value, tuple) and value
+        for item in value:
+            check_legal(item, kind.item)
+    elif isinstance(kind, File):
+        assert isinstance(value, Path) and str(value).strip() not in ("", ".") and not str(value).startswith("--")
+    elif isinstance(kind, (Whole, Number)):
+        assert isinstance(value, (int, float)) and math.isfinite(value)
+        assert kind.min is not None and kind.max is not None and kind.min <= value <= kind.max
+    if isinstance(value, (str, Path)):
+        str(value).encode()  # UTF-8
+    if isinstance(kind, Text) and not kind.blank:
+        assert str(value).strip()
+
+
+# -- odd values that are legal, to the end
+
+
+def extremes(name: str, which: str, *policies: str) -> list[str]:
+    """Every numeric option of a command at its least or most, but those that size the work and other policies'."""
+    words: list[str] = []
+    own = {setting for policy in policies for setting, _, _ in settings_of(POLICIES[policy])}
+    foreign = {setting for kind in POLICIES.values() for setting, _, _ in settings_of(kind)} - own
+    for param in COMMANDS[name].params:
+        if param.name in foreign:
+            continue
+        if not isinstance(param.type, (Whole, Number)) or param.name in (
+            "predict", "prompt_tokens", "repetitions", "ctx_size", "nodes", "gbit", "acceptances", "requests", "rate",
+            "parallel", "concurrency", "max_delay_s", "draft_rank",
+        ):  # fmt: skip
+            continue
+        limit = param.type.min if which == "min" else param.type.max
+        if which == "min" and isinstance(param.type, Number) and param.type.min_open:
+            limit = 1e-300
+        words += [param.opts[0], str(limit)]
+    return words
+
+
+@pytest.mark.parametrize("which", ["min", "max"])
+@pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])
+def test_a_run_with_every_number_at_its_limit(which: str, policy: str) -> None:
+    asked = ["--policy", policy, *extremes("run", which, policy)]
+    done = finish(2, ["run", "-p", "def f(", "-n", "4", "-t", "1", "--ignore-eos", *asked])
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--draft", "4"], "--draft is an option of --policy speculative; of such options auto has none"),
+        (["run", "--policy", "iterative", "-pa", "0.1"], "--accept-cutoff is an option of --policy pipeinfer"),
+        (["run", "--policy", "speculative", "--no-async"], "speculative has --draft, --width"),
+        (["bench", "--policy", "iterative,speculative", "-pd", "0"], "iterative has none; speculative has --draft"),
+        (["simulate", "--policy", "speculative", "--inflight", "3"], "--inflight is an option of --policy pipeinfer"),
+    ],
+)
+def test_an_option_of_another_policy_is_refused(words: list[str], said: str) -> None:
+    done = finish(1, [*words, *(["--profile", "flowspec"] if words[0] == "simulate" else ["-p", "x"])])
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("temp", ["1e-300", "5e-324", "1e-40", "1000"])
+def test_very_low_and_high_temperatures(temp: str) -> None:
+    done = finish(
+        1, ["run", "-p", "def f(", "-n", "4", "-t", "1", "--temp", temp, "-s", "1", "--repeat-penalty", "1.1"]
+    )
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("which", ["min", "max"])
+def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
+    done = finish(
+        1,
+        [
+            "simulate",
+            "--profile",
+            "pipeinfer-a",
+            "--nodes",
+            "4",
+            "-n",
+            "8",
+            "--policy",
+            ",".join(POLICIES),
+            *extremes("simulate", which, *POLICIES),
+        ],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "-p", "x", "-n", "2147483647"], "-n 2147483647"),
+        (["run", "-p", "x", "-t", "100000"], "512"),
+        (["run", "-p", "x", "--temp", "nan"], "from 0 to 1000"),
+        (["run", "-p", "x", "--slice-cache", ""], "empty"),
+        (["run", "-p", "x", "--slice-cache", "/etc/passwd"], "no directory"),
+        (["run", "-p", "x", "-m", "/tmp"], "/tmp"),
+        (["run", "-p", "x", "--trace", "/tmp"], "--trace /tmp"),
+        (["run", "-p", "x", "--results", "/tmp"], "--results /tmp"),
+        (["run", "-f", "/tmp"], "--file /tmp"),
+        (["run", "-p", "x", "--pace", "nowhere"], "nowhere"),
+        (["run", "-p", r"\xff"], "--no-escape"),
+        (["run", "-p", "x", "-m", "-n", "3"], "./-n"),
+        (["simulate", "--profile", "pipeinfer-a", "--gbit", "nan"], "--gbit"),
+        (["simulate", "--profile", "pipeinfer-a", "--acceptance", "nan"], "--acceptance"),
+        (["simulate", "--profile", "/tmp"], "/tmp"),
+        (["timeline", "--for", "-5", "x", "-o", "y.png"], "--for"),
+        (["timeline", "/tmp", "-o", "y.png"], "/tmp"),
+        # a text in the place of a file's name
+        (["run", "-p", "x", "-sys", "You are"], "--chat"),
+        (["run", "-p", "x", "--chat", "-sys", "a", "-sysf", "b"], "one of them"),
+        (["run", "-p", "x", "--chat", "-sysf", "/does/not/exist"], "/does/not/exist"),
+        (["run", "-p", "x", "--chat", "--chat-template-file", "/does/not/exist"], "/does/not/exist"),
+        (["run", "-p", "x", "--chat", "--chat-template-kwargs", "[1]"], "no JSON object"),
+        (["run", "-p", "x", "--chat", "--chat-template-kwargs", '{"messages": []}'], "give other names"),
+        (["run", "-p", "x", "--stop", ""], "some text"),
+        (["run", "-p", "x", *["--stop", "y"] * 33], "--stop has 33 texts, and at most 32 are possible"),
+        (["run", "-p", "x", "-j", '{"const": NaN}'], "it has no NaN"),
+        (["run", "-f", "Once upon a time " * 20], "too long"),
+        (["run", "-p", "x", "-m", "/tmp/" * 2000], "too long"),
+        (["run", "-p", "x", "--pace", "x" * 300], "too long"),
+        (["simulate", "--profile", "x" * 300], "too long"),
+        (["simulate", "--profile", "x" * 300 + ".toml"], "too long"),
+        (["timeline", "x" * 300, "-o", "y.png"], "too long"),
+    ],
+)
+def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:
+    done = finish(1, arguments)
+    assert done.returncode == 2 and done.stdout == "" and words in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_what_is_about_guesses_is_without_effect_where_there_are_none() -> None:
+    asked = RunOptions(model=Path("m"), lookup=True, cancel=False, n_gpu_layers_draft=0)
+    assert without_effect(asked, 1) == (
+        "--lookup, -ngld, --no-cancel are without effect: policy iterative makes no guesses",
+    )
+    assert not without_effect(replace(asked, policy=PipeInfer()), 1)
+
+
+def test_a_wire_type_is_without_effect_where_nothing_is_sent() -> None:
+    options = RunOptions(model=Path("m"), numerics="fast", wire_type=WireType.BF16)
+    assert "--wire-type bf16 is without effect" in without_effect(options, 1)[0]
+    assert not without_effect(options, 2) and not without_effect(RunOptions(model=Path("m")), 1)
+    done = finish(1, ["run", "-p", "x", "-n", "2", "--numerics", "fast", "--wire-type", "bf16"])
+    assert done.returncode == 0 and "--wire-type bf16 is without effect" in done.stderr
+
+
+def test_a_prompt_that_is_not_utf_8() -> None:
+    done = subprocess.run([*COMMAND, "run", "-p", b"caf\xe9"], capture_output=True, env=environment(), timeout=60)
+    assert done.returncode == 2 and b"UTF-8" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+# -- llama.cpp's habits
+
+
+def test_what_llama_cpp_has_and_we_lack_is_named() -> None:
+    ours = {name for param in COMMANDS["run"].params for name in (*param.opts, *param.secondary_opts)}
+    assert not ours & set(INSTEAD) and not ours & set(HARMLESS), "an option that is there needs no excuse"
+    for name, says in INSTEAD.items():
+        if name not in HARMLESS:
+            with pytest.raises(click.UsageError) as error:
+                parse("run", ["-p", "x", name, "value"])
+            assert error.value.format_message() == f"{name}: {says}"
+        mentioned = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", says)) - {"--bind-to", "--cpu-bind", "-np", "-h"}
+        of_batch = {name for param in COMMANDS["batch"].params for name in param.opts}
+        assert mentioned <= (ours | of_batch if "pipeinfer batch" in says else ours), f"{name}: {says}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-mu", "http://x/y"], "-hf USER/MODEL"),
+        (["-hf", "x"], "write USER/MODEL"),
+        (["-st"], "run --chat"),
+        (["--no-jinja"], "always rendered by Jinja"),
+        (["-ctk", "q3_K"], "'iq4_nl'"),
+        (["-devd", "CUDA0"], "-ngl and --device"),
+        (["-fa", "off"], "on, 1"),
+        (["-fa"], "on, 1"),
+        (
+            ["--flash-attn", "-n", "3"],
+            "auto, -1; it has no effect here",
+        ),
+        (["--mirostat", "2"], "no such sampler"),
+        (["--lora", "x"], "merge"),
+        (["-zz"], "-zz"),
+        (["-nlg", "3"], "-nlg"),
+        (["--n-gpu-layer", "3"], "--n-gpu-layers"),
+        (["--frobnicate"], "--frobnicate"),
+        (["-vh"], "-vh"),
+        (["-n=3"], "-n=3"),
+        (["-fprompt.txt"], "-fprompt.txt"),
+    ],
+)
+def test_unknown_words_are_not_taken_for_others(words: list[str], message: str) -> None:
+    with pytest.raises(click.UsageError) as error:
+        parse("run", ["-p", "x", *words])
+    assert message in error.value.format_message()
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("--foo", []), ("--lok", []), ("--polcy", ["--policy"]), ("--md", ["-md"]), ("--verbos", ["--verbose"])],
+)
+def test_only_near_misses_are_suggested(word: str, near: list[str]) -> None:
+    with pytest.raises(click.NoSuchOption) as error:
+        parse("run", ["-p", "x", word])
+    assert (error.value.possibilities or []) == near
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--n-predict", "7"], "predict", 7),
+        (["--n_predict", "7"], "predict", 7),
+        (["-n7"], "predict", 7),
+        (["-t4,2"], "threads", (4, 2)),
+        (["--predict=7"], "predict", 7),
+        (["-n", "-2"], "predict", -2),
+        (["-b", "4096"], "batch_size", 4096),
+        (["-ngl", "all"], "n_gpu_layers", (-1,)),
+        (["--gpu-layers", "auto"], "n_gpu_layers", (-2,)),
+        (["-fa", "on", "-no-cnv", "--no-warmup", "--color", "auto", "-n", "3"], "predict", 3),
+        (["-p", "-hf is a flag"], "prompt", "-hf is a flag"),
+        (["--draft-p-min", "0.5", "--draft-n", "9"], "accept_cutoff", 0.5),
+        (["--spec-draft-model", "d.gguf"], "drafts", (Path("d.gguf"),)),
+        (["-f", "-"], "file", Path("-")),
+    ],
+)
+def test_llama_cpps_spellings(words: list[str], name: str, value: object) -> None:
+    assert parse("run", words)[name] == value
+
+
+def test_own_options_come_before_llama_cpps() -> None:
+    assert parse("bench", ["-r", "3"])["repetitions"] == 3
+    assert parse("run", ["-p", "x", "-r", "3"])["stops"] == ("3",)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"a\nb\tc\rd", "a\nb\tc\rd"),
+        (r"\\n", r"\n"),
+        (r"\'\"", "'\""),
+        (r"\x41\xc3\xa9", "Aé"),
+        (r"\x4", r"\x4"),
+        (r"\q\e", r"\q\e"),
+        ("\\", "\\"),
+        ("é\u2603", "é\u2603"),
+    ],
+)
+def test_escapes_of_a_prompt(text: str, expected: str) -> None:
+    assert unescape(text) == expected
+
+
+def test_escapes_for_bytes_that_are_not_utf_8() -> None:
+    with pytest.raises(UserError, match="--no-escape"):
+        unescape(r"caf\xe9")
+
+
+def test_the_prompt_is_read_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("def f(a):\n    return a\n\n")
+    common = ["-n", "1", "--temp", "0", "-t", "1"]
+    from_file = run_json(1, ["-f", str(tmp_path / "prompt.txt"), *common])["prompt_tokens"]
+    assert from_file == run_json(1, ["-p", r"def f(a):\n    return a\n", *common, "-b", "100000"])["prompt_tokens"]
+    literal = run_json(1, ["-p", r"def f(a):\n    return a\n", *common, "--no-escape"])["prompt_tokens"]
+    assert literal != from_file
+    nul = finish(1, ["run", "-p", r"a\x00b", *common])
+    assert nul.returncode == 0 and "Traceback" not in nul.stderr
+
+
+# -- help, version, completion
+
+
+def test_help_without_arguments_comes_in_lines() -> None:
+    for arguments in ([], ["models"]):
+        done = finish(1, arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("Usage: pipeinfer") and len(done.stderr.splitlines()) > 5
+
+
+def test_an_option_before_the_command() -> None:
+    done = finish(1, ["-m", "x.gguf"])
+    assert done.returncode == 2 and "pipeinfer run" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_the_version_names_llama_cpps(n_ranks: int) -> None:
+    done = finish(n_ranks, ["--version"])
+    assert done.returncode == 0
+    (line,) = done.stdout.splitlines()
+    assert re.fullmatch(r"pipeinfer [\d.]+, llama\.cpp \d\S+, ggml \d\S+, llama-cpp-python \d\S+", line)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("pipeinfer ru", "plain,run"), ("pipeinfer run --numerics ", "plain,fast"), ("pipeinfer run -m ", "file,"),
+     ("pipeinfer run --slice-cache ", "dir,"), ("pipeinfer bench --policy it", "plain,iterative")],
+)  # fmt: skip
+def test_shell_completion(words: str, expected: str) -> None:
+    asked = {"_PIPEINFER_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeinfer"], capture_output=True, text=True, env=environment() | asked
+    )
+    assert done.returncode == 0 and expected in done.stdout.splitlines(), done.stderr
+
+
+def test_the_completion_script_is_printed() -> None:
+    asked = os.environ | {"_PIPEINFER_COMPLETE": "bash_source"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeinfer"], capture_output=True, text=True, env=environment() | asked
+    )
+    assert done.returncode == 0 and "complete -o nosort -F" in done.stdout
+    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "given", "meant"),
+    [
+        (None, {}, "auto"), (None, {"accept_cutoff": 0.1}, "pipeinfer"), (None, {"width": 2}, "pipeinfer"),
+        (None, {"n_draft": 2}, "auto"), (None, {"width": 2, "n_draft": 2}, "auto"), ("flowspec", {}, "flowspec"),
+        ("pipedec", {"width": 2}, "pipedec"),
+    ],
+)  # fmt: skip
+def test_an_option_of_pipeinfer_means_it(named: str | None, given: dict[str, int], meant: str) -> None:
+    assert policy_meant(named, True, given) == meant
+    assert policy_meant(None, False, given) == "iterative"
+
+
+def test_exact_numerics_on_gpus_of_llama_are_not_promised() -> None:
+    exact = RunOptions(model=Path("m"))
+    line = inexact_line(exact, {0: "", 1: "a GPU", 2: "a GPU"})
+    assert "the layers of ranks 1, 2 are on GPUs of llama.cpp's" in line and "-ngl 0" in line
+    assert inexact_line(exact, {0: "", 1: ""}) == inexact_line(replace(exact, numerics="fast"), {1: "a GPU"}) == ""
+
+
+def test_exact_numerics_of_torch_want_devices_of_one_kind() -> None:
+    exact = RunOptions(model=Path("m"), backend=(Backend.parse("torch"),))
+    assert inexact_line(exact, {1: "NVIDIA H200", 2: "NVIDIA H200"}) == ""
+    line = inexact_line(exact, {1: "NVIDIA H200", 2: "NVIDIA H200", 3: ""})
+    assert "ranks 1, 2 on NVIDIA H200, rank 3 on a CPU" in line

@@ -1,0 +1,189 @@
+"""Activations that MPI moves from device to device: where they go so, and that the text stays what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from pipeinfer.cluster.cores import Host
+from pipeinfer.errors import ModelFault, UserError
+from pipeinfer.job.loading.device_messages import with_device_messages
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import AUTO, OFF, ON, RunOptions
+from pipeinfer.job.placement.deployment import lay_out
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.torch.library import torch_version
+from pipeinfer.policies.registry import POLICIES
+from tests.support.jobs import finish, run_json
+
+needs_torch = pytest.mark.skipif(not torch_version(), reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
+HOSTS = [Host("node", frozenset(range(8)), 8) for _ in range(4)]
+LLAMA, TORCH = Backend(), Backend("torch")
+FAST = ["--numerics", "fast", "-md", "none"]
+ASKED = ["-p", "def fibonacci(n):", "-n", "48", "-t", "1"]
+
+# --- which ranks ------------------------------------------------------------------------------------------------------
+
+
+def words(
+    options: RunOptions, is_aware: bool | None, gpus: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[bool], str]:
+    """What each rank, on what it has of GPUs, comes to."""
+
+    def gpu_of(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
+        if gpus[rank] == "lost":
+            raise UserError("no such device")
+        return gpus[rank]
+
+    monkeypatch.setattr("pipeinfer.job.loading.device_messages.gpu_of", gpu_of)
+    own: list[tuple[bool, str]] = []
+
+    def gather(word: tuple[bool, str]) -> list[tuple[bool, str]]:
+        own.append(word)
+        return [word] * 4
+
+    for rank in range(4):
+        with_device_messages(options, HOSTS, rank, lambda: is_aware, gather)
+    found, fault = with_device_messages(options, HOSTS, 0, lambda: is_aware, lambda word: own)
+    return [host.device_messages for host in found], fault
+
+
+MIXED = RunOptions(model=TARGET, backend=(TORCH, TORCH, LLAMA, TORCH))
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_aware", "expected"),
+    [
+        (AUTO, True, [True, False, False, True]),
+        (AUTO, False, [False] * 4),
+        (AUTO, None, [False] * 4),
+        (ON, True, [True, True, False, True]),
+        (ON, None, [True, True, False, True]),
+    ],
+)
+def test_ranks_on_gpus_do_where_mpi_says_that_it_can_and_others_where_asked(
+    asked: str, is_aware: bool | None, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(MIXED, gpu_aware=asked)
+    with monkeypatch.context() as patch:
+        found, fault = words(options, is_aware, ["an H200", "", "", "an H200"], patch)
+    assert found == expected and not fault
+
+
+def test_a_gpu_that_mpi_cannot_read_is_refused_and_one_that_is_not_there_is_left_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = replace(MIXED, gpu_aware=ON)
+    _, fault = words(options, False, ["", "", "", "an H200"], monkeypatch)
+    assert fault.startswith("--gpu-aware on: rank 3 (host node) is on a GPU") and "GPU-aware MPI" in fault
+    assert words(options, True, ["lost", "", "", "lost"], monkeypatch) == ([False, True, False, False], "")
+
+
+@pytest.mark.parametrize(
+    "options", [replace(MIXED, gpu_aware=OFF), replace(MIXED, gpu_aware=ON, pace="pipespec"),
+                RunOptions(model=TARGET, gpu_aware=ON)],
+)  # fmt: skip
+def test_who_has_no_use_for_it_is_not_asked(options: RunOptions) -> None:
+    def never() -> bool:
+        raise AssertionError
+
+    assert with_device_messages(options, HOSTS, 0, never, lambda word: [word] * 4) == (HOSTS, "")
+
+
+def test_only_neighbours_that_both_do_and_have_layers_of_the_target() -> None:
+    options = RunOptions(model=TARGET, drafts=(DRAFT,), backend=(TORCH,), gpu_aware=ON)
+    hosts = [replace(host, device_messages=rank != 2) for rank, host in enumerate(HOSTS)]
+    info, draft = read_model_info(TARGET), read_model_info(DRAFT)
+    with_draft = lay_out(replace(options, policy=POLICIES["pipeinfer"]()), hosts, info, [draft], 512, 100)
+    assert [with_draft.hop_is_apart(*hop) for hop in ((0, 1), (1, 2), (2, 3), (3, None))] == [False] * 4
+    assert any("--gpu-aware on is without effect: no two stages" in line for line in with_draft.unused)
+    alone = lay_out(options, hosts, info, [], 512, 100)
+    assert [alone.hop_is_apart(*hop) for hop in ((0, 1), (1, 2), (2, 3), (3, None))] == [True, False, False, False]
+    assert not alone.unused
+    assert lay_out(replace(options, gpu_aware=AUTO), HOSTS, info, [], 512, 100).unused == ()
+
+
+# --- what is found there ----------------------------------------------------------------------------------------------
+
+
+@needs_torch
+def test_rows_that_are_no_numbers_are_found_on_the_device() -> None:
+    import torch
+
+    from pipeinfer.models.llama.check_result import check_result
+    from pipeinfer.models.torch.device_queue import DeviceQueue
+    from pipeinfer.models.torch.results import OnDevice
+
+    def check(rows: np.ndarray) -> None:
+        check_result(rows, are_logits=False, where="layers 2-3 of model.gguf")
+
+    for bad, dtype in product((np.nan, np.inf, None), (torch.float32, torch.bfloat16)):
+        result = OnDevice(DeviceQueue(torch.device("cpu")), dtype)
+        values = torch.ones((3, 4))
+        if bad is not None:
+            values[1, 2] = bad
+        result.take(values)
+        if bad is None:
+            assert result.get(check).values.dtype is dtype
+        else:
+            with pytest.raises(ModelFault, match=r"layers 2-3 of model\.gguf .* a value that is no number .* row 1 of"):
+                result.get(check)
+
+
+@needs_torch
+def test_bf16_on_the_device_is_what_the_host_makes_of_it() -> None:
+    import torch
+
+    from pipeinfer.cluster.activations import WireType, read_activations, write_activations
+    from pipeinfer.models.torch.device_queue import DeviceQueue
+    from pipeinfer.models.torch.results import OnDevice
+
+    bits = np.random.default_rng(3).integers(0, 2**32, (500, 64), dtype=np.uint32)
+    values = np.where(np.isfinite(bits.view(np.float32)), bits.view(np.float32), 1.0).astype(np.float32)
+    result = OnDevice(DeviceQueue(torch.device("cpu")), torch.bfloat16)
+    result.take(torch.from_numpy(values))
+    room = np.empty(2 * values.size, np.uint8)
+    write_activations(values, room, WireType.BF16)
+    with np.errstate(over="ignore"):
+        rows = result.get(lambda rows: None)
+    assert np.array_equal(read_activations(room, 64, WireType.BF16), rows.values.float().numpy())
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("n_ranks", "more", "hops"),
+    [
+        (2, ["-md", "none"], {(0, 1)}),
+        (3, ["--policy", "pipeinfer", "--temp", "0.8", "--seed", "3"], {(1, 2)}),
+        (4, ["--policy", "flowspec", "--no-prepare-ahead"], {(1, 2), (2, 3)}),
+        (4, ["--policy", "pipedec", "--no-post-ahead", "--temp", "0.8", "--seed", "3"], {(1, 2), (2, 3)}),
+        # fast numerics: what a row has beside it must be alike too
+        (4, [*FAST, "--wire-type", "bf16"], {(0, 1), (1, 2), (2, 3)}),
+        (4, [*FAST, "--backend", "torch:cpu,torch:cpu,torch:cpu,llama"], {(0, 1), (1, 2)}),
+    ],
+)
+def test_the_text_stays_what_it_is(n_ranks: int, more: list[str], hops: set[tuple[int, int]]) -> None:
+    asked = [*ASKED, "--backend", "torch:cpu", *more]
+    greedy = asked if "--temp" in asked else [*asked, "--temp", "0"]
+    plain, apart = run_json(n_ranks, greedy), run_json(n_ranks, [*greedy, "--gpu-aware", "on"])
+    assert apart["tokens"] == plain["tokens"] and len(plain["tokens"]) == 48
+    assert not any(hop["from_device"] for hop in plain["wire"]["hops"])
+    for hop in apart["wire"]["hops"]:
+        is_apart = (hop["from"], hop["to"]) in hops
+        assert (hop["from_device"] > hop["messages"] // 4) == is_apart, apart["wire"]
+    assert "gpu-aware on" in apart["options"] and "gpu-aware" not in plain["options"]
+
+
+@needs_torch
+def test_without_two_stages_of_torch_it_is_said_to_be_without_effect() -> None:
+    done = finish(2, ["run", *ASKED, "--gpu-aware", "on"])
+    assert done.returncode == 0
+    assert "--gpu-aware on is without effect: no two stages that torch computes follow each other" in done.stderr

@@ -1,0 +1,112 @@
+"""What launchers put into the environment: as recorded from hydra 5.0.2, Open MPI 5.0.11 and Slurm 22.05; pmix from its
+manual."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.cluster.launch import check_size, rank_from_environment, size_from_environment
+from pipeinfer.errors import UserError
+from tests.support.jobs import COMMAND, ROOT, environment, launcher
+
+# one write: the launcher may mix the ranks' output at any byte
+PRINT_BOTH = """
+import os
+from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
+os.write(1, f"{rank_from_environment()} {size_from_environment()}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "9"}, (2, 3)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}, (1, 4)),
+        (
+            {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3", "PMI_RANK": "2", "PMI_SIZE": "3"},
+            (2, 3),
+        ),
+        ({"PMIX_RANK": "5", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}, (5, 8)),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4)),
+        # the batch script itself: no step of many tasks, though the allocation has 8
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),
+        ({"PMI_RANK": "nonsense", "PMI_SIZE": "3"}, (0, 1)),
+        ({"PMI_RANK": "0"}, (0, 1)),
+    ],
+)
+def test_rank_and_size(environ: dict[str, str], expected: tuple[int, int]) -> None:
+    assert (rank_from_environment(environ), size_from_environment(environ)) == expected
+
+
+def test_ranks_that_mpi_did_not_join_are_refused() -> None:
+    alone = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3"}  # srun --mpi=none
+    with pytest.raises(UserError, match="3 ranks were started"):
+        check_size(1, alone)
+    check_size(3, alone)
+    check_size(1, {})
+    check_size(1, {"PMI_RANK": "0", "PMI_SIZE": "1"})
+
+
+def run_three(program: str) -> subprocess.CompletedProcess[str]:
+    mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", ""))
+    if mpirun is None:
+        pytest.skip("no mpirun")
+    environ = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, env=environ).stdout
+    flags = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
+    command = [mpirun, *flags, "-np", "3", sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
+
+
+def test_under_the_installed_launcher() -> None:
+    done = run_three(PRINT_BOTH)
+    assert done.returncode == 0
+    assert sorted(done.stdout.split("\n")[:-1]) == ["0 3", "1 3", "2 3"]
+
+
+@pytest.mark.parametrize("start", ["", "from mpi4py import MPI; MPI.Finalize();"])
+def test_a_failing_job_says_only_what_rank_0_says(start: str) -> None:
+    if start:
+        pytest.importorskip("mpi4py")
+    say = "rank_from_environment() or os.write(2, b'one line\\n')"
+    done = run_three(f"import os; from pipeinfer.cluster.launch import *; {start} {say}; exit_together(2)")
+    assert (done.returncode, done.stderr.strip("\0\n ")) == (2, "one line")
+
+
+def test_files_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
+    for name in ("json", "random", "numpy", "click"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    for command in (COMMAND, ["sh", str(ROOT / "scripts" / "pipeinfer")]):
+        environ = environment() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=environ)
+        assert done.returncode == 0 and done.stdout.startswith("pipeinfer "), done.stderr
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_without_an_mpi_library_one_line_says_so(n_ranks: int) -> None:
+    done = subprocess.run(
+        [*launcher(n_ranks), *COMMAND, "run", "-p", "x", "-n", "1"], capture_output=True, text=True, timeout=60,
+        env=environment() | {"MPI4PY_LIBMPI": "/no/libmpi.so"},
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pipeinfer: no MPI library can be used (cannot load MPI library); install one")
+
+
+@pytest.mark.parametrize("words", [["plan"], ["run", "-p", "x", "-n", "1"]])
+def test_a_llama_cpp_that_cannot_be_loaded_is_one_line(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "libllama.so").write_text("no library")
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=60,
+        env=environment() | {"LLAMA_CPP_LIB_PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pipeinfer: llama.cpp cannot be loaded (Failed to load shared library")

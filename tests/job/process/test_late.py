@@ -1,0 +1,79 @@
+"""One rank comes late to a step that all ranks take together: those who wait cost nothing and hear what happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.job.process.test_ends import complaints, wait_until
+from tests.support.jobs import environment, launcher
+from tests.support.late import LATE_S
+
+N_RANKS, N_TICKS = 3, os.sysconf("SC_CLK_TCK")
+SOON_S = 1.0
+ORDERLY_S = 1.2  # more, once there is a text to be kept
+BUSY_SHARE = 0.3
+STEPS = ["all_gather", "broadcast", "clock_offset_s", "finalize"]
+
+
+def start(step: str, late_rank: int, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """The job, and the ranks' processes, all of which have come to the step."""
+    run = ["run", "-p", "def f(x):\n", "-n", "4"]
+    job = subprocess.Popen(
+        [*launcher(N_RANKS), sys.executable, "-m", "tests.support.late", step, str(late_rank), str(folder), *run],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        start_new_session=True,
+    )  # fmt: skip
+    marks = [folder / str(rank) for rank in range(N_RANKS)]
+    wait_until(lambda: all(mark.exists() for mark in marks))
+    time.sleep(0.3)
+    return job, [int(mark.read_text()) for mark in marks]
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of a core that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / N_TICKS
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="cores are counted through /proc")
+@pytest.mark.parametrize("step", STEPS)
+def test_ctrl_c_ends_a_job_whose_ranks_wait_for_one_that_is_late(step: str, tmp_path: Path) -> None:
+    late = 0 if step == "broadcast" else 2
+    job, pids = start(step, late, tmp_path)
+    waiting = [pid for rank, pid in enumerate(pids) if rank != late]
+    before_s, since_s = [cpu_s(pid) for pid in waiting], time.monotonic()
+    time.sleep(1.0)
+    shares = [
+        (cpu_s(pid) - used_s) / (time.monotonic() - since_s) for pid, used_s in zip(waiting, before_s, strict=True)
+    ]
+    os.killpg(job.pid, signal.SIGINT)
+    since_s = time.monotonic()
+    _, errors = job.communicate(timeout=LATE_S)
+    took_s = time.monotonic() - since_s
+    assert max(shares) < BUSY_SHARE, f"who waits costs {max(shares):.2f} of a core"
+    assert took_s < SOON_S + (ORDERLY_S if step == "finalize" else 0.0), errors
+    assert job.returncode == 130 and "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("step", "number", "victim"), [
+    ("clock_offset_s", signal.SIGKILL, 2), ("all_gather", signal.SIGKILL, 2), ("all_gather", signal.SIGSEGV, 1),
+    ("all_gather", signal.SIGKILL, 0),
+])  # fmt: skip
+def test_a_ranks_death_is_heard_by_those_who_wait(
+    step: str, number: signal.Signals, victim: int, tmp_path: Path
+) -> None:
+    """`all_gather` comes before the ranks have joined the watch."""
+    job, pids = start(step, 2, tmp_path)
+    os.kill(pids[victim], number)
+    since_s = time.monotonic()
+    _, errors = job.communicate(timeout=LATE_S)
+    assert time.monotonic() - since_s < 3 and job.returncode
+    (line,) = complaints(errors)
+    assert f"rank {victim} (host" in line and f"died of {number.name}; ending the job" in line

@@ -1,0 +1,362 @@
+"""Layers that are timed before there is a plan: what counts, on which ranks, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeinfer.cluster.cores import Host, processor_name
+from pipeinfer.cluster.costs import NOTHING, HeadCost, LinkCost, Profile
+from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.plan import Sizes
+from pipeinfer.cluster.slice_times import RankTimes, SliceTimes, slowdowns_beside
+from pipeinfer.cluster.timed_layers import time_layers, time_slice
+from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.profiling.layer_times import _read
+from pipeinfer.job.profiling.run_times import _read as read_times
+from pipeinfer.job.profiling.timed_ranks import (
+    TIMED_BYTES,
+    evened,
+    is_doubtful,
+    ranks_beside,
+    ranks_to_time,
+    timed_span,
+    timing_turns,
+)
+from pipeinfer.models.demo import TARGET
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_blank, open_slice
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.policies import PipeInfer
+from pipeinfer.virtual.profile import Machine, Model
+from tests.support.jobs import environment, finish, launcher
+from tests.support.toy import ToyStage
+
+LAYER_S, REST_S = 0.01, 0.004
+
+
+class TimedStage(ToyStage):
+    """A layer takes LAYER_S, what comes before and after them REST_S each; every third run is disturbed."""
+
+    now_s, n_runs, speaks = 0.0, 0, True
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        self.n_runs += 1
+        self.now_s += REST_S
+        for layer in range(self.first, self.last):
+            self.now_s += LAYER_S * (5 if self.n_runs % 3 == 0 else 1)
+            if self.speaks and (self.is_last or layer + 1 < self.last):
+                stop()
+        self.now_s += REST_S if self.is_last else 0
+        return super().evaluate(batch, lambda: False)
+
+
+def timed(stage: TimedStage, layer_bytes: list[int], output_bytes: int = 0, asks: bool = True) -> LayerSpeed:
+    found = time_layers(stage, layer_bytes, output_bytes, lambda: stage.now_s, asks)
+    assert not stage.cells()
+    return found
+
+
+def test_layers_and_what_follows_them_are_told_apart() -> None:
+    middle, last = timed(TimedStage(1, 4, False), [100] * 3), timed(TimedStage(1, 4, True), [100] * 3, 500)
+    assert middle.s_per_byte == pytest.approx(LAYER_S / 100) == last.s_per_byte and middle.output_s is None
+    assert last.output_s == pytest.approx(REST_S)
+    assert last.seconds([100, 200], 500) == pytest.approx([LAYER_S, 2 * LAYER_S + REST_S])
+    assert timed(TimedStage(1, 2, False), [100]).s_per_byte == pytest.approx((LAYER_S + REST_S) / 100), "all there is"
+
+
+def test_a_model_that_does_not_say_when_a_layer_is_done_is_timed_as_a_whole() -> None:
+    silent = TimedStage(1, 3, True)
+    silent.speaks = False
+    for stage, asks in ((silent, True), (TimedStage(1, 3, True), False)):
+        found = timed(stage, [100] * 2, 300, asks)
+        assert found.output_s is None and found.s_per_byte == pytest.approx(2 * (LAYER_S + REST_S) / 500)
+
+
+def test_layers_without_weights_are_computed_as_others_are() -> None:
+    info = read_model_info(TARGET)
+    for first, last in ((3, 6), (6, 9)):
+        params = LlamaParams(n_cells=256, n_seq_max=2, n_batch=1, n_outputs_max=1)
+        blank, real = (LlamaStage(cut(info, first, last), params) for cut in (open_blank, open_slice))
+        sizes = info.layer_bytes[first:last]
+        for model in (blank, real):
+            assert model.slice_bytes == real.slice_bytes and model.next_position(0) == 0
+        assert all(1e-6 < each.layer_s(sizes) < 1 for each in (_time(blank, sizes), _time(real, sizes)))
+        blank.close()
+        real.close()
+
+
+def _time(model: LlamaStage, sizes: tuple[int, ...]) -> LayerSpeed:
+    ticks = iter([n / 100 for n in range(0, 10**6)])
+    return time_layers(model, sizes, 10**6, lambda: next(ticks), asks=True)
+
+
+class StalledStage(TimedStage):
+    """The first run waits half a second for cores."""
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        self.now_s += 0.0 if self.n_runs else 0.5
+        return super().evaluate(batch, stop)
+
+
+def test_a_row_that_waited_for_cores_is_not_all_that_counts() -> None:
+    stage = StalledStage(1, 2, False)
+    assert timed(stage, [100]).s_per_byte == pytest.approx((LAYER_S + REST_S) / 100) and stage.n_runs >= 5
+
+
+# -- what runs cost, for predictions
+
+MORE_S, TOKEN_S, CHANGED_S, WOKEN_S = 0.002, 1e-5, 0.003, 0.005
+
+
+class CostlyStage(TimedStage):
+    """A layer takes MORE_S for each further row and TOKEN_S for each row and token before; a run after one of another
+    size takes CHANGED_S on top, one after a rest WOKEN_S."""
+
+    n_before, rested = 0, False
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        n_rows, context = len(batch.tokens), int(batch.positions[0])
+        self.now_s += REST_S + CHANGED_S * (n_rows != self.n_before) + WOKEN_S * self.rested
+        self.n_before, self.rested = n_rows, False
+        for layer in range(self.first, self.last):
+            self.now_s += LAYER_S + MORE_S * (n_rows - 1) + TOKEN_S * n_rows * context
+            if self.speaks and (self.is_last or layer + 1 < self.last):
+                stop()
+        self.now_s += n_rows * REST_S if self.is_last else 0
+        return ToyStage.evaluate(self, batch, lambda: False)
+
+    def rest(self, seconds: float) -> None:
+        self.now_s, self.rested = self.now_s + seconds, True
+
+
+def costs(stage: CostlyStage, layer_bytes: list[int], output_bytes: int = 0, asks: bool = True) -> SliceTimes:
+    found = time_slice(stage, layer_bytes, output_bytes, lambda: stage.now_s, asks, stage.rest)
+    assert not stage.cells()
+    return found
+
+
+def test_what_runs_cost_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TIMED_S", "FILLED_S"):
+        monkeypatch.setattr(f"pipeinfer.cluster.timed_layers.{name}", 9.0)
+    layer_s = [LAYER_S + MORE_S * (n_rows - 1) for n_rows in (1, 2, 4, 8)]
+    found = costs(CostlyStage(1, 4, True), [100] * 3, 500)
+    assert found.rows == (1, 2, 4, 8) and found.s_per_byte == pytest.approx([each / 100 for each in layer_s])
+    assert found.output_s == pytest.approx([REST_S, 2 * REST_S, 4 * REST_S, 8 * REST_S])
+    fixed = (found.context_s, found.run_s, found.reshape_s, found.rest_s)
+    assert fixed == pytest.approx((TOKEN_S, REST_S, CHANGED_S, WOKEN_S))
+    whole = costs(CostlyStage(1, 4, False), [100] * 3, asks=False)
+    assert whole.s_per_byte[0] == pytest.approx((3 * LAYER_S + REST_S) / 300) and not whole.output_s and not whole.run_s
+    assert found.times(2).rest_s == 2 * found.rest_s and found.times(2).s_per_byte[1] == 2 * found.s_per_byte[1]
+
+
+def test_where_rows_take_long_fewer_runs_are_timed() -> None:
+    slow = CostlyStage(1, 40, False)
+    found = costs(slow, [100] * 39)
+    assert found.rows == (1,) and found.context_s is None, "it is the estimate's then"
+    assert slow.now_s < 10
+
+
+def test_a_single_row_costs_what_was_timed() -> None:
+    """As a machine would have it by its bandwidth, and as it was timed."""
+    machine = Machine("a", 1e9, 1e10, 1e-6, 2e-4, 1e12)
+    model = Model("m", 8, 64, 1e6, 1e6, 4e6, 4e6, 1000)
+    estimate = machine.slice_of(model, 4, True)
+    times = SliceTimes((1.0, 8.0), (3e-9, 5e-9), (0.02, 0.03), 1e-6, 1e-3, 2e-3, 3e-3)
+    cost = times.slice_of(estimate, 1e6, 4e6)
+    assert cost.seconds(1, 0) == pytest.approx(2e-4 + 1e-3 + 4 * 3e-3 + 0.02)
+    assert cost.seconds(8, 0, reshapes=True, rested=True) == pytest.approx(2e-4 + 6e-3 + 4 * 5e-3 + 0.03)
+    assert cost.seconds(1, 100) - cost.seconds(1, 0) == pytest.approx(4 * 100 * 1e-6)
+    assert cost.layer.at(64) == max(estimate.layer.at(64), 5e-3)
+    silent = replace(times, output_s=(), context_s=None).slice_of(machine.slice_of(model, 4, True), 1e6, 4e6)
+    assert silent.output.at(1) == pytest.approx(4e6 * 3e-9)
+    assert set(silent.layer.context_s) == set(estimate.layer.context_s)
+    assert times.slice_of(machine.slice_of(model, 4, False), 1e6, 4e6).output is NOTHING
+
+
+def test_ranks_of_a_host_slow_each_other_down_as_they_were_timed_and_take_turns_beyond_its_cores() -> None:
+    times = SliceTimes((1.0,), (1e-9,))
+    pair = [RankTimes(times, beside=1.4, n_beside=2), RankTimes(times, beside=1.2, n_beside=2), RankTimes(times)]
+    assert slowdowns_beside(pair, [1, 1, 1], 2) == pytest.approx((1.0, 1.3, 1.3 * 1.5))
+    assert slowdowns_beside([RankTimes(times)] * 2, [2, 2], 2) == pytest.approx((1.0, 2.0)), "none fits beside another"
+    assert slowdowns_beside([RankTimes(times, beside=1.0, n_beside=2)] * 2, [1, 1], 8) == (1.0, 1.0)
+    hosts = [host("a", 2), host("b", 2), host("a", 2), host("a", 2)]
+    assert ranks_beside(hosts, (1, 2, 1, 1), 3) == [0, 2] and ranks_beside(hosts, (1, 2, 1, 1), 1) == [1]
+    assert ranks_beside(hosts[:1], (4,), 0) == []
+
+
+def test_a_host_slows_down_its_own_ranks_alone() -> None:
+    profile = Profile("p", 4, (), (), LinkCost(0, 1), HeadCost(), slowdowns={"a": (1.0, 1.5)})
+    assert [profile.crowding(2, 1, name) for name in ("a", "b")] == [1.5, 1.0]
+
+
+# -- which layers, on which ranks, when
+
+
+def test_as_many_layers_are_timed_as_a_stage_has_but_not_too_much() -> None:
+    small = Sizes((1000,) * 24, 0)
+    assert timed_span(small, 4, False) == (9, 15) and timed_span(small, 4, True) == (18, 24)
+    large = replace(small, layer_bytes=(TIMED_BYTES // 2,) * 24)
+    assert timed_span(large, 4, False) == (11, 13) and timed_span(large, 24, True) == (23, 24)
+    huge = replace(small, layer_bytes=(9 * TIMED_BYTES,) * 24)
+    assert timed_span(huge, 4, False) == (12, 13)
+    odd = {(first, last): "odd" for first in range(24) for last in range(25) if first % 4 or last % 4}
+    assert timed_span(replace(large, faults=odd), 4, False) == (8, 12)
+    assert timed_span(replace(large, faults=odd), 4, True) == (20, 24)
+    assert timed_span(Sizes((5, 5), 0), 2, False) == (1, 2), "the first layer wants tokens"
+    assert timed_span(Sizes((5,), 0), 1, True) is None
+
+
+def host(name: str, n_cores: int = 4, processor: str = "x") -> Host:
+    return Host(name, frozenset(range(n_cores)), n_cores, processor=processor)
+
+
+def ranks(hosts: list[Host], **changed: Any) -> list[int]:
+    fixed: dict[str, Any] = {"model": TARGET, "drafts": (TARGET,), "policy": PipeInfer(), "draft_rank": 0}
+    return ranks_to_time(RunOptions(**fixed | changed), hosts)
+
+
+def test_only_ranks_that_are_not_alike_are_timed() -> None:
+    a, b, c = host("a"), host("b"), host("c")
+    assert not ranks([a] * 3) and not ranks([a, a], drafts=())
+    assert ranks([a, b, c]) == [1, 2] and ranks([a, a, b, b], drafts=()) == [0, 1, 2, 3], "hosts that only look alike"
+    assert not ranks([a, b, b]), "the draft's host is no matter"
+    assert ranks([host("a", processor="y"), b, c], draft_rank=None) == [0, 1, 2], "but where it may be any"
+    assert ranks([a, b, host("c", processor="y")]) == ranks([a, b, host("c", 8)]) == ranks([a, b, c], threads=(4, 4, 2))
+    assert ranks([a, b, c], drafts=(), threads=(1, 2, 2)) == [0, 1, 2]
+    assert ranks([a, a, b, c]) == [1, 2, 3], "a rank that has its host for itself"
+    assert ranks([a, b, c], n_gpu_layers=(0, -1, -1)) == [1, 2], "GPUs of two hosts"
+    assert not ranks([b, a, a], n_gpu_layers=(-1,)) and not ranks([b, a, a], backend=(Backend.parse("torch:cpu"),))
+    assert ranks([a, b, c], backend=(Backend.parse("torch"),)) == [1, 2]
+    unlike = {"threads": (1, 1, 2)}
+    assert not ranks([a, b, c], **unlike, layer_split="4,5") and not ranks([a, b, c], **unlike, pace="sipipe")
+    assert not ranks([a, b, c], threads=(1, 2)) and not ranks([a], **unlike), "which is refused later"
+
+
+def test_what_only_timing_tells_apart_is_alike() -> None:
+    assert not is_doubtful([LayerSpeed(1.0), LayerSpeed(1.08), LayerSpeed(9.0), None], [("x",), ("x",), ("y",), ("y",)])
+    assert is_doubtful([LayerSpeed(1.0), LayerSpeed(1.2), None], [("x",)] * 3) and not is_doubtful([None], [("x",)])
+    near, far, other, unknown = [1.0, 1.08], [1.0, 1.3], 9.0, None
+    kinds = [("x",), ("x",), ("y",), ("y",)]
+    assert evened([*map(LayerSpeed, near), LayerSpeed(other), unknown], kinds) == [
+        LayerSpeed(1.04),
+        LayerSpeed(1.04),
+        LayerSpeed(other),
+        unknown,
+    ]
+    assert evened([*map(LayerSpeed, far), LayerSpeed(other), unknown], kinds) == [
+        *map(LayerSpeed, far),
+        LayerSpeed(other),
+        unknown,
+    ]
+    assert evened([*map(LayerSpeed, near), LayerSpeed(other)], kinds[:3])[:2] == [LayerSpeed(1.04), LayerSpeed(1.04)]
+    with_output = [LayerSpeed(1.0), LayerSpeed(1.08, 5.0), LayerSpeed(9.0)]
+    assert evened(with_output, kinds[:3])[1] == LayerSpeed(1.04, 5.0)
+    assert evened([unknown, *with_output[:2]], [("y",), *kinds[:2]]) == [None] * 3, "sizes say as much"
+    assert evened([*map(LayerSpeed, far)], kinds[:2]) == [*map(LayerSpeed, far)]
+
+
+def test_ranks_of_a_host_time_at_once_where_it_has_cores_for_them() -> None:
+    pair = [host("a"), host("a"), host("b"), host("b"), host("b")]
+    assert timing_turns(pair, (1, 3, 1, 1, 2), [1, 2, 3, 4]) == {1: 0, 2: 0, 3: 0, 4: 0}
+    assert timing_turns(pair, (2, 3, 2, 1, 2), [1, 2, 3, 4]) == {1: 0, 2: 0, 3: 1, 4: 2}
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, {}, {"s_per_byte": 0.0, "output_s": None}, {"s_per_byte": 1.0, "output_s": "x"}]
+)
+def test_what_was_kept_and_is_no_time_is_timed_anew(value: object) -> None:
+    assert _read(value) is None
+
+
+def test_a_processor_is_named_as_the_system_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\ncpu MHz\t: 1\n\nmodel name\t: other\n")
+    assert processor_name(path) == "Some CPU @ 2 GHz" and processor_name(tmp_path / "none") == ""
+    path.write_text("processor : 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n\n")
+    assert processor_name(path) == "0x41 0xd0c"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"beside": "x"}, {"target": None}, {"target": {}}, {"n_beside": 0}, {"s_per_byte": (0.0,)}, {"rows": ()}],
+)
+def test_costs_that_were_kept_and_are_none_are_timed_anew(changed: dict[str, Any]) -> None:
+    value = json.loads(json.dumps(asdict(RankTimes(SliceTimes((1.0,), (1e-9,)), SliceTimes((1.0,), (1e-9,)), 0))))
+    again = read_times(value)
+    assert again and again.draft == SliceTimes((1.0,), (1e-9,)) and again.source == "timed before"
+    inner = {name: each for name, each in changed.items() if name not in value}
+    assert read_times(value | changed | ({"target": value["target"] | inner} if inner else {})) is None
+    assert read_times(None) is None and read_times(3) is None
+
+
+# -- jobs
+
+
+def test_a_job_times_ranks_that_are_not_alike_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "200"}
+    monkeypatch.setattr("tests.support.jobs.environment", lambda: environment() | own)
+    words = ["-m", str(TARGET), "-md", "none", "-t", "1,2"]
+    planned = finish(2, ["plan", *words, "--json"])
+    assert planned.returncode == 0, planned.stderr
+    rows = json.loads(planned.stdout)["ranks"]
+    assert [row["layer_source"] for row in rows] == ["timed now"] * 2 and all(row["layer_s"] > 0 for row in rows)
+    run = finish(2, ["run", *words, "-n", "1", "-p", "x"])
+    lines = [line.split() for line in run.stderr.splitlines() if "timed before" in line]
+    assert run.returncode == 0 and [row["layers"] in line for row, line in zip(rows, lines, strict=True)] == [True] * 2
+
+
+FAILING = """
+import os, sys
+from pipeinfer.cli.main import main
+from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.errors import UserError
+from pipeinfer.job.profiling import layer_times
+how, name = sys.argv[1], {"refuse": "open_blank"}.get(sys.argv[1], "time_layers")
+def fail(*words, **more):
+    if how == "die":
+        os._exit(9)
+    raise UserError("no such device")
+if rank_from_environment() == 2:
+    setattr(layer_times, name, fail)
+sys.argv[1:] = sys.argv[2:]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("refuse", ["layers go by size, not by ranks' speed: rank 2 (", "could not be timed: no such device"]),
+        ("die", ["rank 2 (", "timing layers"]),
+    ],
+)
+def test_a_rank_that_fails_while_it_times_is_named(how: str, words: list[str], tmp_path: Path) -> None:
+    done = failing(tmp_path, how, "run", "-p", "x", "-n", "2", "-t", "1,1,2")
+    assert (done.returncode == 0) == (how == "refuse"), done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_that_a_rank_could_not_be_timed_is_said_of_what_is_predicted(tmp_path: Path) -> None:
+    done = failing(tmp_path, "refuse", "plan", "-t", "1")
+    assert done.returncode == 0 and "measured" in done.stdout, done.stderr
+    assert "predictions go by the hosts' speed, and are too high: rank 2 (" in done.stdout
+    assert "): no such device" in done.stdout
+
+
+def failing(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*launcher(3), sys.executable, "-c", FAILING, *words],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
+        env=environment() | {"XDG_CACHE_HOME": str(tmp_path)},
+    )  # fmt: skip

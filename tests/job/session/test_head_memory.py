@@ -1,0 +1,179 @@
+"""What rank 0 of a service keeps does not grow with the requests that it has served, nor with the time it was idle."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
+from pipeinfer.cluster.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.transport import Comm
+from pipeinfer.cluster.watch.flow import Flow
+from pipeinfer.cluster.wire import decode_verdict
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.kv.sequences import SequencePool
+from pipeinfer.core.levels import Level
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.errors import StopRequested
+from pipeinfer.job.launch.context import Context
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.process.stop import StopFlag
+from pipeinfer.job.serve import pictures
+from pipeinfer.job.serve.front import Alive, Ask, Came, Drop, Ended, FromFront, FromHead
+from pipeinfer.job.serve.serve import Service
+from pipeinfer.job.serve.serve_prepare import ServeWork
+from pipeinfer.job.session.open_requests import OpenRequests
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.observe.ledger import HeadLedger
+from pipeinfer.observe.trace import NO_TRACE
+from pipeinfer.policies import Auto
+from tests.support.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyStage
+
+N_OPEN, N_CELLS, N_DIFFERENT = 2, 400, 30
+N_SPREAD = 1000
+"""Blocks of Python's memory by which two moments may differ that are hundreds of requests apart."""
+
+
+class Words:
+    """A tokenizer of the toy's vocabulary: each token is a letter."""
+
+    ends = ()
+
+    def is_end(self, token: int) -> bool:
+        return False
+
+    def decode_piece(self, token: int, special: bool = False) -> bytes:
+        return bytes([97 + token])
+
+
+class Clients:
+    """The front of a service whose clients ask all kinds of short requests, and leave some. `messages`: sent one at a
+    time while no client has anything to say."""
+
+    address = "nowhere"
+
+    def __init__(self, n_requests: int, messages: Sequence[FromFront] = ()) -> None:
+        self.n_requests, self.messages, self.rng = n_requests, list(messages), random.Random(3)
+        self.open: dict[int, int] = {}  # id -> tokens until its client leaves
+        self.drops: list[FromFront] = []
+        self.n_asked = self.n_ended = self.n_left = self.n_runs = 0
+
+    def has_news(self) -> bool:
+        return True
+
+    def take(self) -> Sequence[FromFront]:
+        found, self.drops = self.drops, []
+        while len(self.open) < N_OPEN and self.n_asked < self.n_requests:
+            found.append(self._ask())
+        if not found and self.messages:
+            found.append(self.messages.pop())
+        return found
+
+    def _ask(self) -> Ask:
+        id, number = self.n_asked, self.rng.randrange(N_DIFFERENT)
+        self.n_asked += 1
+        self.open[id] = self.rng.randint(0, 6) if self.rng.random() < 0.2 else 1000
+        rng = random.Random(number)
+        prompt = tuple([*range(rng.choice((1, 4, 9))), rng.randrange(N_VOCAB)])
+        sampling = SamplingParams(
+            seed=number, temp=rng.choice((0.0, 0.8)), repeat_penalty=rng.choice((1.0, 1.2)),
+            n_logprobs=rng.choice((-1, -1, 0, 3)),
+        )  # fmt: skip
+        stops = ("ab", "c") if rng.random() < 0.2 else ()
+        keep, priority = rng.random() < 0.5, rng.choice((0, 0, 1))
+        return Ask(id, prompt, rng.randint(1, 16), sampling, False, stops, False, None, keep, priority)
+
+    def tell(self, message: FromHead) -> None:
+        if isinstance(message, Came):
+            for id, n_tokens, *_ in message.parts:
+                self.open[id] -= n_tokens
+                if self.open[id] < 0:
+                    del self.open[id]
+                    self.drops.append(Drop(id))
+                    self.n_left += 1
+        elif isinstance(message, Ended) and self.open.pop(message.id, None) is not None:
+            self.n_ended, self.n_runs = self.n_ended + 1, message.n_runs
+
+    def lost(self) -> str:
+        is_busy = self.n_asked < self.n_requests or self.open or self.drops or self.messages
+        return "" if is_busy else "all have their texts"
+
+    def start(self, setup: object) -> None: ...
+
+    def close(self, grace_s: float = 0.0) -> None: ...
+
+
+def toy_service(front: Clients) -> Service:
+    """A service on a lone rank that hosts the toy model, as `run` leaves it when the models are loaded."""
+    options = RunOptions(model=Path("toy"), policy=Auto(), parallel=N_OPEN)
+    context = Context(options, cast(Any, None), StopFlag(), NO_TRACE, Flow())
+    stages = [SimpleNamespace(rank=0)]
+    plan = SimpleNamespace(stages=stages, computing={0}, drafts={}, n_ranks=1, describe=lambda rank: "all")
+    deployment = cast(Deployment, SimpleNamespace(plan=plan, model=SimpleNamespace(rewinds=True)))
+    work = ServeWork(cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), frozenset(), 1.0)
+    service = Service(context, deployment, work)
+    session = service.session
+    worker = StageWorker(ToyStage(0, N_LAYERS, True, N_CELLS), LocalPrunings(), time.monotonic, is_first=True)
+    pipeline = session._pipeline = HeadPipeline(cast(Comm, None), [0], worker, 0, decode_verdict)
+    session._engine = Engine(
+        Level(pipeline, SequencePool(options.n_seq, N_CELLS)), OracleDrafter(Reference(N_LAYERS), 0.6),
+        HeadWaiter(context.flag.check, pipeline, service._is_called), time.monotonic,
+        run_cost=RunCost({1: 1e-5, 8: 2e-5}),
+    )  # fmt: skip
+    service.requests = OpenRequests(context, session, work.tokenizer, N_CELLS, service._tell)
+    return service
+
+
+def serve(service: Service) -> list[int]:
+    """Until the clients have all they want: blocks of Python's memory whenever notes were taken."""
+    blocks, session = list[int](), service.session
+    with pytest.raises(StopRequested):
+        while not service._has_drained():
+            service.requests.step()
+            n_noted = session.n_noted
+            assert n_noted < pictures.N_NOTED + 10
+            service.pictures.next()
+            if session.n_noted < n_noted:
+                gc.collect()
+                blocks.append(sys.getallocatedblocks())
+    return blocks
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "N_NOTED", 500)
+    front = Clients(n_requests=1000)
+    service = toy_service(front)
+    blocks = serve(service)
+    assert front.n_ended > 700 and front.n_left > 100 and not service._ids and not service._open
+    assert front.n_runs == service.session.n_runs and len(blocks) == front.n_runs // pictures.N_NOTED >= 5
+    assert blocks[-1] < blocks[1] + N_SPREAD
+
+
+def test_notes_take_less_than_a_megabyte() -> None:
+    tracemalloc.start()
+    ledger, at_s = HeadLedger(), 0.0
+    for run_id in range(1000, 1000 + pictures.N_NOTED // 2):
+        for windows in (ledger.waits, ledger.cancelled):
+            windows.append((at_s + run_id, at_s + run_id))
+        ledger.submitted_s[run_id] = at_s + run_id
+        for moments in (ledger.verdicts, ledger.cancels):
+            moments.append((at_s + run_id, run_id + 1))
+    n_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert ledger.n_notes == pictures.N_NOTED and n_bytes < 1e6
+
+
+def test_an_idle_service_keeps_no_record_of_its_waits() -> None:
+    """Each sign of life of the process that speaks HTTP ends a wait."""
+    assert len(serve(toy_service(Clients(1, [Alive()] * 3 * pictures.N_NOTED)))) >= 2

@@ -1,0 +1,106 @@
+"""Eight requests at once on real models, exact: each text is, to the bit, that of the request alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.kv.sequences import SequencePool
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Request
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.policies import Iterative, PipeInfer, Speculative
+from tests.core.test_engine import toy_engine
+from tests.support.toy import ToyPipeline
+
+N_CELLS, N_CTX, N_SEQ, N_PREDICT = 768, 160, 31, 40
+N_LAYER = 9
+
+
+def load(cuts: Sequence[int]) -> list[LlamaStage]:
+    info = read_model_info(TARGET)
+    assert info.n_layer == N_LAYER
+    params = LlamaParams(N_CELLS, N_SEQ + 1, n_batch=129, n_outputs_max=33)
+    edges = [0, *cuts, N_LAYER]
+    return [LlamaStage(open_slice(info, first, last), params) for first, last in pairwise(edges)]
+
+
+@pytest.fixture(scope="module")
+def draft() -> Iterator[LlamaStage]:
+    info = read_model_info(DRAFT)
+    params = LlamaParams(N_CELLS, N_SEQ + 1, n_batch=32, n_outputs_max=32, exact=False)
+    stage = LlamaStage(open_slice(info, 0, info.n_layer), params)
+    yield stage
+    stage.close()
+
+
+def make_requests() -> list[Request]:
+    rng = random.Random(7)
+    requests = []
+    for request_id, length in enumerate((1, 5, 30, 64, 65, 90, 110, 12)):
+        prompt = [rng.randrange(300, 3000) for _ in range(length)]
+        params = SamplingParams(
+            seed=request_id, temp=0.8 * (request_id % 2), repeat_penalty=1.0 + 0.1 * (request_id % 3)
+        )
+        requests.append(Request(request_id, prompt, N_PREDICT, params, N_CTX))
+    return requests
+
+
+def make_policy(request_id: int) -> Policy:
+    policies: list[Policy] = [PipeInfer(microbatch=3), Iterative(), Speculative(n_draft=6, width=3)]
+    return policies[request_id % 3]
+
+
+def generate(stages: Sequence[LlamaStage], draft: LlamaStage, requests: Sequence[Request], seed: int) -> int:
+    """Run them all at once; how often parked cells were won back."""
+    for stage in (*stages, draft):
+        stage.clear()
+    pipeline = ToyPipeline(stages, random.Random(seed))
+    pool = SequencePool(N_SEQ, N_CELLS, parked=True)
+    n_compactions, compact = 0, pool.compact
+
+    def count() -> None:
+        nonlocal n_compactions
+        n_compactions += 1
+        compact()
+
+    pool.compact = count  # type: ignore[method-assign]
+    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32, draft.n_vocab)
+    engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
+    for request in requests:
+        engine.add(request, make_policy(request.id))
+    for _ in engine.generate():
+        pass
+    engine.audit()
+    return n_compactions
+
+
+@pytest.fixture(scope="module")
+def solo(draft: LlamaStage) -> list[list[int]]:
+    (stage,) = stages = load(())
+    texts = []
+    for request in make_requests():
+        generate(stages, draft, [request], seed=request.id)
+        texts.append(request.tokens)
+    stage.close()
+    return texts
+
+
+@pytest.mark.parametrize("cuts", [(), (4,), (3, 6), (1, 3, 5, 7)])
+def test_each_text_is_that_of_the_request_alone(
+    cuts: tuple[int, ...], draft: LlamaStage, solo: list[list[int]]
+) -> None:
+    stages, requests = load(cuts), make_requests()
+    n_compactions = generate(stages, draft, requests, seed=len(cuts))
+    for stage in stages:
+        stage.close()
+    assert [request.tokens for request in requests] == solo
+    assert n_compactions > 0 or cuts, "nothing was ever won back"

@@ -1,0 +1,132 @@
+"""Requests that begin alike, at once on real models, exact: each text is, to the bit, that of the request alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.core.drafting import ModelDrafter
+from pipeinfer.core.kv.sequences import SequencePool
+from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.observe.metrics import RequestMetrics
+from tests.core.test_engine import toy_engine
+from tests.job.session.test_many_real import N_LAYER, make_policy
+from tests.support.architecture_factory import write_random_model
+from tests.support.architecture_models import MODELS
+from tests.support.jobs import finish
+from tests.support.toy import ToyPipeline
+
+N_CELLS, N_CTX, N_SEQ, N_PREDICT = 768, 330, 31, 24
+SYSTEM = [random.Random(1).randrange(300, 3000) for _ in range(200)]
+
+
+def load(cuts: Sequence[int]) -> list[LlamaStage]:
+    info = read_model_info(TARGET)
+    params = LlamaParams(N_CELLS, N_SEQ + 1, n_batch=129, n_outputs_max=33)
+    return [LlamaStage(open_slice(info, first, last), params) for first, last in pairwise([0, *cuts, N_LAYER])]
+
+
+@pytest.fixture(scope="module")
+def draft() -> Iterator[LlamaStage]:
+    info = read_model_info(DRAFT)
+    params = LlamaParams(N_CELLS, N_SEQ + 1, n_batch=32, n_outputs_max=32, exact=False)
+    stage = LlamaStage(open_slice(info, 0, info.n_layer), params)
+    yield stage
+    stage.close()
+
+
+def make_requests() -> list[Request]:
+    """Three texts of one prompt, a short one and questions of several lengths behind one system prompt, and one that
+    begins with all that another one asks."""
+    rng, requests = random.Random(7), list[Request]()
+    short = [rng.randrange(300, 3000) for _ in range(20)]
+    questions = [SYSTEM, SYSTEM, SYSTEM, short, short]
+    questions += [[*SYSTEM, *(rng.randrange(300, 3000) for _ in range(n))] for n in (3, 50, 100)]
+    questions += [[*questions[-1], 5, 6, 7]]
+    for number, prompt in enumerate(questions):
+        params = SamplingParams(seed=number, temp=0.8 * (number % 2), repeat_penalty=1.1)
+        requests.append(Request(number, prompt, N_PREDICT, params, N_CTX, keep=number % 2 == 0))
+    return requests
+
+
+def generate(
+    stages: Sequence[LlamaStage], draft: LlamaStage, requests: Sequence[Request], seed: int
+) -> tuple[int, list[KvOp]]:
+    """Run them all at once: how many tokens of prompts were others', and the operations that the stages were given."""
+    for stage in (*stages, draft):
+        stage.clear()
+    pipeline, ops = ToyPipeline(stages, random.Random(seed)), list[KvOp]()
+    pool = SequencePool(N_SEQ, N_CELLS, parked=True)
+    take = pool.take_pending
+
+    def note() -> list[KvOp]:
+        found = take()
+        ops.extend(found)
+        return found
+
+    pool.take_pending = note  # type: ignore[method-assign]
+    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32, draft.n_vocab)
+    engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
+    metrics = [RequestMetrics() for _ in requests]
+    for request, observer in zip(requests, metrics, strict=True):
+        engine.add(request, make_policy(request.id), observer)
+    for _ in engine.generate():
+        engine.audit()
+    return sum(each.n_kept for each in metrics), ops
+
+
+@pytest.fixture(scope="module")
+def solo(draft: LlamaStage) -> list[list[int]]:
+    (stage,) = stages = load(())
+    texts = []
+    for request in make_requests():
+        n_shared, _ = generate(stages, draft, [request], seed=request.id)
+        assert not n_shared
+        texts.append(request.tokens)
+    stage.close()
+    return texts
+
+
+@pytest.mark.parametrize("cuts", [(), (3, 6)])
+def test_texts_that_begin_alike_are_those_of_each_alone(
+    cuts: tuple[int, ...], draft: LlamaStage, solo: list[list[int]]
+) -> None:
+    stages, requests = load(cuts), make_requests()
+    n_shared, ops = generate(stages, draft, requests, seed=len(cuts))
+    for stage in stages:
+        stage.close()
+    assert [request.tokens for request in requests] == solo
+    assert n_shared >= 2 * 199 + 19 + 3 * 128, "prompts were evaluated again"
+    assert {OpKind.SHARED, OpKind.COMPACT} <= {op.kind for op in ops} or cuts, "nothing that was shared was packed"
+
+
+def test_a_batch_on_layers_with_windows(tmp_path: Path) -> None:
+    """Begun by others, packed, preempted: with a window of 8 most of what is shared is out of sight."""
+    target = write_random_model(tmp_path / "target.gguf", replace(MODELS["gemma3"], with_vocab=True))
+    prompts = ["the model", "a token " * 30, "the layer of the rank " * 10, "the layer of the rank " * 4, "a token"]
+    lines = [
+        json.dumps({"prompt": prompts[at % 5], "max_tokens": 20 + 50 * (at % 3), "seed": at, "ignore_eos": True})
+        for at in range(24)
+    ]
+    asked, texts = tmp_path / "asked.jsonl", []
+    asked.write_text("\n".join(lines))
+    for n_parallel in (1, 6):
+        answers = tmp_path / f"{n_parallel}.jsonl"
+        words = ["batch", str(asked), "-o", str(answers), "-m", str(target), "-md", "none", "-c", "500", "-t", "1"]
+        done = finish(1, [*words, "--parallel", str(n_parallel)])
+        assert done.returncode == 0, done.stderr
+        found = [json.loads(line) for line in answers.read_text().splitlines()]
+        texts.append({each["index"]: each["text"] for each in found})
+    assert texts[0] == texts[1] and len(texts[0]) == 24

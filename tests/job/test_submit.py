@@ -1,0 +1,240 @@
+"""`pipeinfer submit`: the scripts it writes, as golden files, and jobs of a real Slurm with two nodes on this host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pipeinfer.cli.submit import submit_command
+from pipeinfer.cluster.sbatch import JobState
+from pipeinfer.cluster.slurm import Group, parse_group
+from pipeinfer.errors import UserError
+from pipeinfer.job.submit import follow, is_open_mpi, own_program
+from pipeinfer.observe.results import read_results
+from tests.support.jobs import COMMAND, ROOT, finish, launcher
+from tests.support.slurm import Slurm, missing_programs, private_slurm
+
+GOLDEN = Path(__file__).parent / "sbatch"
+MODELS = ("-m", "target.gguf", "-md", "draft.gguf")
+SCRIPTS = {
+    "run": ["-N", 4, "-c", 36, "--mem", "300G", "-t", "12:00:00", "-p", "main", "-A", "lab",
+            "run", *MODELS, "-p", "it's\n100%", "-n", 64],
+    "gpus": ["-n", 8, "-N", 4, "--gpus-per-task", "h100:1", "-C", "fast", "-q", "high", "--sbatch=--exclusive",
+             "--module", "gcc/12", "--module", "mpich/4", "--setup", "source env.sh", "--setup", "export X=1",
+             "-J", "two words", "--mpi", "pmix", "--", "bench", *MODELS, "-ngl", "all", "--results", "mine.csv"],
+    "groups": ["--group", "ntasks=1,cpus-per-task=8,mem=32G", "-t", 30,
+               "--group", "nodes=3,cpus-per-task=36,gpus-per-task=1,partition=big", "run", *MODELS, "-p", "x"],
+    "mpirun": ["-n", 3, "--launcher", "mpirun", "plan", *MODELS],
+}  # fmt: skip
+
+
+def call(*words: object) -> str:
+    """What it prints. Raises what it refuses."""
+    result = CliRunner().invoke(submit_command, [str(word) for word in words], standalone_mode=False)
+    if result.exception:
+        raise result.exception
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_as_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has changed on purpose is written anew with: pipeinfer submit --dry-run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipeinfer.cli.submit.is_open_mpi", lambda: False)
+    text = call("--dry-run", *SCRIPTS[name])
+    places = {
+        str(tmp_path): "/home/me",
+        own_program("pipeinfer"): "/env/bin/pipeinfer",
+        own_program("mpirun"): "mpirun",
+    }
+    for place, shown in places.items():
+        text = text.replace(place, shown)
+    assert text == (GOLDEN / f"{name}.sh").read_text()
+    assert not list(tmp_path.iterdir()), "nothing is made"
+
+
+def test_open_mpi_is_started_as_it_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipeinfer.cli.submit.is_open_mpi", lambda: True)
+    assert "srun -X --mpi=pmix -n 2 " in call("--dry-run", "-n", 2, "run", "-p", "x")
+    assert "mpirun --bind-to none -np 2 " in call("--dry-run", "-n", 2, "--launcher", "mpirun", "run", "-p", "x")
+
+
+def test_a_server_and_a_batch_can_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert " serve -m target.gguf --host 0.0.0.0" in call("--dry-run", "-n", 3, "serve", "-m", "target.gguf", "--host",
+                                                          "0.0.0.0")  # fmt: skip
+    assert " batch in.jsonl -o out.jsonl" in call("--dry-run", "-n", 3, "batch", "in.jsonl", "-o", "out.jsonl")
+    with pytest.raises(click.BadParameter, match="'many' is not a whole number"):
+        call("--dry-run", "-n", 3, "serve", "--port", "many")
+
+
+def test_files_that_are_not_here_are_named() -> None:
+    def complaints(*words: object) -> list[str]:
+        result = CliRunner().invoke(submit_command, ["--dry-run", "-n", "2", *map(str, words)], standalone_mode=False)
+        return result.stderr.splitlines()
+
+    said = "is not on this host; the job needs it where its ranks are"
+    assert complaints("run", "-m", "gone.gguf", "-md", "none", "-p", "x") == [f"pipeinfer: gone.gguf {said}"]
+    assert complaints("bench", "-md", "a.gguf,b.gguf") == [f"pipeinfer: {name}.gguf {said}" for name in "ab"]
+    assert not complaints("batch", __file__, "-o", "out.jsonl")
+
+
+def test_the_mpi_that_is_installed_is_recognised() -> None:
+    assert is_open_mpi() == ("--oversubscribe" in launcher(2))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "-p", "x"], "give --ntasks"),
+        (["-n", 2], "there is none"),
+        (["-n", 2, "simulate"], "'simulate' is none of them"),
+        (["-n", 2, "run", "--magic"], "--magic"),
+        (["-n", 2, "run", "-t", "nan"], "'nan' is not a whole number"),
+        (["-n", 2, "run", "-f", "-"], "no standard input"),
+        (["-n", 2, "run"], "give the prompt"),
+        (["-n", 2, "run", "-p", "x", "-f", "y"], "one of them"),
+        (["-n", 2, "-t", "soon", "run", "-p", "x"], "--time soon"),
+        (["-n", 2, "--mem", "lots", "run", "-p", "x"], "--mem lots"),
+        (["-n", 2, "--mpi", "pmi2\nx", "run", "-p", "x"], "cannot stand in a line"),
+        (["-n", 2, "-A", "a\n#SBATCH b", "run", "-p", "x"], "cannot stand in a line"),
+        (["-n", 2, "-J", "../up", "run", "-p", "x"], "leave / out"),
+        (["-n", 2, "--group", "ntasks=1", "run", "-p", "x"], "--ntasks and --group"),
+        (["--group", "tasks=1", "run", "-p", "x"], "keys there are nodes, ntasks"),
+        (["--group", "ntasks=0", "run", "-p", "x"], "whole number"),
+        (["--group", "ntasks=1", "--group", "mem=1G", "run", "-p", "x"], "give --ntasks"),
+        (["--group", "ntasks=1", "--group", "ntasks=1", "--launcher", "mpirun", "run", "-p", "x"], "--launcher srun"),
+    ],
+)
+def test_bad_input(words: list[object], said: str) -> None:
+    with pytest.raises((UserError, click.UsageError)) as caught:
+        call("--dry-run", *words)
+    message = caught.value.format_message() if isinstance(caught.value, click.UsageError) else str(caught.value)
+    assert said in message and "\n" not in message
+
+
+def test_what_srun_speaks_is_one_word() -> None:
+    assert "srun -X --mpi='a; b' -n 2 " in call("--dry-run", "-n", 2, "--mpi", "a; b", "run", "-p", "x")
+
+
+def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--time soon"):
+        call("-o", tmp_path, "-n", 2, "-t", "soon", "run", "-p", "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_is_read_as_it_is_written() -> None:
+    assert parse_group("nodes=3,cpus-per-task=36,mem=3G") == Group(nodes=3, cpus_per_task=36, mem="3G")
+
+
+def test_a_job_that_waits_and_is_killed_is_followed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The files come late, and end without a newline."""
+    states = [JobState("PENDING", "Priority"), JobState("TIMEOUT", "TimeLimit", 0, 15)]
+    text, log = tmp_path / "text", tmp_path / "log"
+
+    def state_of(job: str) -> JobState:
+        if len(states) == 1:
+            text.write_text("begun")
+            log.write_text("a plan\n")
+        return states.pop(0)
+
+    assert follow("7", text, log, state_of) == 128 + 15
+    out, errors = capfd.readouterr()
+    assert out == "begun" and errors.splitlines() == [
+        "pipeinfer: job 7 waits: Priority", "a plan", "pipeinfer: job 7 ended: timeout (TimeLimit)",
+    ]  # fmt: skip
+
+
+def test_a_job_is_followed_through_a_restart_of_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeinfer.job.submit.ASK_S", 0.0)
+    answers = iter(["RUNNING", "", "", "COMPLETED"])
+
+    def state_of(job: str) -> JobState:
+        if name := next(answers):
+            return JobState(name)
+        raise UserError("scontrol: Unable to contact slurm controller")
+
+    assert follow("7", tmp_path / "text", tmp_path / "log", state_of) == 0
+    said = "job 7 is not known to have ended: scontrol: Unable to contact slurm controller"
+    assert capfd.readouterr().err == f"pipeinfer: {said}\n"
+    monkeypatch.setattr("pipeinfer.job.submit.SILENT_S", 0.0)
+    answers = iter(["RUNNING", "", ""])
+    with pytest.raises(UserError, match="Unable to contact"):
+        follow("7", tmp_path / "text", tmp_path / "log", state_of)
+
+
+def test_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no sbatch here"):
+        call("-n", 2, "run", "-p", "x")
+    assert not list((tmp_path / "jobs").iterdir()), "no folder stays of a job that is none"
+
+
+# -- a real Slurm
+
+SHORT = ["run", "-p", "def fibonacci(n):", "-n", "24", "-s", "3", "-t", "1"]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    if missing_programs():
+        pytest.skip(f"not installed: {', '.join(missing_programs())}")
+    if "--oversubscribe" in launcher(2):
+        pytest.skip("Open MPI needs Slurm's PMIx, which Debian's does not load")
+    with private_slurm(2) as running:
+        yield running
+    assert running.processes() == []
+
+
+def submitted(slurm: Slurm, folder: Path, *words: str) -> CompletedProcess[str]:
+    return slurm.finish(*COMMAND, "submit", "-o", str(folder), *words, environ={"PYTHONPATH": str(ROOT)}, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return finish(3, SHORT).stdout
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ["-n", "3", "-N", "2", "-c", "1", "-J", "two words%j"],
+        ["--group", "ntasks=1,cpus-per-task=2", "--group", "ntasks=2,cpus-per-task=1"],
+        ["-n", "3", "--launcher", "mpirun"],
+    ],
+    ids=["nodes", "groups", "mpirun"],
+)
+def test_a_job_gives_the_text_that_mpirun_gives(slurm: Slurm, text: str, tmp_path: Path, ranks: list[str]) -> None:
+    job = submitted(slurm, tmp_path, "-t", "5", "--wait", *ranks, *SHORT)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == text and "stage 1" in job.stderr and "scancel" in job.stderr
+    (folder,) = tmp_path.iterdir()
+    assert {path.name for path in folder.iterdir()} == {"id", "job.sh", "log", "results.csv", "text", "trace.json"}
+    assert (folder / "text").read_text() == text
+    (row,) = read_results(folder / "results.csv")
+    assert row["ranks"] == 3
+
+
+def test_a_job_that_fails_gives_its_exit_code(slurm: Slurm, tmp_path: Path) -> None:
+    job = submitted(slurm, tmp_path, "-n", "2", "--wait", "run", "-p", "x", "-m", "none.gguf")
+    assert job.returncode == 2 and "none.gguf does not exist" in job.stderr and "ended: failed" in job.stderr
+
+
+def test_a_job_is_left_to_itself_and_what_slurm_refuses_is_told(slurm: Slurm, tmp_path: Path) -> None:
+    job = submitted(slurm, tmp_path, "-n", "1", "--sbatch=--hold", *SHORT)
+    number, folder = job.stdout.split()
+    assert (Path(folder) / "id").read_text().strip() == number and job.stderr == ""
+    assert number in slurm.output("squeue", "--noheader", "--format=%i")
+    slurm.finish("scancel", number)
+    refused = submitted(slurm, tmp_path, "-n", "1", "-p", "nowhere", *SHORT)
+    assert refused.returncode == 2 and "nowhere" not in refused.stdout and len(refused.stderr.splitlines()) == 1
+    assert "sbatch: " in refused.stderr and len(list(tmp_path.iterdir())) == 1, "no folder stays of it"

@@ -1,0 +1,135 @@
+"""JSON schemas as grammars: texts hold them, to the letter; what a grammar cannot hold to is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.errors import UserError
+from pipeinfer.models.text.grammar_check import check_grammar
+from pipeinfer.models.text.json_schema import read_schema, schema_grammar
+from pipeinfer.models.text.tokenizer import Tokenizer
+from tests.models.test_grammar import grammar_of, tokenizer, written
+
+__all__ = ["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [("5", "is an object"), ("{", "no JSON"), ('{"type": "x"}', "Invalid type: x"),
+     ('{"$ref": "#/no"}', "'/no' does not"),
+     ('{"$ref": "https://example.org/x"}', "is not present"), ("[" * 100_000, "no JSON"),
+     ('{"items": {"uniqueItems": true}}', "uniqueItems"), ('{"if": {}, "type": "object"}', 'keys: ..if'),
+     ('{"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}', 'keys: ..not'),
+     ('{"type": "integer", "const": "a"}', "Unsatisfiable"), ('{"type": "string", "pattern": "(?=a)b"}', "look-ahead"),
+     ('{"type": "integer", "minimum": 3, "exclusiveMaximum": 3}', "minimum .3. is equal"),
+     ('{"type": "string", "format": "x"}', "Unknown format: x"),
+     ('{"type": "integer", "multipleOf": 999983}', "takes too"),
+     ('{"items":' * 150 + "{}" + "}" * 150, "takes too")],
+    ids=lambda text: text[:40],
+)  # fmt: skip
+def test_what_cannot_be_held_to_is_said(tokenizer: Tokenizer, schema: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        check_grammar(tokenizer, schema_grammar(read_schema(schema)))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_large_schema_is_quickly_looked_at(tokenizer: Tokenizer) -> None:
+    """Six objects of 800 optional properties; and one that is far too large."""
+    parts = {f"o{k}": {"type": "object", "properties": {f"p{i}": {} for i in range(800)}} for k in range(6)}
+    begin_s = time.process_time()
+    schema = schema_grammar({"type": "object", "properties": parts})
+    assert len(schema) > 57_000 and time.process_time() - begin_s < 0.1
+    check_grammar(tokenizer, schema)
+    with pytest.raises(UserError, match="bytes is too long; 131072 are possible"):
+        check_grammar(tokenizer, schema_grammar({"properties": {f"{at}{key}": each for at in range(19)
+                                                                for key, each in parts.items()}}))  # fmt: skip
+
+
+STRINGS = 'ab"\\\n\t\r\x1b\0\x7fé漢😀/[]{}'
+
+
+def some_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    word = lambda: "".join(rng.choices(STRINGS, k=rng.randint(1, 4)))  # noqa: E731
+    kind = rng.choice(["const", "enum", "string", "integer", "boolean", *["object", "array"] * depth])
+    if kind == "const":
+        return {"const": word()}
+    if kind == "enum":
+        return {"type": ["string", "null"], "enum": [word(), word(), None]}
+    if kind == "integer":
+        low = rng.randint(-400, 400)
+        return {"type": kind, "minimum": low, "exclusiveMaximum": low + rng.choice([1, 5, 700])}
+    if kind == "array":
+        return {"type": kind, "items": some_schema(rng, depth - 1), "maxItems": 2}
+    if kind == "object":
+        parts = {word(): some_schema(rng, depth - 1) for _ in range(2)}
+        return {"type": kind, "properties": parts, "required": [*parts][:1]}
+    return {"type": kind, "maxLength": 5} if kind == "string" else {"type": kind}
+
+
+def holds(schema: dict[str, Any], value: Any) -> bool:
+    if "const" in schema or "enum" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    kind = schema["type"]
+    if kind == "array":
+        return isinstance(value, list) and len(value) <= 2 and all(holds(schema["items"], each) for each in value)
+    if kind == "object":
+        parts = schema["properties"]
+        return {*schema["required"]} <= value.keys() <= parts.keys() and all(
+            holds(parts[key], each) for key, each in value.items()
+        )
+    if kind == "integer":
+        return type(value) is int and schema["minimum"] <= value < schema["exclusiveMaximum"]
+    return isinstance(value, str) and len(value) <= 5 if kind == "string" else isinstance(value, bool)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_text_by_a_schema_is_json_that_holds_it(tokenizer: Tokenizer, seed: int) -> None:
+    schema = some_schema(random.Random(seed))
+    output = written(grammar_of(tokenizer, schema_grammar(schema)), SamplingParams(seed=seed, temp=1.0), 600)
+    text = b"".join(map(tokenizer.decode_piece, output)).decode()
+    assert tokenizer.is_end(output[-1]) and holds(schema, json.loads(text)), (schema, text)
+
+
+NODE = {"type": "object", "required": ["v", "next"],
+        "properties": {"v": {"type": "integer", "minimum": 3},
+                       "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a~1b"}]}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        ({"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}},
+         ['{"a":null}', "{}", '{"a":null,"b":1}'], ['{"a":null"b":1}', '{"a":null,"a":1}', '{"b":""}']),
+        ({"$defs": {"string": {"type": "integer"}}, "$ref": "#/$defs/string"}, ["5"], ['"x"']),
+        ({"$defs": {"b": {"const": 1}}, "properties": {"b": {"const": "x"}, "c": {"$ref": "#/$defs/b"}},
+          "required": ["b", "c"]}, ['{"b":"x","c":1}'], ['{"b":"x","c":"x"}', '{"b":1,"c":1}']),
+        ({"$defs": {"a/b": NODE}, "$ref": "#/$defs/a~1b"},
+         ['{"v":3,"next":null}', '{"v":31,"next":{"v":4,"next":null}}'], ['{"v":2,"next":null}', '{"v":3,"next":{}}']),
+        ({"$defs": {"e": {"enum": ["x", "y"]}}, "properties": {"e": {"allOf": [{"$ref": "#/$defs/e"}]}},
+          "required": ["e"]}, ['{"e":"y"}'], ['{"e":{}}', "{}"]),
+        ({"type": "string", "pattern": "^(a|b[0-9])$"}, ['"a"', '"b7"'], ['"a', '"b"']),
+        ({"type": "string", "pattern": '^[^a]"|c$'}, [r'"b\""', '"xc"'], ['"bb"', r'"a\""']),
+        ({"type": "number", "minimum": 0.5, "multipleOf": 0.5}, ["0.5", "12"], ["0.4", "-1"]),
+        ({"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"c": {"const": 2}}, "required": ["c"]}],
+          "$defs": {"a": {"properties": {"b": {"const": 1}}}}}, ['{"b":1,"c":2}', '{"c":2}'], ['{"b":1}']),
+        ({"properties": {"properties": {"properties": {"const": {}}}}}, ['{"properties":{"const":[1]}}'],
+         ['{"a":1}', '{"properties":{"a":1}}']),
+        ({"properties": {"a": {}}, "additionalProperties": True}, ['{"a":1,"b":2}'], ['{"a"}']),
+        ({"type": "array", "items": {"type": "integer"}}, ["[ 1, 2]", "[\n 1]"], ["[  1]", "[\n\n\n1]"]),
+    ],
+)  # fmt: skip
+def test_what_is_held_to(tokenizer: Tokenizer, schema: dict[str, Any], texts: list[str], others: list[str]) -> None:
+    grammar = grammar_of(tokenizer, schema_grammar(schema))
+    end = next(token for token in range(9) if tokenizer.is_end(token))
+
+    def may_be(text: str) -> bool:
+        tokens = tokenizer.encode(text, False)
+        return all(grammar.after(tokens[:at]).has(token) for at, token in enumerate([*tokens, end]))
+
+    assert all(map(may_be, texts)) and not any(map(may_be, others))

@@ -1,0 +1,133 @@
+"""The trace of a real run: its tracks and messages fit together, and it can be drawn."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib import pyplot as plt
+
+from pipeinfer.errors import UserError
+from pipeinfer.observe.timeline import paint, window
+from pipeinfer.observe.trace import Message, Span, write_chrome_trace
+from tests.support.jobs import finish, run_json
+
+Event = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    result = run_json(3, ["-p", "def f", "-n", "24", "--temp", "0", "--ignore-eos", "--trace", str(path)])
+    return result, path
+
+
+def events_of(path: Path, **wanted: Any) -> list[Event]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if all(event.get(key) == value for key, value in wanted.items())]
+
+
+def test_every_run_is_sent_evaluated_on_every_stage_and_answered(traced: tuple[dict[str, Any], Path]) -> None:
+    result, path = traced
+    n_runs = result["speculation"]["runs"]
+    assert len(events_of(path, name="send", tid=0)) == len(events_of(path, name="verdict", tid=0)) == n_runs
+    for rank in (1, 2):
+        work = [event for kind in ("evaluate", "cancelled") for event in events_of(path, name=kind, tid=rank)]
+        assert sorted(event["args"]["run"] for event in work) == list(range(1, n_runs + 1))
+    hops = Counter((event["tid"], event["ph"]) for event in events_of(path, cat="message"))
+    assert hops == {(rank, end): n_runs for rank in (0, 1, 2) for end in ("s", "f")}
+    settled = sum(event["args"]["tokens"] for event in events_of(path, name="settle"))
+    assert settled == len(result["tokens"]) == 24
+
+
+def test_clocks_agree_and_a_stage_does_one_thing_at_a_time(traced: tuple[dict[str, Any], Path]) -> None:
+    _, path = traced
+    arrows: dict[int, dict[str, float]] = {}
+    for event in events_of(path, cat="message"):
+        arrows.setdefault(event["id"], {})[event["ph"]] = event["ts"]
+    assert all(arrow["s"] <= arrow["f"] + 1.0 for arrow in arrows.values()), "ranks of one host read one clock"
+    for rank in (1, 2):
+        kinds = ("evaluate", "cancelled", "waiting", "idle")
+        found = [event for kind in kinds for event in events_of(path, name=kind, tid=rank)]
+        spans = sorted((event["ts"], event["ts"] + event.get("dur", 0.0)) for event in found)
+        overlaps = [later[0] - earlier[1] for earlier, later in pairwise(spans)]
+        assert min(overlaps) > -1.0, "microseconds"
+
+
+def test_the_picture(traced: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    _, path = traced
+    for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        picture = tmp_path / f"timeline.{suffix}"
+        done = finish(1, ["timeline", str(path), "-o", str(picture)])
+        assert done.returncode == 0, done.stderr
+        assert picture.read_bytes().startswith(start)
+
+
+def test_what_is_drawn_begins_where_it_is_asked_and_is_never_empty() -> None:
+    def event(name: str, at_ms: float, long_ms: float = 0.0) -> Event:
+        return {"name": name, "tid": 0, "ts": 1e3 * at_ms, "dur": 1e3 * long_ms, "args": {}}
+
+    events = [event("settle", at_ms) for at_ms in range(10, 50)] + [event("evaluate", 48.0, 4.0)]
+    assert window(events, None, None) == (10.0, 22.0) and window(events, 20.5, None) == (20.5, 32.0)
+    assert window(events, 45.0, None) == (45.0, 49.0) and window(events, 51.0, None) == (51.0, 52.0)
+    assert window(events, 51.0, 30.0) == (51.0, 81.0) and window(events, 0.0, None) == (0.0, 21.0)
+    for from_ms, for_ms, begins in ((0.0, 9.9, "10.0"), (20.25, 0.5, "21.0")):
+        with pytest.raises(UserError, match=rf"--from {from_ms:g} --for {for_ms:g}: nothing .* begins at {begins} ms"):
+            window(events, from_ms, for_ms)
+    assert window(events, 50.0, 0.5) == (50.0, 50.5), "in the middle of something"
+    with pytest.raises(UserError, match=r"--from 52: the trace ends at 52.0 ms; begin before"):
+        window(events, 52.0, None)
+
+
+def test_marks_at_the_edges_are_whole_and_questions_are_no_runs() -> None:
+    def event(name: str, at_ms: float, long_ms: float = 0.0, tid: int = 0, **args: Any) -> Event:
+        return {"name": name, "tid": tid, "ts": 1e3 * at_ms, "dur": 1e3 * long_ms, "args": args}
+
+    events = [
+        event("settle", 5.0, tokens=2), event("settle", 15.0, tokens=1), event("cancel", 15.0, runs=1),
+        event("evaluate", 6.0, 4.0, 1, question=7), event("evaluate", 6.0, 4.0, 2, run=3),
+    ]  # fmt: skip
+    figure = paint({0: "rank 0: draft 1", 1: "rank 1: draft 2", 2: "rank 2: stage 0"}, events, 5.0, 15.0)
+    (axes,) = figure.axes
+    assert axes.get_xlim() == (0.0, 10.0)
+    marks = [line for line in axes.lines if line.get_marker() in ("v", "x")]
+    assert sorted(float(line.get_xdata()[0]) for line in marks) == [0.0, 10.0, 10.0]
+    assert not any(line.get_clip_on() for line in marks)
+    assert {text.get_text() for text in axes.texts} == {"2", "1", "q7", "3"}
+    assert "questions to a larger draft" in axes.get_xlabel()
+    plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "trace.json"),
+        ("{}", "not a trace"),
+        ("[1, 2]", "not a trace"),
+        ('{"traceEvents": [{"ph": "X"}]}', "not a trace"),
+        ('{"traceEvents": [{"ph": "X", "name": "draft", "tid": 0, "ts": "now", "args": {}}]}', "not a trace"),
+        ('{"traceEvents": [', "not a trace"),
+        ("\xd0" * 10_000, "not a trace"),
+    ],
+)
+def test_a_bad_trace_is_one_line(tmp_path: Path, content: str | None, words: str) -> None:
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_text(content, encoding="latin-1")
+    done = finish(1, ["timeline", str(path), "-o", str(tmp_path / "picture.png")])
+    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert len(done.stderr) < 400
+
+
+def test_arrows_and_moments(tmp_path: Path) -> None:
+    tracks = [
+        ("rank 0", [Span("send", 1.0, 1e-6, {"run": 1})]),
+        ("rank 1", [Span("evaluate", 1.5, 0.5), Span("cancel", 2.0)]),
+    ]
+    write_chrome_trace(tmp_path / "trace.json", tracks, [Message(1, 0, 1.0, 1, 1.5)])
+    assert [event["ts"] for event in events_of(tmp_path / "trace.json", cat="message")] == [0.0, 0.5e6]
+    assert events_of(tmp_path / "trace.json", name="cancel")[0]["ph"] == "i"

@@ -1,0 +1,327 @@
+"""Who may ask `pipeinfer serve`, over what, and how much: keys, TLS, sizes, times, pages of other sites, nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+import httpx
+from click.testing import CliRunner
+
+from pipeinfer.cli.serve import serve_command
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.errors import UserError
+from pipeinfer.job.requests.request_body import Defaults
+from pipeinfer.server.access import Access
+from pipeinfer.server.asked import read_asked
+from pipeinfer.server.front import HttpFront
+from pipeinfer.server.options import HttpOptions
+from tests.support.jobs import command_of, descendants, finish
+from tests.support.serving import Served
+
+KEY = {"authorization": "Bearer one"}
+SMALL: dict[str, Any] = {"prompt": "a", "max_tokens": 2, "seed": 1}
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(key, certificate)"""
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    if not shutil.which("openssl"):
+        pytest.skip("there is no openssl to make a certificate with")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return key, certificate
+
+
+@pytest.fixture(scope="module")
+def guarded(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Everything that can be locked is."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("two\n\nthree\n")
+    words = ["--api-key", "one,four", "--api-key-file", str(keys), "--max-body", "2048", "--timeout", str(TIMEOUT_S)]
+    words += ["--ssl-key-file", str(certificate[0]), "--ssl-cert-file", str(certificate[1]), "--max-connections", "9"]
+    trusted = ssl.create_default_context(cafile=str(certificate[1]))
+    with Served(1, ["-md", "none", *words], verify=trusted) as found:
+        yield found
+
+
+def test_a_key_opens_and_nothing_else_does(guarded: Served) -> None:
+    def status(path: str, **headers: str) -> int:
+        return guarded.http.get(
+            path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        ).status_code
+
+    assert guarded.url.startswith("https://") and status("/health") == 200
+    assert [status("/v1/models", authorization=f"Bearer {key}") for key in ("one", "two", "three", "four")] == [200] * 4
+    assert status("/v1/models", x_api_key="two") == 200
+    for wrong in ("Bearer", "Bearer on", "Bearer one,four", "Basic one", "one", ""):
+        assert status("/v1/models", authorization=wrong) == 401
+    refused = guarded.http.post("/v1/completions", json=SMALL)
+    assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+    assert [status(path) for path in ("/metrics", "/slots", "/events", "/v1/models")] == [401] * 4
+    assert guarded.http.post("/v1/completions", json=SMALL, headers=KEY).status_code == 200
+
+
+def test_with_a_key_a_server_may_have_any_name(guarded: Served) -> None:
+    """A proxy's, say: a page of another site has no key."""
+    for headers in ({"host": "llm.example"}, {"host": "llm.example", "origin": "https://llm.example"}):
+        assert guarded.http.get("/v1/models", headers=KEY | headers).status_code == 200
+    assert guarded.http.get("/v1/models", headers=KEY | {"sec-fetch-site": "cross-site"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "name", "keys", "lets"),
+    [
+        ("node7", "127.0.1.1", "Node7:8080", (), True),
+        ("node7", "127.0.1.1", "there.example:8080", (), False),
+        ("127.0.0.1", "127.0.0.1", "", (), True),
+        ("127.0.0.1", "127.0.0.1", "there.example", ("key",), True),
+        ("::1", "::1", "[::1]:8080", (), True),
+        ("0.0.0.0", "0.0.0.0", "node7.there.example:8080", (), True),
+    ],
+)
+def test_which_names_a_host_has_is_known_of_the_loopback_interface(
+    host: str, address: str, name: str, keys: tuple[str, ...], lets: bool
+) -> None:
+    asked: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+
+    async def nothing(*_: Any) -> Any:
+        pass
+
+    headers = [(b"host", name.encode()), (b"authorization", b"Bearer key")]
+    scope = {"type": "http", "method": "GET", "path": "/slots", "headers": headers if name else []}
+    asyncio.run(Access(app, keys, host, address)(scope, nothing, nothing))
+    assert bool(asked) is lets
+
+
+def test_pages_of_other_sites_may_not_ask(guarded: Served) -> None:
+    for origin, status in (("https://elsewhere.example", 403), ("null", 403), (guarded.url, 200)):
+        answer = guarded.http.post("/v1/completions", json=SMALL, headers=KEY | {"origin": origin})
+        assert answer.status_code == status, answer.text
+
+
+def test_a_request_that_is_too_long_is_refused_whatever_it_says_of_itself(guarded: Served) -> None:
+    body = json.dumps({**SMALL, "prompt": "a" * 4000}).encode()
+    for content in (body, iter([body[:1000], body[1000:]])):
+        answer = guarded.http.post("/v1/completions", content=content, headers=KEY)
+        assert answer.status_code == 413 and "longer than 2048 bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "the body is no JSON"),
+        (b"\xff\xfe", "the body is no JSON"),
+        (b"[" * 2000, "the body is no JSON"),
+        (b"[1]", "the body is no JSON object"),
+        (b'{"prompt": "a", "prompt": "b"}', 'the body has the field "prompt" twice'),
+        (b'{"prompt": 5}', "prompt is 5"),
+        (b'{"max_tokens": 5}', "has prompt, and no messages"),
+        (b'{"prompt": "a", "temperature": 1e999}', "give a number"),
+        (b'{"prompt": "a", "stream": "yes"}', "give true or false"),
+        (b'{"prompt": ' + b"9" * 1000 + b"}", "prompt is 9"),
+    ],
+)
+def test_nonsense_is_a_400_that_says_why(guarded: Served, content: bytes, said: str) -> None:
+    answer = guarded.http.post("/v1/completions", content=content, headers=KEY)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and said in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(guarded: Served) -> None:
+    body = json.dumps(SMALL).encode()
+    head = (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer one\r\n"
+            b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n")  # fmt: skip
+    with connect(guarded) as link:
+        link.sendall(head % (len(body), len(body), body) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        said = b"".join(iter(lambda: link.recv(4096), b""))
+    assert said.startswith(b"HTTP/1.1 400 ") and b"send one of them" in said and said.count(b"HTTP/1.1 ") == 1, said
+
+
+def test_what_is_no_endpoint_is_said_in_openai_s_form(guarded: Served) -> None:
+    answer = guarded.http.get("/v1/embeddings", headers=KEY)
+    assert answer.status_code == 404 and "no such endpoint" in answer.json()["error"]["message"]
+    answer = guarded.http.get("/v1/completions", headers=KEY)
+    assert answer.status_code == 405 and answer.json()["error"]["code"] == 405
+
+
+def connect(guarded: Served) -> ssl.SSLSocket:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context.wrap_socket(socket.create_connection(("127.0.0.1", guarded.port), timeout=10))
+
+
+def test_half_a_request_is_not_waited_for(guarded: Served) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer one\r\ncontent-length: 100\r\n\r\n{"
+    with connect(guarded) as silent, connect(guarded) as slow, connect(guarded) as half:
+        start_s = time.monotonic()
+        slow.sendall(b"GET /hea")
+        half.sendall(head)
+        assert silent.recv(100) == slow.recv(100) == b"", "closed"
+        assert b" 408 " in half.recv(1000)
+        assert 0.5 * TIMEOUT_S < time.monotonic() - start_s < 4 * TIMEOUT_S
+    assert guarded.http.get("/health").status_code == 200
+
+
+def test_more_connections_than_allowed_are_told_so(guarded: Served) -> None:
+    with contextlib.ExitStack() as opened:
+        for _ in range(40):  # those that say nothing are closed meanwhile
+            link = opened.enter_context(connect(guarded))
+            link.settimeout(0.02)
+            with contextlib.suppress(TimeoutError):
+                if b"503 Service Unavailable" in link.recv(1000):
+                    break
+        else:
+            raise AssertionError("so many at a time are not allowed")
+
+    def is_heard() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return guarded.http.get("/health").status_code == 200
+        return False
+
+    guarded.until(is_heard)
+
+
+def n_files(guarded: Served) -> int:
+    """What the process that speaks HTTP has open, connections among it."""
+    front = next(pid for pid in descendants(guarded.job.pid) if b"server.process" in command_of(pid))
+    return len(list(Path(f"/proc/{front}/fd").iterdir()))
+
+
+def test_what_reads_no_answer_is_cut_off(guarded: Served) -> None:
+    """Its answers are larger than what the system keeps for it."""
+    size = len(guarded.http.get("/metrics", headers=KEY).content)
+    before, n_asked = n_files(guarded), (12 << 20) // size
+    with connect(guarded) as deaf:
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\nhost: a\r\nauthorization: Bearer one\r\n\r\n" * n_asked)
+        guarded.until(lambda: n_files(guarded) > before)
+        guarded.until(lambda: n_files(guarded) <= before, timeout_s=30)
+        n_read = 0
+        with contextlib.suppress(OSError):
+            while data := deaf.recv(1 << 20):
+                n_read += len(data)
+        assert size < n_read < n_asked * size
+    assert guarded.http.get("/health").status_code == 200
+
+
+def test_tokens_and_back(guarded: Served) -> None:
+    def ask(path: str, **asked: Any) -> Any:
+        answer = guarded.http.post(path, json=asked, headers=KEY)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    text = "def f(x):\n    return 'é'\n"
+    found = ask("/tokenize", content=text)
+    assert ask("/detokenize", tokens=found["tokens"])["content"].lstrip() == text and found["count"] > 5
+    assert ask("/tokenize", prompt=text)["tokens"] == found["tokens"]
+    pieces = ask("/tokenize", content=text, with_pieces=True)["tokens"]
+    assert [piece["id"] for piece in pieces] == found["tokens"]
+    assert len(ask("/tokenize", content=text, add_special=True)["tokens"]) >= found["count"]
+    for wrong in ({}, {"content": 5}, {"content": "a", "with_pieces": 1}, {"content": "a", "more": 1}):
+        assert guarded.http.post("/tokenize", json=wrong, headers=KEY).status_code == 400
+    for tokens in (None, "a", [-1], [10**9], [True]):
+        assert guarded.http.post("/detokenize", json={"tokens": tokens}, headers=KEY).status_code == 400
+
+
+def test_metrics_count_what_was_served(guarded: Served) -> None:
+    def metrics() -> dict[str, float]:
+        lines = guarded.http.get("/metrics", headers=KEY).text.splitlines()
+        found = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name.partition("{")[0] if "bucket" not in name else name: float(value) for name, _, value in found}
+
+    before = metrics()
+    guarded.http.post("/v1/completions", json={**SMALL, "max_tokens": 5, "ignore_eos": True, "n": 2}, headers=KEY)
+    after = metrics()
+    more = {name: after[name] - before.get(name, 0) for name in after}
+    assert more["llamacpp:tokens_predicted_total"] == more["vllm:generation_tokens_total"] == 10
+    n_prompt = more["vllm:prompt_tokens_total"]
+    assert n_prompt > 1 and n_prompt % 2 == 0
+    assert n_prompt == more["llamacpp:prompt_tokens_total"] + more["vllm:prefix_cache_hits_total"]
+    assert more["vllm:time_to_first_token_seconds_count"] == more["vllm:e2e_request_latency_seconds_count"] == 2
+    assert more["vllm:inter_token_latency_seconds_count"] == 8 and more["vllm:request_queue_time_seconds_count"] == 2
+    assert after["llamacpp:requests_processing"] == after["vllm:num_requests_waiting"] == 0
+    assert after["vllm:kv_cache_usage_perc"] == 0 and more["llamacpp:n_decode_total"] >= 5
+
+
+# -- before anything loads
+
+
+def test_settings_that_cannot_be_are_said(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    key, chain = certificate
+    for given, said in (
+        (HttpOptions(port=0, api_key_file=empty), "has no keys"),
+        (HttpOptions(port=0, api_key_file=tmp_path / "none"), "No such file"),
+        (HttpOptions(port=0, ssl_key_file=key), "go together"),
+        (HttpOptions(port=0, ssl_key_file=chain, ssl_cert_file=key), "--ssl-cert-file"),
+        (HttpOptions(port=0, host="no.such.host.invalid"), "--host no.such.host.invalid"),
+    ):
+        with pytest.raises(UserError, match=said):
+            HttpFront(given)
+    assert "secret" not in repr(HttpOptions(api_keys=("secret",)))
+
+
+def test_a_port_is_one_servers_from_the_start() -> None:
+    first = HttpFront(HttpOptions(port=0))
+    port = int(first.address.rpartition(":")[2])
+    with pytest.raises(UserError, match=f"--port {port}: Address already in use"):
+        HttpFront(HttpOptions(port=port))
+    first.close()
+    HttpFront(HttpOptions(port=port)).close()
+
+
+def test_a_key_of_nothing_opens_no_server() -> None:
+    for words, variables in ((["--api-key", " ,"], {}), ([], {"LLAMA_API_KEY": ","})):
+        done = CliRunner(env=variables).invoke(serve_command, words, standalone_mode=False)
+        assert isinstance(done.exception, UserError) and "has no key" in str(done.exception), words
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeinfer.server.front.NEEDS", ("fastapi", "no_such_module"))
+    with pytest.raises(UserError, match=r"needs no_such_module, .* pip install 'pipeinfer\[serve\]'"):
+        HttpFront(HttpOptions(port=0))
+
+
+def test_few_sequences_for_many_texts_are_refused() -> None:
+    done = finish(1, ["serve", "--sequences", "3", "--parallel", "4"])
+    assert done.returncode == 2 and "--sequences 3 is less than --parallel 4" in done.stderr
+
+
+def test_a_context_of_less_than_all_requests_is_refused() -> None:
+    done = CliRunner().invoke(serve_command, ["-c", "39", "--parallel", "20"], standalone_mode=False)
+    assert isinstance(done.exception, UserError) and "give -c 40 or more, or lower --parallel" in str(done.exception)
+
+
+def test_one_request_is_as_many_texts_as_it_asks_for() -> None:
+    defaults = Defaults(SamplingParams(), -1, (), False)
+    asked = read_asked({"prompt": [[1, 2], [3]], "n": 2, "seed": 2**32 - 1, "best_of": 2}, "/v1/completions", defaults)
+    assert [(body.prompt, body.sampling.seed) for body in asked.bodies] == [
+        ((1, 2), 2**32 - 1), ((1, 2), 0), ((3,), 2**32 - 1), ((3,), 0),
+    ]  # fmt: skip
+    assert len(asked.prompts) == 2 and not asked.keep and not asked.stream
+    chat = read_asked({"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions", defaults)
+    assert chat.keep and chat.bodies[0].n_predict == -1
+    with pytest.raises(UserError, match="up to 128"):
+        read_asked({"prompt": ["a"] * 65, "n": 2}, "/v1/completions", defaults)

@@ -1,0 +1,164 @@
+"""Plain llama-cpp-python, whole model, one process, greedy: what every run must reproduce.
+
+Run as `python -m tests.support.plain_llama MODEL N ID,ID,… [GRAMMAR]`; prints the generated token ids as JSON, of a
+grammar up to the end of the text.
+
+A row alone: no repacked weights, flash attention, K in F16 and V in BF16. A prompt of more than 64 tokens: all but the
+last of them in batches of 64, the last batch of up to 127, with K and V in F16; after each V is rounded to BF16. Where
+libllama has no flash attention (grok) every row is computed alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+SILENT = llama_cpp.llama_log_callback(lambda *_: None)  # kept: libllama calls it for as long as it lives
+F16, BF16 = 1, 30
+PAIR, RECORD = struct.Struct("<II"), struct.Struct("<iQ")
+MAX_LAYERS = 1024
+WITHOUT_FLASH = ("grok",)
+FEW = 4  # rows that no kernel computes otherwise than one
+
+
+def greedy(
+    path: str, prompt: list[int], n_predict: int, n_threads: int = 2, grammar: str = "",
+    see: Callable[[Any], object] = lambda logits: None,
+) -> list[int]:  # fmt: skip
+    """`see` is shown each token's logits."""
+    llama_cpp.llama_log_set(SILENT, None)
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.use_extra_bufts = False
+    model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
+    context = make_context(model, len(prompt) + n_predict + 8, FEW, BF16, n_threads)
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
+    sampler = llama_cpp.llama_sampler_init_grammar(vocab, grammar.encode(), b"root") if grammar else None
+    out: list[int] = []
+    feed = list(prompt)
+    if len(prompt) > 64 and architecture(model) not in WITHOUT_FLASH:
+        read_blocks(model, context, prompt[:-1], n_threads)
+        feed = prompt[-1:]
+    while len(out) < n_predict:
+        decode(context, feed, [*range(0, len(feed), FEW), len(feed)])
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,))
+        see(logits)
+        out.append(best(sampler, logits) if sampler else int(np.argmax(logits)))
+        feed = out[-1:]
+        if sampler and llama_cpp.llama_vocab_is_eog(vocab, out[-1]):
+            break
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return out
+
+
+def architecture(model: Any) -> str:
+    name = ctypes.create_string_buffer(64)
+    llama_cpp.llama_model_meta_val_str(model, b"general.architecture", name, len(name))
+    return name.value.decode()
+
+
+def best(sampler: Any, logits: Any) -> int:
+    """The likeliest token that a grammar lets pass, which it takes in."""
+    data = [llama_cpp.llama_token_data(id=token, logit=logit, p=0) for token, logit in enumerate(logits.tolist())]
+    array = (llama_cpp.llama_token_data * len(data))(*data)
+    candidates = llama_cpp.llama_token_data_array(data=array, size=len(data), selected=-1, sorted=False)
+    llama_cpp.llama_sampler_apply(sampler, ctypes.byref(candidates))
+    token = max(range(len(data)), key=lambda at: array[at].logit)
+    llama_cpp.llama_sampler_accept(sampler, token)
+    return token
+
+
+def make_context(model: Any, n_ctx: int, n_batch: int, type_v: int, n_threads: int) -> Any:
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
+    params.n_threads = params.n_threads_batch = n_threads
+    params.flash_attn_type, params.type_k, params.type_v = 1, F16, type_v
+    return llama_cpp.llama_init_from_model(model, params)
+
+
+def decode(context: Any, tokens: Sequence[int], cuts: Sequence[int]) -> None:
+    for start, end in pairwise(cuts):
+        ids = (llama_cpp.llama_token * (end - start))(*tokens[start:end])
+        assert llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, end - start)) == 0
+
+
+def read_blocks(model: Any, context: Any, tokens: Sequence[int], n_threads: int) -> None:
+    """Evaluate the tokens in batches of 64 and more, and give `context` the cells."""
+    n_tokens = len(tokens)
+    reader = make_context(model, n_tokens, 127, F16, n_threads)
+    for start, end in pairwise([*(64 * block for block in range(n_tokens // 64)), n_tokens]):
+        decode(reader, tokens, [start, end])
+        n_bytes = llama_cpp.llama_state_seq_get_size(reader, 0)
+        state = (ctypes.c_uint8 * n_bytes)()
+        assert llama_cpp.llama_state_seq_get_data(reader, state, n_bytes, 0) == n_bytes
+        round_values(memoryview(state).cast("B"), F16)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(reader), True)
+        assert llama_cpp.llama_state_seq_set_data(reader, state, n_bytes, 0) == n_bytes
+    llama_cpp.llama_free(reader)
+    round_values(memoryview(state).cast("B"), BF16)
+    assert llama_cpp.llama_state_seq_set_data(context, state, n_bytes, 0) == n_bytes
+
+
+def round_values(state: memoryview, type_: int) -> None:
+    """V of all layers to BF16, and noted as of that type, or as F16 again."""
+    base = ctypes.CDLL(str(Path(str(llama_cpp.llama_cpp.__file__)).parent / "lib" / "libggml-base.so"))
+    for start, end in value_records(state):
+        n_values = (end - start - RECORD.size) // 2
+        RECORD.pack_into(state, start, type_, RECORD.unpack_from(state, start)[1])
+        halves = (ctypes.c_uint16 * n_values).from_buffer(state[start + RECORD.size : end])
+        floats = (ctypes.c_float * n_values)()
+        base.ggml_fp16_to_fp32_row(halves, floats, ctypes.c_int64(n_values))
+        base.ggml_fp32_to_bf16_row(floats, halves, ctypes.c_int64(n_values))
+        if type_ == F16:
+            base.ggml_bf16_to_fp32_row(halves, floats, ctypes.c_int64(n_values))
+            base.ggml_fp32_to_fp16_row(floats, halves, ctypes.c_int64(n_values))
+
+
+def value_records(state: memoryview) -> list[tuple[int, int]]:
+    """(first, end) byte of each layer's V in the state of a sequence.
+
+    A word and the sequence's number; then of each cache, two where some layers have a sliding window: streams, cells;
+    of each cell 12 bytes, or 24 where a token has several positions; whether V is transposed, layers; records of each
+    layer's K, then of each layer's V: type, bytes of a row, rows.
+    """
+    for cell_bytes in (12, 24):
+        at, found = 8, list[tuple[int, int]]()
+        with contextlib.suppress(struct.error):  # cells are of the other size
+            while at < len(state):
+                n_streams, n_cells = PAIR.unpack_from(state, at)
+                at += PAIR.size + n_cells * cell_bytes
+                is_transposed, n_layers = PAIR.unpack_from(state, at)
+                at += PAIR.size
+                if n_streams != 1 or is_transposed or n_layers > MAX_LAYERS:
+                    break
+                for layer in range(2 * n_layers):
+                    end = at + RECORD.size + n_cells * RECORD.unpack_from(state, at)[1]
+                    found += [(at, end)] * (layer >= n_layers)
+                    at = end
+        if at == len(state):
+            return found
+    raise ValueError(f"the layout of a state of {len(state)} bytes is not known")
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps(
+            greedy(
+                sys.argv[1],
+                [int(token) for token in sys.argv[3].split(",")],
+                int(sys.argv[2]),
+                grammar="".join(sys.argv[4:]),
+            )
+        )
+    )
