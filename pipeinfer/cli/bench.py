@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeinfer.cli.chat_options import CHAT_NAMES
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.constraint_options import CONSTRAINT_NAMES
-from pipeinfer.cli.hub_options import take_token
+from pipeinfer.cli.given import take_token
 from pipeinfer.cli.load_options import load_options, take_loads
 from pipeinfer.cli.load_rules import check_once
-from pipeinfer.cli.run import run
-from pipeinfer.cli.setting_options import take_policies, take_sampling
-from pipeinfer.cli.values import File, Listed, Split, Text, Whole
+from pipeinfer.cli.setting_options import command, take, take_policies
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.sweep import Sweep
 from pipeinfer.job.options.options import RunOptions, choose_drafts, choose_policy
+from pipeinfer.job.options.sections import Experiments, Guesses, HubAccess, Loading, Numerics, Placement
+from pipeinfer.job.options.text_sections import Context, Traffic
+from pipeinfer.job.options.values import File, Listed, Split, Text, Whole
 from pipeinfer.job.requests.conversation import Prompt, read_prompts
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies.registry import ABLATIONS, POLICIES, USUAL
 
-NOT_SHARED = (
-    "model", "drafts", "prompt", "escape", "file", "predict", "policy", "layer_split", "ignore_eos", "cancel",
-    "partitions", "continuous", "asynchronous", "results", "trace", "json", "verbose", "chat", "conversation",
-    *CHAT_NAMES, *CONSTRAINT_NAMES, "hf_repo", "hf_file", "hf_drafts",
-)  # fmt: skip
 REPETITIONS = 5
 DEFAULTS = {"temp": 0.0, "seed": 0}
 """Other than those of `run`: a benchmark can be repeated."""
 
 
-@click.command(cls=Command)
+@command(
+    "bench", HubAccess, Loading, Context, Traffic, Placement, Numerics, SamplingParams, Guesses, Policy, Experiments,
+    without=("layer_split", "continuous", "asynchronous"), defaults=DEFAULTS,
+)  # fmt: skip
 @click.option("-m", "--model", "models", type=File(), multiple=True, help="Target; repeatable. [default: shipped]")
 @click.option(
     "-md",
@@ -110,7 +107,6 @@ def bench(
     results: Path | None,
     resume: bool,
     verbose: bool,
-    threads: tuple[int, ...] | None,
     **others: Any,
 ) -> int:
     """Measure speed and latency of every combination of models, policies, prompts and lengths, in one job.
@@ -141,8 +137,7 @@ def bench(
         model=(models or (TARGET,))[0],
         predict=0,
         policy=chosen[0],
-        sampling=take_sampling(others),
-        threads=threads or (),
+        sampling=take(SamplingParams, others),
         ignore_eos=True,
         results=results,
         verbose=verbose,
@@ -166,18 +161,6 @@ def bench(
     from pipeinfer.job.bench.bench import run_sweep  # initialises MPI
 
     return run_sweep(sweep, warm_up, output, resume)
-
-
-def _shared_options() -> list[click.Parameter]:
-    """The options of `run` that mean the same here."""
-    shared = [copy.copy(option) for option in run.params if option.name not in NOT_SHARED]
-    for option in shared:
-        option.default = DEFAULTS.get(str(option.name), option.default)
-        option.envvar = None  # what is measured is on the command line
-    return shared
-
-
-bench.params += _shared_options()
 
 
 def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[Prompt, ...]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.setting_options import policy_options, take_policies
+from pipeinfer.cli.setting_options import command, take_policies
 from pipeinfer.cli.simulate import POLICY_LIST, inputs_of, open_choices, open_profile, ranks_asked, simulate_command
-from pipeinfer.cli.values import File
 from pipeinfer.cluster.activations import WireType
+from pipeinfer.core.policy import Policy
+from pipeinfer.job.options.values import File
 from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.timeline import picture_format
 from pipeinfer.outputs import check_separate, check_writable
@@ -24,9 +24,8 @@ SHARED = ("profile_name", "pair", "nodes", "gbit", "wire_type", "predict", "prom
 TEXT = ("policy", "settings")
 
 
-@click.command("compare", cls=Command)
+@command("compare", Policy)
 @click.option("--policy", "policies", type=POLICY_LIST, default=",".join(POLICIES), show_default=True, help="Which.")
-@policy_options
 @click.option("-o", "--output", type=File(), help="Draw the speeds, with the limit as a line: .png, .svg or .pdf.")
 def compare_command(
     profile_name: str | None, pair: str | None, nodes: int, gbit: float | None, wire_type: WireType,

@@ -65,12 +65,10 @@ GUESSING = frozenset(("--draft", "--spec-draft-n-max", "--spec-draft-p-split", "
 """Options that only some policies have: the command line alone gives them."""
 
 
-def read_variables(command: click.Command) -> None:
-    """Let a command's options be given by these variables too; what the command line says comes first."""
-    for option in command.params:
-        flags = {*option.opts, *option.secondary_opts} - GUESSING
-        names = [name for name, flag in VARIABLES.items() if flag in flags]
-        option.envvar = names or None
+def read_variables(option: click.Parameter) -> None:
+    """Let an option be given by these variables too; what the command line says comes first."""
+    flags = {*option.opts, *option.secondary_opts} - GUESSING
+    option.envvar = [name for name, flag in VARIABLES.items() if flag in flags] or None
 
 
 def ignored_variables(command: click.Command, environment: Mapping[str, str]) -> Iterator[str]:

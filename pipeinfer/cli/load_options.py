@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.delay_option import max_delay_option
+from pipeinfer.cli.given import check_sequences
 from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, concurrency_option, parallel_of, rate_option
-from pipeinfer.cli.values import Whole
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.load_sweep import Loads
-from pipeinfer.job.options.options import MAX_SEQUENCES
+from pipeinfer.job.options.limits import MAX_SEQUENCES
+from pipeinfer.job.options.values import Whole
 
 OPTIONS = (
     concurrency_option,
@@ -26,7 +26,6 @@ OPTIONS = (
         help="Requests of loads at a time at most, for which there is to be room. [default: the largest --concurrency, "
         f"with --rate {PARALLEL} at least]",
     ),
-    max_delay_option,
 )  # fmt: skip
 
 
@@ -45,7 +44,5 @@ def take_loads(given: dict[str, Any]) -> Loads | None:
             raise UserError("--requests, --parallel and --max-delay are of loads; give --concurrency or --rate too")
         return None
     parallel = parallel_of(concurrencies, rates, n_requests, parallel)
-    if sequences and sequences < parallel:
-        raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
-                        "leave it out, or lower --parallel")  # fmt: skip
+    check_sequences(sequences, parallel)
     return Loads(concurrencies, rates, n_requests or 0, parallel)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import click
 
-from pipeinfer.cli.values import Listed, Number, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_SEQUENCES
+from pipeinfer.job.options.limits import MAX_SEQUENCES
+from pipeinfer.job.options.values import Listed, Number, Whole
 
 MAX_REQUESTS, MIN_RATE, MAX_RATE = 100_000, 1e-6, 1e6
 PARALLEL = 32  # as of a batch

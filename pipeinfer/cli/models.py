@@ -14,9 +14,9 @@ from pipeinfer.cli.model_check import check_command
 from pipeinfer.cli.model_info import info_command
 from pipeinfer.cli.model_list import list_command
 from pipeinfer.cli.model_split import split_command
-from pipeinfer.cli.values import MAX_LAYERS, THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_CTX
+from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS
+from pipeinfer.job.options.values import THREADS, File, Number, Whole
 from pipeinfer.models.demo import TARGET
 from pipeinfer.outputs import check_separate, check_writable, path_of, whole_file
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.values import File
+from pipeinfer.job.options.values import File
 from pipeinfer.outputs import check_writable, write_file
 
 

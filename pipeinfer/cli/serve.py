@@ -5,24 +5,21 @@ What it does is in `job.serve` and `server`.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import click
 
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.environment import read_variables
-from pipeinfer.cli.run import run, run_options, warn_of_variables
-from pipeinfer.cli.setting_options import ablations
-from pipeinfer.cli.values import File, Number, Text, Whole
+from pipeinfer.cli.given import check_sequences, run_options, warn_of_variables
+from pipeinfer.cli.run import SHARED
+from pipeinfer.cli.setting_options import command, policy_ablations
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import INT32_MAX, MAX_SEQUENCES
+from pipeinfer.job.options.limits import INT32_MAX, MAX_SEQUENCES
+from pipeinfer.job.options.sections import Models
+from pipeinfer.job.options.text_sections import Length, Traffic
+from pipeinfer.job.options.values import File, Number, Text, Whole
 from pipeinfer.server.options import HttpOptions
 
-NOT_SHARED = (
-    "prompt", "file", "chat", "conversation", "predict", *ablations(), "results", "trace", "json",
-)  # fmt: skip
 HELP = {
     "ctx_size": "Context in tokens, of all open requests together; 0: 4096 for each of --parallel, or as much as fits "
     "into the memory.",
@@ -36,7 +33,9 @@ LEAST_TOKENS = 2
 SECONDS = Number(0, 1e6, above=True)
 
 
-@click.command("serve", cls=Command)
+@command(
+    "serve", Models, Length, *SHARED, Traffic, without=("json", *policy_ablations()), helps=HELP, has_variables=True
+)
 @click.option("--host", type=Text(), default=DEFAULT.host, show_default=True, help="Address to listen on.")
 @click.option(
     "--port", type=Whole(0, 65535), default=DEFAULT.port, show_default=True, help="Port to listen on; 0: a free one."
@@ -53,7 +52,6 @@ SECONDS = Number(0, 1e6, above=True)
     "--queue", "n_queue", type=Whole(0, 1 << 20), default=DEFAULT.n_queue, show_default=True,
     help="Texts that may wait for room; for more the answer is 429.",
 )  # fmt: skip
-@max_delay_option
 @click.option(
     "-n",
     "--predict",
@@ -97,22 +95,20 @@ def serve_command(**given: Any) -> int:
     /slots, and a page to try it. Options of sampling are what holds where a request does not say. With a seed and
     exact numerics a text does not depend on what else is asked. Ctrl-C and SIGTERM let open requests end first.
     """
-    warn_of_variables(serve_command)
+    warn_of_variables()
     keys = _keys_in(given.pop("api_keys"))
     names = ("host", "port", "n_queue", "n_connections", "max_body", "timeout_s", "alias", "api_key_file",
              "ssl_key_file", "ssl_cert_file", "metrics", "slots", "page")  # fmt: skip
     front = HttpOptions(api_keys=keys, **{name: given.pop(name) for name in names})
     drain_s, sequences, parallel = given.pop("drain_s"), given["sequences"], given["parallel"]
-    if sequences and sequences < parallel:
-        raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
-                        "leave it out, or lower --parallel")  # fmt: skip
+    check_sequences(sequences, parallel)
     n_least = LEAST_TOKENS * parallel
     if 0 < given["ctx_size"] < n_least:
         raise UserError(
             f"-c {given['ctx_size']} is all that --parallel {parallel} requests have together, and each takes "
             f"{LEAST_TOKENS} tokens at least; give -c {n_least} or more, or lower --parallel"
         )
-    options = run_options(**given, prompt=None, chat=True)
+    options = run_options(given, is_chat=True)
     from pipeinfer.job.serve.serve import run_serve  # initialises MPI
     from pipeinfer.job.serve.serve_prepare import ServeOptions
     from pipeinfer.server.front import HttpFront
@@ -129,9 +125,6 @@ def _keys_in(text: str | None) -> tuple[str, ...]:
     return keys
 
 
-read_variables(serve_command)
-next(param for param in serve_command.params if param.name == "api_keys").envvar = KEY_VARIABLE
-serve_command.params += [copy.copy(option) for option in run.params if option.name not in NOT_SHARED]
 for option in serve_command.params:
-    if isinstance(option, click.Option) and option.name in HELP:
-        option.help = HELP[option.name]
+    read_variables(option)
+next(param for param in serve_command.params if param.name == "api_keys").envvar = KEY_VARIABLE

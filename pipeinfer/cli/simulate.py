@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, check_once, concurrency_option, parallel_of, rate_option
-from pipeinfer.cli.setting_options import policy_options, take_policies
-from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole, WireName
+from pipeinfer.cli.setting_options import command, take_policies
 from pipeinfer.cluster.activations import WireType
+from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_SEQUENCES
+from pipeinfer.job.options.limits import MAX_SEQUENCES
+from pipeinfer.job.options.text_sections import Traffic
+from pipeinfer.job.options.values import PROBABILITY, File, Listed, Number, Text, Whole, WireName
 from pipeinfer.observe.loads import show_loads
 from pipeinfer.observe.results import check_results
 from pipeinfer.observe.summary import print_summary
@@ -34,7 +34,7 @@ MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
 POLICY_LIST = Listed(click.Choice(POLICIES))
 
 
-@click.command("simulate", cls=Command)
+@command("simulate", Traffic, Policy)
 @click.option(
     "--profile", "profile_name", type=Text(), help="A TOML file, or the name of a shipped profile: --list names them."
 )
@@ -93,7 +93,6 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     help=f"Requests of a load at a time at most. [default: the largest --concurrency, with --rate {PARALLEL} at least; "
     f"at once: all, {MAX_SEQUENCES} at most]",
 )  # fmt: skip
-@max_delay_option
 @click.option(
     "--sampler-threads",
     "samplers",
@@ -106,7 +105,6 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     "--no-prepare-ahead", is_flag=True, help="Ablation: a run's input is prepared when the one before it is evaluated."
 )
 @click.option("--no-post-ahead", is_flag=True, help="Ablation: stages meet to hand a run over.")
-@policy_options
 @click.option("--no-cancel", is_flag=True, help="Ablation: stages are not told of runs that cannot count any more.")
 @click.option("--no-partitions", is_flag=True, help="Ablation: one sequence, so no branches.")
 @click.option(

@@ -50,8 +50,9 @@ class SamplingParams:
     the likeliest tokens, and of the chosen one, log-probabilities are wanted; below 0: of none.
     """
 
+    heading = "Sampling"
     seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
-    temp: float = setting(0.8, "--temp", "--temperature", help="0 is greedy.", most=1000)
+    temp: float = setting(0.8, "--temp", "--temperature", help="Temperature; 0 is greedy.", most=1000, first=True)
     top_k: int = setting(40, "--top-k", help="0 switches it off.", least=-1)
     top_p: float = setting(0.95, "--top-p", help="1 switches it off.", most=1)
     min_p: float = setting(0.05, "--min-p", help="0 switches it off.", most=1)

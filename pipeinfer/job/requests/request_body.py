@@ -14,7 +14,7 @@ from pipeinfer.core.logit_bias import bias_text, is_bias
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import INT32_MAX
+from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.models.chat import Message
 from pipeinfer.models.json_schema import schema_grammar
 from pipeinfer.models.stop_strings import check_stops
