@@ -236,7 +236,7 @@ def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:
 def test_what_is_about_guesses_is_without_effect_where_there_are_none() -> None:
     asked = RunOptions(model=Path("m"), lookup=True, cancel=False, n_gpu_layers_draft=0)
     assert without_effect(asked, 1) == (
-        "--lookup, -ngld, --no-cancel are without effect: policy iterative makes no guesses",
+        "-ngld, --lookup, --no-cancel are without effect: policy iterative makes no guesses",
     )
     assert not without_effect(replace(asked, policy=PipeInfer()), 1)
 

@@ -20,7 +20,8 @@ class Setting:
     """`flags`: as on the command line, the long name first. `least`, `most`: of a number. `shown`: in tables also while
     it is as by default. `type`: what converts and checks a word; None: as the default's type says. `repeated`: may be
     given several times. `written`: the default as a word, where that is not its text. `first`: one of the options that
-    most users need."""
+    most users need. `column`: where it is not as by default results.csv says so. `for_guesses`: without effect where
+    there are no guesses. `aliases`: other names of it in a request."""
 
     flags: tuple[str, ...]
     help: str
@@ -31,10 +32,18 @@ class Setting:
     repeated: bool = False
     written: str | None = None
     first: bool = False
+    column: bool = False
+    for_guesses: bool = False
+    aliases: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
         return self.flags[0]
+
+    @property
+    def given_as(self) -> str:
+        """The shortest flag for a value other than the default."""
+        return min((flag.rpartition("/")[2] for flag in self.flags), key=len)
 
 
 def setting(default: Any, *flags: str, help: str, **more: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, MAX_SEQUENCES, NO_DEVICE, NO_DRAFT
@@ -39,9 +40,10 @@ PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(
-    Prompt, Length, Context, Traffic, Placement, Numerics, Guesses, Loading, Ablations, Experiments, Records, Output
+    Output, Records, Experiments, Ablations, Loading, Traffic, Guesses, Numerics, Placement, Context, Length, Prompt
 ):
-    """What a job is asked to do: the options of these sections, and what others of the command line come to."""
+    """What a job is asked to do: the options of these sections, of which the last one's come first, and what other
+    sections of the command line come to."""
 
     model: Path
     drafts: tuple[Path, ...] = ()
@@ -229,19 +231,15 @@ def check_wire_type(options: RunOptions) -> None:
         )
 
 
-FOR_GUESSES = {
-    "lookup": "--lookup", "n_gpu_layers_draft": "-ngld", "draft_rank": "--draft-rank", "couple": "--no-couple-draft",
-    "cancel": "--no-cancel", "partitions": "--no-partitions",
-    "cache_type_k_draft": "-ctkd", "cache_type_v_draft": "-ctvd",
-}  # fmt: skip
-"""Options that are about guesses alone, as the command line has them when they are not as by default."""
-
-
 def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
     """What is asked of a job that has nothing of the kind, a line each. `n_stages`: of its longest pipeline."""
     lines = []
     if not options.policy.drafts:
-        asked = [flag for name, flag in FOR_GUESSES.items() if getattr(options, name) != getattr(DEFAULT, name)]
+        asked = [
+            setting.given_as
+            for name, default, setting in settings_of(RunOptions)
+            if setting.for_guesses and getattr(options, name) != default
+        ]
         if asked:
             are = "is" if len(asked) == 1 else "are"
             lines.append(f"{', '.join(asked)} {are} without effect: policy {options.policy.name} makes no guesses")

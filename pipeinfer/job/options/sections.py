@@ -120,38 +120,38 @@ class Placement(Watching):
         help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]",
     )  # fmt: skip
     samplers: int | None = setting(
-        None, "--sampler-threads", type=Whole(0, MAX_SAMPLERS),
+        None, "--sampler-threads", type=Whole(0, MAX_SAMPLERS), column=True,
         help="Threads that choose tokens while the last stage evaluates its next run; 0: it chooses by itself first. "
         "[default: 1 for many requests, where that rank has a core to spare or a GPU; else 0]",
     )  # fmt: skip
     n_gpu_layers: tuple[int, ...] = setting(
-        (0,), "--gpu-layers", "--n-gpu-layers", "-ngl", type=Listed(GpuLayers()), first=True,
+        (0,), "--n-gpu-layers", "--gpu-layers", "-ngl", type=Listed(GpuLayers()), first=True, column=True,
         help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where "
         "there is one. One value, or one a rank: all,0,0 has the draft on a GPU.",
     )  # fmt: skip
     n_gpu_layers_draft: int = setting(
-        AUTO_LAYERS, "--gpu-layers-draft", "--n-gpu-layers-draft", "--spec-draft-ngl", "-ngld", type=GpuLayers(),
-        written="auto",
+        AUTO_LAYERS, "--n-gpu-layers-draft", "--gpu-layers-draft", "--spec-draft-ngl", "-ngld", type=GpuLayers(),
+        written="auto", column=True, for_guesses=True,
         help="Layers of drafts on the GPUs of their ranks; 0: libllama computes them on CPUs; auto: as -ngl and "
         "--backend have it, but of one value for all ranks a lone draft goes to the CPU where it is timed to be faster "
         "there.",
     )  # fmt: skip
-    backend: tuple[Backend, ...] = setting(
-        (Backend(),), "--backend", type=Listed(BackendName()),
-        help="What computes a rank's layers: llama, or torch (needs PyTorch): on a GPU in bf16 where there is one, "
-        "else on the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16, torch:int8, torch:int4 say which. One value, "
-        "or one a rank.",
-    )  # fmt: skip
     device: tuple[tuple[str, ...], ...] = setting(
-        ((),), "--device", "-dev", type=Listed(Devices()), written="auto",
+        ((),), "--device", "-dev", type=Listed(Devices()), written="auto", column=True,
         help="Devices of a rank's -ngl layers, by the names of `pipeinfer info`: CUDA0, or several, CUDA0+CUDA1; "
         "none: they stay on the CPU; auto: ranks of a host share its GPUs. One value, or one a rank: CUDA0,CUDA1,none.",
     )  # fmt: skip
     numa: str | None = setting(
-        None, "--numa", type=click.Choice(STRATEGIES),
+        None, "--numa", type=click.Choice(STRATEGIES), column=True,
         help="isolate: several ranks of a host share its NUMA nodes, each on the cores of its own ones; distribute: "
         "threads of a host's only rank go to its nodes in turns; numactl, as without: cores are as the launcher gives "
         "them. Ranks that it has bound stay where they are.",
+    )  # fmt: skip
+    backend: tuple[Backend, ...] = setting(
+        (Backend(),), "--backend", type=Listed(BackendName()), column=True,
+        help="What computes a rank's layers: llama, or torch (needs PyTorch): on a GPU in bf16 where there is one, "
+        "else on the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16, torch:int8, torch:int4 say which. One value, "
+        "or one a rank.",
     )  # fmt: skip
     layer_split: str | None = setting(
         None, "--layer-split", type=Split(),
@@ -164,7 +164,7 @@ class Placement(Watching):
         "first. [default: 1 each]",
     )  # fmt: skip
     draft_rank: int | None = setting(
-        None, "--draft-rank", type=Whole(0),
+        None, "--draft-rank", type=Whole(0), for_guesses=True,
         help="The rank that a lone draft has. [default: the rank whose loss slows the pipeline least, as ranks that "
         "are not alike are timed; 0 among ranks that are alike]",
     )  # fmt: skip
@@ -180,27 +180,29 @@ class Numerics:
         help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
     )  # fmt: skip
     wire_type: WireType = setting(
-        WireType.F32, "--wire-type", type=WireName(), written="f32",
+        WireType.F32, "--wire-type", type=WireName(), written="f32", column=True,
         help="What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).",
     )  # fmt: skip
     gpu_aware: str = setting(
-        AUTO, "--gpu-aware", type=click.Choice([AUTO, ON, OFF]),
+        AUTO, "--gpu-aware", type=click.Choice([AUTO, ON, OFF]), column=True,
         help="Activations between stages of torch go from device to device by MPI; auto: from GPUs, where MPI says "
         "that it is GPU-aware; on: from CPUs too, and where MPI does not say.",
     )  # fmt: skip
     cache_type_k: str = setting(
-        F16_CACHE.k, "--cache-type-k", "-ctk", type=click.Choice(CACHE_TYPES),
+        F16_CACHE.k, "--cache-type-k", "-ctk", type=click.Choice(CACHE_TYPES), column=True,
         help="What the target's keys are kept as (with --numerics fast).",
     )  # fmt: skip
     cache_type_v: str = setting(
-        F16_CACHE.v, "--cache-type-v", "-ctv", type=click.Choice(CACHE_TYPES), help="And its values."
+        F16_CACHE.v, "--cache-type-v", "-ctv", type=click.Choice(CACHE_TYPES), column=True, help="And its values."
     )
     cache_type_k_draft: str = setting(
         F16_CACHE.k, "--cache-type-k-draft", "--spec-draft-type-k", "-ctkd", type=click.Choice(CACHE_TYPES),
+        column=True, for_guesses=True,
         help="What a draft's keys are kept as.",
     )  # fmt: skip
     cache_type_v_draft: str = setting(
         F16_CACHE.v, "--cache-type-v-draft", "--spec-draft-type-v", "-ctvd", type=click.Choice(CACHE_TYPES),
+        column=True, for_guesses=True,
         help="And its values.",
     )  # fmt: skip
 
@@ -225,16 +227,16 @@ class Guesses:
 
     heading = "Speculation"
     lookup: bool = setting(
-        False, "--lookup",
+        False, "--lookup", for_guesses=True,
         help="Guess also what followed the newest tokens where they stood before; alone, or beside a draft.",
     )  # fmt: skip
     sequences: int = setting(
-        0, "--sequences", most=MAX_SEQUENCES,
+        0, "--sequences", most=MAX_SEQUENCES, column=True,
         help="Branches that trees may have at a time, or guesses where layers keep states; when they run out, trees "
         "get narrower. 0: as the policy can use.",
     )  # fmt: skip
     couple: bool = setting(
-        True, "--couple-draft/--no-couple-draft",
+        True, "--couple-draft/--no-couple-draft", for_guesses=True,
         help="Sampling: guesses share the target's random numbers, so that more are right.",
     )  # fmt: skip
 
@@ -244,9 +246,9 @@ class Ablations:
     """What is switched off for studies of speculation."""
 
     heading = "Experiments"
-    cancel: bool = setting(True, "--no-cancel", help="Ablation: dead runs go on.")
+    cancel: bool = setting(True, "--no-cancel", for_guesses=True, help="Ablation: dead runs go on.")
     partitions: bool = setting(
-        True, "--no-partitions",
+        True, "--no-partitions", for_guesses=True,
         help="Ablation: one sequence only. Where layers keep states nothing is guessed then.",
     )  # fmt: skip
 
@@ -261,11 +263,11 @@ class Experiments:
         help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models.",
     )  # fmt: skip
     prepare_ahead: bool = setting(
-        True, "--no-prepare-ahead",
+        True, "--no-prepare-ahead", column=True,
         help="Ablation: a GPU's next run is prepared when the one before it is evaluated (torch).",
     )  # fmt: skip
     post_ahead: bool = setting(
-        True, "--no-post-ahead", help="Ablation: a message is received when its length is known."
+        True, "--no-post-ahead", column=True, help="Ablation: a message is received when its length is known."
     )
 
 

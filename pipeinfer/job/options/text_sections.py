@@ -117,11 +117,11 @@ class Context:
 
     heading = "Context and length"
     ctx_size: int = setting(
-        0, "--ctx-size", "-c", most=MAX_CTX, first=True,
+        0, "--ctx-size", "-c", most=MAX_CTX, first=True, column=True,
         help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.",
     )  # fmt: skip
     batch_size: int = setting(
-        128, "--batch-size", "-b", least=1,
+        128, "--batch-size", "-b", least=1, column=True,
         help="Prompt tokens a run at most, up to 2048; a prompt is cut into smaller chunks where that fills the "
         "pipeline.",
     )  # fmt: skip
@@ -133,7 +133,7 @@ class Traffic:
 
     heading = "Context and length"
     max_delay_s: float | None = setting(
-        None, "--max-delay", type=Delay(), written="none",
+        None, "--max-delay", type=Delay(), written="none", column=True,
         help="Seconds that the tokens of a text may come later because prompts of others are read meanwhile: these are "
         "cut into chunks that take all stages together so long. chunk: what one of -b tokens takes; none: no limit.",
     )  # fmt: skip
