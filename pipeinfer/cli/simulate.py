@@ -14,7 +14,8 @@ from pipeinfer.cli.setting_options import command, take_policies
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.limits import MAX_SEQUENCES
+from pipeinfer.job.options.limits import MAX_GBIT, MAX_SEQUENCES, MAX_TOKENS
+from pipeinfer.job.options.sections import Ablations, Experiments
 from pipeinfer.job.options.text_sections import Traffic
 from pipeinfer.job.options.values import PROBABILITY, File, Listed, Number, Text, Whole, WireName
 from pipeinfer.observe.loads import show_loads
@@ -28,13 +29,17 @@ from pipeinfer.virtual.outcome import write_trace
 from pipeinfer.virtual.profile import ProfileFile, load_profile, shipped_profiles
 from pipeinfer.virtual.study import Question, ask, ask_loads
 
-MAX_GBIT = 10**6
 MAX_SAMPLERS = 1024
-MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
+HELP = {
+    "prepare_ahead": "Ablation: a run's input is prepared when the one before it is evaluated.",
+    "post_ahead": "Ablation: stages meet to hand a run over.",
+    "cancel": "Ablation: stages are not told of runs that cannot count any more.",
+    "partitions": "Ablation: one sequence, so no branches.",
+}
 POLICY_LIST = Listed(click.Choice(POLICIES))
 
 
-@command("simulate", Traffic, Policy)
+@command("simulate", Traffic, Policy, Ablations, Experiments, without=("pace",), helps=HELP)
 @click.option(
     "--profile", "profile_name", type=Text(), help="A TOML file, or the name of a shipped profile: --list names them."
 )
@@ -102,12 +107,6 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     help="Threads beside the last stage that choose tokens, of a profile that says what that takes.",
 )
 @click.option(
-    "--no-prepare-ahead", is_flag=True, help="Ablation: a run's input is prepared when the one before it is evaluated."
-)
-@click.option("--no-post-ahead", is_flag=True, help="Ablation: stages meet to hand a run over.")
-@click.option("--no-cancel", is_flag=True, help="Ablation: stages are not told of runs that cannot count any more.")
-@click.option("--no-partitions", is_flag=True, help="Ablation: one sequence, so no branches.")
-@click.option(
     "-o", "--output", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
     help="What to print, as for `bench`.",
 )  # fmt: skip
@@ -118,10 +117,10 @@ def simulate_command(
     profile_name: str | None, listing: bool, pair: str | None, nodes: int, gbit: float | None, wire_type: WireType,
     policies: tuple[str, ...], predict: int, prompt_tokens: int, seed: int, repetitions: int,
     acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...],
-    drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
+    drafts: tuple[Path, ...], cancel: bool, partitions: bool, output: str, as_json: bool,
     results: Path | None, trace: Path | None, requests: int | None, rates: tuple[float, ...],
     parallel: int | None, concurrencies: tuple[int, ...], max_delay_s: float | None,
-    samplers: int, no_prepare_ahead: bool, no_post_ahead: bool, **others: Any,
+    samplers: int, prepare_ahead: bool, post_ahead: bool, **others: Any,
 ) -> int:  # fmt: skip
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
 
@@ -148,15 +147,15 @@ def simulate_command(
         prompt_tokens=prompt_tokens,
         by_rank=ranks_asked(acceptances, ranks, bool(files)),
         known=open_choices(files, drafts),
-        cancel=not no_cancel,
-        partitions=not no_partitions,
+        cancel=cancel,
+        partitions=partitions,
         samplers=samplers,
-        ahead=not no_prepare_ahead,
-        posted=not no_post_ahead,
+        ahead=prepare_ahead,
+        posted=post_ahead,
         wire_type=wire_type,
     )
     if requests or concurrencies or rates:
-        if results or trace or files or no_cancel or no_partitions:
+        if results or trace or files or not cancel or not partitions:
             raise UserError("--results, --trace, --choices, --no-cancel and --no-partitions are of single requests; "
                             "leave them out, or --requests, --concurrency and --rate")  # fmt: skip
         like = Load(requests or 0, prompt_tokens, predict, parallel or 0, max_delay_s=max_delay_s)

@@ -16,6 +16,8 @@ MAX_CTX = INT32_MAX - 1023
 MAX_THREADS = 512  # libggml's limit
 MAX_LAYERS = 512  # libllama's limit
 MAX_SAMPLERS = 64
+MAX_GBIT = 10**6
+MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
 
 ALL_LAYERS, AUTO_LAYERS = -1, -2
 """All of a rank's layers on its GPU; the same where there is a GPU, else none."""
