@@ -38,7 +38,7 @@ class Command(click.Command):
         for param in params:
             if record := param.get_help_record(ctx):
                 is_usual = getattr(param, "is_first", False) or param is self.get_help_option(ctx)
-                heading = "Options" if is_usual else getattr(param, "heading", own)
+                heading = "Options" if is_usual else getattr(param, "heading", "") or own
                 groups.setdefault(heading, []).append(record)
         for heading, records in filter(lambda group: group[1], groups.items()):
             with formatter.section(heading):

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, check_once, concurrency_option, parallel_of, rate_option
+from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, LoadSizes, check_once, parallel_of
 from pipeinfer.cli.setting_options import command, take_policies
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.policy import Policy
@@ -39,7 +39,7 @@ HELP = {
 POLICY_LIST = Listed(click.Choice(POLICIES))
 
 
-@command("simulate", Traffic, Policy, Ablations, Experiments, without=("pace",), helps=HELP)
+@command("simulate", LoadSizes, Traffic, Policy, Ablations, Experiments, without=("pace",), helps=HELP)
 @click.option(
     "--profile", "profile_name", type=Text(), help="A TOML file, or the name of a shipped profile: --list names them."
 )
@@ -91,8 +91,6 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     help="Requests of a load, of -p and -n tokens each; without --concurrency and --rate they come at once. [default: "
     f"twice the largest --concurrency, with --rate {2 * PARALLEL} at least]",
 )  # fmt: skip
-@concurrency_option
-@rate_option
 @click.option(
     "--parallel", type=Whole(1, MAX_SEQUENCES),
     help=f"Requests of a load at a time at most. [default: the largest --concurrency, with --rate {PARALLEL} at least; "
