@@ -21,7 +21,7 @@ from pipeinfer.core.logit_bias import read_one
 from pipeinfer.core.rooms import ONE_CHUNK
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX_THREADS
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX_CTX, MAX_THREADS
 from pipeinfer.models.hub_names import HubName, parse_name
 
 NAME_MAX, PATH_MAX = 255, 4095
@@ -43,6 +43,10 @@ class Whole(click.IntRange):
     def __init__(self, least: int, most: int = INT32_MAX) -> None:
         super().__init__(least, most)
         self.wanted = f"a whole number from {least} to {most}"
+
+    def _describe_range(self) -> str:
+        """In the help: a limit that only 32-bit numbers set is left out."""
+        return f"x>={self.min}" if self.max and self.max >= MAX_CTX else super()._describe_range()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return convert_number(super().convert, WHOLE, self.wanted, value, param, ctx)
