@@ -40,9 +40,11 @@ MAX_TOP_OF_COMPLETIONS = 5  # as OpenAI has it
 FORMS = ("grammar", "json_schema", "response_format")
 """What the text must be: one of them."""
 
+ALIASES = {alias: name for name, _, setting in settings_of(SamplingParams) for alias in setting.aliases}
+"""Other names of fields."""
+
 KNOWN = {
-    *(written for name, _, setting in settings_of(SamplingParams) for written in (name, *setting.aliases)),
-    *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, *FORMS,
+    *(name for name, _, _ in settings_of(SamplingParams)), *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, *FORMS,
     "stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "priority",
 }  # fmt: skip
 """Fields that a request may have."""
