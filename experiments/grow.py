@@ -21,9 +21,9 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.cli.values import THREADS, File, Number, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_CTX
+from pipeinfer.job.options.limits import MAX_CTX
+from pipeinfer.job.options.values import THREADS, File, Number, Whole
 from pipeinfer.job.placement.fetch import fetch_files
 from pipeinfer.job.placement.memory import check_alone
 from pipeinfer.models.demo import TARGET

@@ -1,24 +1,20 @@
-"""`pipeinfer batch`: its options, which are those of `run` where they mean the same. What it does is in `job.batch`."""
+"""`pipeinfer batch`: its options, and the sections that it takes. What it does is in `job.batch`."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.delay_option import max_delay_option
-from pipeinfer.cli.run import run, run_options, warn_of_variables
-from pipeinfer.cli.setting_options import ablations
-from pipeinfer.cli.values import File, Whole
-from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import INT32_MAX, MAX_SEQUENCES
+from pipeinfer.cli.given import check_sequences, run_options, warn_of_variables
+from pipeinfer.cli.run import SHARED
+from pipeinfer.cli.setting_options import command, policy_ablations
+from pipeinfer.job.options.limits import INT32_MAX, MAX_SEQUENCES
+from pipeinfer.job.options.sections import Models
+from pipeinfer.job.options.text_sections import Length, Traffic
+from pipeinfer.job.options.values import File, Whole
 
-NOT_SHARED = (
-    "prompt", "file", "chat", "conversation", "predict", *ablations(), "results", "trace",
-)  # fmt: skip
 HELP = {
     "ctx_size": "Context in tokens, of all open requests together; 0: what --parallel of the longest take, or as much "
     "as fits into the memory.",
@@ -28,7 +24,7 @@ HELP = {
 }
 
 
-@click.command("batch", cls=Command)
+@command("batch", Models, Length, *SHARED, Traffic, without=policy_ablations(), helps=HELP, has_variables=True)
 @click.argument("source", metavar="FILE.jsonl", type=File())
 @click.option("-o", "--output", type=File(), required=True, help="Append a line for every result to this file.")
 @click.option(
@@ -39,7 +35,6 @@ HELP = {
     show_default=True,
     help="Requests that are open at a time, as far as the context has room for them.",
 )
-@max_delay_option
 @click.option(
     "-n",
     "--predict",
@@ -58,19 +53,10 @@ def batch_command(source: Path, output: Path, as_chat: bool, **others: Any) -> i
     request does not say. The same command goes on after an interruption: what the output has is left out. With a seed
     and exact numerics a text does not depend on what else is asked.
     """
-    warn_of_variables(batch_command)
-    sequences, parallel = others["sequences"], others["parallel"]
-    if sequences and sequences < parallel:
-        raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
-                        "leave it out, or lower --parallel")  # fmt: skip
-    options = run_options(**others, prompt=None, chat=True)
+    warn_of_variables()
+    check_sequences(others["sequences"], others["parallel"])
+    options = run_options(others, is_chat=True)
     from pipeinfer.job.batch.batch import run_batch  # initialises MPI
     from pipeinfer.job.batch.batch_prepare import BatchOptions
 
     return run_batch(BatchOptions(run=options, source=source, output=output, as_chat=as_chat))
-
-
-batch_command.params += [copy.copy(option) for option in run.params if option.name not in NOT_SHARED]
-for option in batch_command.params:
-    if isinstance(option, click.Option) and option.name in HELP:
-        option.help = HELP[option.name]

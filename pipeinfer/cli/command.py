@@ -27,7 +27,22 @@ ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")
 
 
 class Command(click.Command):
-    """Raises click.NoSuchOption or UsageError for words that are no option here, with the way out."""
+    """Raises click.NoSuchOption or UsageError for words that are no option here, with the way out. Its help has
+    first the options that most users need, then the command's own, then the others under the headings of their
+    sections."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = self.get_params(ctx)
+        own = f"Options of {self.name}" if any(getattr(param, "is_first", False) for param in params) else "Options"
+        groups: dict[str, list[tuple[str, str]]] = {"Options": [], own: []}
+        for param in params:
+            if record := param.get_help_record(ctx):
+                is_usual = getattr(param, "is_first", False) or param is self.get_help_option(ctx)
+                heading = "Options" if is_usual else getattr(param, "heading", "") or own
+                groups.setdefault(heading, []).append(record)
+        for heading, records in filter(lambda group: group[1], groups.items()):
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if self.name in BATCHED and not ctx.resilient_parsing:

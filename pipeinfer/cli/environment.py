@@ -23,7 +23,7 @@ _VARIABLES = (
     "ROPE_FREQ_BASE --rope-freq-base ROPE_FREQ_SCALE --rope-freq-scale YARN_ORIG_CTX --yarn-orig-ctx "
     "YARN_EXT_FACTOR --yarn-ext-factor YARN_ATTN_FACTOR --yarn-attn-factor YARN_BETA_SLOW --yarn-beta-slow "
     "YARN_BETA_FAST --yarn-beta-fast GRP_ATTN_N -gan GRP_ATTN_W -gaw KV_OFFLOAD -kvo REPACK --repack "
-    "NO_HOST --no-host CACHE_TYPE_K -ctk CACHE_TYPE_V -ctv DEFRAG_THOLD -dt N_PARALLEL -np CONT_BATCHING -cb "
+    "NO_HOST --no-host CACHE_TYPE_K -ctk CACHE_TYPE_V -ctv DEFRAG_THOLD -dt N_PARALLEL --parallel CONT_BATCHING -cb "
     "MMPROJ -mm MMPROJ_URL -mmu MMPROJ_AUTO --mmproj-auto MMPROJ_OFFLOAD --mmproj-offload "
     "IMAGE_MIN_TOKENS --image-min-tokens IMAGE_MAX_TOKENS --image-max-tokens "
     "MTMD_BATCH_MAX_TOKENS --mtmd-batch-max-tokens VIDEO_FPS --video-fps "
@@ -65,12 +65,10 @@ GUESSING = frozenset(("--draft", "--spec-draft-n-max", "--spec-draft-p-split", "
 """Options that only some policies have: the command line alone gives them."""
 
 
-def read_variables(command: click.Command) -> None:
-    """Let a command's options be given by these variables too; what the command line says comes first."""
-    for option in command.params:
-        flags = {*option.opts, *option.secondary_opts} - GUESSING
-        names = [name for name, flag in VARIABLES.items() if flag in flags]
-        option.envvar = names or None
+def read_variables(option: click.Parameter) -> None:
+    """Let an option be given by these variables too; what the command line says comes first."""
+    flags = {*option.opts, *option.secondary_opts} - GUESSING
+    option.envvar = [name for name, flag in VARIABLES.items() if flag in flags] or None
 
 
 def ignored_variables(command: click.Command, environment: Mapping[str, str]) -> Iterator[str]:

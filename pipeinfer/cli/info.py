@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import click
 
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.rank_options import rank_timeout_option
+from pipeinfer.cli.setting_options import command
 from pipeinfer.job.inspect.info import InfoQuestion, info
+from pipeinfer.job.options.sections import Watching
 
 
-@click.command("info", cls=Command)
+@command("info", Watching)
 @click.option("--json", is_flag=True, help="Print one JSON object instead of lines.")
-@rank_timeout_option
 def info_command(json: bool, rank_timeout_s: float | None) -> int:
     """Tell what this host can do: versions, backends and their devices, memory, cores, MPI, and what is exact where.
 

@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
-import click
-
-from pipeinfer.cli.delay_option import max_delay_option
-from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, concurrency_option, parallel_of, rate_option
-from pipeinfer.cli.values import Whole
+from pipeinfer.cli.given import check_sequences
+from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, LoadSizes, parallel_of
+from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.load_sweep import Loads
-from pipeinfer.job.options.options import MAX_SEQUENCES
+from pipeinfer.job.options.limits import MAX_SEQUENCES
+from pipeinfer.job.options.values import Whole
 
-OPTIONS = (
-    concurrency_option,
-    rate_option,
-    click.option(
-        "--requests", type=Whole(1, MAX_REQUESTS),
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(LoadSizes):
+    """As they are given."""
+
+    requests: int | None = setting(
+        None, "--requests", type=Whole(1, MAX_REQUESTS),
         help="Requests of a load. [default: each prompt once, but twice the largest --concurrency at least]",
-    ),
-    click.option(
-        "-np", "--parallel", type=Whole(1, MAX_SEQUENCES),
+    )  # fmt: skip
+    parallel: int | None = setting(
+        None, "--parallel", "-np", type=Whole(1, MAX_SEQUENCES),
         help="Requests of loads at a time at most, for which there is to be room. [default: the largest --concurrency, "
         f"with --rate {PARALLEL} at least]",
-    ),
-    max_delay_option,
-)  # fmt: skip
+    )  # fmt: skip
 
-
-def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
-
-
-def take_loads(given: dict[str, Any]) -> Loads | None:
-    """Takes these options out of what is given; None if no loads are to be measured. Raises UserError."""
-    concurrencies, rates = given.pop("concurrencies"), given.pop("rates")
-    n_requests, parallel, sequences = given.pop("requests"), given.pop("parallel"), given["sequences"]
-    if not concurrencies and not rates:
-        if n_requests or parallel or given["max_delay_s"] is not None:
-            raise UserError("--requests, --parallel and --max-delay are of loads; give --concurrency or --rate too")
-        return None
-    parallel = parallel_of(concurrencies, rates, n_requests, parallel)
-    if sequences and sequences < parallel:
-        raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
-                        "leave it out, or lower --parallel")  # fmt: skip
-    return Loads(concurrencies, rates, n_requests or 0, parallel)
+    def loads(self, sequences: int, max_delay_s: float | None) -> Loads | None:
+        """None if no loads are to be measured. Raises UserError for options that do not go together."""
+        if not self.concurrencies and not self.rates:
+            if self.requests or self.parallel or max_delay_s is not None:
+                raise UserError("--requests, --parallel and --max-delay are of loads; give --concurrency or --rate too")
+            return None
+        parallel = parallel_of(self.concurrencies, self.rates, self.requests, self.parallel)
+        check_sequences(sequences, parallel)
+        return Loads(self.concurrencies, self.rates, self.requests or 0, parallel)

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import click
-
-from pipeinfer.cli.values import Listed, Number, Whole
+from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_SEQUENCES
+from pipeinfer.job.options.limits import MAX_SEQUENCES
+from pipeinfer.job.options.values import Listed, Number, Whole
 
 MAX_REQUESTS, MIN_RATE, MAX_RATE = 100_000, 1e-6, 1e6
 PARALLEL = 32  # as of a batch
 
-concurrency_option = click.option(
-    "--concurrency", "concurrencies", type=Listed(Whole(1, MAX_SEQUENCES)), default=(),
-    help="Measure loads instead: 1,4,16 is three, of so many clients, each of whom asks for the next text when it "
-    "has one.",
-)  # fmt: skip
-rate_option = click.option(
-    "--rate", "rates", type=Listed(Number(MIN_RATE, MAX_RATE)), default=(),
-    help="Measure loads instead: 0.5,2 is two, of so many requests a second, which come at random (Poisson).",
-)  # fmt: skip
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSizes:
+    """How many requests there are at a time, or a second: each value is a load."""
+
+    heading = "Loads"
+    concurrencies: tuple[int, ...] = setting(
+        (), "--concurrency", type=Listed(Whole(1, MAX_SEQUENCES)),
+        help="Measure loads instead: 1,4,16 is three, of so many clients, each of whom asks for the next text when it "
+        "has one.",
+    )  # fmt: skip
+    rates: tuple[float, ...] = setting(
+        (), "--rate", type=Listed(Number(MIN_RATE, MAX_RATE)),
+        help="Measure loads instead: 0.5,2 is two, of so many requests a second, which come at random (Poisson).",
+    )  # fmt: skip
 
 
 def parallel_of(

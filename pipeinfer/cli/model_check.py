@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.values import THREADS, File, Text, Whole
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_CTX, RunOptions
+from pipeinfer.job.options.limits import MAX_CTX
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.values import THREADS, File, Text, Whole
 
 DIFFERENT = 1
 """The exit code for vocabularies that differ too much."""

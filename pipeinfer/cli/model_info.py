@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.values import File, Whole
-from pipeinfer.job.options.options import DEFAULT, MAX_CTX
+from pipeinfer.job.options.limits import MAX_CTX
+from pipeinfer.job.options.options import DEFAULT
+from pipeinfer.job.options.values import File, Whole
 
 
 @click.command("info", cls=Command)

@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.values import MAX_LAYERS, File, Folder, Listed, Split, Whole
 from pipeinfer.cluster.plan import parse_split
 from pipeinfer.errors import UserError
+from pipeinfer.job.options.limits import MAX_LAYERS
+from pipeinfer.job.options.values import File, Folder, Listed, Split, Whole
 
 
 @click.command("split", cls=Command)

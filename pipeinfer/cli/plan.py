@@ -1,61 +1,34 @@
-"""`pipeinfer plan`: its options. What it tells is in `job.plan_report`."""
+"""`pipeinfer plan`: its options, and the sections that it takes. What it tells is in `job.plan_report`."""
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
-import click
-
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.hub_options import HUB_NAMES, take_models
-from pipeinfer.cli.run import run
-from pipeinfer.cli.setting_options import policy_meant, policy_options, take_policies
-from pipeinfer.cli.simulate import MAX_GBIT, MAX_TOKENS
-from pipeinfer.cli.values import PROBABILITY, File, Number, Text, Whole
+from pipeinfer.cli.given import job_options
+from pipeinfer.cli.setting_options import command, take
+from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions, choose_drafts
-from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.job.inspect.plan import PlanQuestion, plan
+from pipeinfer.job.options.sections import (
+    Ablations,
+    Guesses,
+    HubAccess,
+    Loading,
+    Models,
+    Numerics,
+    Output,
+    Placement,
+    PolicyName,
+)
+from pipeinfer.job.options.text_sections import Context, Length
 
-SHARED = (
-    "model", "drafts", "lookup", "predict", "ctx_size", "batch_size", "threads", "n_gpu_layers", "n_gpu_layers_draft",
-    "device", "numa", "backend", "policy", "layer_split", "draft_split", "draft_rank", "numerics", "wire_type",
-    "cache_type_k", "cache_type_v", "cache_type_k_draft", "cache_type_v_draft", "slice_cache", "partitions",
-    "sequences", "rank_timeout_s", "json", *HUB_NAMES,
+
+@command(
+    "plan", PlanQuestion, Models, HubAccess, Loading, Length, Context, Placement, Numerics, PolicyName, Guesses, Policy,
+    Ablations, Output, without=("ignore_eos", "samplers", "send_layers", "gpu_aware", "couple", "cancel", "verbose"),
+    has_variables=True,
 )  # fmt: skip
-
-
-@click.command("plan", cls=Command)
-@click.option(
-    "--hosts",
-    type=File(),
-    help="Plan for these hosts: an MPI hosts file, where a line may also say what a host has, see above; as in "
-    "node1 slots=1 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325.",
-)
-@click.option("--profile", type=Text(), help="Plan for a profile's machines (see `simulate --list`), a rank on each.")
-@click.option("-np", "--ranks", type=Whole(0), default=0, help="Ranks of --hosts or --profile. [default: all]")
-@click.option("--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links. [default: 10, or known]")
-@click.option(
-    "-p",
-    "--prompt-tokens",
-    type=Whole(1, MAX_TOKENS),
-    help="Of the longest prompt. [default: 128, or half of the context where that is less]",
-)
-@click.option(
-    "--acceptance",
-    "acceptances",
-    type=PROBABILITY,
-    multiple=True,
-    help="How often the draft's best guess is right; of several drafts, once for each, the smallest first. [default: "
-    "0.7; `models check` measures it]",
-)
-@policy_options
-def plan_command(
-    model: Path | None, drafts: tuple[Path, ...], policy: str | None, lookup: bool, threads: tuple[int, ...] | None,
-    hosts: Path | None, profile: str | None, ranks: int, gbit: float | None, prompt_tokens: int | None,
-    acceptances: tuple[float, ...], **others: Any,
-) -> int:  # fmt: skip
+def plan_command(**given: Any) -> int:
     """Tell who would get what, before anything loads: layers, memory, whether it fits, how fast it would be, what would
     help.
 
@@ -67,19 +40,9 @@ def plan_command(
     memory=370G, what models may take of it; gb_per_s and gflop_per_s, what inference reaches of its memory's bandwidth
     and of its arithmetic, all its ranks together; gpu=NAME. No memory: without end; no speed: none is predicted.
     """
-    if hosts and profile:
+    question = take(PlanQuestion, given)
+    if question.hosts and question.profile:
         raise UserError("--hosts and --profile both say where to run; give one of them")
-    if ranks and not (hosts or profile):
+    if question.n_ranks and not (question.hosts or question.profile):
         raise UserError("-np counts ranks of --hosts or --profile; else start as many with mpirun -np")
-    model, drafts = take_models(model, drafts, others)
-    drafts = choose_drafts(drafts, () if model else (DRAFT,))
-    (chosen,) = take_policies([policy_meant(policy, bool(drafts) or lookup, others)], others)
-    options = RunOptions(
-        model=model or TARGET, drafts=drafts, lookup=lookup, policy=chosen, threads=threads or (), **others
-    )
-    from pipeinfer.job.inspect.plan import PlanQuestion, plan
-
-    return plan(options, PlanQuestion(hosts, profile, ranks, gbit, prompt_tokens, acceptances))
-
-
-plan_command.params += [copy.copy(option) for option in run.params if option.name in SHARED]
+    return plan(job_options(given), question)

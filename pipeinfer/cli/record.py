@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.values import THREADS, File, Number, Text, Whole
-from pipeinfer.job.options.options import MAX_CTX
+from pipeinfer.job.options.limits import MAX_CTX
+from pipeinfer.job.options.values import THREADS, File, Number, Text, Whole
 from pipeinfer.models.demo import DRAFT, TARGET
 
 

@@ -5,42 +5,37 @@ What it does is in `job.serve` and `server`.
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from typing import Any
 
 import click
 
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.delay_option import max_delay_option
 from pipeinfer.cli.environment import read_variables
-from pipeinfer.cli.run import run, run_options, warn_of_variables
-from pipeinfer.cli.setting_options import ablations
-from pipeinfer.cli.values import File, Number, Text, Whole
+from pipeinfer.cli.given import check_sequences, run_options, warn_of_variables
+from pipeinfer.cli.run import SHARED
+from pipeinfer.cli.setting_options import command, policy_ablations, take
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import INT32_MAX, MAX_SEQUENCES
+from pipeinfer.job.options.limits import INT32_MAX, MAX_SEQUENCES
+from pipeinfer.job.options.sections import Models
+from pipeinfer.job.options.text_sections import Length, Traffic
+from pipeinfer.job.options.values import Number, Text, Whole
 from pipeinfer.server.options import HttpOptions
 
-NOT_SHARED = (
-    "prompt", "file", "chat", "conversation", "predict", *ablations(), "results", "trace", "json",
-)  # fmt: skip
 HELP = {
     "ctx_size": "Context in tokens, of all open requests together; 0: 4096 for each of --parallel, or as much as fits "
     "into the memory.",
     "seed": "Of requests without one; -1: a random one for each.",
     "escape": r"In -sys and --stop, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
 }
-DEFAULT = HttpOptions()
 KEY_VARIABLE = "LLAMA_API_KEY"
 LEAST_TOKENS = 2
 """Of a request: one of the prompt, one of the text."""
-SECONDS = Number(0, 1e6, above=True)
 
 
-@click.command("serve", cls=Command)
-@click.option("--host", type=Text(), default=DEFAULT.host, show_default=True, help="Address to listen on.")
-@click.option(
-    "--port", type=Whole(0, 65535), default=DEFAULT.port, show_default=True, help="Port to listen on; 0: a free one."
-)
+@command(
+    "serve", Models, Length, HttpOptions, *SHARED, Traffic, without=("json", *policy_ablations()), helps=HELP,
+    has_variables=True,
+)  # fmt: skip
 @click.option(
     "-np",
     "--parallel",
@@ -49,11 +44,6 @@ SECONDS = Number(0, 1e6, above=True)
     show_default=True,
     help="Texts that are written at a time, as far as the context has room for them.",
 )
-@click.option(
-    "--queue", "n_queue", type=Whole(0, 1 << 20), default=DEFAULT.n_queue, show_default=True,
-    help="Texts that may wait for room; for more the answer is 429.",
-)  # fmt: skip
-@max_delay_option
 @click.option(
     "-n",
     "--predict",
@@ -68,28 +58,10 @@ SECONDS = Number(0, 1e6, above=True)
     help="Who asks must send this key, or one of these. Others can see it in the list of processes: better in "
     f"{KEY_VARIABLE}, or in a file.",
 )  # fmt: skip
-@click.option("--api-key-file", type=File(), help="The same, a key a line.")
-@click.option("--ssl-key-file", type=File(), help="The private key, PEM: with --ssl-cert-file it is HTTPS.")
-@click.option("--ssl-cert-file", type=File(), help="Its certificate, PEM, with those that vouch for it.")
-@click.option("-a", "--alias", type=Text(), help="The model's name in answers. [default: the file's]")
-@click.option(
-    "-to", "--timeout", "timeout_s", type=SECONDS, default=DEFAULT.timeout_s, show_default=True,
-    help="Seconds that a client may take to send a request, or to read on.",
-)  # fmt: skip
 @click.option(
     "--drain", "drain_s", type=Number(0, 1e6), default=30.0, show_default=True,
     help="Seconds that open requests have when the server is stopped (Ctrl-C, SIGTERM).",
 )  # fmt: skip
-@click.option(
-    "--max-body", type=Whole(1024, 1 << 30), default=DEFAULT.max_body, show_default=True, help="Bytes of a request."
-)
-@click.option(
-    "--max-connections", "n_connections", type=Whole(1, 1 << 20), default=DEFAULT.n_connections, show_default=True,
-    help="Connections that are open at a time.",
-)  # fmt: skip
-@click.option("--metrics/--no-metrics", default=True, show_default=True, help="/metrics, for Prometheus.")
-@click.option("--slots/--no-slots", default=True, show_default=True, help="/slots: what is being written.")
-@click.option("--ui/--no-ui", "page", default=True, show_default=True, help="The page at /.")
 def serve_command(**given: Any) -> int:
     """Answer OpenAI's API: many requests share the ranks of this job.
 
@@ -97,22 +69,18 @@ def serve_command(**given: Any) -> int:
     /slots, and a page to try it. Options of sampling are what holds where a request does not say. With a seed and
     exact numerics a text does not depend on what else is asked. Ctrl-C and SIGTERM let open requests end first.
     """
-    warn_of_variables(serve_command)
+    warn_of_variables()
     keys = _keys_in(given.pop("api_keys"))
-    names = ("host", "port", "n_queue", "n_connections", "max_body", "timeout_s", "alias", "api_key_file",
-             "ssl_key_file", "ssl_cert_file", "metrics", "slots", "page")  # fmt: skip
-    front = HttpOptions(api_keys=keys, **{name: given.pop(name) for name in names})
+    front = replace(take(HttpOptions, given), api_keys=keys)
     drain_s, sequences, parallel = given.pop("drain_s"), given["sequences"], given["parallel"]
-    if sequences and sequences < parallel:
-        raise UserError(f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one; "
-                        "leave it out, or lower --parallel")  # fmt: skip
+    check_sequences(sequences, parallel)
     n_least = LEAST_TOKENS * parallel
     if 0 < given["ctx_size"] < n_least:
         raise UserError(
             f"-c {given['ctx_size']} is all that --parallel {parallel} requests have together, and each takes "
             f"{LEAST_TOKENS} tokens at least; give -c {n_least} or more, or lower --parallel"
         )
-    options = run_options(**given, prompt=None, chat=True)
+    options = run_options(given, is_chat=True)
     from pipeinfer.job.serve.serve import run_serve  # initialises MPI
     from pipeinfer.job.serve.serve_prepare import ServeOptions
     from pipeinfer.server.front import HttpFront
@@ -129,9 +97,6 @@ def _keys_in(text: str | None) -> tuple[str, ...]:
     return keys
 
 
-read_variables(serve_command)
-next(param for param in serve_command.params if param.name == "api_keys").envvar = KEY_VARIABLE
-serve_command.params += [copy.copy(option) for option in run.params if option.name not in NOT_SHARED]
 for option in serve_command.params:
-    if isinstance(option, click.Option) and option.name in HELP:
-        option.help = HELP[option.name]
+    read_variables(option)
+next(param for param in serve_command.params if param.name == "api_keys").envvar = KEY_VARIABLE

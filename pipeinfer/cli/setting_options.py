@@ -1,45 +1,102 @@
-"""Options made of settings: those of sampling, and those of all policies, each of which takes its own."""
+"""Options made of settings: those of sections, and those of all policies, each of which takes its own.
+
+A command names its sections; what it gets are the values of their settings by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import click
 
-from pipeinfer.cli.values import Number, Whole
+from pipeinfer.cli.command import Command
+from pipeinfer.cli.environment import read_variables
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.settings import Setting, settings_of
+from pipeinfer.core.settings import REQUIRED, Setting, settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import INT32_MAX, choose_policy
+from pipeinfer.job.options.limits import INT32_MAX
+from pipeinfer.job.options.options import choose_policy
+from pipeinfer.job.options.values import Number, Whole
 from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import POLICIES, make_policy
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Section = TypeVar("Section")
 
 
-def sampling_options(command: Command) -> Command:
-    """Add an option for each setting of sampling; `take_sampling` collects what they gave."""
-    for name, default, setting in reversed(list(settings_of(SamplingParams))):
-        option = click.option(
-            *_names(setting, name), type=_type_of(default, setting), default=default, show_default=True,
-            help=setting.help,
-        )  # fmt: skip
-        command = option(command)
-    return command
+class SettingOption(click.Option):
+    """`heading`: of the help's part that has it. `is_first`: it is one of those that most users need."""
+
+    heading = ""
+    is_first = False
 
 
-def take_sampling(given: dict[str, Any]) -> SamplingParams:
-    """Move the options' values out of a command's keyword arguments."""
-    return SamplingParams(**{name: given.pop(name) for name, _, _ in settings_of(SamplingParams)})
+def command(
+    name: str, *sections: type[Any], without: Collection[str] = (), helps: Mapping[str, str] = {},
+    defaults: Mapping[str, Any] = {}, has_variables: bool = False,
+) -> Callable[[Callable[..., Any]], Command]:  # fmt: skip
+    """A command that has, beside its own options, those of these sections; `Policy` stands for all policies' settings.
+
+    Of options with one name the first counts, the command's own above all. `without`: names of settings that it does
+    not have. `helps`, `defaults`: what is different here. `has_variables`: llama.cpp's variables give the sections'
+    options too.
+    """
+
+    def make(function: Callable[..., Any]) -> Command:
+        made = click.command(name, cls=Command)(function)
+        known = {param.name for param in made.params} | set(without)
+        for kind in sections:
+            for option in policy_options() if kind is Policy else section_options(kind, defaults):
+                if option.name not in known:
+                    known.add(option.name)
+                    option.help = helps.get(str(option.name), option.help)
+                    if has_variables:
+                        read_variables(option)
+                    made.params.append(option)
+        return made
+
+    return make
 
 
-def policy_options(command: Command) -> Command:
-    """Add an option for each setting that some policy has; `take_policies` collects what they gave."""
-    for name, owners in reversed(list(_owners().items())):
-        command = _policy_option(name, owners)(command)
-    return command
+def section_options(kind: type[Any], defaults: Mapping[str, Any] = {}) -> Iterator[SettingOption]:
+    """An option for each setting of a section; `defaults`: other than the section's."""
+    for name, default, setting in settings_of(kind):
+        option = _option(name, defaults.get(name, default), setting)
+        option.heading, option.is_first = getattr(kind, "heading", ""), setting.first
+        yield option
+
+
+def take(kind: type[Section], given: dict[str, Any]) -> Section:
+    """Move the values of a section out of a command's keyword arguments."""
+    return kind(**{name: given.pop(name) for name, _, _ in settings_of(kind) if name in given})
+
+
+def _option(name: str, default: Any, setting: Setting) -> SettingOption:
+    names = _names(setting, name)
+    if isinstance(default, bool):
+        if default and "/" not in setting.flag:  # its flags switch it off
+            return SettingOption(names, flag_value=False, type=bool, default=True, help=setting.help)
+        return SettingOption(names, is_flag=True, default=default, show_default=default, help=setting.help)
+    more = {"required": True} if default is REQUIRED else {"default": setting.written or default}
+    is_shown = setting.written is not None or (default not in (None, ()) and "[default:" not in setting.help)
+    return SettingOption(
+        names, type=_type_of(default, setting), multiple=setting.repeated, show_default=is_shown, help=setting.help,
+        **more,
+    )  # fmt: skip
+
+
+def _names(setting: Setting, name: str) -> list[str]:
+    """The flags, short ones first, and the parameter's name."""
+    flags = setting.flags if "/" in setting.flag else sorted(setting.flags, key=lambda flag: flag.startswith("--"))
+    return [*flags, name]
+
+
+def policy_options() -> Iterator[SettingOption]:
+    """An option for each setting that some policy has; `take_policies` collects what they gave."""
+    for name, owners in _owners().items():
+        option = _policy_option(name, owners)
+        option.heading = "Options of policies"
+        yield option
 
 
 def policy_meant(policy: str | None, has_guesses: bool, given: Mapping[str, Any]) -> str:
@@ -72,28 +129,26 @@ def _owners() -> Mapping[str, Mapping[str, tuple[Any, Setting]]]:
     return found
 
 
-def ablations() -> tuple[str, ...]:
-    """Options that switch a part of some policy off, for studies."""
-    switches = (name for name, owners in _owners().items() if any(default is True for default, _ in owners.values()))
-    return ("cancel", "partitions", *switches)
+def policy_ablations() -> tuple[str, ...]:
+    """Settings that switch a part of some policy off, for studies."""
+    return tuple(name for name, owners in _owners().items() if any(default is True for default, _ in owners.values()))
 
 
-def _policy_option(name: str, owners: Mapping[str, tuple[Any, Setting]]) -> Callable[[Command], Command]:
+def _policy_option(name: str, owners: Mapping[str, tuple[Any, Setting]]) -> SettingOption:
     default, setting = next(iter(owners.values()))
+    names = _names(setting, name)
     whose = f"({', '.join(owners)})"
     if default is True:
-        return click.option(*_names(setting, name), flag_value=False, type=bool, default=None,
-                            help=f"{setting.help} {whose}")  # fmt: skip
+        return SettingOption(names, flag_value=False, type=bool, default=None, help=f"{setting.help} {whose}")
     defaults = ", ".join(dict.fromkeys(f"{default:g}" for default, _ in owners.values()))
-    return click.option(*_names(setting, name), type=_type_of(default, setting), default=None,
-                        help=f"{setting.help} {whose}  [default: {defaults}]")  # fmt: skip
-
-
-def _names(setting: Setting, name: str) -> tuple[str, ...]:
-    return (*sorted(setting.flags, key=lambda flag: flag.startswith("--")), name)
+    return SettingOption(names, type=_type_of(default, setting), default=None,
+                         help=f"{setting.help} {whose}  [default: {defaults}]")  # fmt: skip
 
 
 def _type_of(default: Any, setting: Setting) -> click.ParamType:
+    if setting.type is not None:
+        found: click.ParamType = setting.type
+        return found
     if isinstance(default, int):
         return Whole(int(setting.least), INT32_MAX if setting.most == float("inf") else int(setting.most))
     return Number(setting.least, setting.most)

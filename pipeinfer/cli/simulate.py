@@ -9,14 +9,15 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.delay_option import max_delay_option
-from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, check_once, concurrency_option, parallel_of, rate_option
-from pipeinfer.cli.setting_options import policy_options, take_policies
-from pipeinfer.cli.values import PROBABILITY, File, Listed, Number, Text, Whole, WireName
+from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, LoadSizes, check_once, parallel_of
+from pipeinfer.cli.setting_options import command, take_policies
 from pipeinfer.cluster.activations import WireType
+from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_SEQUENCES
+from pipeinfer.job.options.limits import MAX_GBIT, MAX_SEQUENCES, MAX_TOKENS
+from pipeinfer.job.options.sections import Ablations, Experiments
+from pipeinfer.job.options.text_sections import Traffic
+from pipeinfer.job.options.values import PROBABILITY, File, Listed, Number, Text, Whole, WireName
 from pipeinfer.observe.loads import show_loads
 from pipeinfer.observe.results import check_results
 from pipeinfer.observe.summary import print_summary
@@ -29,13 +30,17 @@ from pipeinfer.virtual.outcome import write_trace
 from pipeinfer.virtual.profile import ProfileFile, load_profile, shipped_profiles
 from pipeinfer.virtual.study import Question, ask, ask_loads
 
-MAX_GBIT = 10**6
 MAX_SAMPLERS = 1024
-MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
+HELP = {
+    "prepare_ahead": "Ablation: a run's input is prepared when the one before it is evaluated.",
+    "post_ahead": "Ablation: stages meet to hand a run over.",
+    "cancel": "Ablation: stages are not told of runs that cannot count any more.",
+    "partitions": "Ablation: one sequence, so no branches.",
+}
 POLICY_LIST = Listed(click.Choice(POLICIES))
 
 
-@click.command("simulate", cls=Command)
+@command("simulate", LoadSizes, Traffic, Policy, Ablations, Experiments, without=("pace",), helps=HELP)
 @click.option(
     "--profile", "profile_name", type=Text(), help="A TOML file, or the name of a shipped profile: --list names them."
 )
@@ -90,14 +95,11 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     help="Requests of a load, of -p and -n tokens each; without --concurrency and --rate they come at once. [default: "
     f"twice the largest --concurrency, with --rate {2 * PARALLEL} at least]",
 )  # fmt: skip
-@concurrency_option
-@rate_option
 @click.option(
     "--parallel", type=Whole(1, MAX_SEQUENCES),
     help=f"Requests of a load at a time at most. [default: the largest --concurrency, with --rate {PARALLEL} at least; "
     f"at once: all, {MAX_SEQUENCES} at most]",
 )  # fmt: skip
-@max_delay_option
 @click.option(
     "--sampler-threads",
     "samplers",
@@ -106,13 +108,6 @@ POLICY_LIST = Listed(click.Choice(POLICIES))
     show_default=True,
     help="Threads beside the last stage that choose tokens, of a profile that says what that takes.",
 )
-@click.option(
-    "--no-prepare-ahead", is_flag=True, help="Ablation: a run's input is prepared when the one before it is evaluated."
-)
-@click.option("--no-post-ahead", is_flag=True, help="Ablation: stages meet to hand a run over.")
-@policy_options
-@click.option("--no-cancel", is_flag=True, help="Ablation: stages are not told of runs that cannot count any more.")
-@click.option("--no-partitions", is_flag=True, help="Ablation: one sequence, so no branches.")
 @click.option(
     "-o", "--output", type=click.Choice(["md", "csv", "json", "jsonl"]), default="md", show_default=True,
     help="What to print, as for `bench`.",
@@ -124,10 +119,10 @@ def simulate_command(
     profile_name: str | None, listing: bool, pair: str | None, nodes: int, gbit: float | None, wire_type: WireType,
     policies: tuple[str, ...] | None, predict: int, prompt_tokens: int, seed: int, repetitions: int,
     acceptances: tuple[float, ...], ranks: tuple[tuple[float, ...], ...], files: tuple[Path, ...],
-    drafts: tuple[Path, ...], no_cancel: bool, no_partitions: bool, output: str, as_json: bool,
+    drafts: tuple[Path, ...], cancel: bool, partitions: bool, output: str, as_json: bool,
     results: Path | None, trace: Path | None, requests: int | None, rates: tuple[float, ...],
     parallel: int | None, concurrencies: tuple[int, ...], max_delay_s: float | None,
-    samplers: int, no_prepare_ahead: bool, no_post_ahead: bool, **others: Any,
+    samplers: int, prepare_ahead: bool, post_ahead: bool, **others: Any,
 ) -> int:  # fmt: skip
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
 
@@ -158,15 +153,15 @@ def simulate_command(
         prompt_tokens=prompt_tokens,
         by_rank=ranks_asked(acceptances, ranks, bool(files)),
         known=open_choices(files, drafts),
-        cancel=not no_cancel,
-        partitions=not no_partitions,
+        cancel=cancel,
+        partitions=partitions,
         samplers=samplers,
-        ahead=not no_prepare_ahead,
-        posted=not no_post_ahead,
+        ahead=prepare_ahead,
+        posted=post_ahead,
         wire_type=wire_type,
     )
     if has_load:
-        if results or trace or files or no_cancel or no_partitions:
+        if results or trace or files or not cancel or not partitions:
             raise UserError("--results, --trace, --choices, --no-cancel and --no-partitions are of single requests; "
                             "leave them out, or --requests, --concurrency and --rate")  # fmt: skip
         like = Load(requests or 0, prompt_tokens, predict, parallel or 0, max_delay_s=max_delay_s)

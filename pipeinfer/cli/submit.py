@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.values import Folder, Text, Whole
 from pipeinfer.cluster.slurm import GROUP_KEYS, Group, SlurmJob, groups_of, script_text
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import NO_DRAFT, STDIN
+from pipeinfer.job.options.limits import NO_DRAFT, STDIN
+from pipeinfer.job.options.values import Folder, Text, Whole
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.submit import FOLDER, in_folder, is_open_mpi, next_folder, own_program, submit
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.command import Command
-from pipeinfer.cli.values import File, Number
+from pipeinfer.job.options.values import File, Number
 from pipeinfer.observe.timeline import N_SETTLED, draw_timeline
 
 MAX_MS = 10**9

@@ -50,13 +50,24 @@ class SamplingParams:
     the likeliest tokens, and of the chosen one, log-probabilities are wanted; below 0: of none.
     """
 
+    heading = "Sampling"
     seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
-    temp: float = setting(0.8, "--temp", "--temperature", help="0 is greedy.", most=1000)
+    temp: float = setting(
+        0.8,
+        "--temp",
+        "--temperature",
+        aliases=("temperature",),
+        help="Temperature; 0 is greedy.",
+        most=1000,
+        first=True,
+    )
     top_k: int = setting(40, "--top-k", help="0 switches it off.", least=-1)
     top_p: float = setting(0.95, "--top-p", help="1 switches it off.", most=1)
     min_p: float = setting(0.05, "--min-p", help="0 switches it off.", most=1)
     repeat_last_n: int = setting(64, "--repeat-last-n", help="Tokens penalised.", most=4096)
-    repeat_penalty: float = setting(1.0, "--repeat-penalty", help="1: off.", least=0.01, most=100)
+    repeat_penalty: float = setting(
+        1.0, "--repeat-penalty", aliases=("repetition_penalty",), help="1: off.", least=0.01, most=100
+    )
     frequency_penalty: float = setting(0.0, "--frequency-penalty", help="0: off.", least=-1000, most=1000)
     presence_penalty: float = setting(0.0, "--presence-penalty", help="0: off.", least=-1000, most=1000)
     logit_bias: str = ""

@@ -61,7 +61,7 @@ def test_variables_give_options_and_the_command_line_comes_first(monkeypatch: py
 def test_models_of_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*words: str, **variables: str) -> tuple[str, list[str]]:
         given = parsed(run, ["-p", "x", *words], monkeypatch, **variables).params
-        options = run_options(**{name: value for name, value in given.items() if name != "conversation"})
+        options = run_options({name: value for name, value in given.items() if name not in ("chat", "conversation")})
         return str(options.model), list(map(str, options.drafts))
 
     assert asked("-hf", "u/m:Q8_0") == ("hf:u/m:Q8_0", [])

@@ -18,13 +18,13 @@ from pipeinfer.cli.command import Command, Group
 from pipeinfer.cli.commands import cli
 from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.setting_options import policy_meant
-from pipeinfer.cli.values import TYPES, File, GpuLayers, Listed, Number, Split, Text, Whole
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.loading.load import inexact_line
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions, unescape, without_effect
+from pipeinfer.job.options.values import TYPES, File, GpuLayers, Listed, Number, Split, Text, Whole
 from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import POLICIES
 from tests.support.jobs import COMMAND, environment, finish, run_json
@@ -235,7 +235,7 @@ def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:
 def test_what_is_about_guesses_is_without_effect_where_there_are_none() -> None:
     asked = RunOptions(model=Path("m"), lookup=True, cancel=False, n_gpu_layers_draft=0)
     assert without_effect(asked, 1) == (
-        "--lookup, -ngld, --no-cancel are without effect: policy iterative makes no guesses",
+        "-ngld, --lookup, --no-cancel are without effect: policy iterative makes no guesses",
     )
     assert not without_effect(replace(asked, policy=PipeInfer()), 1)
 
@@ -373,6 +373,20 @@ def test_the_prompt_is_read_as_llama_cpp_reads_it(tmp_path: Path) -> None:
 
 
 # -- help, version, completion
+
+
+@pytest.mark.parametrize("name", ["run", "chat", "batch", "serve", "bench", "plan", "measure"])
+def test_help_has_the_usual_options_first_and_the_others_under_headings(name: str) -> None:
+    text = COMMANDS[name].get_help(click.Context(COMMANDS[name], info_name=name))
+    first, *groups = re.split(r"\n\n(?=[A-Z][a-z ]+:\n)", text[text.index("\nOptions:\n") :])
+    assert 1 <= len(re.findall(r"^  -", first, re.MULTILINE)) <= 11  # with --help
+    headings = [group.partition(":")[0] for group in groups]
+    assert "Ranks" in headings and "Numerics" in headings and len(set(headings)) == len(headings)
+
+
+def test_every_setting_of_a_job_is_an_option() -> None:
+    declared = {name for name, _, _ in settings_of(RunOptions)}
+    assert declared <= {param.name for name in ("run", "batch") for param in COMMANDS[name].params}
 
 
 def test_help_without_arguments_comes_in_lines() -> None:

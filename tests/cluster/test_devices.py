@@ -15,7 +15,8 @@ from pipeinfer.cluster.shares import share_of
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import ALL_LAYERS, DEFAULT, NO_DEVICE, RunOptions, check_devices, gpu_layers_asked
+from pipeinfer.job.options.limits import ALL_LAYERS, NO_DEVICE
+from pipeinfer.job.options.options import DEFAULT, RunOptions, check_devices, gpu_layers_asked
 from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.job.placement.gpus import check_present, rank_devices, ranks_fault

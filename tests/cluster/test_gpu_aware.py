@@ -13,7 +13,8 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.job.loading.device_messages import with_device_messages
 from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import AUTO, OFF, ON, RunOptions
+from pipeinfer.job.options.limits import AUTO, OFF, ON
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info

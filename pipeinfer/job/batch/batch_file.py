@@ -6,10 +6,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.settings import KEY
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.limited import MAX_LENGTH
 from pipeinfer.job.requests.request_body import (
@@ -26,7 +28,7 @@ from pipeinfer.job.requests.request_body import (
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 N_ID_DIGITS = 24
-NOT_ASKED = {"logit_bias": "", "grammar": "", "n_logprobs": -1}
+NOT_ASKED = {each.name: each.default for each in fields(SamplingParams) if KEY not in each.metadata}
 """What an id is made without where a request says nothing of it."""
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from pipeinfer.cluster.plan import make_plan
 from pipeinfer.core.kv.blocks import rows_in_blocks
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_CTX, N_GUESS_ROWS, RunOptions
+from pipeinfer.job.options.limits import MAX_CTX
+from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import cells_for, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
 from pipeinfer.job.requests.request import DEFAULT_CTX

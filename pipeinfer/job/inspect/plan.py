@@ -12,9 +12,12 @@ from pipeinfer.cluster.cores import this_host
 from pipeinfer.cluster.costs import LinkCost
 from pipeinfer.cluster.launch import is_launched
 from pipeinfer.cluster.slice_times import RankTimes
+from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.plan_report import plan_report
+from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.values import PROBABILITY, File, Number, Text, Whole
 from pipeinfer.job.placement.fetch import fetch_files, fetch_models, find_models
 from pipeinfer.job.placement.gpus import gpu_names, ranks_fault, with_gpus
 from pipeinfer.job.placement.model_files import open_models
@@ -36,12 +39,29 @@ class PlanQuestion:
     """What is asked besides the options of `run`: the hosts (a hosts file or a profile, and how many ranks of it;
     neither: the ranks that are there), their links, the prompt (None: one that fits) and how often drafts are right."""
 
-    hosts: Path | None
-    profile: str | None
-    n_ranks: int
-    gbit: float | None
-    n_prompt: int | None
-    acceptances: tuple[float, ...]
+    heading = "Hosts"
+    hosts: Path | None = setting(
+        None, "--hosts", type=File(),
+        help="Plan for these hosts: an MPI hosts file, where a line may also say what a host has, see above; as in "
+        "node1 slots=1 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325.",
+    )  # fmt: skip
+    profile: str | None = setting(
+        None, "--profile", type=Text(),
+        help="Plan for a profile's machines (see `simulate --list`), a rank on each.",
+    )  # fmt: skip
+    n_ranks: int = setting(0, "--ranks", "-np", help="Ranks of --hosts or --profile. [default: all]")
+    gbit: float | None = setting(
+        None, "--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links. [default: 10, or known]"
+    )
+    n_prompt: int | None = setting(
+        None, "--prompt-tokens", "-p", type=Whole(1, MAX_TOKENS),
+        help="Of the longest prompt. [default: 128, or half of the context where that is less]",
+    )  # fmt: skip
+    acceptances: tuple[float, ...] = setting(
+        (), "--acceptance", type=PROBABILITY, repeated=True,
+        help="How often the draft's best guess is right; of several drafts, once for each, the smallest first. "
+        "[default: 0.7; `models check` measures it]",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

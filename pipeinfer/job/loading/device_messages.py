@@ -9,7 +9,8 @@ from dataclasses import replace
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.loading.stages import gpu_of
-from pipeinfer.job.options.options import AUTO, OFF, RunOptions, backend_of
+from pipeinfer.job.options.limits import AUTO, OFF
+from pipeinfer.job.options.options import RunOptions, backend_of
 
 Word = tuple[bool, str]
 """Whether a rank's are to be moved so, and what is wrong with that."""

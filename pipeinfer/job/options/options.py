@@ -10,115 +10,49 @@ from pathlib import Path
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, MAX_SEQUENCES, NO_DEVICE, NO_DRAFT
+from pipeinfer.job.options.sections import (
+    Ablations,
+    Experiments,
+    Guesses,
+    Loading,
+    Numerics,
+    Output,
+    Placement,
+    Records,
+)
+from pipeinfer.job.options.text_sections import ChatOptions, Context, GrammarOptions, Length, Prompt, Traffic
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.policies import Iterative
 
-INT32_MAX = 2**31 - 1
-"""What libllama and the messages between ranks hold: tokens, positions, counts."""
-
-MAX_SEQUENCES = 254
-"""Branches and requests at a time: libllama has room for two more, which the stages keep for themselves."""
-
-MAX_CTX = INT32_MAX - 1023
-"""Tokens of a context: with the cells above it, positions and cells must be 32-bit numbers."""
-
-ALL_LAYERS, AUTO_LAYERS = -1, -2
-"""All of a rank's layers on its GPU; the same where there is a GPU, else none."""
-
-NO_DEVICE = ("none",)
-AUTO, ON, OFF = "auto", "on", "off"
-"""Of a rank's devices: its layers stay on the CPU."""
-
 N_GUESS_ROWS = 32  # guesses a run carries at most
 MAX_PROMPTS = 4
-MAX_SAMPLERS = 64
-
-STDIN = Path("-")
 
 N_GUESS_STATES = 16
 """Guesses that trees may have at a time where layers keep states: each has a sequence, with a state, of its own."""
 
 ESCAPE = re.compile(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})")
-NO_DRAFT = Path("none")
 PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How the model is talked to. `variables`: further ones for the template, as the text of a JSON object."""
-
-    system: str | None = None
-    system_file: Path | None = None
-    template_file: Path | None = None
-    variables: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarOptions:
-    """What the text must be, as one of: a grammar, a JSON schema as text, and the files of either."""
-
-    grammar: str | None = None
-    grammar_file: Path | None = None
-    schema: str | None = None
-    schema_file: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """The options of `pipeinfer run` under their long names; see its help for their meanings."""
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(
+    Output, Records, Experiments, Ablations, Loading, Traffic, Guesses, Numerics, Placement, Context, Length, Prompt
+):
+    """What a job is asked to do: the options of these sections, of which the last one's come first, and what other
+    sections of the command line come to."""
 
     model: Path
     drafts: tuple[Path, ...] = ()
-    prompt: str | None = None
-    file: Path | None = None
+    policy: Policy = field(default_factory=Iterative)
     chat: ChatOptions | None = None
     stops: tuple[str, ...] = ()
-    grammar: GrammarOptions = GrammarOptions()
-    predict: int = -1
-    ctx_size: int = 0
-    batch_size: int = 128
-    threads: tuple[int, ...] = ()
-    samplers: int | None = None
-    n_gpu_layers: tuple[int, ...] = (0,)
-    n_gpu_layers_draft: int = AUTO_LAYERS
-    """Of drafts, on whichever rank; AUTO_LAYERS: as the target's there, or none where that is sooner."""
-    device: tuple[tuple[str, ...], ...] = ((),)
-    """Of each rank, or of all; empty: its share of its host's."""
-    backend: tuple[Backend, ...] = (Backend(),)
-    policy: Policy = field(default_factory=Iterative)
+    grammar: GrammarOptions = GrammarOptions()  # noqa: RUF009 (so is it)
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
-    layer_split: str | None = None
-    draft_split: tuple[int, ...] = ()
-    draft_rank: int | None = None
-    lookup: bool = False
-    ignore_eos: bool = False
-    numerics: str = "exact"
-    wire_type: WireType = WireType.F32
-    cache_type_k: str = F16_CACHE.k
-    cache_type_v: str = F16_CACHE.v
-    cache_type_k_draft: str = F16_CACHE.k
-    cache_type_v_draft: str = F16_CACHE.v
-    slice_cache: Path | None = None
-    offline: bool = False
-    send_layers: bool = True
-    numa: str | None = None
-    rank_timeout_s: float | None = None
-    pace: str | None = None
-    couple: bool = True
-    cancel: bool = True
-    partitions: bool = True
-    prepare_ahead: bool = True
-    post_ahead: bool = True
-    gpu_aware: str = AUTO
-    sequences: int = 0
     parallel: int = 1
-    max_delay_s: float | None = None
-    results: Path | None = None
-    trace: Path | None = None
-    json: bool = False
-    verbose: bool = False
 
     @property
     def n_seq(self) -> int:
@@ -297,19 +231,15 @@ def check_wire_type(options: RunOptions) -> None:
         )
 
 
-FOR_GUESSES = {
-    "lookup": "--lookup", "n_gpu_layers_draft": "-ngld", "draft_rank": "--draft-rank", "couple": "--no-couple-draft",
-    "cancel": "--no-cancel", "partitions": "--no-partitions",
-    "cache_type_k_draft": "-ctkd", "cache_type_v_draft": "-ctvd",
-}  # fmt: skip
-"""Options that are about guesses alone, as the command line has them when they are not as by default."""
-
-
 def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
     """What is asked of a job that has nothing of the kind, a line each. `n_stages`: of its longest pipeline."""
     lines = []
     if not options.policy.drafts:
-        asked = [flag for name, flag in FOR_GUESSES.items() if getattr(options, name) != getattr(DEFAULT, name)]
+        asked = [
+            setting.given_as
+            for name, default, setting in settings_of(RunOptions)
+            if setting.for_guesses and getattr(options, name) != default
+        ]
         if asked:
             are = "is" if len(asked) == 1 else "are"
             lines.append(f"{', '.join(asked)} {are} without effect: policy {options.policy.name} makes no guesses")

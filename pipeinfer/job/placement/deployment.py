@@ -17,9 +17,9 @@ from pipeinfer.cluster.room import Memory, Room, check_room, paging_lines
 from pipeinfer.core.kv.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.limits import ON
 from pipeinfer.job.options.options import (
     N_GUESS_ROWS,
-    ON,
     RunOptions,
     backend_of,
     check_backends,

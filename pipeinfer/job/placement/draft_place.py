@@ -9,7 +9,8 @@ from dataclasses import replace
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import ALL_LAYERS, AUTO_LAYERS, RunOptions, backend_of, device_of, gpu_layers_asked
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
+from pipeinfer.job.options.options import RunOptions, backend_of, device_of, gpu_layers_asked
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.models.torch.params import AUTO
 

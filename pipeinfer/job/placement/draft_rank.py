@@ -8,7 +8,8 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.layer_speed import told_apart
 from pipeinfer.cluster.plan import Plan, Sizes
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import AUTO_LAYERS, RunOptions
+from pipeinfer.job.options.limits import AUTO_LAYERS
+from pipeinfer.job.options.options import RunOptions
 
 CLEAR_GAIN = 1.1
 """How many times faster the slowest stage has to be: rank 0 then has the engine beside its layers."""

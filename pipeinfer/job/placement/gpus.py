@@ -8,9 +8,8 @@ from dataclasses import replace
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.shares import share_of
 from pipeinfer.errors import UserError
+from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import (
-    AUTO_LAYERS,
-    NO_DEVICE,
     RunOptions,
     backend_of,
     check_backends,

@@ -15,14 +15,8 @@ from pipeinfer.cluster.samplers import N_BUFFERS
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.core.kv.blocks import LARGEST
 from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import (
-    ALL_LAYERS,
-    AUTO_LAYERS,
-    N_GUESS_ROWS,
-    RunOptions,
-    backend_of,
-    gpu_layers_asked,
-)
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
+from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions, backend_of, gpu_layers_asked
 from pipeinfer.job.placement.torch_memory import torch_memory
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import STDIN, RunOptions
+from pipeinfer.job.options.limits import STDIN
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK
-from pipeinfer.job.options.options import DEFAULT, RunOptions, device_text
+from pipeinfer.core.settings import Setting, settings_of
+from pipeinfer.job.options.options import RunOptions, device_text
+from pipeinfer.job.options.values import Delay
 from pipeinfer.observe.experiment import HASH_DIGITS, SAMPLING, digest, model_columns, settings_text, variant_text
 from pipeinfer.observe.table import Record
 
@@ -52,36 +54,18 @@ def _drafting(options: RunOptions, plan: Plan) -> list[str]:
     return cut + moved + ["lookup"] * options.lookup
 
 
-WRITTEN = {"samplers": "sampler_threads"}
-"""Options that the command line calls otherwise."""
-
-
 def options_text(options: RunOptions) -> str:
     """The job's options that have no column of their own, where they are not as by default: `ctx-size 512`."""
-    names = (
-        "ctx_size",
-        "batch_size",
-        "n_gpu_layers",
-        "n_gpu_layers_draft",
-        "device",
-        "numa",
-        "backend",
-        "wire_type",
-        "gpu_aware",
-        "cache_type_k",
-        "cache_type_v",
-        "cache_type_k_draft",
-        "cache_type_v_draft",
-        "sequences",
-        "samplers",
-        "max_delay_s",
-    )
-    changed = [(name, getattr(options, name)) for name in names if getattr(options, name) != getattr(DEFAULT, name)]
-    changed = [("max_delay", "chunk") if each == ("max_delay_s", ONE_CHUNK) else each for each in changed]
-    written = [(WRITTEN.get(name, name).removesuffix("_s").replace("_", "-"), value) for name, value in changed]
-    shown = [f"{name} {_listed(value)}" for name, value in written]
-    off = [f"no-{name.replace('_', '-')}" for name in ("prepare_ahead", "post_ahead") if not getattr(options, name)]
-    return ", ".join([*shown, *off, *(["slice-cache"] if options.slice_cache else [])])
+    found = ((setting, getattr(options, name), default) for name, default, setting in settings_of(RunOptions))
+    shown = [_shown(setting, value) for setting, value, default in found if setting.column and value != default]
+    return ", ".join([*shown, *(["slice-cache"] if options.slice_cache else [])])
+
+
+def _shown(setting: Setting, value: object) -> str:
+    name = setting.flag.removeprefix("--")
+    if isinstance(value, bool):
+        return name
+    return f"{name} {'chunk' if isinstance(setting.type, Delay) and value == ONE_CHUNK else _listed(value)}"
 
 
 def _listed(value: object) -> str:

@@ -9,7 +9,8 @@ from itertools import islice, pairwise
 from pipeinfer.core.kv.blocks import Span, spans_of
 from pipeinfer.core.scheduling.prefixes import common, spans_to_continue
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_CTX, RunOptions
+from pipeinfer.job.options.limits import MAX_CTX
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.constraints import check_constraints

@@ -13,7 +13,8 @@ from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import MAX_CTX, STDIN, RunOptions
+from pipeinfer.job.options.limits import MAX_CTX, STDIN
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.limited import read_limited
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from pipeinfer.core.logit_bias import bias_text, is_bias
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import INT32_MAX
+from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.models.text.chat import Message
 from pipeinfer.models.text.json_schema import schema_grammar
 from pipeinfer.models.text.stop_strings import check_stops
@@ -22,7 +22,6 @@ from pipeinfer.models.text.stop_strings import check_stops
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 """As what may be asked."""
 
-ALIASES = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
 LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 PROMPTS = ("prompt", "messages")
 WITHOUT_EFFECT = (
@@ -40,6 +39,15 @@ MAX_TOP_OF_COMPLETIONS = 5  # as OpenAI has it
 
 FORMS = ("grammar", "json_schema", "response_format")
 """What the text must be: one of them."""
+
+ALIASES = {alias: name for name, _, setting in settings_of(SamplingParams) for alias in setting.aliases}
+"""Other names of fields."""
+
+KNOWN = {
+    *(name for name, _, _ in settings_of(SamplingParams)), *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, *FORMS,
+    "stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "priority",
+}  # fmt: skip
+"""Fields that a request may have."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -93,22 +101,7 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Body:
     """`as_chat`: a plain prompt is what a user says. Raises UserError, which says what is wrong."""
-    known = {
-        *(name for name, _, _ in settings_of(SamplingParams)),
-        *ALIASES,
-        *LENGTHS,
-        *PROMPTS,
-        *WITHOUT_EFFECT,
-        *ONLY,
-        *FORMS,
-        "stop",
-        "ignore_eos",
-        "logit_bias",
-        "logprobs",
-        "top_logprobs",
-        "priority",
-    }
-    if unknown := set(given) - known:
+    if unknown := set(given) - KNOWN:
         refuse(f"{min(unknown)} is no field that is known here; leave it out")
     for name in ONLY.keys() & given.keys():
         if not any(given[name] == value for value in ONLY[name]):
@@ -184,7 +177,7 @@ def _priority(value: Any) -> int:
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, default, setting in settings_of(SamplingParams):
-        for written in (name, *(alias for alias, meant in ALIASES.items() if meant == name)):
+        for written in (name, *setting.aliases):
             if written not in given:
                 continue
             value = given[written]

@@ -12,7 +12,8 @@ from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.layer_speed import LayerSpeed
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE, RunOptions
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import Deployment, lay_out
 from pipeinfer.job.placement.draft_place import has_choice, options_of_draft, place_note

@@ -18,12 +18,12 @@ from click.shell_completion import CompletionItem
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.plan import parse_split
 from pipeinfer.core.logit_bias import read_one
+from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import ALL_LAYERS, AUTO_LAYERS, INT32_MAX
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX_CTX, MAX_THREADS
+from pipeinfer.models.hub_names import HubName, parse_name
 
-MAX_THREADS = 512  # libggml's limit
-MAX_LAYERS = 512  # libllama's limit
 NAME_MAX, PATH_MAX = 255, 4095
 """Bytes of a file's name, and of a path, that Linux takes."""
 
@@ -43,6 +43,10 @@ class Whole(click.IntRange):
     def __init__(self, least: int, most: int = INT32_MAX) -> None:
         super().__init__(least, most)
         self.wanted = f"a whole number from {least} to {most}"
+
+    def _describe_range(self) -> str:
+        """In the help: a limit that only 32-bit numbers set is left out."""
+        return f"x>={self.min}" if self.max and self.max >= MAX_CTX else super()._describe_range()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return convert_number(super().convert, WHOLE, self.wanted, value, param, ctx)
@@ -230,6 +234,36 @@ class BackendName(click.ParamType):
             return Backend.parse(str(value))
         except ValueError as error:
             self.fail(f"{value!r} {error}", param, ctx)
+
+
+class Repo(Text):
+    """The name of a model on the hub."""
+
+    name = "user/model[:quant]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> HubName:
+        if isinstance(value, HubName):
+            return value
+        try:
+            return parse_name(str(super().convert(value, param, ctx)))
+        except UserError as error:
+            self.fail(str(error), param, ctx)
+
+
+DELAYS = {"chunk": ONE_CHUNK, "none": None}
+
+
+class Delay(Number):
+    """Seconds above 0, or a word: `chunk` is ONE_CHUNK, `none` no limit, which is None."""
+
+    name = "delay"
+
+    def __init__(self) -> None:
+        super().__init__(0, 1e6, above=True)
+        self.wanted += ", and neither chunk nor none"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return DELAYS[value] if value in DELAYS else super().convert(value, param, ctx)
 
 
 THREADS = Whole(1, MAX_THREADS)
