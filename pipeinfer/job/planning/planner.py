@@ -16,7 +16,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, lay_out, read_drafts
 from pipeinfer.job.planning.planned_costs import planned_profile, with_described_speeds
-from pipeinfer.job.profiling.timed_ranks import kinds_of, ranks_to_time
+from pipeinfer.job.profiling.schedule import kinds_of, ranks_to_time
 from pipeinfer.job.requests.request import fit_context
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.plan_text import UNFIT
