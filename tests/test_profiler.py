@@ -339,6 +339,14 @@ def test_what_is_timed_decides_as_it_was_recorded(name: str) -> None:
     assert any(warm.n_runs) == (name == "one lacks its GPU"), "what could not be loaded is tried again"
 
 
+def test_a_prediction_does_not_depend_on_those_before_it() -> None:
+    ranks, options = started("far slower")
+    found = job(ranks, options)
+    nodes = with_run_times(with_speeds(found.speeds, found.hosts), found.times)
+    planner = open_planner(options, read_model_info(TARGET), nodes, ETHERNET, 100, ())
+    assert planner.speed == planner.speed == pytest.approx(RECORDED["far slower"][3], rel=1e-6)
+
+
 @pytest.mark.parametrize(("faults", "n_runs"), [([0], [0, 0, 0]), ([1], [211, 10, 165])])
 def test_costs_that_cannot_be_timed_are_nobodys(faults: list[int], n_runs: list[int]) -> None:
     """The target's layers on rank 1, which nobody times then, or its draft."""
