@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 
-from pipeinfer import __version__
 from pipeinfer.cluster.calibrate import recall_context, recall_rows, time_chunk, time_context, time_rows
 from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.plan import StagePlan
@@ -18,7 +17,7 @@ from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.arrivals import TARGET, model_file
-from pipeinfer.job.loading.stages import load_layers, local_rank, place_text
+from pipeinfer.job.loading.stages import experiment_key, load_layers, local_rank
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions, backend_of
 from pipeinfer.job.placement.deployment import Deployment, ModelFile
 from pipeinfer.job.placement.draft_place import options_of_draft
@@ -194,8 +193,7 @@ def _timed_name(context: Context, deployment: Deployment, draft: int | None) -> 
         own, types = deployment.plan.drafts_on(rank)[draft], " ".join(options.draft_cache)
         options = options_of_draft(options, deployment.hosts, rank)
         part = f"{deployment.drafts[draft].fingerprint} {own.layers} of a draft, {types}"
-    place = place_text(options, deployment.hosts[rank], deployment.threads[rank], rank)
-    return f"{part}, {place}, pipeinfer {__version__}"
+    return experiment_key(part, options, deployment.hosts, deployment.threads, rank)
 
 
 def time_prompt(context: Context, deployment: Deployment, model: LoadedModel) -> tuple[int, float] | None:
