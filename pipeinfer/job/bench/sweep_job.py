@@ -50,20 +50,15 @@ def _run(crew: Crew, sweep: Sweep, plan: Planner[G], lead: Callable[[Crew, list[
     link, groups = crew.link, list[G]()
     if link.rank:
         get_ready()
-    hosts, error = with_own_gpus(crew, crew.hosts, sweep.base)
+    hosts = with_own_gpus(crew, crew.hosts, sweep.base)
     # which splits fit, rank 0 finds out: where some are given nothing is timed
     hosts_of = [hosts if sweep.splits else with_times(crew, hosts, each) for each, _ in loads_of(sweep)]
-    if link.rank == 0 and not error:
-        try:
-            groups = plan(_fetched(sweep), hosts_of)
-        except UserError as caught:
-            error = str(caught)
-    loads = [(group.options, group.deployment) for group in groups]
-    loads, error = link.broadcast((loads, error) if not link.rank else None)
-    if error:
-        if link.rank == 0:
-            complain(error)
-        return 2
+
+    def plan_all() -> list[tuple[RunOptions, Deployment]]:
+        groups.extend(plan(_fetched(sweep), hosts_of))
+        return [(group.options, group.deployment) for group in groups]
+
+    loads = link.agree(plan_all)
     if not loads:
         if link.rank == 0:
             complain(f"nothing left to measure: {sweep.base.results} has it all")

@@ -103,17 +103,7 @@ def model_file(deployment: Deployment, number: int) -> ModelFile:
 
 def _share_skeletons(link: Link, deployment: Deployment, numbers: list[int]) -> dict[int, Skeleton]:
     """Rank 0's, of these models. Raises UserError, on all ranks, when it cannot read one."""
-    found: dict[int, Skeleton] = {}
-    error = ""
-    if link.rank == 0:
-        try:
-            found = {number: take_skeleton(_read(model_file(deployment, number))) for number in numbers}
-        except UserError as caught:
-            error = str(caught)
-    found, error = link.broadcast((found, error) if link.rank == 0 else None)
-    if error:
-        raise UserError(error)
-    return found
+    return link.agree(lambda: {each: take_skeleton(_read(model_file(deployment, each))) for each in numbers})
 
 
 def _read(file: ModelFile) -> ModelInfo:
