@@ -62,7 +62,7 @@ if [ -z "${PAIRS:-}" ]; then
     PAIRS="$shipped/target.gguf:$shipped/draft.gguf $grown:$shipped/draft.gguf"
 fi
 
-texts=pipeinfer/job/prompts
+texts=pipeinfer/job/requests/prompts
 prompts=(-p $texts/program.txt -p $texts/tale.txt -p $texts/excerpt.txt)
 sets=()
 for file in "$questions"/*.jsonl; do
