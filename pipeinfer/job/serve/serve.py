@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.errors import JobError, StopRequested
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.launch.start import start_job
 from pipeinfer.job.placement.deployment import Deployment
@@ -22,7 +22,7 @@ from pipeinfer.job.serve.front import Ask, Begun, Came, Draining, Drop, Ended, F
 from pipeinfer.job.serve.pictures import Pictures
 from pipeinfer.job.serve.serve_prepare import ServeOptions, ServeWork, prepare_serve
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
-from pipeinfer.job.session.session import Session
+from pipeinfer.job.session.open_session import open_session
 from pipeinfer.observe.json_text import without_nan
 from pipeinfer.observe.metrics import service_timings
 from pipeinfer.observe.report import stderr_console
@@ -51,8 +51,6 @@ class Service:
         self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
         self.front, self.drain = work.front, Drain(work.drain_s)
         self.console = stderr_console()
-        self.session = Session(context, deployment, self._is_called)
-        self.pictures = Pictures(self.session, deployment)
         self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then as they came; when
         self._open: dict[int, Open] = {}  # by the front's ids
         self._ids: dict[Open, int] = {}
@@ -60,24 +58,25 @@ class Service:
 
     def run(self) -> int:
         """Returns the exit code."""
-        flag = self.context.flag
+        flag, n_ctx = self.context.flag, self.work.setup.n_ctx
         show_plan(self.console, self.deployment, self._about())
         self.front.start(self.work.setup)
         try:
-            self.session.open()
-        except UserError as error:
-            complain(str(error))
+            with open_session(self.context, self.deployment, self._is_called) as session:
+                flag.interrupts = self.drain
+                self.session, self.pictures = session, Pictures(session, self.deployment)
+                self.requests = OpenRequests(self.context, session, self.work.tokenizer, n_ctx, self._tell)
+                self.front.tell(Ready())
+                with suppress(StopRequested):
+                    self._serve()
+                lost = self._stop()
+        except JobError:
             self.front.close()
-            return 2
-        for warning in self.deployment.warnings:
-            complain(warning)
-        flag.interrupts, flag.orderly = self.drain, True
-        n_ctx = self.work.setup.n_ctx
-        self.requests = OpenRequests(self.context, self.session, self.work.tokenizer, n_ctx, self._tell)
-        self.front.tell(Ready())
-        with suppress(StopRequested):
-            self._serve()
-        code = self._stop()
+            raise
+        self.front.close(GRACE_S if flag.reason else max(GRACE_S, self.drain.left_s))
+        if lost:
+            complain(lost)
+        code = 1 if lost else self.drain.exit_code
         if flag.reason:
             complain(flag.reason)
         return flag.exit_code or code
@@ -104,18 +103,14 @@ class Service:
         self._admit()
         return self._is_draining and ((not self._open and not self._waiting) or self.drain.is_over)
 
-    def _stop(self) -> int:
-        """Give up what is still open, in order. Returns the exit code."""
+    def _stop(self) -> str:
+        """Give up what is still open, in order. Returns why the front was lost, or an empty text."""
         lost = self.front.lost()
         self.requests.stop_all()
         for id in [*self._open, *(ask.id for ask, *_ in self._waiting)]:
             self.front.tell(Ended(id, ""))
         self.session.take_figures()  # or what was asked for would come when nobody takes it
-        self.session.close()
-        self.front.close(GRACE_S if self.context.flag.reason else max(GRACE_S, self.drain.left_s))
-        if lost:
-            complain(lost)
-        return 1 if lost else self.drain.exit_code
+        return lost
 
     # -- what the front says
 

@@ -22,7 +22,7 @@ from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import GuessVerdict, Verdict
 from pipeinfer.core.sequences import SequencePool
-from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.errors import JobError, StopRequested, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.arrivals import fetch_layers
 from pipeinfer.job.loading.load import (
@@ -112,7 +112,7 @@ class Session:
         self._figures: dict[int, dict[str, Any]] = {}
 
     def open(self) -> None:
-        """Load. Raises UserError, all ranks sent home, when one of them could not: the error of the lowest rank."""
+        """Load. Raises JobError, all ranks sent home, when one of them could not: the error of the lowest rank."""
         error = ""
         try:
             fetch_layers(self.context, self.deployment)
@@ -145,7 +145,7 @@ class Session:
         self._connect()
         if error:
             self.close()
-            raise UserError(error)
+            raise JobError(error)
         self._engine = self._make_engine()
         if line := self._engine.delay_too_short:
             complain(line)
