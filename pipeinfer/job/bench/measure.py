@@ -12,8 +12,7 @@ from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.launch.start import Crew, start_job
-from pipeinfer.job.loading.arrivals import fetch_layers
-from pipeinfer.job.loading.load import load_drafts, load_stage
+from pipeinfer.job.loading.own_models import load_own
 from pipeinfer.job.loading.worker import run_stage
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import Deployment, check_profiled
@@ -70,8 +69,7 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
 def _load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
     """This rank's part of the target and its drafts. Raises UserError, with the rank's name."""
     try:
-        fetch_layers(context, deployment)
-        return load_stage(context, deployment), load_drafts(context, deployment)
+        return load_own(context, deployment)
     except UserError as error:
         raise UserError(f"rank {context.rank} ({socket.gethostname()}): {error}") from None
 

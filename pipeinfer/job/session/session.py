@@ -24,21 +24,16 @@ from pipeinfer.core.runs import GuessVerdict, Verdict
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import JobError, StopRequested, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.loading.arrivals import fetch_layers
 from pipeinfer.job.loading.load import (
     N_GUESS_BYTES,
     inexact_line,
-    load_drafts,
-    load_stage,
     make_courier,
     make_draft_worker,
     make_drafter,
     make_worker,
-    time_after,
     time_loaded,
-    time_prompt,
 )
-from pipeinfer.job.loading.stages import gpu_of
+from pipeinfer.job.loading.own_models import load_own, stage_report
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.process.complain import complain
@@ -100,8 +95,6 @@ class Session:
         self._stage: LoadedModel | None = None
         self._drafts: dict[int, LoadedModel] = {}  # by number
         self._costs: dict[int, dict[int, float]] = {}  # of each stage's rank: rows of a run -> seconds
-        self._context_s: dict[int, float] = {}  # of each stage's rank: a row, for each token before it
-        self._chunk_s: dict[int, tuple[int, float] | None] = {}  # of each stage's rank: a chunk of a prompt
         self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each draft that is asked, by number
         self._pipeline: HeadPipeline[Verdict] | None = None
         self._asked: dict[int, HeadPipeline[GuessVerdict]] = {}  # of drafts elsewhere and larger ones, by number
@@ -113,17 +106,13 @@ class Session:
 
     def open(self) -> None:
         """Load. Raises JobError, all ranks sent home, when one of them could not: the error of the lowest rank."""
-        error = ""
+        own: dict[str, Any] = {}
         try:
-            fetch_layers(self.context, self.deployment)
-            self._stage = load_stage(self.context, self.deployment)
-            self._drafts = load_drafts(self.context, self.deployment)
+            self._stage, self._drafts = load_own(self.context, self.deployment)
             if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
                 complain(NO_AMX)
             if self._stage:
-                self._costs[0] = time_loaded(self.context, self.deployment, self._stage)
-                self._context_s[0] = time_after(self.context, self.deployment, self._stage, self._costs[0])
-                self._chunk_s[0] = time_prompt(self.context, self.deployment, self._stage)
+                own = stage_report(self.context, self.deployment, self._stage)
             self._refiner_costs = {
                 number: time_loaded(self.context, self.deployment, draft, number)
                 for number, draft in self._drafts.items()
@@ -132,27 +121,22 @@ class Session:
             if self._drafts:
                 self._drafter = make_drafter(self.context, self.deployment, self.context.options, self._drafts[0])
         except UserError as caught:
-            error = str(caught)
-        reports = self._reports()
+            own = {"error": str(caught)}
+        reports = {0: own} | self._reports()
         costs = {rank: report.get("cost_s", {}) for rank, report in reports.items()}
-        self._costs |= {rank: costs[rank] for rank in self._ranks if rank}
-        self._context_s |= {rank: reports[rank].get("context_s", 0.0) for rank in self._ranks if rank}
-        self._chunk_s |= {rank: reports[rank].get("chunk_s") for rank in self._ranks if rank}
+        self._costs = {rank: costs[rank] for rank in self._ranks}
         for number, stages in self.deployment.plan.asked.items():
             if number not in self._drafts:
                 self._refiner_costs[number] = slowest_stage([costs.get(stage.rank, {}) for stage in stages])
-        error = first_error({0: {"error": error}} | reports)
         self._connect()
-        if error:
+        if error := first_error(reports):
             self.close()
             raise JobError(error)
-        self._engine = self._make_engine()
+        self._engine = self._make_engine([reports[rank] for rank in self._ranks])
         if line := self._engine.delay_too_short:
             complain(line)
-        here = {0: gpu_of(self.context.options, self.deployment.hosts, 0)} if self._stage else {}
-        gpus = here | {rank: each["gpu"] for rank, each in reports.items()}
-        line = inexact_line(self.context.options, {rank: gpus[rank] for rank in self._ranks})
-        if line:
+        gpus = {rank: reports[rank]["gpu"] for rank in self._ranks}
+        if line := inexact_line(self.context.options, gpus):
             complain(line)
 
     def _connect(self) -> None:
@@ -178,7 +162,8 @@ class Session:
     def _pipelines(self) -> list[HeadPipeline[Any]]:
         return [*([self._pipeline] if self._pipeline else []), *self._asked.values()]
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self, stages: Sequence[Mapping[str, Any]]) -> Engine:
+        """`stages`: the report of each."""
         context, deployment, options = self.context, self.deployment, self.context.options
         assert self._pipeline
         n_cells, parked, rewinds = deployment.n_cells, deployment.parked, deployment.model.rewinds
@@ -197,8 +182,8 @@ class Session:
         )
         drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter or levels.pop(0, None)
         slowest = slowest_stage(list(self._costs.values()))
-        chunk = max(filter(None, self._chunk_s.values()), default=None)  # all have as many rows
-        context_s = max(self._context_s.values(), default=0.0)
+        chunk = max((each["chunk_s"] for each in stages if each["chunk_s"]), default=None)  # all have as many rows
+        context_s = max(each["context_s"] for each in stages)
         engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
