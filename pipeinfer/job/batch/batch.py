@@ -15,11 +15,10 @@ from pipeinfer.job.batch.batch_prompts import Ready
 from pipeinfer.job.batch.batch_results import refusal_of, result_of
 from pipeinfer.job.batch.batch_summary import Summary
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.launch.start import start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.plan_table import show_plan
-from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.logprobs import Entry, speller
 from pipeinfer.job.requests.request import GenerationRequest
@@ -39,11 +38,7 @@ def run_batch(asked: BatchOptions) -> int:
     def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, BatchWork] | None:
         return prepare_batch(replace(asked, run=options), hosts)
 
-    return start_job(
-        lambda crew: run_prepared(crew, asked.run, prepare, lambda *head: Batch(*head).run()),
-        asked,
-        asked.run,
-    )
+    return start_prepared(asked, asked.run, prepare, lambda *head: Batch(*head).run())
 
 
 class Batch:

@@ -11,12 +11,11 @@ from pipeinfer.job.chat.dialogue import Dialogue
 from pipeinfer.job.chat.interrupts import Interrupts
 from pipeinfer.job.chat.lines import PipedLines, open_lines
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.launch.start import start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.plan_table import show_plan
 from pipeinfer.job.planning.prepare import ChatSetup, prepare_chat
-from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.asked import asked_of
 from pipeinfer.job.requests.printer import Printer
@@ -47,11 +46,7 @@ INTERRUPTED = 130
 
 def run_chat(options: RunOptions) -> int:
     """`pipeinfer chat`, on every rank; returns the exit code."""
-    return start_job(
-        lambda crew: run_prepared(crew, options, prepare_chat, lambda *head: Chat(*head).run()),
-        options,
-        options,
-    )
+    return start_prepared(options, options, prepare_chat, lambda *head: Chat(*head).run())
 
 
 class Chat:

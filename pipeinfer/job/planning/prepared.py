@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.job.launch.context import Context
-from pipeinfer.job.launch.start import Crew
+from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit
 from pipeinfer.job.process.complain import complain
@@ -25,12 +25,16 @@ def get_ready() -> None:
     load_library()
 
 
-def run_prepared(
-    crew: Crew,
-    options: RunOptions,
-    prepare: Callable[[RunOptions, Sequence[Host]], tuple[Deployment, T] | None],
-    run_head: Callable[[Context, Deployment, T], int],
-) -> int:
+Prepare = Callable[[RunOptions, Sequence[Host]], tuple[Deployment, T] | None]
+RunHead = Callable[[Context, Deployment, T], int]
+
+
+def start_prepared(settings: object, options: RunOptions, prepare: Prepare[T], run_head: RunHead[T]) -> int:
+    """A job, on every rank; returns the exit code. `settings`: must be alike on all, as in `start_job`."""
+    return start_job(lambda crew: _run(crew, options, prepare, run_head), settings, options)
+
+
+def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead[T]) -> int:
     """Rank 0 fetches models, prepares and is the head, all others do as the deployment says. Returns the exit code; 0
     where there is nothing to deploy. Raises JobError."""
     link = crew.link

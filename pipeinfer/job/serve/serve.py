@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import JobError, StopRequested
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.launch.start import start_job
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.plan_table import show_plan
-from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve.drain import Drain
@@ -34,14 +35,11 @@ GRACE_S = 0.3
 def run_serve(asked: ServeOptions, open_front: Callable[[Any], Front]) -> int:
     """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings;
     raises UserError for what is wrong with them."""
-    return start_job(
-        lambda crew: run_prepared(
-            crew, asked.run, lambda options, hosts: prepare_serve(replace(asked, run=options), hosts, open_front),
-            lambda *head: Service(*head).run(),
-        ),
-        asked,
-        asked.run,
-    )  # fmt: skip
+
+    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ServeWork]:
+        return prepare_serve(replace(asked, run=options), hosts, open_front)
+
+    return start_prepared(asked, asked.run, prepare, lambda *head: Service(*head).run())
 
 
 class Service:
