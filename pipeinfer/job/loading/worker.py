@@ -17,10 +17,8 @@ from pipeinfer.job.loading.load import (
     make_courier,
     make_draft_worker,
     make_worker,
-    time_after,
-    time_loaded,
-    time_prompt,
 )
+from pipeinfer.job.loading.run_costs import RunCosts, time_draft, time_stage
 from pipeinfer.job.loading.stages import gpu_of
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.observe.ledger import StageLedger
@@ -40,16 +38,15 @@ def run_stage(context: Context, deployment: Deployment) -> int:
         if drafts:
             ((number, model),) = drafts.items()
         loaded_s = CLOCK() - start_s
-        cost_s = time_loaded(context, deployment, model, number) if model else {}
-        context_s, chunk_s = 0.0, None
-        if model and number is None:
-            context_s = time_after(context, deployment, model, cost_s)
-            chunk_s = time_prompt(context, deployment, model)
+        costs = RunCosts()
+        if model and number is not None:
+            costs = time_draft(context, deployment, model, number)
+        elif model:
+            costs = time_stage(context, deployment, model)
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
         # a draft's is not asked for: that alone would import torch, where libllama computes it
         gpu = gpu_of(context.options, deployment.hosts, context.rank) if model and number is None else ""
-        times = {"loaded_s": loaded_s, "cost_s": cost_s, "context_s": context_s, "chunk_s": chunk_s}
-        context.link.report({**times, "gpu": gpu})
+        context.link.report({"loaded_s": loaded_s, "costs": costs, "gpu": gpu})
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
     ranks = [stage.rank for stage in deployment.plan.pipeline_of(context.rank)]
