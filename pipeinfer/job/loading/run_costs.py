@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from pipeinfer import __version__
 from pipeinfer.cluster.calibrate import (
     recall_context,
     recall_rows,
@@ -19,7 +18,7 @@ from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.loading.stages import place_text
+from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.kept import user_kept
@@ -45,8 +44,8 @@ def time_stage(context: Context, deployment: Deployment, model: LoadedModel) -> 
     own = deployment.plan.stage_of(context.rank)
     assert own is not None, f"rank {context.rank} has a model and no stage"
     part = f"{deployment.model.fingerprint} {deployment.plan.stages[own].layers} {context.options.kernels}"
-    place = place_text(context.options, deployment.hosts[context.rank], deployment.threads[context.rank], context.rank)
-    rows = _rows(deployment, model, key := f"{part}, {place}, pipeinfer {__version__}")
+    key = experiment_key(part, context.options, deployment.hosts, deployment.threads, context.rank)
+    rows = _rows(deployment, model, key)
     context_s: float | None = None  # states could not be rewound to time a run again, and cost the same in any context
     if deployment.model.rewinds and deployment.pace:
         context_s = time_context(model, rows, deployment.n_cells, CLOCK)
@@ -63,9 +62,9 @@ def time_draft(context: Context, deployment: Deployment, model: LoadedModel, num
     """The same of what this rank has of a draft; of runs alone."""
     own, types = deployment.plan.drafts_on(context.rank)[number], " ".join(context.options.draft_cache)
     options = options_of_draft(context.options, deployment.hosts, context.rank)
-    place = place_text(options, deployment.hosts[context.rank], deployment.threads[context.rank], context.rank)
     part = f"{deployment.drafts[number].fingerprint} {own.layers} of a draft, {types}"
-    return RunCosts(_rows(deployment, model, f"{part}, {place}, pipeinfer {__version__}"))
+    key = experiment_key(part, options, deployment.hosts, deployment.threads, context.rank)
+    return RunCosts(_rows(deployment, model, key))
 
 
 def _rows(deployment: Deployment, model: LoadedModel, key: str) -> dict[int, float]:

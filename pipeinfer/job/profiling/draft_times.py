@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.timed_layers import time_layers
+from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.draft_place import has_choice, on_cpu
 from pipeinfer.job.placement.draft_rank import may_choose
-from pipeinfer.job.profiling.known_times import experiment_key, known, read_draft_times
+from pipeinfer.job.profiling.known_times import known, read_draft_times
 from pipeinfer.job.profiling.probe import Part, part_of, probe, read_models, share_skeletons
-from pipeinfer.job.profiling.schedule import kinds_of, one_at_a_time
+from pipeinfer.job.profiling.schedule import kinds_of, one_at_a_time, planned_threads
 from pipeinfer.models.gguf.model_info import ModelInfo
 
 if TYPE_CHECKING:  # imports MPI
@@ -34,8 +35,9 @@ def with_draft_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> 
     leaders = _leaders(options, hosts)
     ranks = sorted(set(leaders.values()))
     what = f"draft: {part.fingerprint}, {' '.join(options.draft_cache)}"
+    key = experiment_key(what, options, hosts, planned_threads(options, hosts), link.rank, " or the CPU")
     found = known(
-        link, experiment_key(what, options, hosts, link.rank, " or the CPU"), read_draft_times,
+        link, key, read_draft_times,
         lambda: (_time(crew, hosts, options, part, models, ranks), ""), ranks,
         lambda times: {"asked_s": times[0], "cpu_s": times[1]},
     )  # fmt: skip

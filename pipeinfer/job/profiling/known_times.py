@@ -1,23 +1,17 @@
-"""What was timed and is kept for the next start: under which key, in which form, and when ranks time anew. Knows
-neither how anything is timed nor what becomes of it."""
+"""What was timed and is kept for the next start: in which form, and when ranks time anew. Knows neither how anything is
+timed nor what becomes of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipeinfer import __version__
-from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.layer_speed import BEFORE, LayerSpeed
 from pipeinfer.cluster.slice_times import RankTimes, SliceTimes
 from pipeinfer.cluster.speed import Speed
-from pipeinfer.job.loading.stages import place_text
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.profiling.schedule import planned_threads, ranks_there
 from pipeinfer.kept import user_kept
-from pipeinfer.models.llama.build import describe_build
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
@@ -43,17 +37,6 @@ def known(
     if own:
         kept.put(key, write(own))
     return link.all_gather((own, error))
-
-
-def experiment_key(what: str, options: RunOptions, hosts: Sequence[Host], rank: int, also: str = "") -> str:
-    """All that the times of `what` depend on, on a rank. Two ranks with the same key are alike."""
-    threads = planned_threads(options, hosts)
-    there = " ".join(str(threads[other]) for other in ranks_there(hosts, rank))
-    place = place_text(options, hosts[rank], threads[rank], rank)
-    return (
-        f"{what}, {hosts[rank].processor}, {place}{also}, threads there {there}, pipeinfer {__version__}, "
-        f"{describe_build()}"
-    )
 
 
 # -- values as JSON gives them; None for anything else

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.cores import Host
 from pipeinfer.cluster.layer_speed import NOW, LayerSpeed
 from pipeinfer.cluster.timed_layers import time_layers
+from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.profiling.known_times import experiment_key, known, read_layer_speed
+from pipeinfer.job.profiling.known_times import known, read_layer_speed
 from pipeinfer.job.profiling.probe import Parts, part_of, probe, read_models, share_skeletons
 from pipeinfer.job.profiling.schedule import (
     evened,
@@ -42,8 +43,9 @@ def with_layer_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> 
     if not parts:
         return hosts
     what = f"layers: {parts[link.rank]}, {options.kernels}, {hosts[link.rank].name}" if link.rank in parts else ""
+    key = what and experiment_key(what, options, hosts, planned_threads(options, hosts), link.rank)
     found = known(
-        link, what and experiment_key(what, options, hosts, link.rank), read_layer_speed,
+        link, key, read_layer_speed,
         lambda: _time(crew, hosts, options, parts, models), ranks,
         lambda speed: {"s_per_byte": speed.s_per_byte, "output_s": speed.output_s},
     )  # fmt: skip

@@ -12,9 +12,10 @@ from pipeinfer.cluster.layer_speed import NOW
 from pipeinfer.cluster.plan import draft_ranks, draft_widths
 from pipeinfer.cluster.slice_times import RankTimes, SliceTimes
 from pipeinfer.cluster.timed_layers import CHUNK, time_rows_for, time_slice
+from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.options.options import RunOptions, backend_of
 from pipeinfer.job.placement.draft_place import options_of_draft
-from pipeinfer.job.profiling.known_times import experiment_key, known, read_rank_times
+from pipeinfer.job.profiling.known_times import known, read_rank_times
 from pipeinfer.job.profiling.probe import Parts, part_of, probe, read_models, share_skeletons
 from pipeinfer.job.profiling.schedule import one_at_a_time, planned_threads, ranks_beside, stages_of_target
 from pipeinfer.models.gguf.model_info import ModelInfo
@@ -33,7 +34,10 @@ def known_run_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> t
     targets, drafts = link.broadcast(_parts(models, options, hosts))
     if not targets:
         return [], ""
-    places = [experiment_key(f"runs: {targets[rank]}, {options.kernels}", options, hosts, rank) for rank in everyone]
+    threads = planned_threads(options, hosts)
+    places = [
+        experiment_key(f"runs: {targets[rank]}, {options.kernels}", options, hosts, threads, rank) for rank in everyone
+    ]
     drafting = options_of_draft(options, hosts, link.rank)
     by = "" if drafting is options else f" by {backend_of(drafting, link.rank)} -ngl {drafting.n_gpu_layers[link.rank]}"
     key = f"{places[link.rank]}, {f'{drafts[link.rank]}{by}' if link.rank in drafts else 'no draft'}"
