@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from pipeinfer import __version__
 from pipeinfer.cluster.calibrate import (
     CONTEXTS,
     ROWS,
@@ -19,8 +23,16 @@ from pipeinfer.cluster.calibrate import (
     time_context,
     time_rows,
 )
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.cluster.cores import Host
+from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
+from pipeinfer.job.loading.run_costs import time_stage
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.kept import Kept
+from pipeinfer.models.demo import TARGET
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.llama.build import describe_build
+from pipeinfer.policies import Iterative
 from tests.toy import ToyStage
 
 
@@ -183,6 +195,28 @@ def test_what_a_context_costs_is_left_to_be_learned_elsewhere() -> None:
     for stage, row_s, n_cells in ((attentive(0.1), 0.1, 512), (attentive(), 1e-3, CONTEXTS[0])):
         assert time_context(stage, {1: row_s}, n_cells, partial(getattr, stage, "elapsed_s")) is None
         assert stage.n == 0
+
+
+def test_costs_at_loading_are_kept_under_all_that_they_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build of llama.cpp and the threads of ranks beside it too, and again after the same start."""
+    stage = attentive()
+    monkeypatch.setattr("pipeinfer.job.loading.run_costs.CLOCK", lambda: stage.elapsed_s)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    hosts = [Host("a", frozenset(range(4)), 4, processor="x")] * 2
+    options = RunOptions(model=TARGET, drafts=(), policy=Iterative(), threads=(1, 3))
+    deployment = lay_out(options, hosts, read_model_info(TARGET), [], 512, 32)
+    context: Any = SimpleNamespace(rank=0, options=options)
+    found = time_stage(context, deployment, cast(LoadedModel, stage))
+    assert found.context_s == pytest.approx(2e-6) and found.rows[2] == pytest.approx(2e-3) and found.chunk is None
+    n, names = stage.n, [json.loads(path.read_text())["name"] for path in tmp_path.rglob("*.json")]
+    own = deployment.plan.stages[0].layers
+    versions = f"pipeinfer {__version__}, {describe_build()}"
+    words = f" {own} exact, x, a, 4 cores, 1 threads, -ngl 0, threads there 1 3, {versions}"
+    assert sorted(name.partition(": ")[0] for name in names if name.endswith(words)) == ["context", "rows"]
+    assert time_stage(context, deployment, cast(LoadedModel, stage)).rows == pytest.approx(found.rows)
+    assert stage.n < n + 6, "known from the first time"
 
 
 def test_what_a_context_costs_is_kept_in_units_of_a_row(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from pipeinfer.job.placement.deployment import Deployment, lay_out
 from pipeinfer.job.placement.draft_place import has_choice, options_of_draft, place_note
 from pipeinfer.job.placement.draft_rank import may_choose
 from pipeinfer.job.placement.gpus import rank_devices, with_gpus
-from pipeinfer.job.profiling.draft_times import _leaders, _read
+from pipeinfer.job.profiling.draft_times import _leaders
+from pipeinfer.job.profiling.known_times import read_draft_times
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.devices import Device
@@ -142,9 +143,9 @@ def test_a_gpu_that_only_the_draft_has_is_known(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_was_kept_is_believed_if_it_can_be() -> None:
-    assert _read({"asked_s": 0.5, "cpu_s": 0.25}) == (0.5, 0.25)
+    assert read_draft_times({"asked_s": 0.5, "cpu_s": 0.25}) == (0.5, 0.25)
     for value in (None, {}, {"asked_s": 0.5}, {"asked_s": 0.5, "cpu_s": -1.0}, {"asked_s": "x", "cpu_s": 1.0}):
-        assert _read(value) is None
+        assert read_draft_times(value) is None
 
 
 # -- jobs

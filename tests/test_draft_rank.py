@@ -18,7 +18,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.job.placement.draft_rank import CLEAR_GAIN, choose_draft_rank, may_choose
-from pipeinfer.job.profiling.timed_ranks import ranks_to_time
+from pipeinfer.job.profiling.schedule import ranks_to_time
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer

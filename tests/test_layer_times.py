@@ -21,9 +21,8 @@ from pipeinfer.cluster.timed_layers import time_layers, time_slice
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.profiling.layer_times import _read
-from pipeinfer.job.profiling.run_times import _read as read_times
-from pipeinfer.job.profiling.timed_ranks import (
+from pipeinfer.job.profiling.known_times import read_layer_speed, read_rank_times
+from pipeinfer.job.profiling.schedule import (
     TIMED_BYTES,
     evened,
     is_doubtful,
@@ -276,7 +275,7 @@ def test_ranks_of_a_host_time_at_once_where_it_has_cores_for_them() -> None:
     "value", [None, 3, {}, {"s_per_byte": 0.0, "output_s": None}, {"s_per_byte": 1.0, "output_s": "x"}]
 )
 def test_what_was_kept_and_is_no_time_is_timed_anew(value: object) -> None:
-    assert _read(value) is None
+    assert read_layer_speed(value) is None
 
 
 def test_a_processor_is_named_as_the_system_names_it(tmp_path: Path) -> None:
@@ -293,11 +292,11 @@ def test_a_processor_is_named_as_the_system_names_it(tmp_path: Path) -> None:
 )
 def test_costs_that_were_kept_and_are_none_are_timed_anew(changed: dict[str, Any]) -> None:
     value = json.loads(json.dumps(asdict(RankTimes(SliceTimes((1.0,), (1e-9,)), SliceTimes((1.0,), (1e-9,)), 0))))
-    again = read_times(value)
+    again = read_rank_times(value)
     assert again and again.draft == SliceTimes((1.0,), (1e-9,)) and again.source == "timed before"
     inner = {name: each for name, each in changed.items() if name not in value}
-    assert read_times(value | changed | ({"target": value["target"] | inner} if inner else {})) is None
-    assert read_times(None) is None and read_times(3) is None
+    assert read_rank_times(value | changed | ({"target": value["target"] | inner} if inner else {})) is None
+    assert read_rank_times(None) is None and read_rank_times(3) is None
 
 
 # -- jobs
@@ -321,14 +320,14 @@ import os, sys
 from pipeinfer.cli.main import main
 from pipeinfer.cluster.launch import rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.profiling import layer_times
-how, name = sys.argv[1], {"refuse": "open_blank"}.get(sys.argv[1], "time_layers")
+from pipeinfer.job.profiling import layer_times, probe
+how = sys.argv[1]
 def fail(*words, **more):
     if how == "die":
         os._exit(9)
     raise UserError("no such device")
 if rank_from_environment() == 2:
-    setattr(layer_times, name, fail)
+    setattr(*(probe, "open_blank") if how == "refuse" else (layer_times, "time_layers"), fail)
 sys.argv[1:] = sys.argv[2:]
 main()
 """

@@ -31,7 +31,8 @@ from pipeinfer.job.planning.first_host import advice, orders
 from pipeinfer.job.planning.planned_costs import model_of, with_described_speeds
 from pipeinfer.job.planning.planner import ETHERNET, Planner, open_planner
 from pipeinfer.job.planning.ways import largest, ways
-from pipeinfer.job.profiling.host_speeds import _read, order_matters, with_times
+from pipeinfer.job.profiling.host_speeds import order_matters, with_times
+from pipeinfer.job.profiling.known_times import read_speed
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
@@ -270,7 +271,7 @@ def test_a_job_says_which_host_should_have_come_first(tmp_path: Path, wide: Path
 
 @pytest.mark.parametrize("value", [None, 3, {}, {"bytes_per_s": 1.0}, {"bytes_per_s": 0.0, "flop_per_s": 1.0}])
 def test_a_speed_that_was_kept_and_is_none_is_found_anew(value: object) -> None:
-    assert _read(value) is None and _read({"bytes_per_s": 2.0, "flop_per_s": 3.0}) == Speed(2.0, 3.0)
+    assert read_speed(value) is None and read_speed({"bytes_per_s": 2.0, "flop_per_s": 3.0}) == Speed(2.0, 3.0)
 
 
 def test_what_was_timed_is_what_is_predicted(tmp_path: Path, wide: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pipeinfer import __version__
 from pipeinfer.cluster.cores import Host
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions, backend_of, device_of, gpu_layers_asked
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.llama.build import describe_build
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.torch.library import load_torch, torch_version
@@ -41,6 +43,19 @@ def place_text(options: RunOptions, host: Host, n_threads: int, rank: int) -> st
     where = f"-ngl {gpu_layers_asked(options, rank)} {' '.join(device_of(options, rank))}".rstrip()
     by = f"{backend} {torch_version()}" if backend.is_torch else where
     return f"{host.name}, {host.n_cores} cores, {n_threads} threads, {by}"
+
+
+def experiment_key(
+    what: str, options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], rank: int, also: str = ""
+) -> str:
+    """All that the times of `what` depend on, on a rank: the name under which they are kept. Ranks of which it is the
+    same are alike. `threads`: of each rank."""
+    there = " ".join(str(threads[other]) for other, each in enumerate(hosts) if each.name == hosts[rank].name)
+    place = place_text(options, hosts[rank], threads[rank], rank)
+    return (
+        f"{what}, {hosts[rank].processor}, {place}{also}, threads there {there}, pipeinfer {__version__}, "
+        f"{describe_build()}"
+    )
 
 
 def local_rank(options: RunOptions, hosts: Sequence[Host], rank: int) -> int:

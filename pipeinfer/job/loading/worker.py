@@ -10,8 +10,9 @@ from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.loading.load import make_courier, make_draft_worker, make_worker, time_loaded
+from pipeinfer.job.loading.load import make_courier, make_draft_worker, make_worker
 from pipeinfer.job.loading.own_models import load_own, stage_report
+from pipeinfer.job.loading.run_costs import time_draft
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.observe.ledger import StageLedger
 
@@ -32,7 +33,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
             worker = make_worker(context, deployment, stage)
         else:
             ((number, draft),) = drafts.items()
-            own = {"cost_s": time_loaded(context, deployment, draft, number)}
+            own = {"costs": time_draft(context, deployment, draft, number)}
             worker = make_draft_worker(context, deployment, number, draft)
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
         context.link.report({"loaded_s": loaded_s} | own)

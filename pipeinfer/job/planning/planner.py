@@ -4,6 +4,7 @@ changed, what would help. Loads no weights, prints nothing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, lay_out, read_drafts
 from pipeinfer.job.planning.planned_costs import planned_profile, with_described_speeds
-from pipeinfer.job.profiling.timed_ranks import kinds_of, ranks_to_time
+from pipeinfer.job.profiling.schedule import kinds_of, ranks_to_time
 from pipeinfer.job.requests.request import fit_context
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.plan_text import UNFIT
@@ -96,7 +97,8 @@ class Planner:
         return planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
 
     def predict(self, policy: Policy) -> Compared:
-        """Raises UserError where that policy cannot be simulated, or its plan does not fit."""
+        """As if the policy had learned nothing before. Raises UserError where that policy cannot be simulated, or its
+        plan does not fit."""
         # a split has a part for each stage, and without drafts there are more
         alike = policy.drafts == self.options.policy.drafts
         asked = self.changed(policy=policy, layer_split=self.options.layer_split if alike else None)
@@ -105,7 +107,7 @@ class Planner:
         if policy.drafts and not self.drafts:
             raise UserError("guesses by --lookup are not simulated")
         question = Question(
-            file=asked, nodes=0, pair="", gbit=None, policies=[policy], predict=N_SIMULATED,
+            file=asked, nodes=0, pair="", gbit=None, policies=[deepcopy(policy)], predict=N_SIMULATED,
             prompt_tokens=self.n_prompt, known=(),
             by_rank=[ranks_for(share) for share in self.acceptances if policy.drafts],
             cancel=self.options.cancel, partitions=self.options.partitions, wire_type=self.options.wire_type,

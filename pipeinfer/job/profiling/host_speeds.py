@@ -3,10 +3,9 @@ plan."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
 from pipeinfer.cluster.cores import Host, share_cores
@@ -14,7 +13,8 @@ from pipeinfer.cluster.slice_times import RankTimes
 from pipeinfer.cluster.speed import Speed, measure_speed
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.draft_rank import may_choose
-from pipeinfer.kept import user_kept
+from pipeinfer.job.profiling.known_times import known, read_speed
+from pipeinfer.job.profiling.schedule import ranks_there
 from pipeinfer.virtual.nodes import Node, estimated_machine
 
 if TYPE_CHECKING:  # imports MPI
@@ -40,13 +40,10 @@ def own_speed(hosts: Sequence[Host], rank: int) -> Speed:
 
 def known_speeds(link: Link, hosts: Sequence[Host]) -> list[Speed]:
     """Of every rank, as it was found the last time, else now. Collective."""
-    kept, name = user_kept(), _name(hosts, link.rank)
-    found = link.all_gather(_read(kept.get(name)))
-    if all(found):
-        return [speed for speed in found if speed]
-    speed = own_speed(hosts, link.rank)
-    kept.put(name, {"bytes_per_s": speed.bytes_per_s, "flop_per_s": speed.flop_per_s})
-    return link.all_gather(speed)
+    host, n_there = hosts[link.rank], len(ranks_there(hosts, link.rank))
+    key = f"speed: {host.name}, {host.processor}, {host.n_cores} cores, {n_there} ranks there, pipeinfer {__version__}"
+    found = known(link, key, read_speed, lambda: (own_speed(hosts, link.rank), ""), range(link.size))
+    return [speed for speed, _ in found if speed]
 
 
 def with_speeds(speeds: Sequence[Speed], hosts: Sequence[Host], gpus: Sequence[Sequence[str]] = ()) -> list[Node]:
@@ -65,22 +62,3 @@ def with_times(nodes: Sequence[Node], times: Sequence[RankTimes]) -> list[Node]:
     if not times:
         return list(nodes)
     return [replace(node, times=found, source=found.source) for node, found in zip(nodes, times, strict=True)]
-
-
-def _n_ranks(hosts: Sequence[Host], rank: int) -> int:
-    return sum(host.name == hosts[rank].name for host in hosts)
-
-
-def _name(hosts: Sequence[Host], rank: int) -> str:
-    """Under which a rank's speed is kept: all that it depends on."""
-    host = hosts[rank]
-    there = f"{host.n_cores} cores, {_n_ranks(hosts, rank)} ranks there"
-    return f"speed: {host.name}, {host.processor}, {there}, pipeinfer {__version__}"
-
-
-def _read(value: Any) -> Speed | None:
-    """What was kept; None when it is anything else."""
-    if not isinstance(value, dict) or value.keys() != {"bytes_per_s", "flop_per_s"}:
-        return None
-    numbers = list(value.values())
-    return Speed(**value) if all(isinstance(each, float) and 0 < each < math.inf for each in numbers) else None

@@ -19,7 +19,6 @@ from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import GuessVerdict, Verdict
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import JobError, StopRequested, UserError
@@ -31,9 +30,9 @@ from pipeinfer.job.loading.load import (
     make_draft_worker,
     make_drafter,
     make_worker,
-    time_loaded,
 )
 from pipeinfer.job.loading.own_models import load_own, stage_report
+from pipeinfer.job.loading.run_costs import RunCosts, run_cost, time_draft
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.process.complain import complain
@@ -94,8 +93,8 @@ class Session:
         self.remote_ranks = sorted(deployment.plan.computing - {0})
         self._stage: LoadedModel | None = None
         self._drafts: dict[int, LoadedModel] = {}  # by number
-        self._costs: dict[int, dict[int, float]] = {}  # of each stage's rank: rows of a run -> seconds
-        self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each draft that is asked, by number
+        self._costs: dict[int, RunCosts] = {}  # of each stage's rank
+        self._refiner_costs: dict[int, dict[int, float]] = {}  # of each draft that is asked: rows of a run -> seconds
         self._pipeline: HeadPipeline[Verdict] | None = None
         self._asked: dict[int, HeadPipeline[GuessVerdict]] = {}  # of drafts elsewhere and larger ones, by number
         self._drafter: ModelDrafter | None = None
@@ -114,7 +113,7 @@ class Session:
             if self._stage:
                 own = stage_report(self.context, self.deployment, self._stage)
             self._refiner_costs = {
-                number: time_loaded(self.context, self.deployment, draft, number)
+                number: time_draft(self.context, self.deployment, draft, number).rows
                 for number, draft in self._drafts.items()
                 if number
             }
@@ -123,16 +122,16 @@ class Session:
         except UserError as caught:
             own = {"error": str(caught)}
         reports = {0: own} | self._reports()
-        costs = {rank: report.get("cost_s", {}) for rank, report in reports.items()}
+        costs = {rank: report.get("costs", RunCosts()) for rank, report in reports.items()}
         self._costs = {rank: costs[rank] for rank in self._ranks}
         for number, stages in self.deployment.plan.asked.items():
             if number not in self._drafts:
-                self._refiner_costs[number] = slowest_stage([costs.get(stage.rank, {}) for stage in stages])
+                self._refiner_costs[number] = slowest_stage([costs[stage.rank].rows for stage in stages])
         self._connect()
         if error := first_error(reports):
             self.close()
             raise JobError(error)
-        self._engine = self._make_engine([reports[rank] for rank in self._ranks])
+        self._engine = self._make_engine()
         if line := self._engine.delay_too_short:
             complain(line)
         gpus = {rank: reports[rank]["gpu"] for rank in self._ranks}
@@ -162,8 +161,7 @@ class Session:
     def _pipelines(self) -> list[HeadPipeline[Any]]:
         return [*([self._pipeline] if self._pipeline else []), *self._asked.values()]
 
-    def _make_engine(self, stages: Sequence[Mapping[str, Any]]) -> Engine:
-        """`stages`: the report of each."""
+    def _make_engine(self) -> Engine:
         context, deployment, options = self.context, self.deployment, self.context.options
         assert self._pipeline
         n_cells, parked, rewinds = deployment.n_cells, deployment.parked, deployment.model.rewinds
@@ -181,13 +179,10 @@ class Session:
             self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
         )
         drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter or levels.pop(0, None)
-        slowest = slowest_stage(list(self._costs.values()))
-        chunk = max((each["chunk_s"] for each in stages if each["chunk_s"]), default=None)  # all have as many rows
-        context_s = max(each["context_s"] for each in stages)
         engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
-            run_cost=RunCost(slowest, deployment.crowding, chunk, context_s) if slowest else None,
+            run_cost=run_cost(self._costs.values(), deployment.crowding),
             n_prompts=options.n_prompts, max_delay_s=math.inf if options.max_delay_s is None else options.max_delay_s,
         )  # fmt: skip
         for each in self._pipelines:
@@ -269,7 +264,7 @@ class Session:
             return None
         (ledger, own, refiners), reports = self._own_figures, self._figures
         self._own_figures, self._figures = None, {}
-        row_s = {rank: cost[1] for rank, cost in self._costs.items()}
+        row_s = {rank: costs.rows[1] for rank, costs in self._costs.items()}
         return Figures(ledger, {0: own} | reports, refiners, row_s)
 
     def take_figures(self) -> Figures:

@@ -128,14 +128,19 @@ def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
 
 
 def timing_turns(hosts: Sequence[Host], threads: Sequence[int], ranks: Collection[int]) -> dict[int, int]:
-    """When each of these ranks times, those of a host all at once: when the pipeline is full all of them compute at
-    once, and share what their host reads of its memory. Where it lacks cores for all their threads one after another:
-    threads that wait for each other's cores would time the system's scheduler, and in a job they make do with fewer."""
-    everyone, turns = frozenset(range(len(hosts))), dict[int, int]()
-    for rank in sorted(ranks):
-        before = [other for other in turns if hosts[other].name == hosts[rank].name]
-        turns[rank] = len(before) if spare_cores(hosts, everyone, threads, rank) < 0 else 0
-    return turns
+    """When each of these ranks times: those of a host all at once, as they compute when the pipeline is full and share
+    what their host reads of its memory. Where the host lacks cores for all their threads, one after another: threads
+    that wait for cores would time the system's scheduler, and a job gives them fewer."""
+    everyone = frozenset(range(len(hosts)))
+    turns = one_at_a_time(hosts, ranks)
+    return {rank: turn if spare_cores(hosts, everyone, threads, rank) < 0 else 0 for rank, turn in turns.items()}
+
+
+def one_at_a_time(hosts: Sequence[Host], ranks: Collection[int]) -> dict[int, int]:
+    """When each of these ranks times, where the ranks of a host shall not disturb each other."""
+    return {
+        rank: sum(hosts[other].name == hosts[rank].name for other in ranks if other < rank) for rank in sorted(ranks)
+    }
 
 
 def ranks_there(hosts: Sequence[Host], rank: int) -> list[int]:
