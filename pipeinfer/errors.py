@@ -5,6 +5,10 @@ class UserError(Exception):
     """Bad input: the message names the value, the limit and the way out. The command ends with exit code 2."""
 
 
+class JobError(UserError):
+    """A UserError that every rank of a job raises: they leave together, and rank 0 prints the message."""
+
+
 class StopRequested(Exception):
     """The user (Ctrl-C, SIGTERM) or a rank that was told to end asks for an orderly stop."""
 

@@ -21,7 +21,12 @@ def starting(path: Path) -> frozenset[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & STARTERS
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests."):
-            theirs = starting(ROOT.joinpath(*node.module.split(".")).with_suffix(".py"))
+            room = ROOT.joinpath(*node.module.split("."))
+            theirs = (
+                starting(room.with_suffix(".py"))
+                if not room.is_dir()
+                else {alias.name for alias in node.names if starting(room / f"{alias.name}.py")}
+            )
             found |= {alias.asname or alias.name for alias in node.names if alias.name in theirs}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -13,12 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.errors import UserError
+from pipeinfer.errors import JobError, UserError
 
 try:
     import mpi4py
@@ -285,6 +285,22 @@ class Link:
         shared: T = pickle.loads(data.data) if self.rank else value  # type: ignore[assignment]
         return shared
 
+    def agree(self, act: Callable[[], T]) -> T:
+        """What `act` returns on rank 0, on every rank. Raises JobError on all of them when it raises UserError there.
+        The other ranks do not call it."""
+        value, message = self.broadcast(_outcome(act) if self.rank == 0 else None)
+        if message:
+            raise JobError(message)
+        return cast(T, value)
+
+    def agree_all(self, act: Callable[[], T]) -> T:
+        """What `act` returns on this rank. When it raises UserError on some, every rank raises JobError, with the
+        message of the lowest of these."""
+        value, message = _outcome(act)
+        if first := next(filter(None, self.all_gather(message)), ""):
+            raise JobError(first)
+        return cast(T, value)
+
     def clock_offset_s(self, clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
         """Seconds to add to this rank's clock to get rank 0's; 0 unless it is of `ranks`, whose clocks are others.
 
@@ -364,6 +380,14 @@ class Link:
             self._wait(request)
         self._wait(self.comm.Ibarrier())  # whoever waits for the last rank does so here, not within MPI
         self._mpi.MPI_Finalize()
+
+
+def _outcome(act: Callable[[], T]) -> tuple[T | None, str]:
+    """What it returns, or the message of its UserError."""
+    try:
+        return act(), ""
+    except UserError as error:
+        return None, str(error)
 
 
 def is_gpu_aware() -> bool | None:

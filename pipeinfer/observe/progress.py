@@ -1,4 +1,4 @@
-"""Tell on standard error how far a long prompt or a batch is. Knows counts and a clock, no engine."""
+"""Tell on standard error how far a long prompt, a transfer or a batch is. Knows counts and a clock, no engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -17,106 +18,69 @@ from rich.progress import (
 )
 
 PATIENCE_S = 1.0
-"""A prompt that is read by then is not spoken of."""
+"""What has ended by then is not spoken of."""
 
 LONGEST_S = 60.0
-"""Between two lines about a batch."""
+"""Between two lines."""
 
 
-class PromptProgress:
-    """A bar on a terminal, which disappears with the last row; else a line after 1, 2, 4, … seconds."""
+class ProgressBar:
+    """From PATIENCE_S on a bar on a terminal, else a line after 1, 2, 4, … seconds and from then on each minute."""
 
-    def __init__(self, console: Console, clock: Callable[[], float], n_rows: int) -> None:
-        """The prompt, of `n_rows` rows, begins now."""
-        self.console, self.clock, self.n_rows = console, clock, n_rows
-        self._start_s = clock()
-        self._next_s = PATIENCE_S
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float],
+        what: str,
+        n_total: int,
+        unit: str,
+        per_unit: float = 1,
+        columns: tuple[ProgressColumn, ...] = (MofNCompleteColumn(),),
+        stays: bool = False,
+    ) -> None:
+        """It begins now. `n_total` is `n_total / per_unit` of `unit` in lines; `columns`: of a bar, which `stays` when
+        all is done, or disappears."""
+        self.console, self.clock, self.what, self.n_total = console, clock, what, n_total
+        self._unit, self._per_unit, self._columns, self._stays = unit, per_unit, columns, stays
+        self._n_done = self._n_tokens = 0
+        self._start_s, self._next_s = clock(), PATIENCE_S
         self._bar: Progress | None = None
 
-    def update(self, n_done: int) -> None:
-        """So many rows of the prompt have been evaluated."""
-        waited_s = self.clock() - self._start_s
-        if n_done >= self.n_rows:
-            self.close()
-        elif self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=n_done)
-        elif waited_s >= self._next_s:
-            self._show(n_done, waited_s)
+    def advance(self, n_more: int) -> None:
+        self.update(self._n_done + n_more)
 
-    def _show(self, n_done: int, waited_s: float) -> None:
+    def update(self, n_done: int, n_tokens: int = 0) -> None:
+        """`n_done` of all, and so many further tokens have come, whose rate is told if there are any."""
+        self._n_done, self._n_tokens = n_done, self._n_tokens + n_tokens
+        passed_s = self.clock() - self._start_s
+        rate = f", {self._n_tokens / max(passed_s, 1e-9):.1f} tokens/s" if self._n_tokens else ""
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=n_done, rate=rate)
+        elif passed_s >= self._next_s and n_done < self.n_total:
+            self._show(passed_s, rate)
+        if n_done >= self.n_total:
+            self.close()
+
+    def _show(self, passed_s: float, rate: str) -> None:
         if self.console.is_terminal:
-            columns = (TextColumn("prompt"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self.console, transient=True)
-            self._bar.add_task("prompt", total=self.n_rows, completed=n_done)
+            columns = (TextColumn(self.what), BarColumn(), *self._columns, TextColumn("{task.fields[rate]}"),
+                       TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
+            self._bar = Progress(*columns, console=self.console, transient=not self._stays)
+            self._bar.add_task("", total=self.n_total, completed=self._n_done, rate=rate)
             self._bar.start()
             return
-        while self._next_s <= waited_s:
-            self._next_s *= 2
-        self.console.print(f"prompt: {n_done} of {self.n_rows} tokens after {waited_s:.1f} s", style="dim")
+        while self._next_s <= passed_s:
+            self._next_s += min(self._next_s, LONGEST_S)
+        done, total = (f"{n / self._per_unit:.0f}" for n in (self._n_done, self.n_total))
+        self.console.print(f"{self.what}: {done} of {total} {self._unit} after {passed_s:.1f} s{rate}", style="dim")
 
     def close(self) -> None:
-        """Take the bar away. May be called twice."""
+        """End the bar. May be called twice."""
         if self._bar:
             self._bar.stop()
             self._bar = None
 
 
-class TransferProgress:
-    """Bytes on their way to a rank: a bar on a terminal, which disappears, else a line after 1, 2, 4, … seconds."""
-
-    def __init__(self, console: Console, clock: Callable[[], float], what: str, n_bytes: int) -> None:
-        """It begins now."""
-        self.console, self.clock, self.what, self.n_bytes, self.n_done = console, clock, what, n_bytes, 0
-        self._start_s = clock()
-        self._next_s = PATIENCE_S
-        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=n_bytes)
-        self._bar.start()
-
-    def advance(self, n_bytes: int) -> None:
-        """So many more are out."""
-        self.n_done += n_bytes
-        self._bar.update(self._task, completed=self.n_done)
-        passed_s = self.clock() - self._start_s
-        if not self.console.is_terminal and passed_s >= self._next_s and self.n_done < self.n_bytes:
-            while self._next_s <= passed_s:
-                self._next_s *= 2
-            share = f"{self.n_done / 1e6:.0f} of {self.n_bytes / 1e6:.0f} MB"
-            self.console.print(f"{self.what}: {share} after {passed_s:.0f} s", style="dim")
-
-    def close(self) -> None:
-        """Take the bar away. May be called twice."""
-        self._bar.stop()
-
-
-class BatchProgress:
-    """Requests that are done, of all, and tokens a second: a bar on a terminal, else a line after 1, 2, 4, … seconds,
-    and from then on each minute."""
-
-    def __init__(self, console: Console, clock: Callable[[], float], n_total: int, n_done: int) -> None:
-        """`n_done`: of the requests, before this job."""
-        self.console, self.clock, self.n_total, self.n_tokens = console, clock, n_total, 0
-        self._start_s = clock()
-        self._next_s = PATIENCE_S
-        # plain lines where there is no terminal to draw on
-        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
-                   TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=n_total, completed=n_done, speed="")
-        self._bar.start()
-
-    def update(self, n_done: int, n_tokens: int) -> None:
-        """So many requests are done, so many further tokens have come."""
-        self.n_tokens += n_tokens
-        passed_s = self.clock() - self._start_s
-        speed = f"{self.n_tokens / max(passed_s, 1e-9):.1f} tokens/s"
-        if self.console.is_terminal:
-            self._bar.update(self._task, completed=n_done, speed=speed)
-        elif passed_s >= self._next_s:
-            while self._next_s <= passed_s:
-                self._next_s += min(self._next_s, LONGEST_S)
-            self.console.print(f"{n_done} of {self.n_total} requests after {passed_s:.0f} s, {speed}", style="dim")
-
-    def close(self) -> None:
-        self._bar.stop()
+def transfer_bar(console: Console, clock: Callable[[], float], what: str, n_bytes: int) -> ProgressBar:
+    """Of bytes on their way."""
+    return ProgressBar(console, clock, what, n_bytes, "MB", 1e6, (DownloadColumn(), TransferSpeedColumn()))

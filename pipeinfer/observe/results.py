@@ -8,8 +8,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from pipeinfer import __version__
+from pipeinfer.core.requests import Request
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import COLUMNS, FIGURES, NAMES
+from pipeinfer.observe.metrics import RequestMetrics, speculation, timings
 from pipeinfer.observe.table import Line, Record, Table, check_count, lines_of, number_of, value_of
 
 ORIGINAL_POLICIES = ("iterative", "speculative", "pipeinfer")
@@ -19,12 +22,29 @@ RESULTS = Table(COLUMNS)
 key_of, check_results, append_result, as_read = RESULTS.key_of, RESULTS.check, RESULTS.append, RESULTS.as_read
 
 
+def result_object(
+    request: Request, metrics: RequestMetrics, asked: Record, shown: Sequence[str], text: str = "", **others: Any
+) -> dict[str, Any]:
+    """What one generation gave, as `--json` prints it. `shown`: the columns of `asked` that it has; `others`: what only
+    a real or only a simulated one knows, the ranks among it."""
+    return {
+        "text": text,
+        "tokens": request.tokens[len(request.prompt) :],
+        "prompt_tokens": list(request.prompt),
+        "finish": request.finish.value if request.finish else None,
+        **{name: asked[name] for name in shown},
+        "version": __version__,
+        "timings": timings(metrics),
+        "speculation": speculation(metrics),
+        **others,
+    }
+
+
 def result_row(result: dict[str, Any], asked: Record) -> Record:
     """The columns of one generation: what was asked for, and what its result object (what `--json` prints) measured."""
     ranks, hops = result["ranks"], result["wire"]["hops"]
-    timings = result["timings"]
-    known = timings | result["speculation"] | {"version": result["version"]}
-    known["prompt_n"] = timings["prompt_n"] + timings["cache_n"]
+    known = result["timings"] | result["speculation"] | {"version": result["version"]}
+    known["prompt_n"] = known["prompt_n"] + known["cache_n"]
     lists = [column.name for column in COLUMNS if column.name in ranks[0] and not column.asked]
     return asked | {name: known[name] for name in NAMES if name in known} | {
         name: [rank.get(name, "") for rank in ranks] for name in lists

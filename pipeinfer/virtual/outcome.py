@@ -8,41 +8,30 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeinfer import __version__
 from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.costs import Profile
 from pipeinfer.observe.experiment import SAMPLING, digest, model_columns
 from pipeinfer.observe.ledger import head_time, stage_time
-from pipeinfer.observe.metrics import speculation, timings
+from pipeinfer.observe.results import result_object
 from pipeinfer.observe.table import Record
 from pipeinfer.observe.trace import Message, Span, write_chrome_trace
 from pipeinfer.observe.tracks import gaps, head_spans, messages
 from pipeinfer.virtual.pipeline import SimPipeline, SimStage
 from pipeinfer.virtual.simulation import Simulated
 
+SHOWN = ("policy", "variant", "settings", "seed", "temp", "numerics")  # of what was asked
+
 
 def make_result(simulated: Simulated, asked: Record) -> dict[str, Any]:
     """`asked`: what `simulated_columns` gave for it."""
-    request = simulated.request
-    shown = ("policy", "variant", "settings", "seed", "temp", "numerics")
-    models = {
+    models: dict[str, Any] = {
         role: {"name": asked[role], "bytes": 0, "quantisation": "simulated"} if asked[role] else None
         for role in ("model", "model_draft")
     }
-    return {
-        "text": "",
-        "tokens": request.tokens[len(request.prompt) :],
-        "prompt_tokens": list(request.prompt),
-        "finish": request.finish.value if request.finish else None,
-        **{name: asked[name] for name in shown},
-        "version": __version__,
-        "profile": simulated.profile.name,
-        **models,
-        "timings": timings(simulated.metrics),
-        "speculation": speculation(simulated.metrics),
-        "wire": _wire(simulated),
-        "ranks": _ranks(simulated),
-    }
+    return result_object(
+        simulated.request, simulated.metrics, asked, SHOWN, profile=simulated.profile.name, **models,
+        wire=_wire(simulated), ranks=_ranks(simulated),
+    )  # fmt: skip
 
 
 def simulated_columns(simulated: Simulated, drafts: Sequence[object], seed: int, repetition: int) -> Record:

@@ -25,7 +25,7 @@ from pipeinfer.cluster.calibrate import (
 )
 from pipeinfer.cluster.cores import Host
 from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
-from pipeinfer.job.loading.load import time_after, time_loaded
+from pipeinfer.job.loading.run_costs import time_stage
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.kept import Kept
@@ -202,21 +202,20 @@ def test_costs_at_loading_are_kept_under_all_that_they_depend_on(
 ) -> None:
     """The build of llama.cpp and the threads of ranks beside it too, and again after the same start."""
     stage = attentive()
-    monkeypatch.setattr("pipeinfer.job.loading.load.CLOCK", lambda: stage.elapsed_s)
+    monkeypatch.setattr("pipeinfer.job.loading.run_costs.CLOCK", lambda: stage.elapsed_s)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     hosts = [Host("a", frozenset(range(4)), 4, processor="x")] * 2
     options = RunOptions(model=TARGET, drafts=(), policy=Iterative(), threads=(1, 3))
     deployment = lay_out(options, hosts, read_model_info(TARGET), [], 512, 32)
     context: Any = SimpleNamespace(rank=0, options=options)
-    model = cast(LoadedModel, stage)
-    rows = time_loaded(context, deployment, model)
-    assert rows[2] == pytest.approx(2e-3) and time_after(context, deployment, model, rows) == pytest.approx(2e-6)
+    found = time_stage(context, deployment, cast(LoadedModel, stage))
+    assert found.context_s == pytest.approx(2e-6) and found.rows[2] == pytest.approx(2e-3) and found.chunk is None
     n, names = stage.n, [json.loads(path.read_text())["name"] for path in tmp_path.rglob("*.json")]
     own = deployment.plan.stages[0].layers
     versions = f"pipeinfer {__version__}, {describe_build()}"
     words = f" {own} exact, x, a, 4 cores, 1 threads, -ngl 0, threads there 1 3, {versions}"
     assert sorted(name.partition(": ")[0] for name in names if name.endswith(words)) == ["context", "rows"]
-    assert time_loaded(context, deployment, model) == pytest.approx(rows)
+    assert time_stage(context, deployment, cast(LoadedModel, stage)).rows == pytest.approx(found.rows)
     assert stage.n < n + 6, "known from the first time"
 
 

@@ -19,7 +19,7 @@ from pipeinfer.job.options.limits import ALL_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import DEFAULT, RunOptions, check_devices, gpu_layers_asked
 from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import lay_out
-from pipeinfer.job.placement.gpus import check_present, rank_devices, ranks_fault
+from pipeinfer.job.placement.gpus import check_own_devices, check_present, rank_devices
 from pipeinfer.job.planning.plan_rows import plan_rows
 from pipeinfer.job.requests.asked import options_text
 from pipeinfer.models.demo import TARGET
@@ -127,10 +127,12 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(UserError, match="libllama sees no GPU there"):
         check_present(["CPU"], [])
     places = hosts("ab")
-    assert ranks_fault(asked("auto"), places, 0, lambda text: pytest.fail("nobody needs to be asked")) == ""
-    assert "3 values for 2 ranks" in ranks_fault(asked("x,y,z"), places, 0, lambda text: pytest.fail("refused anyway"))
-    fault = ranks_fault(asked("none,CUDA1"), places, 1, lambda text: ["", text])
-    assert fault.startswith("rank 1 (host b): --device CUDA1 is not there")
+    check_own_devices(asked("auto"), places, 0)
+    check_own_devices(asked("none,CUDA1"), places, 0)
+    with pytest.raises(UserError, match="3 values for 2 ranks"):
+        check_own_devices(asked("x,y,z"), places, 0)
+    with pytest.raises(UserError, match=r"^rank 1 \(host b\): --device CUDA1 is not there"):
+        check_own_devices(asked("none,CUDA1"), places, 1)
 
 
 def test_the_plan_shows_devices_where_some_are_asked_for() -> None:

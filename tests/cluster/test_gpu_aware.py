@@ -11,7 +11,7 @@ import pytest
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.errors import ModelFault, UserError
-from pipeinfer.job.loading.device_messages import with_device_messages
+from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import AUTO, OFF, ON
 from pipeinfer.job.options.options import RunOptions
@@ -33,8 +33,8 @@ ASKED = ["-p", "def fibonacci(n):", "-n", "48", "-t", "1"]
 
 def words(
     options: RunOptions, is_aware: bool | None, gpus: Sequence[str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[bool], str]:
-    """What each rank, on what it has of GPUs, comes to."""
+) -> list[bool]:
+    """What each rank, on what it has of GPUs, comes to. Raises UserError."""
 
     def gpu_of(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
         if gpus[rank] == "lost":
@@ -42,16 +42,7 @@ def words(
         return gpus[rank]
 
     monkeypatch.setattr("pipeinfer.job.loading.device_messages.gpu_of", gpu_of)
-    own: list[tuple[bool, str]] = []
-
-    def gather(word: tuple[bool, str]) -> list[tuple[bool, str]]:
-        own.append(word)
-        return [word] * 4
-
-    for rank in range(4):
-        with_device_messages(options, HOSTS, rank, lambda: is_aware, gather)
-    found, fault = with_device_messages(options, HOSTS, 0, lambda: is_aware, lambda word: own)
-    return [host.device_messages for host in found], fault
+    return [sends_from_device(options, HOSTS, rank, lambda: is_aware) for rank in range(4)]
 
 
 MIXED = RunOptions(model=TARGET, backend=(TORCH, TORCH, LLAMA, TORCH))
@@ -72,17 +63,16 @@ def test_ranks_on_gpus_do_where_mpi_says_that_it_can_and_others_where_asked(
 ) -> None:
     options = replace(MIXED, gpu_aware=asked)
     with monkeypatch.context() as patch:
-        found, fault = words(options, is_aware, ["an H200", "", "", "an H200"], patch)
-    assert found == expected and not fault
+        assert words(options, is_aware, ["an H200", "", "", "an H200"], patch) == expected
 
 
 def test_a_gpu_that_mpi_cannot_read_is_refused_and_one_that_is_not_there_is_left_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = replace(MIXED, gpu_aware=ON)
-    _, fault = words(options, False, ["", "", "", "an H200"], monkeypatch)
-    assert fault.startswith("--gpu-aware on: rank 3 (host node) is on a GPU") and "GPU-aware MPI" in fault
-    assert words(options, True, ["lost", "", "", "lost"], monkeypatch) == ([False, True, False, False], "")
+    with pytest.raises(UserError, match=r"^--gpu-aware on: rank 3 \(host node\) is on a GPU.*GPU-aware MPI"):
+        words(options, False, ["", "", "", "an H200"], monkeypatch)
+    assert words(options, True, ["lost", "", "", "lost"], monkeypatch) == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +83,7 @@ def test_who_has_no_use_for_it_is_not_asked(options: RunOptions) -> None:
     def never() -> bool:
         raise AssertionError
 
-    assert with_device_messages(options, HOSTS, 0, never, lambda word: [word] * 4) == (HOSTS, "")
+    assert not any(sends_from_device(options, HOSTS, rank, never) for rank in range(4))
 
 
 def test_only_neighbours_that_both_do_and_have_layers_of_the_target() -> None:

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from pipeinfer.observe.progress import PromptProgress
+from pipeinfer.observe.progress import ProgressBar, transfer_bar
 
 
 class Progressing:
@@ -15,7 +15,7 @@ class Progressing:
     def __init__(self, row_s: float, terminal: bool = False) -> None:
         self.now, self.out = 0.0, io.StringIO()
         console = Console(file=self.out, force_terminal=terminal, width=80, highlight=False)
-        self.progress = PromptProgress(console, lambda: self.now, 1000)
+        self.progress = ProgressBar(console, lambda: self.now, "prompt", 1000, "tokens")
         for n_done in range(10, 1001, 10):
             self.now += row_s
             self.progress.update(n_done)
@@ -36,3 +36,24 @@ def test_a_long_one_gets_a_few_lines() -> None:
 def test_a_terminal_gets_a_bar() -> None:
     text = Progressing(0.3, terminal=True).out.getvalue()
     assert "prompt" in text and "/1000" in text
+
+
+def test_long_waits_have_a_line_a_minute_with_the_rate_of_tokens() -> None:
+    now, out = 0.0, io.StringIO()
+    bar = ProgressBar(Console(file=out, width=80), lambda: now, "batch", 100, "requests", stays=True)
+    for n_done in range(1, 101):
+        now += 10
+        bar.update(n_done, 40)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "batch: 1 of 100 requests after 10.0 s, 4.0 tokens/s"
+    assert [line.split()[6] for line in lines[:6]] == ["10.0", "20.0", "40.0", "70.0", "130.0", "190.0"]
+
+
+def test_bytes_are_told_in_megabytes() -> None:
+    now, out = 0.0, io.StringIO()
+    bar = transfer_bar(Console(file=out, width=80), lambda: now, "to rank 1", 10_000_000)
+    now = 1.5
+    bar.advance(4_000_000)
+    bar.advance(6_000_000)
+    bar.close()
+    assert out.getvalue().splitlines() == ["to rank 1: 4 of 10 MB after 1.5 s"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from pipeinfer.cluster.cores import Host
@@ -14,19 +15,19 @@ from pipeinfer.job.batch.batch_prompts import Ready
 from pipeinfer.job.batch.batch_results import refusal_of, result_of
 from pipeinfer.job.batch.batch_summary import Summary
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.launch.start import start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.plan_table import show_plan
-from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.logprobs import Entry, speller
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
-from pipeinfer.job.session.session import N_NOTED, Session
+from pipeinfer.job.session.open_session import open_session
+from pipeinfer.job.session.session import N_NOTED
 from pipeinfer.models.text.grammar_check import TOO_MUCH
 from pipeinfer.observe.json_text import json_text
-from pipeinfer.observe.progress import BatchProgress
+from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import stderr_console
 from pipeinfer.observe.throughput import show_throughput
 
@@ -37,11 +38,7 @@ def run_batch(asked: BatchOptions) -> int:
     def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, BatchWork] | None:
         return prepare_batch(replace(asked, run=options), hosts)
 
-    return start_job(
-        lambda crew: run_prepared(crew, asked.run, prepare, lambda *head: Batch(*head).run()),
-        asked,
-        asked.run,
-    )
+    return start_prepared(asked, asked.run, prepare, lambda *head: Batch(*head).run())
 
 
 class Batch:
@@ -50,7 +47,6 @@ class Batch:
     def __init__(self, context: Context, deployment: Deployment, work: BatchWork) -> None:
         self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
         self.console = stderr_console()
-        self.session = Session(context, deployment)
         self.summary = Summary(deployment, work)
         self._asked: dict[Open, Ready] = {}
         self._entries: dict[Open, list[Entry]] = {}
@@ -60,31 +56,21 @@ class Batch:
 
     def run(self) -> int:
         """Returns the exit code."""
-        flag, work = self.context.flag, self.work
+        work = self.work
         show_plan(self.console, self.deployment, self._about())
-        try:
-            self.session.open()
-        except UserError as error:
-            complain(str(error))
-            work.close()
-            return 2
-        for warning in self.deployment.warnings:
-            complain(warning)
-        flag.orderly = True  # what is complete is kept
-        self.progress = BatchProgress(self.console, CLOCK, work.n_requests, work.n_done)
-        self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx, self._take)
-        self.summary.begin(CLOCK())
-        try:
-            self._serve()
-        except StopRequested:
-            pass
-        except UserError as error:  # a full disk, or a file that was changed
-            flag.note(str(error), 2)
-        self.requests.stop_all()  # it is asked again when the batch is resumed
-        self.progress.close()
-        self.summary.end(CLOCK(), self.session.take_figures())
-        self.session.close()
-        work.close()
+        with closing(work), open_session(self.context, self.deployment) as self.session:
+            self.progress = ProgressBar(self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)
+            self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx, self._take)
+            self.summary.begin(CLOCK())
+            try:
+                self._serve()
+            except StopRequested:
+                pass
+            except UserError as error:  # a full disk, or a file that was changed
+                self.context.flag.note(str(error), 2)
+            self.requests.stop_all()  # it is asked again when the batch is resumed
+            self.progress.close()
+            self.summary.end(CLOCK(), self.session.take_figures())
         return self._report()
 
     def _about(self) -> str:

@@ -13,9 +13,9 @@ from pipeinfer.job.batch.batch_file import BatchFile, BatchRequest
 from pipeinfer.job.batch.batch_output import WHAT, BatchOutput
 from pipeinfer.job.batch.batch_prompts import Ready, ready
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment, DoesNotFit, deploy
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.planning.prepare import check_outputs, inputs_of
+from pipeinfer.job.planning.prepare import check_outputs, deploy_largest, inputs_of
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.constraints import constrained
@@ -147,11 +147,6 @@ def _deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, work: B
         if not isinstance(each.asked, UserError):
             longest, n_total = max(longest, each.asked.n_ctx), n_total + each.asked.n_ctx
             longest_prompt = max(longest_prompt, len(each.asked.prompt))
-    work.n_ctx = options.ctx_size or max(longest, min(n_total, options.parallel * longest))
-    while True:
-        try:
-            return deploy(options, hosts, info, work.n_ctx, longest_prompt)
-        except DoesNotFit:
-            if options.ctx_size or work.n_ctx <= longest:
-                raise
-            work.n_ctx = max(longest, work.n_ctx // 2)
+    n_ctx = options.ctx_size or max(longest, min(n_total, options.parallel * longest))
+    deployment, work.n_ctx = deploy_largest(options, hosts, info, n_ctx, longest, longest_prompt)
+    return deployment

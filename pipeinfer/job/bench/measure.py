@@ -9,18 +9,16 @@ from pathlib import Path
 
 from pipeinfer.cluster.costs import MANY_ROWS
 from pipeinfer.core.interfaces import LoadedModel
-from pipeinfer.errors import UserError
+from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.launch.start import Crew, start_job
-from pipeinfer.job.loading.arrivals import fetch_layers
-from pipeinfer.job.loading.load import load_drafts, load_stage
+from pipeinfer.job.loading.own_models import load_own
 from pipeinfer.job.loading.worker import run_stage
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import Deployment, check_profiled
-from pipeinfer.job.placement.fetch import fetch_models, find_models
 from pipeinfer.job.planning.prepare import inputs_of, prepare
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.profiling.found_hosts import with_own_gpus, with_times
+from pipeinfer.job.profiling.found_hosts import find_hosts
 from pipeinfer.job.profiling.timing import overheads, slowdowns, time_model, time_over_and_over
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.session import Session
@@ -40,43 +38,26 @@ def measure(options: RunOptions, output: Path) -> int:
 
 
 def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
-    link, deployment, request = crew.link, None, None
+    link = crew.link
+    if link.size < 2:
+        raise JobError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
+    options, hosts = find_hosts(crew, options)
 
-    def paths() -> list[Path]:
-        nonlocal options
-        if link.size < 2:
-            raise UserError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
-        options = fetch_models(options)
-        return [options.model, *options.drafts]
+    request: GenerationRequest | None = None  # on rank 0
 
-    hosts, error = find_models(link, crew.hosts, paths)
-    if not error:
-        hosts, error = with_own_gpus(crew, hosts, options)
-    if not error:
-        hosts = with_times(crew, hosts, options)
-    if link.rank == 0 and not error:
-        try:
-            check_separate({"--output": output}, inputs_of(options))
-            check_writable(output, "--output")
-            found, (request, _) = prepare(options, hosts)
-            check_profiled("measure", found.plan)
-            deployment = found
-        except UserError as caught:
-            error = str(caught)
-    deployment, error = link.broadcast((deployment, error) if link.rank == 0 else None)
-    if deployment is None:
-        if link.rank == 0:
-            complain(error)
-        return 2
+    def plan() -> Deployment:
+        nonlocal request
+        check_separate({"--output": output}, inputs_of(options))
+        check_writable(output, "--output")
+        deployment, (request, _) = prepare(options, hosts)
+        check_profiled("measure", deployment.plan)
+        return deployment
+
+    deployment = link.agree(plan)
     context = crew.context(replace(options, trace=Path()), deployment)
     context.tracer.on = True
     gbit_per_s = link.bandwidth_gbit()
-    models = _load_own(context, deployment)
-    errors = [found for found in link.all_gather(models if isinstance(models, str) else "") if found]
-    if errors or isinstance(models, str):
-        if link.rank == 0:
-            complain(errors[0])
-        return 2
+    models = link.agree_all(lambda: _load_own(context, deployment))
     times = link.all_gather(_time_own_models(crew, context, deployment, *models))
     extra = _run_plainly(context, deployment, request, times)
     if link.rank == 0:
@@ -85,14 +66,12 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
     return 0
 
 
-def _load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | None, dict[int, LoadedModel]] | str:
-    """This rank's part of the target and its drafts, or why it cannot have them."""
+def _load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
+    """This rank's part of the target and its drafts. Raises UserError, with the rank's name."""
     try:
-        fetch_layers(context, deployment)
-        stage = load_stage(context, deployment)
-        return stage, load_drafts(context, deployment)
+        return load_own(context, deployment)
     except UserError as error:
-        return f"rank {context.rank} ({socket.gethostname()}): {error}"
+        raise UserError(f"rank {context.rank} ({socket.gethostname()}): {error}") from None
 
 
 def _time_own_models(

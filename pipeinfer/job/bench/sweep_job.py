@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pipeinfer.cluster.cores import Host
-from pipeinfer.errors import UserError
+from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.bench.sweep import Sweep, loads_of
 from pipeinfer.job.launch.context import forget_peak
 from pipeinfer.job.launch.start import Crew, start_job
@@ -21,6 +21,7 @@ from pipeinfer.job.placement.fetch import fetch_files
 from pipeinfer.job.planning.prepared import get_ready
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.profiling.found_hosts import with_own_gpus, with_times
+from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.session import Session
 from pipeinfer.observe.report import stderr_console
 from pipeinfer.observe.table import Record, Table
@@ -50,20 +51,15 @@ def _run(crew: Crew, sweep: Sweep, plan: Planner[G], lead: Callable[[Crew, list[
     link, groups = crew.link, list[G]()
     if link.rank:
         get_ready()
-    hosts, error = with_own_gpus(crew, crew.hosts, sweep.base)
+    hosts = with_own_gpus(crew, crew.hosts, sweep.base)
     # which splits fit, rank 0 finds out: where some are given nothing is timed
     hosts_of = [hosts if sweep.splits else with_times(crew, hosts, each) for each, _ in loads_of(sweep)]
-    if link.rank == 0 and not error:
-        try:
-            groups = plan(_fetched(sweep), hosts_of)
-        except UserError as caught:
-            error = str(caught)
-    loads = [(group.options, group.deployment) for group in groups]
-    loads, error = link.broadcast((loads, error) if not link.rank else None)
-    if error:
-        if link.rank == 0:
-            complain(error)
-        return 2
+
+    def plan_all() -> list[tuple[RunOptions, Deployment]]:
+        groups.extend(plan(_fetched(sweep), hosts_of))
+        return [(group.options, group.deployment) for group in groups]
+
+    loads = link.agree(plan_all)
     if not loads:
         if link.rank == 0:
             complain(f"nothing left to measure: {sweep.base.results} has it all")
@@ -147,16 +143,14 @@ class SweepHead(Generic[G]):
     def _measure_group(self, group: G) -> int:
         forget_peak()
         context = self.crew.context(group.options, group.deployment)
-        session = Session(context, group.deployment, self.called)
         try:
-            session.open()
-        except UserError as error:
+            with open_session(
+                context, group.deployment, self.called, say=lambda line: self.notice(line, [line])
+            ) as session:
+                self.measure(session, group)
+        except JobError as error:  # what was measured before is shown
             complain(str(error))
             return 2
-        for warning in group.deployment.warnings:
-            self.notice(warning, [warning])
-        self.measure(session, group)
-        session.close()
         return 0
 
     def keep(self, options: RunOptions, measured: Record) -> Record:

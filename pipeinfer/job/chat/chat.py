@@ -11,22 +11,22 @@ from pipeinfer.job.chat.dialogue import Dialogue
 from pipeinfer.job.chat.interrupts import Interrupts
 from pipeinfer.job.chat.lines import PipedLines, open_lines
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.launch.start import start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.plan_table import show_plan
 from pipeinfer.job.planning.prepare import ChatSetup, prepare_chat
-from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.asked import asked_of
 from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.outcome import make_result
-from pipeinfer.job.session.session import Generation, Session
+from pipeinfer.job.session.session import Generation
 from pipeinfer.models.text.grammar_check import TOO_MUCH
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.metrics import timings
-from pipeinfer.observe.progress import PromptProgress
+from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import number, stderr_console
 
 PROMPT, PROMPT_MORE = "> ", "… "
@@ -46,11 +46,7 @@ INTERRUPTED = 130
 
 def run_chat(options: RunOptions) -> int:
     """`pipeinfer chat`, on every rank; returns the exit code."""
-    return start_job(
-        lambda crew: run_prepared(crew, options, prepare_chat, lambda *head: Chat(*head).run()),
-        options,
-        options,
-    )
+    return start_prepared(options, options, prepare_chat, lambda *head: Chat(*head).run())
 
 
 class Chat:
@@ -59,7 +55,6 @@ class Chat:
     def __init__(self, context: Context, deployment: Deployment, setup: ChatSetup) -> None:
         self.context, self.deployment, self.setup, self.options = context, deployment, setup, context.options
         self.console = stderr_console()
-        self.session = Session(context, deployment)
         self.dialogue = Dialogue(setup.format)
         self.sampling = setup.request.sampling
         self.n_asked = self.n_refused = 0  # turns
@@ -71,16 +66,9 @@ class Chat:
         flag, request = self.context.flag, self.setup.request
         about = f"policy {self.options.policy.name}, chat, context {request.n_ctx}, seed {self.sampling.seed}"
         show_plan(self.console, self.deployment, about)
-        try:
-            self.session.open()
-        except UserError as error:
-            complain(str(error))
-            return 2
-        for warning in self.deployment.warnings:
-            complain(warning)
-        flag.orderly, flag.interrupts = True, self.interrupts
-        code = self._converse()
-        self.session.close()
+        with open_session(self.context, self.deployment) as self.session:
+            flag.interrupts = self.interrupts
+            code = self._converse()
         if flag.reason:
             complain(flag.reason)
         return flag.exit_code or code
@@ -154,7 +142,7 @@ class Chat:
         n_predict = min(request.n_predict, request.n_ctx - len(asked.tokens))
         request = replace(request, prompt=asked.tokens, spans=asked.spans, n_predict=n_predict, sampling=self.sampling)
         printer = Printer(self.context.flag, self.setup.format.tokenizer, request, self.options.json)
-        progress = PromptProgress(self.console, CLOCK, len(request.prompt) - 1)
+        progress = ProgressBar(self.console, CLOCK, "prompt", len(request.prompt) - 1, "tokens")
         policy = self.options.policy.begin()
         found = self.session.generate(request, self.options, policy, printer.push, progress.update)
         progress.close()

@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.cores import this_host
 from pipeinfer.cluster.costs import LinkCost
 from pipeinfer.cluster.launch import is_launched
-from pipeinfer.cluster.slice_times import RankTimes
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.plan_report import plan_report
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.values import PROBABILITY, File, Number, Text, Whole
-from pipeinfer.job.placement.fetch import fetch_files, fetch_models, find_models
-from pipeinfer.job.placement.gpus import gpu_names, ranks_fault, with_gpus
+from pipeinfer.job.placement.fetch import fetch_models
+from pipeinfer.job.placement.gpus import check_own_devices, gpu_names, with_gpus
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, open_planner
-from pipeinfer.job.process.complain import complain
 from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, with_speeds, with_times
 from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.plan_text import plan_lines
@@ -78,8 +76,7 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
         return tell(options, question, *_described(question))
     if not is_launched():
         alone = [this_host(socket.gethostname())]
-        if fault := ranks_fault(options, alone, 0, lambda text: [text]):
-            raise UserError(fault)
+        check_own_devices(options, alone, 0)
         alone = list(with_gpus(options, alone, 0, lambda own: [own]))
         return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.launch.start import start_job  # initialises MPI
@@ -97,34 +94,17 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
 
 def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     """On every rank. Returns the exit code."""
-    from pipeinfer.job.profiling.found_hosts import with_own_gpus  # what it loads with takes a while
-    from pipeinfer.job.profiling.found_hosts import with_times as with_found_times
+    from pipeinfer.job.profiling.found_hosts import find_hosts  # what it loads with takes a while
     from pipeinfer.job.profiling.run_times import known_run_times
 
-    link, code, times, untimed = crew.link, 0, list[RankTimes](), ""
+    link = crew.link
     speeds = known_speeds(link, crew.hosts)
     gpus = link.all_gather(gpu_names())
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
-    hosts, error = find_models(link, crew.hosts, lambda: _paths(options))
-    if not error:
-        hosts, error = with_own_gpus(crew, hosts, options)
-    if not error:
-        hosts = with_found_times(crew, hosts, options)
-        times, untimed = known_run_times(crew, hosts, options)
-    if link.rank == 0:
-        try:
-            if error:
-                raise UserError(error)
-            tell(options, question, with_times(with_speeds(speeds, hosts, gpus), times), cost, untimed)
-        except UserError as caught:
-            complain(str(caught))
-            code = 2
-    found: int = link.broadcast(code)
-    return found
-
-
-def _paths(options: RunOptions) -> list[Path]:
-    return fetch_files([options.model, *options.drafts], options.offline)
+    options, hosts = find_hosts(crew, options)
+    times, untimed = known_run_times(crew, hosts, options)
+    nodes = with_times(with_speeds(speeds, hosts, gpus), times)
+    return link.agree(lambda: tell(options, question, nodes, cost, untimed))
 
 
 def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost, untimed: str = "") -> int:

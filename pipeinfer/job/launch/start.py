@@ -27,7 +27,7 @@ from pipeinfer.cluster.transport import Link, abort
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.segments import marking, short_of_room, sweep
 from pipeinfer.cluster.watch.watch import Watch
-from pipeinfer.errors import UserError
+from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
@@ -59,7 +59,8 @@ class Crew:
 
 
 def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions) -> int:
-    """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code.
+    """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code; 2 after a
+    JobError, which rank 0 prints.
 
     `settings`: a dataclass of all that was asked for, which must be the same on every rank; `options`: what it says of
     the ranks themselves. Raises UserError, on every rank and with MPI ended, when ranks do not fit together.
@@ -86,6 +87,10 @@ def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions
             hosts = _places(link, options)
             with report_bus_errors(watch.fault):
                 code = part(Crew(link, flag, watch, hosts))
+        except JobError as error:
+            if link.rank == 0:
+                complain(str(error))
+            code = 2
         except Exception:
             if options.verbose:
                 traceback.print_exc()

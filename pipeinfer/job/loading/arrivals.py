@@ -27,7 +27,7 @@ from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from pipeinfer.outputs import temporary_folder
 
 if TYPE_CHECKING:
-    from pipeinfer.observe.progress import TransferProgress
+    from pipeinfer.observe.progress import ProgressBar
 
 TARGET = -1
 """In the place of a draft's number."""
@@ -103,17 +103,7 @@ def model_file(deployment: Deployment, number: int) -> ModelFile:
 
 def _share_skeletons(link: Link, deployment: Deployment, numbers: list[int]) -> dict[int, Skeleton]:
     """Rank 0's, of these models. Raises UserError, on all ranks, when it cannot read one."""
-    found: dict[int, Skeleton] = {}
-    error = ""
-    if link.rank == 0:
-        try:
-            found = {number: take_skeleton(_read(model_file(deployment, number))) for number in numbers}
-        except UserError as caught:
-            error = str(caught)
-    found, error = link.broadcast((found, error) if link.rank == 0 else None)
-    if error:
-        raise UserError(error)
-    return found
+    return link.agree(lambda: {each: take_skeleton(_read(model_file(deployment, each))) for each in numbers})
 
 
 def _read(file: ModelFile) -> ModelInfo:
@@ -130,7 +120,7 @@ class _Fetching:
     def __init__(self, context: Context, deployment: Deployment, skeletons: dict[int, Skeleton]) -> None:
         self.context, self.deployment, self.skeletons, self.link = context, deployment, skeletons, context.link
         self.cache, self.error, self.failed = context.options.slice_cache, "", set[int]()
-        self.progress: TransferProgress | None = None
+        self.progress: ProgressBar | None = None
 
     def run(self, missing: list[list[int]]) -> None:
         """`missing`: the models that each rank lacks."""
@@ -193,7 +183,7 @@ class _Fetching:
         feed.drop()  # another job may have put into the cache what was wanted
 
     def _announce(self, rank: int, wants: Sequence[Want]) -> None:
-        from pipeinfer.observe.progress import TransferProgress  # draw: only rank 0 pays for importing them
+        from pipeinfer.observe.progress import transfer_bar  # draws: only rank 0 pays for importing them
         from pipeinfer.observe.report import stderr_console
         from pipeinfer.sizes import size_text
 
@@ -201,7 +191,7 @@ class _Fetching:
         files = ", ".join(sorted({str(model_file(self.deployment, want.number).path) for want in wants}))
         kept = "" if self.cache else "; --slice-cache DIR keeps it there for the next time"
         complain(f"rank {rank} ({host}) has no {files}: {size_text(n_bytes)} go there{kept}")
-        self.progress = TransferProgress(stderr_console(), CLOCK, f"to rank {rank}", n_bytes)
+        self.progress = transfer_bar(stderr_console(), CLOCK, f"to rank {rank}", n_bytes)
 
     def _send(self, rank: int, want: Want) -> None:
         assert self.progress

@@ -5,26 +5,23 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 
-from pipeinfer.cluster.calibrate import recall_context, recall_rows, time_chunk, time_context, time_rows
 from pipeinfer.cluster.pace import Courier, PacedStage
 from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker
 from pipeinfer.cluster.wire import verdict_bytes
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.interfaces import LoadedModel
-from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.arrivals import TARGET, model_file
-from pipeinfer.job.loading.stages import experiment_key, load_layers, local_rank
+from pipeinfer.job.loading.stages import load_layers, local_rank
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions, backend_of
 from pipeinfer.job.placement.deployment import Deployment, ModelFile
 from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.placement.gpus import rank_devices
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.job.process.complain import complain
-from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
@@ -159,49 +156,6 @@ def _load_draft(context: Context, deployment: Deployment, number: int, own: Stag
     if translation := deployment.translations[number]:
         model = TranslatedStage(model, translation)
     return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model
-
-
-def time_loaded(
-    context: Context, deployment: Deployment, model: LoadedModel, draft: int | None = None
-) -> dict[int, float]:
-    """What rows cost a loaded model: the stage of this rank, or what it has of the draft of that number. Paced ones are
-    timed anew."""
-    if deployment.pace:
-        return time_rows(model, CLOCK)
-    return recall_rows(model, CLOCK, user_kept(), f"rows: {_timed_name(context, deployment, draft)}")
-
-
-def time_after(context: Context, deployment: Deployment, model: LoadedModel, row_times: Mapping[int, float]) -> float:
-    """Seconds that a row takes this rank's stage longer for each token before it, 0 where that is not timed; see
-    `time_context`."""
-    if not deployment.model.rewinds:
-        return 0.0  # its states could not be rewound to time a run again, and cost the same after any context
-    if deployment.pace:
-        return time_context(model, row_times, deployment.n_cells, CLOCK) or 0.0
-    name = f"context: {_timed_name(context, deployment, None)}"
-    return recall_context(model, row_times, deployment.n_cells, CLOCK, user_kept(), name) or 0.0
-
-
-def _timed_name(context: Context, deployment: Deployment, draft: int | None) -> str:
-    """All that the times of a loaded model depend on."""
-    rank, options = context.rank, context.options
-    if draft is None:
-        index = deployment.plan.stage_of(rank)
-        assert index is not None, f"rank {rank} has a model and no stage"
-        part = f"{deployment.model.fingerprint} {deployment.plan.stages[index].layers} {options.kernels}"
-    else:
-        own, types = deployment.plan.drafts_on(rank)[draft], " ".join(options.draft_cache)
-        options = options_of_draft(options, deployment.hosts, rank)
-        part = f"{deployment.drafts[draft].fingerprint} {own.layers} of a draft, {types}"
-    return experiment_key(part, options, deployment.hosts, deployment.threads, rank)
-
-
-def time_prompt(context: Context, deployment: Deployment, model: LoadedModel) -> tuple[int, float] | None:
-    """Rows and seconds of a chunk of a prompt in this rank's stage, where it is asked how long such may take."""
-    if not context.options.max_delay_s:
-        return None
-    n_rows = BLOCK if deployment.blocks else min(BLOCK, deployment.n_batch)
-    return n_rows, time_chunk(model, n_rows, deployment.blocks, CLOCK)
 
 
 def make_drafter(context: Context, deployment: Deployment, options: RunOptions, model: LoadedModel) -> ModelDrafter:

@@ -10,18 +10,9 @@ from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.loading.arrivals import fetch_layers
-from pipeinfer.job.loading.load import (
-    load_drafts,
-    load_stage,
-    make_courier,
-    make_draft_worker,
-    make_worker,
-    time_after,
-    time_loaded,
-    time_prompt,
-)
-from pipeinfer.job.loading.stages import gpu_of
+from pipeinfer.job.loading.load import make_courier, make_draft_worker, make_worker
+from pipeinfer.job.loading.own_models import load_own, stage_report
+from pipeinfer.job.loading.run_costs import time_draft
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.observe.ledger import StageLedger
 
@@ -32,24 +23,20 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     Returns the exit code.
     """
     start_s = ready_s = CLOCK()
-    model = None
+    worker: StageWorker | None = None
+    models: list[LoadedModel] = []
     try:
-        fetch_layers(context, deployment)
-        model, number = load_stage(context, deployment), None
-        drafts = load_drafts(context, deployment)
-        if drafts:
-            ((number, model),) = drafts.items()
-        loaded_s = CLOCK() - start_s
-        cost_s = time_loaded(context, deployment, model, number) if model else {}
-        context_s, chunk_s = 0.0, None
-        if model and number is None:
-            context_s = time_after(context, deployment, model, cost_s)
-            chunk_s = time_prompt(context, deployment, model)
+        stage, drafts = load_own(context, deployment)
+        models, loaded_s = [*([stage] if stage else []), *drafts.values()], CLOCK() - start_s
+        if stage:
+            own = stage_report(context, deployment, stage)
+            worker = make_worker(context, deployment, stage)
+        else:
+            ((number, draft),) = drafts.items()
+            own = {"costs": time_draft(context, deployment, draft, number)}
+            worker = make_draft_worker(context, deployment, number, draft)
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
-        # a draft's is not asked for: that alone would import torch, where libllama computes it
-        gpu = gpu_of(context.options, deployment.hosts, context.rank) if model and number is None else ""
-        times = {"loaded_s": loaded_s, "cost_s": cost_s, "context_s": context_s, "chunk_s": chunk_s}
-        context.link.report({**times, "gpu": gpu})
+        context.link.report({"loaded_s": loaded_s} | own)
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
     ranks = [stage.rank for stage in deployment.plan.pipeline_of(context.rank)]
@@ -57,7 +44,6 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     previous = ranks[index - 1] if index else 0
     following = ranks[index + 1] if index + 1 < len(ranks) else None
     courier = make_courier(context, deployment)
-    worker = _make_worker(context, deployment, model) if model else None
 
     def report(outbox: Outbox, ledger: StageLedger) -> None:
         context.link.report(context.take_figures(worker, outbox, ledger))
@@ -71,14 +57,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     )  # fmt: skip
     progress = progress_between(context.link.comm, deployment.host_names)
     StageLoop(context.link.comm, pipe, worker, report, ready_s, context.flow, progress).run()
-    if model:
+    for model in models:
         model.close()
     context.close_vocabulary()
-    return 0 if model else 2
-
-
-def _make_worker(context: Context, deployment: Deployment, model: LoadedModel) -> StageWorker:
-    drafts = list(deployment.plan.drafts_on(context.rank))
-    if drafts:
-        return make_draft_worker(context, deployment, drafts[0], model)
-    return make_worker(context, deployment, model)
+    return 0 if worker else 2

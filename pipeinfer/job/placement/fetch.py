@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeinfer.cluster.cores import Host
-from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.complain import complain
 from pipeinfer.models.gguf.model_info import part_paths
@@ -25,21 +24,14 @@ def fetch_models(options: RunOptions) -> RunOptions:
     return replace(options, model=model, drafts=tuple(drafts))
 
 
-def find_models(link: Link, hosts: Sequence[Host], paths: Callable[[], Sequence[Path]]) -> tuple[Sequence[Host], str]:
-    """On every rank: the hosts, with what each lacks of the models at `paths`, which rank 0 asks for; and, where it
-    cannot have them, why."""
-    found: Sequence[Path] | None = None
-    error = ""
-    if link.rank == 0:
-        try:
-            found = paths()
-        except UserError as caught:
-            error = str(caught)
-    found, error = link.broadcast((found, error) if link.rank == 0 else None)
-    if found is None:
-        return hosts, error
-    lacks = link.all_gather(frozenset(str(path) for path in found if not all(map(os.path.exists, part_paths(path)))))
-    return [replace(host, lacks=own) for host, own in zip(hosts, lacks, strict=True)], ""
+def find_models(link: Link, hosts: Sequence[Host], options: RunOptions) -> tuple[RunOptions, Sequence[Host]]:
+    """On every rank: the options, on rank 0 with files in the place of names, and the hosts with what each lacks of
+    these files. Raises JobError for models that rank 0 cannot have."""
+    fetched = link.agree(lambda: fetch_models(options))
+    paths = [fetched.model, *fetched.drafts]
+    lacks = link.all_gather(frozenset(str(path) for path in paths if not all(map(os.path.exists, part_paths(path)))))
+    hosts = [replace(host, lacks=own) for host, own in zip(hosts, lacks, strict=True)]
+    return options if link.rank else fetched, hosts
 
 
 def fetch_files(paths: Sequence[Path], offline: bool = False) -> list[Path]:

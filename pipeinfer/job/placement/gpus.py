@@ -58,27 +58,16 @@ def rank_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> tuple
     return tuple(share_of(names, sharers.index(rank), len(sharers))) or None
 
 
-def ranks_fault(options: RunOptions, hosts: Sequence[Host], rank: int, gather: Callable[[str], list[str]]) -> str:
-    """What is wrong with the devices that are asked for, on the lowest rank where something is; empty if nothing is.
-
-    `gather`: every rank's text, on every rank.
-    """
-    try:
-        for check in (check_gpu_layers, check_backends, check_devices):
-            check(options, len(hosts))
-    except UserError as error:
-        return str(error)
+def check_own_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> None:
+    """On that rank. Raises UserError when options of devices do not fit the ranks, or its own device is not there."""
+    for check in (check_gpu_layers, check_backends, check_devices):
+        check(options, len(hosts))
     if not any(options.device):
-        return ""
-    return next(filter(None, gather(_fault(options, hosts, rank))), "")
-
-
-def _fault(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
+        return
     try:
         rank_devices(options, hosts, rank)
     except UserError as error:
-        return f"rank {rank} (host {hosts[rank].name}): {error}"
-    return ""
+        raise UserError(f"rank {rank} (host {hosts[rank].name}): {error}") from None
 
 
 def with_gpus(
@@ -86,7 +75,7 @@ def with_gpus(
 ) -> tuple[Host, ...]:
     """The hosts with what is free on the devices that each rank's layers go to. `gather`: every rank's, on every rank.
 
-    Each rank must find its devices: see `ranks_fault`.
+    Each rank must find its devices: see `check_own_devices`.
     """
     if not any(options.n_gpu_layers) and options.n_gpu_layers_draft in (0, AUTO_LAYERS):
         return tuple(hosts)

@@ -76,6 +76,22 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
     return _noted(deploy(options, hosts, info, n_ctx, n_ctx), options, info), ChatSetup(request, format, first)
 
 
+def deploy_largest(
+    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, least: int, n_prompt: int
+) -> tuple[Deployment, int]:
+    """The deployment and its context in tokens: `n_ctx`, or where -c does not say so as much as fits, `least` or more.
+
+    Raises UserError as `deploy` does.
+    """
+    while True:
+        try:
+            return deploy(options, hosts, info, n_ctx, min(n_ctx, n_prompt)), n_ctx
+        except DoesNotFit:
+            if options.ctx_size or n_ctx <= least:
+                raise
+            n_ctx = max(least, n_ctx // 2)
+
+
 def _noted(deployment: Deployment, options: RunOptions, info: ModelInfo) -> Deployment:
     if options.ctx_size <= info.n_ctx_train:
         return deployment

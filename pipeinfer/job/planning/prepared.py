@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.speed import Speed
-from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import Context
-from pipeinfer.job.launch.start import Crew
+from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit
-from pipeinfer.job.placement.fetch import fetch_models, find_models
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.profiling.found_hosts import with_own_gpus, with_times
+from pipeinfer.job.profiling.found_hosts import find_hosts
 from pipeinfer.job.profiling.host_speeds import known_speeds, order_matters
 from pipeinfer.models.llama.ggml import load_library
 
@@ -29,38 +25,41 @@ def get_ready() -> None:
     load_library()
 
 
-def run_prepared(
-    crew: Crew,
-    options: RunOptions,
-    prepare: Callable[[RunOptions, Sequence[Host]], tuple[Deployment, T] | None],
-    run_head: Callable[[Context, Deployment, T], int],
-) -> int:
+Prepare = Callable[[RunOptions, Sequence[Host]], tuple[Deployment, T] | None]
+RunHead = Callable[[Context, Deployment, T], int]
+
+
+def start_prepared(settings: object, options: RunOptions, prepare: Prepare[T], run_head: RunHead[T]) -> int:
+    """A job, on every rank; returns the exit code. `settings`: must be alike on all, as in `start_job`."""
+    return start_job(lambda crew: _run(crew, options, prepare, run_head), settings, options)
+
+
+def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead[T]) -> int:
     """Rank 0 fetches models, prepares and is the head, all others do as the deployment says. Returns the exit code; 0
-    where there is nothing to deploy."""
+    where there is nothing to deploy. Raises JobError."""
     link = crew.link
     if link.rank:
         get_ready()
 
-    def paths() -> list[Path]:
-        nonlocal options
-        options = fetch_models(options)
-        return [options.model, *options.drafts]
+    options, hosts = find_hosts(crew, options)
+    speeds = known_speeds(link, hosts) if order_matters(options, hosts) else []
+    prepared: tuple[Deployment, T] | None = None
 
-    hosts, error = find_models(link, crew.hosts, paths)
-    if not error:
-        hosts, error = with_own_gpus(crew, hosts, options)
-    speeds: list[Speed] = []
-    if not error:
-        hosts = with_times(crew, hosts, options)
-        speeds = known_speeds(link, hosts) if order_matters(options, hosts) else []
-    prepared = None
-    if link.rank == 0 and not error:
-        prepared, error = _prepared(lambda: prepare(options, hosts))
-    deployment, error = link.broadcast((prepared and prepared[0], error) if link.rank == 0 else None)
+    def plan() -> Deployment | None:
+        nonlocal prepared
+        try:
+            prepared = prepare(options, hosts)
+        except DoesNotFit as error:
+            from pipeinfer.job.planning.plan_table import show_ranks_of_plan
+            from pipeinfer.observe.report import stderr_console
+
+            show_ranks_of_plan(stderr_console(), error.deployment)
+            raise
+        return prepared and prepared[0]
+
+    deployment = link.agree(plan)
     if deployment is None:
-        if link.rank == 0 and error:
-            complain(error)
-        return 2 if error else 0
+        return 0
     context = crew.context(options, deployment)
     if not prepared:
         from pipeinfer.job.loading.worker import run_stage
@@ -72,17 +71,3 @@ def run_prepared(
         for line in advice(options, deployment, speeds):
             complain(line)
     return run_head(context, *prepared)
-
-
-def _prepared(prepare: Callable[[], T]) -> tuple[T | None, str]:
-    """What comes of it; else what is wrong. What does not fit is shown as planned."""
-    try:
-        return prepare(), ""
-    except DoesNotFit as error:
-        from pipeinfer.job.planning.plan_table import show_ranks_of_plan
-        from pipeinfer.observe.report import stderr_console
-
-        show_ranks_of_plan(stderr_console(), error.deployment)
-        return None, str(error)
-    except UserError as error:
-        return None, str(error)

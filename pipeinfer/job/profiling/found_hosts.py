@@ -4,12 +4,14 @@ they are. On every rank, before there is a plan."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeinfer.cluster.cores import Host
-from pipeinfer.job.loading.device_messages import with_device_messages
+from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.gpus import ranks_fault, with_gpus
+from pipeinfer.job.placement.fetch import find_models
+from pipeinfer.job.placement.gpus import check_own_devices, with_gpus
 from pipeinfer.job.profiling.draft_times import with_draft_times
 from pipeinfer.job.profiling.layer_times import with_layer_times
 
@@ -17,16 +19,23 @@ if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.launch.start import Crew
 
 
-def with_own_gpus(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> tuple[Sequence[Host], str]:
-    """The hosts with what is free on the GPUs that ranks shall use and whether MPI reads their memory, and what is
-    wrong with those; empty if nothing is. Collective."""
+def find_hosts(crew: Crew, options: RunOptions) -> tuple[RunOptions, Sequence[Host]]:
+    """The options, on rank 0 with files in the place of names, and the hosts with all that is found out of them.
+    Collective. Raises JobError."""
+    options, hosts = find_models(crew.link, crew.hosts, options)
+    return options, with_times(crew, with_own_gpus(crew, hosts, options), options)
+
+
+def with_own_gpus(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
+    """The hosts with what is free on the GPUs that ranks shall use and whether MPI reads their memory. Collective.
+    Raises JobError for GPUs that cannot be used as asked."""
     from pipeinfer.cluster.transport import is_gpu_aware  # initialises MPI
 
     link = crew.link
-    if fault := ranks_fault(options, hosts, link.rank, link.all_gather):
-        return hosts, fault
+    link.agree_all(lambda: check_own_devices(options, hosts, link.rank))
     hosts = with_gpus(options, hosts, link.rank, link.all_gather)
-    return with_device_messages(options, hosts, link.rank, is_gpu_aware, link.all_gather)
+    own = link.agree_all(lambda: sends_from_device(options, hosts, link.rank, is_gpu_aware))
+    return [replace(host, device_messages=each) for host, each in zip(hosts, link.all_gather(own), strict=True)]
 
 
 def with_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:

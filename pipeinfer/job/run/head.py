@@ -16,12 +16,13 @@ from pipeinfer.job.process.streams import lost
 from pipeinfer.job.requests.asked import asked_of
 from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.outcome import make_result, write_trace
-from pipeinfer.job.session.session import Generation, Session
+from pipeinfer.job.session.session import Generation
 from pipeinfer.models.text.grammar_check import TOO_MUCH
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.json_text import json_text
-from pipeinfer.observe.progress import PromptProgress
+from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import show_ranks, show_statistics, stderr_console
 from pipeinfer.observe.results import Record, append_result, result_row
 
@@ -40,26 +41,12 @@ class Head:
         """Returns the exit code."""
         flag = self.context.flag
         show_plan(self.console, self.deployment, self._about())
-        session = Session(self.context, self.deployment, on_loaded=self._show_loaded)
-        try:
-            session.open()
-        except UserError as error:
-            complain(str(error))
-            return 2
-        for warning in self.deployment.warnings:
-            complain(warning)
-        flag.orderly = True  # from now on there is a text to be kept
-        progress = PromptProgress(self.console, CLOCK, len(self.request.prompt) - 1)
-        generation = session.generate(
-            self.request,
-            self.options,
-            self.options.policy.begin(),
-            self.printer.push,
-            on_prompt=progress.update,
-        )
-        progress.close()
-        self.printer.finish()
-        session.close()
+        with open_session(self.context, self.deployment, on_loaded=self._show_loaded) as session:
+            progress = ProgressBar(self.console, CLOCK, "prompt", len(self.request.prompt) - 1, "tokens")
+            policy = self.options.policy.begin()
+            generation = session.generate(self.request, self.options, policy, self.printer.push, progress.update)
+            progress.close()
+            self.printer.finish()
         code = self._report(generation)
         if generation.request.finish is Finish.FAILED:
             complain(TOO_MUCH)

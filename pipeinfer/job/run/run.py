@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pipeinfer.job.launch.context import Context
-from pipeinfer.job.launch.start import start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.prepare import prepare
-from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 
 def run_job(options: RunOptions) -> int:
     """Returns the exit code, the same on all ranks when the input is at fault."""
-    return start_job(lambda crew: run_prepared(crew, options, prepare, _run_head), options, options)
+    return start_prepared(options, options, prepare, _run_head)
 
 
 def _run_head(context: Context, deployment: Deployment, asked: tuple[GenerationRequest, Tokenizer]) -> int:

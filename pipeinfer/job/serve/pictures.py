@@ -3,12 +3,10 @@ and because what ranks note would grow without end."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-
 from pipeinfer.job.launch.context import CLOCK
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.serve.front import Picture
-from pipeinfer.job.session.outcome import time_use
+from pipeinfer.job.session.rank_uses import RankUses
 from pipeinfer.job.session.session import Figures, Session
 
 PERIOD_S = 0.5
@@ -25,8 +23,8 @@ class Pictures:
 
     def __init__(self, session: Session, deployment: Deployment) -> None:
         self.session, self.deployment, self.on = session, deployment, False
-        self._since_s = self._asked_s = CLOCK()
-        self._sent_s: dict[int, float] = {}  # runs that may have been in flight when the ranks told of the others
+        self._asked_s = CLOCK()
+        self._uses = RankUses(deployment, self._asked_s)
         self._found: Figures | None = None
 
     @property
@@ -43,19 +41,14 @@ class Pictures:
             found, self._found = self._found, None
             return self._picture(found)
         if not self.session.asks_figures and (self.due or self.session.n_noted >= N_NOTED):
-            self._since_s, self._asked_s = self._asked_s, CLOCK()
+            self._asked_s = CLOCK()
             self.session.ask_figures()
         return None
 
     def _picture(self, found: Figures) -> Picture:
-        sent_s = found.ledger.submitted_s
-        found = replace(found, ledger=replace(found.ledger, submitted_s={**self._sent_s, **sent_s}))
-        self._sent_s = sent_s
-        window = self._since_s, self._asked_s
-        ranks = [self._shares(rank, found, window) for rank in sorted(found.figures)]
-        return Picture(window[1] - window[0], ranks)
-
-    def _shares(self, rank: int, found: Figures, window: tuple[float, float]) -> dict[str, object]:
-        use = asdict(time_use(rank, found, window))
-        shares = {name: use[f"{name}_s"] / max(use["wall_s"], 1e-9) for name in USES}
-        return {"rank": rank, "role": self.deployment.plan.describe(rank), **shares}
+        seconds, uses = self._asked_s - self._uses.noted_s, self._uses.note(found, self._asked_s)
+        return Picture(seconds, [
+            {"rank": rank, "role": self.deployment.plan.describe(rank)}
+            | {name: getattr(use, f"{name}_s") / max(seconds, 1e-9) for name in USES}
+            for rank, use in uses.items()
+        ])  # fmt: skip

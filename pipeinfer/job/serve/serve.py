@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.cluster.cores import Host
+from pipeinfer.errors import JobError, StopRequested
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.launch.start import start_job
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.plan_table import show_plan
-from pipeinfer.job.planning.prepared import run_prepared
+from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve.drain import Drain
@@ -22,7 +23,7 @@ from pipeinfer.job.serve.front import Ask, Begun, Came, Draining, Drop, Ended, F
 from pipeinfer.job.serve.pictures import Pictures
 from pipeinfer.job.serve.serve_prepare import ServeOptions, ServeWork, prepare_serve
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
-from pipeinfer.job.session.session import Session
+from pipeinfer.job.session.open_session import open_session
 from pipeinfer.observe.json_text import without_nan
 from pipeinfer.observe.metrics import service_timings
 from pipeinfer.observe.report import stderr_console
@@ -34,14 +35,11 @@ GRACE_S = 0.3
 def run_serve(asked: ServeOptions, open_front: Callable[[Any], Front]) -> int:
     """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings;
     raises UserError for what is wrong with them."""
-    return start_job(
-        lambda crew: run_prepared(
-            crew, asked.run, lambda options, hosts: prepare_serve(replace(asked, run=options), hosts, open_front),
-            lambda *head: Service(*head).run(),
-        ),
-        asked,
-        asked.run,
-    )  # fmt: skip
+
+    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ServeWork]:
+        return prepare_serve(replace(asked, run=options), hosts, open_front)
+
+    return start_prepared(asked, asked.run, prepare, lambda *head: Service(*head).run())
 
 
 class Service:
@@ -51,8 +49,6 @@ class Service:
         self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
         self.front, self.drain = work.front, Drain(work.drain_s)
         self.console = stderr_console()
-        self.session = Session(context, deployment, self._is_called)
-        self.pictures = Pictures(self.session, deployment)
         self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then as they came; when
         self._open: dict[int, Open] = {}  # by the front's ids
         self._ids: dict[Open, int] = {}
@@ -60,24 +56,25 @@ class Service:
 
     def run(self) -> int:
         """Returns the exit code."""
-        flag = self.context.flag
+        flag, n_ctx = self.context.flag, self.work.setup.n_ctx
         show_plan(self.console, self.deployment, self._about())
         self.front.start(self.work.setup)
         try:
-            self.session.open()
-        except UserError as error:
-            complain(str(error))
+            with open_session(self.context, self.deployment, self._is_called) as session:
+                flag.interrupts = self.drain
+                self.session, self.pictures = session, Pictures(session, self.deployment)
+                self.requests = OpenRequests(self.context, session, self.work.tokenizer, n_ctx, self._tell)
+                self.front.tell(Ready())
+                with suppress(StopRequested):
+                    self._serve()
+                lost = self._stop()
+        except JobError:
             self.front.close()
-            return 2
-        for warning in self.deployment.warnings:
-            complain(warning)
-        flag.interrupts, flag.orderly = self.drain, True
-        n_ctx = self.work.setup.n_ctx
-        self.requests = OpenRequests(self.context, self.session, self.work.tokenizer, n_ctx, self._tell)
-        self.front.tell(Ready())
-        with suppress(StopRequested):
-            self._serve()
-        code = self._stop()
+            raise
+        self.front.close(GRACE_S if flag.reason else max(GRACE_S, self.drain.left_s))
+        if lost:
+            complain(lost)
+        code = 1 if lost else self.drain.exit_code
         if flag.reason:
             complain(flag.reason)
         return flag.exit_code or code
@@ -104,18 +101,14 @@ class Service:
         self._admit()
         return self._is_draining and ((not self._open and not self._waiting) or self.drain.is_over)
 
-    def _stop(self) -> int:
-        """Give up what is still open, in order. Returns the exit code."""
+    def _stop(self) -> str:
+        """Give up what is still open, in order. Returns why the front was lost, or an empty text."""
         lost = self.front.lost()
         self.requests.stop_all()
         for id in [*self._open, *(ask.id for ask, *_ in self._waiting)]:
             self.front.tell(Ended(id, ""))
         self.session.take_figures()  # or what was asked for would come when nobody takes it
-        self.session.close()
-        self.front.close(GRACE_S if self.context.flag.reason else max(GRACE_S, self.drain.left_s))
-        if lost:
-            complain(lost)
-        return 1 if lost else self.drain.exit_code
+        return lost
 
     # -- what the front says
 

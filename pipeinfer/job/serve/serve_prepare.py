@@ -8,9 +8,9 @@ from typing import Any
 
 from pipeinfer.cluster.cores import Host
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment, DoesNotFit, deploy
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.planning.prepare import check_outputs
+from pipeinfer.job.planning.prepare import check_outputs, deploy_largest
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.chat_format import open_format
 from pipeinfer.job.requests.constraints import constrained
@@ -82,10 +82,4 @@ def deploy_shares(options: RunOptions, hosts: Sequence[Host], info: ModelInfo) -
     """
     one = min(info.n_ctx_train, DEFAULT_CTX)
     n_ctx = options.ctx_size or options.parallel * one
-    while True:
-        try:
-            return deploy(options, hosts, info, n_ctx, min(n_ctx, info.n_ctx_train)), n_ctx
-        except DoesNotFit:
-            if options.ctx_size or n_ctx <= one:
-                raise
-            n_ctx = max(one, n_ctx // 2)
+    return deploy_largest(options, hosts, info, n_ctx, one, info.n_ctx_train)

@@ -7,11 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer import __version__
 from pipeinfer.job.requests.asked import describe_drafts, describe_model
 from pipeinfer.observe.experiment import SAMPLING
 from pipeinfer.observe.ledger import TimeUse, Window, head_time, stage_time
-from pipeinfer.observe.metrics import speculation, timings
+from pipeinfer.observe.results import result_object
 from pipeinfer.observe.table import Record
 from pipeinfer.observe.trace import Span, write_chrome_trace
 from pipeinfer.observe.tracks import StageRun, gaps, head_spans, messages
@@ -28,22 +27,14 @@ OWN_FIGURES = ("spans", "n_messages", "n_bytes", "n_apart", "runs")
 
 def make_result(text: str, generation: Generation, deployment: Deployment, asked: Record) -> dict[str, Any]:
     """`asked`: the columns that `asked_of` gives."""
-    request = generation.request
-    return {
-        "text": text,
-        "tokens": request.tokens[len(request.prompt) :],
-        "prompt_tokens": list(request.prompt),
-        "finish": request.finish.value if request.finish else None,
-        **{name: asked[name] for name in SHOWN},
-        "version": __version__,
-        "model": describe_model(deployment.model),
-        "model_draft": describe_drafts(deployment.drafts) if deployment.drafts else None,
-        "timings": timings(generation.metrics),
-        "speculation": speculation(generation.metrics),
-        "stage_row_s": [generation.row_s[stage.rank] for stage in deployment.plan.stages],
-        "wire": _wire(generation, deployment),
-        "ranks": [_rank(rank, generation, deployment) for rank in range(deployment.plan.n_ranks)],
-    }
+    return result_object(
+        generation.request, generation.metrics, asked, SHOWN, text,
+        model=describe_model(deployment.model),
+        model_draft=describe_drafts(deployment.drafts) if deployment.drafts else None,
+        stage_row_s=[generation.row_s[stage.rank] for stage in deployment.plan.stages],
+        wire=_wire(generation, deployment),
+        ranks=[_rank(rank, generation, deployment) for rank in range(deployment.plan.n_ranks)],
+    )  # fmt: skip
 
 
 def _wire(generation: Generation, deployment: Deployment) -> dict[str, Any]:

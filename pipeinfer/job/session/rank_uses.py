@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from pipeinfer.job.placement.deployment import Deployment
@@ -17,23 +17,21 @@ class RankUses:
     """From `start_s` on."""
 
     def __init__(self, deployment: Deployment, start_s: float) -> None:
-        self.deployment = deployment
-        self._noted_s = start_s
+        self.deployment, self.noted_s = deployment, start_s
         self._uses = [NOTHING] * deployment.plan.n_ranks
         self._peaks = [0] * deployment.plan.n_ranks
         self._sent_s: dict[int, float] = {}  # runs that may have been in flight when the ranks told of the others
 
-    def note(self, found: Figures, now_s: float) -> None:
-        """What the ranks did since the last time."""
+    def note(self, found: Figures, now_s: float) -> dict[int, TimeUse]:
+        """Add what each rank did since the last time, and return it."""
         sent_s = found.ledger.submitted_s
         found = replace(found, ledger=replace(found.ledger, submitted_s={**self._sent_s, **sent_s}))
-        for rank in found.figures:
-            use = time_use(rank, found, (self._noted_s, now_s))
-            self._uses[rank] = TimeUse(
-                *map(sum, zip(asdict(self._uses[rank]).values(), asdict(use).values(), strict=True))
-            )
+        uses = {rank: time_use(rank, found, (self.noted_s, now_s)) for rank in sorted(found.figures)}
+        for rank, use in uses.items():
+            self._uses[rank] = TimeUse(*map(sum, zip(astuple(self._uses[rank]), astuple(use), strict=True)))
             self._peaks[rank] = max(self._peaks[rank], found.figures[rank]["peak_rss_bytes"])
-        self._sent_s, self._noted_s = sent_s, now_s
+        self._sent_s, self.noted_s = sent_s, now_s
+        return uses
 
     def ranks(self) -> list[dict[str, Any]]:
         """Of each rank what --json prints and the statistics show."""

@@ -21,24 +21,18 @@ from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.runs import GuessVerdict, Verdict
-from pipeinfer.core.scheduling.run_cost import RunCost
-from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.errors import JobError, StopRequested, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.loading.arrivals import fetch_layers
 from pipeinfer.job.loading.load import (
     N_GUESS_BYTES,
     inexact_line,
-    load_drafts,
-    load_stage,
     make_courier,
     make_draft_worker,
     make_drafter,
     make_worker,
-    time_after,
-    time_loaded,
-    time_prompt,
 )
-from pipeinfer.job.loading.stages import gpu_of
+from pipeinfer.job.loading.own_models import load_own, stage_report
+from pipeinfer.job.loading.run_costs import RunCosts, run_cost, time_draft
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.process.complain import complain
@@ -99,10 +93,8 @@ class Session:
         self.remote_ranks = sorted(deployment.plan.computing - {0})
         self._stage: LoadedModel | None = None
         self._drafts: dict[int, LoadedModel] = {}  # by number
-        self._costs: dict[int, dict[int, float]] = {}  # of each stage's rank: rows of a run -> seconds
-        self._context_s: dict[int, float] = {}  # of each stage's rank: a row, for each token before it
-        self._chunk_s: dict[int, tuple[int, float] | None] = {}  # of each stage's rank: a chunk of a prompt
-        self._refiner_costs: dict[int, dict[int, float]] = {}  # the same of each draft that is asked, by number
+        self._costs: dict[int, RunCosts] = {}  # of each stage's rank
+        self._refiner_costs: dict[int, dict[int, float]] = {}  # of each draft that is asked: rows of a run -> seconds
         self._pipeline: HeadPipeline[Verdict] | None = None
         self._asked: dict[int, HeadPipeline[GuessVerdict]] = {}  # of drafts elsewhere and larger ones, by number
         self._drafter: ModelDrafter | None = None
@@ -112,47 +104,38 @@ class Session:
         self._figures: dict[int, dict[str, Any]] = {}
 
     def open(self) -> None:
-        """Load. Raises UserError, all ranks sent home, when one of them could not: the error of the lowest rank."""
-        error = ""
+        """Load. Raises JobError, all ranks sent home, when one of them could not: the error of the lowest rank."""
+        own: dict[str, Any] = {}
         try:
-            fetch_layers(self.context, self.deployment)
-            self._stage = load_stage(self.context, self.deployment)
-            self._drafts = load_drafts(self.context, self.deployment)
+            self._stage, self._drafts = load_own(self.context, self.deployment)
             if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
                 complain(NO_AMX)
             if self._stage:
-                self._costs[0] = time_loaded(self.context, self.deployment, self._stage)
-                self._context_s[0] = time_after(self.context, self.deployment, self._stage, self._costs[0])
-                self._chunk_s[0] = time_prompt(self.context, self.deployment, self._stage)
+                own = stage_report(self.context, self.deployment, self._stage)
             self._refiner_costs = {
-                number: time_loaded(self.context, self.deployment, draft, number)
+                number: time_draft(self.context, self.deployment, draft, number).rows
                 for number, draft in self._drafts.items()
                 if number
             }
             if self._drafts:
                 self._drafter = make_drafter(self.context, self.deployment, self.context.options, self._drafts[0])
         except UserError as caught:
-            error = str(caught)
-        reports = self._reports()
-        costs = {rank: report.get("cost_s", {}) for rank, report in reports.items()}
-        self._costs |= {rank: costs[rank] for rank in self._ranks if rank}
-        self._context_s |= {rank: reports[rank].get("context_s", 0.0) for rank in self._ranks if rank}
-        self._chunk_s |= {rank: reports[rank].get("chunk_s") for rank in self._ranks if rank}
+            own = {"error": str(caught)}
+        reports = {0: own} | self._reports()
+        costs = {rank: report.get("costs", RunCosts()) for rank, report in reports.items()}
+        self._costs = {rank: costs[rank] for rank in self._ranks}
         for number, stages in self.deployment.plan.asked.items():
             if number not in self._drafts:
-                self._refiner_costs[number] = slowest_stage([costs.get(stage.rank, {}) for stage in stages])
-        error = first_error({0: {"error": error}} | reports)
+                self._refiner_costs[number] = slowest_stage([costs[stage.rank].rows for stage in stages])
         self._connect()
-        if error:
+        if error := first_error(reports):
             self.close()
-            raise UserError(error)
+            raise JobError(error)
         self._engine = self._make_engine()
         if line := self._engine.delay_too_short:
             complain(line)
-        here = {0: gpu_of(self.context.options, self.deployment.hosts, 0)} if self._stage else {}
-        gpus = here | {rank: each["gpu"] for rank, each in reports.items()}
-        line = inexact_line(self.context.options, {rank: gpus[rank] for rank in self._ranks})
-        if line:
+        gpus = {rank: reports[rank]["gpu"] for rank in self._ranks}
+        if line := inexact_line(self.context.options, gpus):
             complain(line)
 
     def _connect(self) -> None:
@@ -196,13 +179,10 @@ class Session:
             self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
         )
         drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter or levels.pop(0, None)
-        slowest = slowest_stage(list(self._costs.values()))
-        chunk = max(filter(None, self._chunk_s.values()), default=None)  # all have as many rows
-        context_s = max(self._context_s.values(), default=0.0)
         engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
-            run_cost=RunCost(slowest, deployment.crowding, chunk, context_s) if slowest else None,
+            run_cost=run_cost(self._costs.values(), deployment.crowding),
             n_prompts=options.n_prompts, max_delay_s=math.inf if options.max_delay_s is None else options.max_delay_s,
         )  # fmt: skip
         for each in self._pipelines:
@@ -284,7 +264,7 @@ class Session:
             return None
         (ledger, own, refiners), reports = self._own_figures, self._figures
         self._own_figures, self._figures = None, {}
-        row_s = {rank: cost[1] for rank, cost in self._costs.items()}
+        row_s = {rank: costs.rows[1] for rank, costs in self._costs.items()}
         return Figures(ledger, {0: own} | reports, refiners, row_s)
 
     def take_figures(self) -> Figures:

@@ -1,11 +1,39 @@
-"""Which of several ranks' errors the user is told."""
+"""Which rank's error ends a job that cannot load, and that every command ends then in order."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from pipeinfer.job.session.session import first_error
+from pipeinfer.models.torch.library import torch_version
+from tests.support.jobs import finish
 
 
 def test_the_lowest_ranks_error_is_told() -> None:
     assert first_error({0: {"error": "own"}, 2: {"error": "other"}}) == "own"
     assert first_error({0: {"error": ""}, 2: {"error": "late"}, 1: {"error": "early"}}) == "early"
     assert first_error({0: {"error": ""}, 1: {"loaded_s": 1.0}}) == ""
+
+
+@pytest.mark.skipif(bool(torch_version()), reason="PyTorch is installed: every rank can load")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "-p", "x", "-n", "2"],
+        ["bench", "-p", "8", "-n", "2", "-r", "1", "--policy", "pipeinfer"],
+        ["batch", "asked.jsonl", "-o", "answers.jsonl"],
+        ["serve", "--port", "0"],
+        ["chat"],
+        ["measure", "--output", "profile.toml"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_rank_that_cannot_load_ends_every_command_in_one_line(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "x"}\n')
+    words = [str(tmp_path / word) if "." in word else word for word in command]
+    done = finish(2, [*words, "--backend", "llama,torch"])
+    said = [line for line in done.stderr.splitlines() if "needs PyTorch" in line]
+    assert done.returncode == 2 and len(said) == 1 and said[0].startswith("pipeinfer: rank 1 ("), done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,80 @@
+"""What runs cost a loaded model, timed at loading or known from the last time, and the `RunCost` that an engine begins
+with. Sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from pipeinfer.cluster.calibrate import (
+    recall_context,
+    recall_rows,
+    slowest_stage,
+    time_chunk,
+    time_context,
+    time_rows,
+)
+from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.core.kv.blocks import BLOCK
+from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.loading.stages import experiment_key
+from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.draft_place import options_of_draft
+from pipeinfer.kept import user_kept
+
+
+@dataclass(frozen=True, slots=True)
+class RunCosts:
+    """Of one rank, in seconds.
+
+    rows       rows of a run -> what it takes; empty: not timed
+    context_s  a row takes longer for each token before it; 0 where that is not timed
+    chunk      rows of a chunk of a prompt, and what it takes; None where no delay is limited
+    """
+
+    rows: dict[int, float] = field(default_factory=dict)
+    context_s: float = 0.0
+    chunk: tuple[int, float] | None = None
+
+
+def time_stage(context: Context, deployment: Deployment, model: LoadedModel) -> RunCosts:
+    """Of this rank's stage of the target. Its cache must be empty and is empty afterwards. Paced stages are timed anew
+    each time."""
+    own = deployment.plan.stage_of(context.rank)
+    assert own is not None, f"rank {context.rank} has a model and no stage"
+    part = f"{deployment.model.fingerprint} {deployment.plan.stages[own].layers} {context.options.kernels}"
+    key = experiment_key(part, context.options, deployment.hosts, deployment.threads, context.rank)
+    rows = _rows(deployment, model, key)
+    context_s: float | None = None  # states could not be rewound to time a run again, and cost the same in any context
+    if deployment.model.rewinds and deployment.pace:
+        context_s = time_context(model, rows, deployment.n_cells, CLOCK)
+    elif deployment.model.rewinds:
+        context_s = recall_context(model, rows, deployment.n_cells, CLOCK, user_kept(), f"context: {key}")
+    chunk = None
+    if context.options.max_delay_s:
+        n_rows = BLOCK if deployment.blocks else min(BLOCK, deployment.n_batch)
+        chunk = n_rows, time_chunk(model, n_rows, deployment.blocks, CLOCK)
+    return RunCosts(rows, context_s or 0.0, chunk)
+
+
+def time_draft(context: Context, deployment: Deployment, model: LoadedModel, number: int) -> RunCosts:
+    """The same of what this rank has of a draft; of runs alone."""
+    own, types = deployment.plan.drafts_on(context.rank)[number], " ".join(context.options.draft_cache)
+    options = options_of_draft(context.options, deployment.hosts, context.rank)
+    part = f"{deployment.drafts[number].fingerprint} {own.layers} of a draft, {types}"
+    key = experiment_key(part, options, deployment.hosts, deployment.threads, context.rank)
+    return RunCosts(_rows(deployment, model, key))
+
+
+def _rows(deployment: Deployment, model: LoadedModel, key: str) -> dict[int, float]:
+    return time_rows(model, CLOCK) if deployment.pace else recall_rows(model, CLOCK, user_kept(), f"rows: {key}")
+
+
+def run_cost(stages: Collection[RunCosts], crowding: float) -> RunCost | None:
+    """Of a pipeline of these stages, the slowest of which decides; None where they were not timed. `crowding`: see
+    `RunCost`."""
+    rows = slowest_stage([stage.rows for stage in stages])
+    chunk = max(filter(None, (stage.chunk for stage in stages)), default=None)  # all have as many rows
+    context_s = max((stage.context_s for stage in stages), default=0.0)
+    return RunCost(rows, crowding, chunk, context_s) if rows else None
