@@ -1,4 +1,4 @@
-"""A job whose ranks agree: `python -m tests.support.agreed WHO`, where WHO are the ranks on which something is wrong (`1,2`).
+"""A job whose ranks agree: `python -m tests.support.agreed WHO`, the ranks on which something is wrong (`1,2`).
 
 Every rank says what it has come to on standard output; the job ends as a command of pipeinfer does.
 """
