@@ -130,7 +130,7 @@ def test_a_process_that_somebody_kills_is_started_again_once(
     template.process.ahead[0].wait()
     assert template.render(TURNS, tokenizer) == "the <b>"
     monkeypatch.setattr("pipeinfer.models.text.limited_process.START", "import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(TemplateFault, match="its process was killed, 2 times") as caught:
+    with pytest.raises(TemplateFault, match="its process was killed or stopped, 2 times") as caught:
         template.render(TURNS, tokenizer)
     assert caught.value.is_broken, "not the fault of who asks"
 

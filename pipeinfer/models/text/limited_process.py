@@ -9,12 +9,16 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pipeinfer.child import python_command
 
 N_TRIES = 2
-"""Of work whose process was killed by somebody else."""
+"""Of work whose process was killed or stopped by somebody else."""
+
+LOOK_EVERY_S = 1.0
+"""So often it is looked whether a process was stopped."""
 
 START = "from pipeinfer.models.text.limited_child import main; main(*sys.argv[1:])"
 
@@ -50,9 +54,11 @@ class LimitedProcess:
             try:
                 with self._take() as process:
                     try:
-                        said = process.communicate(json.dumps(asked).encode(), limits.wall_s)[0]
+                        said = _said(process, json.dumps(asked).encode(), start_s + limits.wall_s)
                     finally:
                         process.kill()
+                if said is None:
+                    continue
                 found = json.loads(said)
             except subprocess.TimeoutExpired:
                 return {"error": f"is not done after {limits.wall_s:g} s"}
@@ -65,7 +71,8 @@ class LimitedProcess:
                 # or it could not even say that there is no memory left
                 return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
             return found if isinstance(found, dict) else {}
-        return {"broken": f"is not done: its process was killed, {N_TRIES} times; the host may be short of memory"}
+        return {"broken": f"is not done: its process was killed or stopped, {N_TRIES} times; the host may be short of "
+                          "memory"}  # fmt: skip
 
     def _take(self) -> subprocess.Popen[bytes]:
         try:
@@ -77,3 +84,24 @@ class LimitedProcess:
         command = python_command(START, self.module, self.limits.cpu_s, self.limits.n_bytes)
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+
+
+def _said(process: subprocess.Popen[bytes], asked: bytes, end_s: float) -> bytes | None:
+    """What the process writes until it ends; None if somebody has stopped it. Raises TimeoutExpired."""
+    given: bytes | None = asked
+    while True:
+        left_s = end_s - time.monotonic()
+        try:
+            return process.communicate(given, min(LOOK_EVERY_S, max(left_s, 0.0)))[0]
+        except subprocess.TimeoutExpired:
+            given = None  # it has that
+            if _is_stopped(process.pid):
+                return None
+            if left_s <= LOOK_EVERY_S:
+                raise
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False

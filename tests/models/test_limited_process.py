@@ -1,0 +1,20 @@
+"""Processes that work on what strangers give: one that somebody stops is started again, and is waited for no longer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from pipeinfer.models.text.limited_process import LimitedProcess
+
+PROCESS = LimitedProcess("tests.support.stopping")
+
+
+def test_a_stopped_process_is_started_again(tmp_path: Path) -> None:
+    start_s = time.monotonic()
+    assert PROCESS.ask({"mark": str(tmp_path / "mark"), "always": False}) == {"done": True}
+    assert time.monotonic() - start_s < PROCESS.limits.wall_s / 2
+
+
+def test_one_that_is_always_stopped_is_the_hosts_fault(tmp_path: Path) -> None:
+    assert "stopped" in PROCESS.ask({"mark": str(tmp_path / "mark"), "always": True})["broken"]
