@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from gpu_check import check_devices
 from random_model import SIZES, Size, write_random
 
-from pipeinfer.cluster.timed_runs import evaluate
+from pipeinfer.cluster.timing.timed_runs import evaluate
 from pipeinfer.core.interfaces import Batch, RunsAhead
 from pipeinfer.job.placement.torch_memory import weight_bytes
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info

@@ -20,11 +20,11 @@ from functools import partial
 from itertools import chain, product
 from pathlib import Path
 
-from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node
-from pipeinfer.observe.markdown import markdown_table
+from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
 from pipeinfer.policies.auto import LEAST
 from pipeinfer.virtual.choices import Choices, ranks_for, synthetic_team

@@ -29,7 +29,7 @@ from policies import BOUND, TUNED, speed
 from pipeinfer.job.bench.record import record_pair
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.observe.markdown import markdown_table
+from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.virtual.choices import RecordedChoices
 from pipeinfer.virtual.profile import load_profile
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pipeinfer.cluster.costs import Profile, Work
+from pipeinfer.cluster.timing.costs import Profile, Work
 from pipeinfer.core.policy import Policy
 from pipeinfer.policies import Speculative
 from pipeinfer.virtual.choices import ranks_for, synthetic_team

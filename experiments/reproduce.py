@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from experiments.cells import ANY_SIZE, N_PROMPT, N_TOKENS, SEEDS, Figures, Setting, baseline, run
 from experiments.reproduced_load import filler, sipipe
 from experiments.reproduced_methods import flowspec, others, pipedec, pipespec
-from pipeinfer.observe.markdown import markdown_table
+from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import Iterative, PipeInfer
 
 POOR = 0.05

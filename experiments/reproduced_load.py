@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from pipeinfer.observe.markdown import markdown_table
+from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies.registry import make_policy
 from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.load import Load, simulate_load

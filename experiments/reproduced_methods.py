@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from experiments.cells import ANY_SIZE, Setting, baseline, run
-from pipeinfer.observe.markdown import markdown_table
+from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
 from pipeinfer.policies.registry import POLICIES, make_policy
 

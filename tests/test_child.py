@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.child import ROOT, python_command
-from pipeinfer.cluster import mpi_library
+from pipeinfer.cluster.hosts import mpi_library
 
 PARENT = """
 import subprocess, sys

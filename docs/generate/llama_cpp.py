@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from pipeinfer.cli.chat import chat_command
-from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run
 from pipeinfer.cli.serve import serve_command
 

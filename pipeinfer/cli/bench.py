@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.given import take_token
-from pipeinfer.cli.load_options import LoadOptions
-from pipeinfer.cli.load_rules import check_once
-from pipeinfer.cli.setting_options import command, take, take_policies
+from pipeinfer.cli.options.given import take_token
+from pipeinfer.cli.options.load_options import LoadOptions
+from pipeinfer.cli.options.load_rules import check_once
+from pipeinfer.cli.options.setting_options import command, take, take_policies
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import setting

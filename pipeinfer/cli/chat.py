@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeinfer.cli.given import run_options, warn_of_variables
+from pipeinfer.cli.options.given import run_options, warn_of_variables
+from pipeinfer.cli.options.setting_options import command
 from pipeinfer.cli.run import SHARED
-from pipeinfer.cli.setting_options import command
 from pipeinfer.job.options.sections import Ablations, Models
 from pipeinfer.job.options.text_sections import Length, Prompt
 

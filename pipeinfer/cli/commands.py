@@ -11,8 +11,8 @@ from typing import NoReturn
 import click
 
 from pipeinfer import __version__
-from pipeinfer.cli.command import Group
-from pipeinfer.cluster.launch import exit_together, fail_together, rank_from_environment
+from pipeinfer.cli.options.command import Group
+from pipeinfer.cluster.hosts.launch import exit_together, fail_together, rank_from_environment
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import settle
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipeinfer.cli.setting_options import command
+from pipeinfer.cli.options.setting_options import command
 from pipeinfer.job.inspect.info import InfoQuestion, info
 from pipeinfer.job.options.sections import Watching
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.job.process.signals import end_at_once, on_signals
 from pipeinfer.job.process.streams import take_streams
 

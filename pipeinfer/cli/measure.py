@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.given import take_models
-from pipeinfer.cli.setting_options import command
+from pipeinfer.cli.options.given import take_models
+from pipeinfer.cli.options.setting_options import command
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions, choose_drafts

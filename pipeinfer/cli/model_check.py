@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.cli.command import Command
+from pipeinfer.cli.options.command import Command
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.options import RunOptions
@@ -41,8 +41,8 @@ def check_command(
     from pipeinfer.job.inspect.pair_report import check_pair  # loads libllama
     from pipeinfer.job.placement.fetch import fetch_files
     from pipeinfer.job.requests.request import read_prompt
-    from pipeinfer.observe.json_text import json_text
-    from pipeinfer.observe.model_text import check_lines
+    from pipeinfer.observe.texts.json_text import json_text
+    from pipeinfer.observe.texts.model_text import check_lines
 
     given = prompt is not None or file is not None
     text = read_prompt(RunOptions(model=target, prompt=prompt, file=file)) if given else None

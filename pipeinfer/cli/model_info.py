@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.cli.command import Command
+from pipeinfer.cli.options.command import Command
 from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.options import DEFAULT
 from pipeinfer.job.options.values import File, Whole
@@ -36,8 +36,8 @@ def info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
     """
     from pipeinfer.job.inspect.model_report import describe_file  # loads libllama
     from pipeinfer.job.placement.fetch import fetch_files
-    from pipeinfer.observe.json_text import json_text
-    from pipeinfer.observe.model_text import info_lines
+    from pipeinfer.observe.texts.json_text import json_text
+    from pipeinfer.observe.texts.model_text import info_lines
 
     (path,) = fetch_files([file])
     found = describe_file(path, ctx_size, numerics)

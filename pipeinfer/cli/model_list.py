@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipeinfer.cli.command import Command
+from pipeinfer.cli.options.command import Command
 
 
 @click.command("list", cls=Command)
@@ -14,8 +14,8 @@ def list_command(json: bool) -> None:
     from dataclasses import asdict
 
     from pipeinfer.models.hub import cached_models
-    from pipeinfer.observe.json_text import json_text
-    from pipeinfer.observe.model_text import list_lines
+    from pipeinfer.observe.texts.json_text import json_text
+    from pipeinfer.observe.texts.model_text import list_lines
 
     found = [asdict(model) | {"path": str(model.path)} for model in cached_models()]
     click.echo(json_text({"models": found}) if json else "\n".join(list_lines(found)))

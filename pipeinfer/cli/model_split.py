@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.cli.command import Command
+from pipeinfer.cli.options.command import Command
 from pipeinfer.cluster.plan import parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_LAYERS

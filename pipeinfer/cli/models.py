@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from pipeinfer.cli.command import Group
 from pipeinfer.cli.model_check import check_command
 from pipeinfer.cli.model_info import info_command
 from pipeinfer.cli.model_list import list_command
 from pipeinfer.cli.model_split import split_command
+from pipeinfer.cli.options.command import Group
 
 
 @click.group(cls=Group)

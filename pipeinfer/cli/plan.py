@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeinfer.cli.given import job_options
-from pipeinfer.cli.setting_options import command, take
+from pipeinfer.cli.options.given import job_options
+from pipeinfer.cli.options.setting_options import command, take
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.plan import PlanQuestion, plan

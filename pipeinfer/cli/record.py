@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.cli.command import Command
+from pipeinfer.cli.options.command import Command
 from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.values import THREADS, File, Number, Text, Whole
 from pipeinfer.models.demo import DRAFT, TARGET

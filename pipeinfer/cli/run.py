@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeinfer.cli.given import run_options, warn_of_variables
-from pipeinfer.cli.setting_options import command
+from pipeinfer.cli.options.given import run_options, warn_of_variables
+from pipeinfer.cli.options.setting_options import command
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError

@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.environment import read_variables
-from pipeinfer.cli.given import check_sequences, run_options, warn_of_variables
+from pipeinfer.cli.options.environment import read_variables
+from pipeinfer.cli.options.given import check_sequences, run_options, warn_of_variables
+from pipeinfer.cli.options.setting_options import command, policy_ablations, take
 from pipeinfer.cli.run import SHARED
-from pipeinfer.cli.setting_options import command, policy_ablations, take
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import INT32_MAX, MAX_SEQUENCES
 from pipeinfer.job.options.sections import Models

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, LoadSizes, check_once, parallel_of
-from pipeinfer.cli.setting_options import command, take_policies
-from pipeinfer.cluster.activations import WireType
+from pipeinfer.cli.options.load_rules import MAX_REQUESTS, PARALLEL, LoadSizes, check_once, parallel_of
+from pipeinfer.cli.options.setting_options import command, take_policies
+from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_SEQUENCES, MAX_TOKENS

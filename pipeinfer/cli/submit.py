@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.cli.command import Command
+from pipeinfer.cli.options.command import Command
 from pipeinfer.cluster.slurm import GROUP_KEYS, Group, SlurmJob, groups_of, script_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import NO_DRAFT, STDIN

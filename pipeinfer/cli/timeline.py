@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.cli.command import Command
+from pipeinfer.cli.options.command import Command
 from pipeinfer.job.options.values import File, Number
 from pipeinfer.observe.timeline import N_SETTLED, draw_timeline
 

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.pace import Courier
-from pipeinfer.cluster.progress import NO_PROGRESS, Progress
-from pipeinfer.cluster.records import Buffer
-from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.wire import Kind, encode, encode_last_prunings, encode_order, encode_prunings
+from pipeinfer.cluster.stages.pace import Courier
+from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
+from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
-from pipeinfer.cluster.wire import Kind, encode, encode_last_prunings, encode_order, encode_prunings
 from pipeinfer.core.runs import GuessVerdict, Run, Verdict
 from pipeinfer.observe.ledger import HeadLedger
 

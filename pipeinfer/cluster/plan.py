@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from pipeinfer.cluster.layer_speed import LayerSpeed, told_apart
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed, told_apart
 from pipeinfer.cluster.spread import NO_FAULTS, Faults, StageRoom, spread_layers
 from pipeinfer.errors import UserError
 

@@ -35,9 +35,9 @@ except (ImportError, RuntimeError) as error:
     ) from None
 
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.pace import N_STAMP, Courier
-from pipeinfer.cluster.progress import NO_PROGRESS, Progress
-from pipeinfer.cluster.records import Buffer
+from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.stages.pace import N_STAMP, Courier
+from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.load_columns import LOAD_COLUMNS
-from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.report import milliseconds, number, without_suffixes
 from pipeinfer.observe.summary import print_records
 from pipeinfer.observe.table import Record
+from pipeinfer.observe.texts.json_text import json_text
+from pipeinfer.observe.texts.markdown import markdown_table
 
 Cells = dict[str, Callable[[dict[str, Any]], str]]
 

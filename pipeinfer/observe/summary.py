@@ -12,11 +12,11 @@ from itertools import chain
 from typing import Any
 
 from pipeinfer.observe.columns import ASKED
-from pipeinfer.observe.json_text import json_text, without_nan
-from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.metrics import percentiles
 from pipeinfer.observe.report import number, without_suffixes
 from pipeinfer.observe.table import Record
+from pipeinfer.observe.texts.json_text import json_text, without_nan
+from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.sizes import size_text
 
 SAME = tuple(name for name in ASKED if name not in ("prompt_hash", "prompt_n", "seed", "repetition"))

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeinfer.cluster.costs import Profile
-from pipeinfer.observe.markdown import markdown_table
+from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.observe.report import number
+from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.virtual.simulation import Simulated
 
 COLUMNS = ("policy", "settings", "tokens/s", "over iterative", "of the limit", "TTFT ms", "ITL ms p50 / p95 / p99",

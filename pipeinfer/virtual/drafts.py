@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.drafting import to_the_end
 from pipeinfer.core.in_flight import InFlightRun
 from pipeinfer.core.kv.sequences import SequencePool

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.kv.sequences import SequencePool

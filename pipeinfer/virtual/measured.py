@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from types import MappingProxyType
 
-from pipeinfer.cluster.costs import MANY_ROWS
 from pipeinfer.cluster.plan import Sizes
+from pipeinfer.cluster.timing.costs import MANY_ROWS
 from pipeinfer.core.interpolation import interpolate
 
 GUESSES_MAX = 32  # rows of a run of guesses; more are a chunk of a prompt

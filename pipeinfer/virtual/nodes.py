@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.room import UNLIMITED, Room
-from pipeinfer.cluster.slice_times import RankTimes
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.room import UNLIMITED, Room
+from pipeinfer.cluster.timing.slice_times import RankTimes
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.profile import Machine, ProfileFile
 

@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.cluster.activations import WireType
-from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.observe.experiment import SAMPLING, digest, model_columns
 from pipeinfer.observe.ledger import head_time, stage_time
 from pipeinfer.observe.results import result_object

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from pipeinfer.cluster.activations import activation_bytes
-from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost, Profile
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.wire import bytes_before_activations, verdict_bytes
+from pipeinfer.cluster.messages.activations import activation_bytes
+from pipeinfer.cluster.messages.wire import bytes_before_activations, verdict_bytes
+from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost, Profile
 from pipeinfer.core.runs import NO_TOKEN, Run, Verdict
 from pipeinfer.observe.ledger import HeadLedger, StageLedger
 from pipeinfer.virtual.choices import Choices

@@ -35,8 +35,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeinfer.cluster.costs import NOTHING, HeadCost, HostWork, LinkCost, ModelCost, Profile, Work, fastest, roofline
 from pipeinfer.cluster.spread import StageRoom, spread_layers
+from pipeinfer.cluster.timing.costs import (
+    NOTHING,
+    HeadCost,
+    HostWork,
+    LinkCost,
+    ModelCost,
+    Profile,
+    Work,
+    fastest,
+    roofline,
+)
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.toml_table import Table
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeinfer.cluster.calibrate import CONTEXT_ROWS, ROWS, affordable_context, largest_question, slowest_stage
-from pipeinfer.cluster.costs import ModelCost, Profile
+from pipeinfer.cluster.timing.calibrate import CONTEXT_ROWS, ROWS, affordable_context, largest_question, slowest_stage
+from pipeinfer.cluster.timing.costs import ModelCost, Profile
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeinfer.cluster.activations import WireType
-from pipeinfer.cluster.costs import Profile
+from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.observe.experiment import settings_text, variant_text
-from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.results import Record, append_result, as_read, result_row
+from pipeinfer.observe.texts.json_text import json_text
 from pipeinfer.virtual.choices import Choices, RecordedChoices, ranks_for, synthetic_team
 from pipeinfer.virtual.load import Load, simulate_load
 from pipeinfer.virtual.outcome import make_result, simulated_columns

@@ -10,8 +10,8 @@ from docs.generate.llama_cpp import arguments, own_options
 from pipeinfer.cli.batch import batch_command
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
-from pipeinfer.cli.environment import VARIABLES, ignored_variables
-from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.options.environment import VARIABLES, ignored_variables
+from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run, run_options
 from pipeinfer.cli.serve import serve_command
 from pipeinfer.cli.simulate import simulate_command

@@ -14,11 +14,11 @@ from pathlib import Path
 import click
 import pytest
 
-from pipeinfer.cli.command import Command, Group
 from pipeinfer.cli.commands import cli
-from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD
-from pipeinfer.cli.setting_options import policy_meant
-from pipeinfer.cluster.activations import WireType
+from pipeinfer.cli.options.command import Command, Group
+from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.options.setting_options import policy_meant
+from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.loading.load import inexact_line

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.cli.simulate import simulate_command
-from pipeinfer.cluster.activations import WireType, activation_bytes, read_activations, write_activations
+from pipeinfer.cluster.messages.activations import WireType, activation_bytes, read_activations, write_activations
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, FloatArray

@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 
 from pipeinfer import __version__
-from pipeinfer.cluster.calibrate import (
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.timing.calibrate import (
     CONTEXTS,
     ROWS,
     largest_question,
@@ -23,7 +24,6 @@ from pipeinfer.cluster.calibrate import (
     time_context,
     time_rows,
 )
-from pipeinfer.cluster.cores import Host
 from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
 from pipeinfer.job.loading.run_costs import time_stage
 from pipeinfer.job.options.options import RunOptions

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.cores import Host, _quota, crowded_hosts, other_clocks, share_cores, this_host
+from pipeinfer.cluster.hosts.cores import Host, _quota, crowded_hosts, other_clocks, share_cores, this_host
 from pipeinfer.cluster.plan import Sizes, make_plan
 from pipeinfer.job.placement.deployment import spread_threads
 from tests.support.jobs import environment, finish, launcher

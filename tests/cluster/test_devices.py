@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.cli.run import run
-from pipeinfer.cluster.cores import Host, gpus_given
+from pipeinfer.cluster.hosts.cores import Host, gpus_given
 from pipeinfer.cluster.shares import share_of
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import UserError
@@ -28,7 +28,7 @@ from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.devices import Device, llama_devices
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.observe.plan_text import plan_cells
+from pipeinfer.observe.texts.plan_text import plan_cells
 from pipeinfer.virtual.nodes import Node
 from tests.support.jobs import finish
 

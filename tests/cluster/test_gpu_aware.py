@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.backends import Backend
@@ -130,7 +130,7 @@ def test_rows_that_are_no_numbers_are_found_on_the_device() -> None:
 def test_bf16_on_the_device_is_what_the_host_makes_of_it() -> None:
     import torch
 
-    from pipeinfer.cluster.activations import WireType, read_activations, write_activations
+    from pipeinfer.cluster.messages.activations import WireType, read_activations, write_activations
     from pipeinfer.models.torch.device_queue import DeviceQueue
     from pipeinfer.models.torch.results import OnDevice
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.launch import check_size, rank_from_environment, size_from_environment
+from pipeinfer.cluster.hosts.launch import check_size, rank_from_environment, size_from_environment
 from pipeinfer.errors import UserError
 from tests.support.jobs import COMMAND, ROOT, environment, launcher
 
 # one write: the launcher may mix the ranks' output at any byte
 PRINT_BOTH = """
 import os
-from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
+from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
 os.write(1, f"{rank_from_environment()} {size_from_environment()}\\n".encode())
 """
 
@@ -76,7 +76,7 @@ def test_a_failing_job_says_only_what_rank_0_says(start: str) -> None:
     if start:
         pytest.importorskip("mpi4py")
     say = "rank_from_environment() or os.write(2, b'one line\\n')"
-    done = run_three(f"import os; from pipeinfer.cluster.launch import *; {start} {say}; exit_together(2)")
+    done = run_three(f"import os; from pipeinfer.cluster.hosts.launch import *; {start} {say}; exit_together(2)")
     assert (done.returncode, done.stderr.strip("\0\n ")) == (2, "one line")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.cores import Cores, Host, share_cores
-from pipeinfer.cluster.numa import DISTRIBUTE, ISOLATE, NUMACTL, is_distributed, isolated, unheeded, with_nodes
+from pipeinfer.cluster.hosts.cores import Cores, Host, share_cores
+from pipeinfer.cluster.hosts.numa import DISTRIBUTE, ISOLATE, NUMACTL, is_distributed, isolated, unheeded, with_nodes
 from tests.support.jobs import COMMAND, ROOT, descendants, environment, launcher
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -87,7 +87,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from pipeinfer.cli.main import main
-from pipeinfer.cluster import numa
+from pipeinfer.cluster.hosts import numa
 numa.FOLDER = Path(sys.argv.pop(1))
 main()
 """

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.activations import WireType
-from pipeinfer.cluster.costs import LinkCost, ModelCost, Work
-from pipeinfer.cluster.pace import Courier, PacedStage
-from pipeinfer.cluster.wire import encode
+from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.messages.wire import encode
+from pipeinfer.cluster.stages.pace import Courier, PacedStage
+from pipeinfer.cluster.timing.costs import LinkCost, ModelCost, Work
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind, Row, Run

@@ -11,7 +11,7 @@ import pytest
 from pytest import MonkeyPatch
 
 from pipeinfer.cluster import spread as spread_module
-from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import RoomFor, Sizes, balance, make_plan, parse_split, split_layers, stage_ranks
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError

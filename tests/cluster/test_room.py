@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.room import UNLIMITED, Memory, Room, check_room, free_room, paging_lines
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.room import UNLIMITED, Memory, Room, check_room, free_room, paging_lines
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, deploy

@@ -15,10 +15,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.cluster import transport
-from pipeinfer.cluster.serve import Pipe, StageLoop
-from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
-from pipeinfer.cluster.transport import Comm, Inbox, Tag
-from pipeinfer.cluster.wire import (
+from pipeinfer.cluster.messages.wire import (
     Kind,
     Transaction,
     decode_verdict,
@@ -27,6 +24,9 @@ from pipeinfer.cluster.wire import (
     encode_order,
     encode_prunings,
 )
+from pipeinfer.cluster.stages.serve import Pipe, StageLoop
+from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.transport import Comm, Inbox, Tag
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams

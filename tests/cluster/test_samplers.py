@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.logprobs import ScoredToken
-from pipeinfer.cluster.samplers import N_BUFFERS, Samplers
-from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
-from pipeinfer.cluster.wire import encode
+from pipeinfer.cluster.messages.logprobs import ScoredToken
+from pipeinfer.cluster.messages.wire import encode
+from pipeinfer.cluster.stages.samplers import N_BUFFERS, Samplers
+from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import NO_TOKEN, KvOp, Opening, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.cluster.logprobs import MAX_TOP, Likely, ScoredToken
-from pipeinfer.cluster.records import Record
-from pipeinfer.cluster.stage import room_for
-from pipeinfer.cluster.wire import (
+from pipeinfer.cluster.messages.logprobs import MAX_TOP, Likely, ScoredToken
+from pipeinfer.cluster.messages.records import Record
+from pipeinfer.cluster.messages.wire import (
     N_PRUNINGS_BYTES,
     TEXTS,
     Kind,
@@ -29,6 +28,7 @@ from pipeinfer.cluster.wire import (
     text_bytes,
     verdict_bytes,
 )
+from pipeinfer.cluster.stages.stage import room_for
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import POSITION_END, Guess, GuessVerdict, KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter

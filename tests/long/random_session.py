@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.policies import PipeInfer

@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 
-from pipeinfer.cluster.costs import LinkCost, Profile
+from pipeinfer.cluster.timing.costs import LinkCost, Profile
 from pipeinfer.core.interpolation import interpolate
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from llama_cpp import llama_grammar
 
-from pipeinfer.cluster.samplers import Samplers
-from pipeinfer.cluster.stage import LocalPrunings, StageWorker, room_for
-from pipeinfer.cluster.wire import encode
+from pipeinfer.cluster.messages.wire import encode
+from pipeinfer.cluster.stages.samplers import Samplers
+from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker, room_for
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch, ConstraintFailed, FloatArray
 from pipeinfer.core.runs import KvOp, Opening, OpKind, Row, Run, Verdict

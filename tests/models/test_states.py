@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.timed_layers import time_slice
+from pipeinfer.cluster.timing.timed_layers import time_slice
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.runs import Guess, Run
 from pipeinfer.policies import PipeSpec
 from pipeinfer.virtual.choices import Branch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from pipeinfer.cluster.launch import exit_together
+from pipeinfer.cluster.hosts.launch import exit_together
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.options.options import DEFAULT

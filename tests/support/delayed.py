@@ -97,8 +97,8 @@ def run_delayed(n_ranks: int, arguments: Sequence[str], seed: int, timeout_s: fl
 
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
-    from pipeinfer.cluster import launch
-    from pipeinfer.cluster.launch import rank_from_environment
+    from pipeinfer.cluster.hosts import launch
+    from pipeinfer.cluster.hosts.launch import rank_from_environment
 
     seed = f"{os.environ.get('DELAY_SEED', '0')}/{rank_from_environment()}"
     pauses = Pauses(seed, 1e-3 * float(os.environ.get("DELAY_MS", MEAN_MS)))

@@ -17,7 +17,7 @@ LATE_S = 30.0
 
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
-    from pipeinfer.cluster import cores
+    from pipeinfer.cluster.hosts import cores
     from pipeinfer.cluster.transport import Link  # initialises MPI
 
     cores.clock_name = str

@@ -95,8 +95,8 @@ def missing() -> str:
 
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
-    from pipeinfer.cluster import cores
-    from pipeinfer.cluster.room import Room
+    from pipeinfer.cluster.hosts import cores
+    from pipeinfer.cluster.hosts.room import Room
 
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(cores, "free_room", Room)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.speed import Speed
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.speed import Speed
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp
 from pipeinfer.errors import UserError

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
+from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
 from tests.support.jobs import COMMAND, descendants, start
 
 LISTENS = "pipeinfer: listening on "

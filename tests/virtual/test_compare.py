@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.policies.registry import POLICIES
 from pipeinfer.virtual.compare import COLUMNS, limit_of
 from tests.support.jobs import finish

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.simulate import simulate_command
-from pipeinfer.cluster.costs import HeadCost, HostWork, LinkCost, ModelCost, Profile, Work
+from pipeinfer.cluster.timing.costs import HeadCost, HostWork, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.scheduling.scheduler import BatchBudget
 from pipeinfer.observe.loads import falls_behind
 from pipeinfer.policies.registry import make_policy

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.simulate import simulate_command
-from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.costs import Work, roofline
 from pipeinfer.cluster.plan import Sizes, make_plan
+from pipeinfer.cluster.timing.costs import Work, roofline
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp
 from pipeinfer.errors import UserError

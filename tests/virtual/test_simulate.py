@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from experiments import reproduce
 from pipeinfer.cli.simulate import simulate_command
-from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile, Work
-from pipeinfer.cluster.wire import encode
+from pipeinfer.cluster.messages.wire import encode
+from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.runs import Guess, Row, Run
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import ASKED

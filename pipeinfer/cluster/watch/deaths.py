@@ -13,7 +13,7 @@ import struct
 import time
 from pathlib import Path
 
-from pipeinfer.cluster.launch import rank_from_environment, size_from_environment
+from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
 
 INFO_LAYOUT = "QQ11IiQ"  # struct pidfd_info up to its exit code; the kernel takes any longer buffer
 INFO_BYTES = struct.calcsize(INFO_LAYOUT)

@@ -25,7 +25,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.cluster.launch import is_launched
+from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.watch.deaths import Process, first_to_close
 from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.cluster.watch.handshake import Message, encode, messages, title, write_line

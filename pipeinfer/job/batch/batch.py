@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch.batch_file import BatchRequest
@@ -26,9 +26,9 @@ from pipeinfer.job.session.open_requests import News, Open, OpenRequests
 from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.session import N_NOTED
 from pipeinfer.models.text.grammar_check import TOO_MUCH
-from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import stderr_console
+from pipeinfer.observe.texts.json_text import json_text
 from pipeinfer.observe.throughput import show_throughput
 
 

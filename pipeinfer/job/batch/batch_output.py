@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.complain import complain
-from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.texts.json_text import json_text
 from pipeinfer.outputs import write_error
 
 WHAT = "--output"

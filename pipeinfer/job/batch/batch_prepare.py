@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.batch.batch_file import BatchFile, BatchRequest
 from pipeinfer.job.batch.batch_output import WHAT, BatchOutput
@@ -21,7 +21,7 @@ from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.constraints import constrained
 from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.texts.json_text import json_text
 from pipeinfer.outputs import check_separate
 
 PATIENCE_S = 2.0

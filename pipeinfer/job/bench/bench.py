@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.bench.sweep import Case, Group, Sweep, group_of, plan_groups
 from pipeinfer.job.bench.sweep_job import SweepHead, start_sweep
 from pipeinfer.job.launch.start import Crew

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from pipeinfer import __version__
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.bench.load_sweep import LoadCase, LoadGroup, Loads, LoadSweep, load_group

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.sweep import Key, Sweep, variants_of

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pipeinfer.cluster.costs import MANY_ROWS
+from pipeinfer.cluster.timing.costs import MANY_ROWS
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.context import CLOCK, Context

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.plan import draft_widths, parse_split, stage_ranks
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError

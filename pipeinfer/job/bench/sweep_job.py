@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.bench.sweep import Sweep, loads_of
 from pipeinfer.job.launch.context import forget_peak

@@ -24,10 +24,10 @@ from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.outcome import make_result
 from pipeinfer.job.session.session import Generation
 from pipeinfer.models.text.grammar_check import TOO_MUCH
-from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.metrics import timings
 from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import number, stderr_console
+from pipeinfer.observe.texts.json_text import json_text
 
 PROMPT, PROMPT_MORE = "> ", "… "
 MORE = "\\"

@@ -14,17 +14,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.cluster.cores import this_host
-from pipeinfer.cluster.launch import is_launched
-from pipeinfer.cluster.mpi_library import describe_mpi
-from pipeinfer.cluster.room import UNLIMITED
-from pipeinfer.cluster.roster import version_text
+from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.cluster.hosts.launch import is_launched
+from pipeinfer.cluster.hosts.mpi_library import describe_mpi
+from pipeinfer.cluster.hosts.room import UNLIMITED
+from pipeinfer.cluster.hosts.roster import version_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import DEFAULT
 from pipeinfer.models.llama.build import describe_build
 from pipeinfer.models.torch.library import load_torch, torch_version
-from pipeinfer.observe.info_text import info_lines
-from pipeinfer.observe.json_text import json_text
+from pipeinfer.observe.texts.info_text import info_lines
+from pipeinfer.observe.texts.json_text import json_text
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.launch.start import Crew

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeinfer.cluster.cores import this_host
-from pipeinfer.cluster.costs import LinkCost
-from pipeinfer.cluster.launch import is_launched
+from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.cluster.hosts.launch import is_launched
+from pipeinfer.cluster.timing.costs import LinkCost
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.plan_report import plan_report
@@ -22,8 +22,8 @@ from pipeinfer.job.placement.gpus import check_own_devices, gpu_names, with_gpus
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, open_planner
 from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, with_speeds, with_times
-from pipeinfer.observe.json_text import json_text
-from pipeinfer.observe.plan_text import plan_lines
+from pipeinfer.observe.texts.json_text import json_text
+from pipeinfer.observe.texts.plan_text import plan_lines
 from pipeinfer.virtual.hosts_file import read_hosts
 from pipeinfer.virtual.nodes import Node, first_ranks, profiled_nodes
 from pipeinfer.virtual.profile import load_profile

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.cluster.stage import StageStats, StageWorker
+from pipeinfer.cluster.stages.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox
 from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.job.options.options import RunOptions

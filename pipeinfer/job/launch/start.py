@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from pipeinfer.cluster.cores import Host, other_clocks, this_host
-from pipeinfer.cluster.idle import sleep_on_time
-from pipeinfer.cluster.launch import (
+from pipeinfer.cluster.hosts.cores import Host, other_clocks, this_host
+from pipeinfer.cluster.hosts.launch import (
     check_size,
     end_job,
     is_first_here,
@@ -21,8 +20,9 @@ from pipeinfer.cluster.launch import (
     rank_from_environment,
     size_from_environment,
 )
-from pipeinfer.cluster.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
-from pipeinfer.cluster.roster import check_alike, own_words, places
+from pipeinfer.cluster.hosts.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
+from pipeinfer.cluster.hosts.roster import check_alike, own_words, places
+from pipeinfer.cluster.idle import sleep_on_time
 from pipeinfer.cluster.transport import Link, abort
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.segments import marking, short_of_room, sweep

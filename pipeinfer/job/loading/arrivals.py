@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeinfer.cluster.messages.streams import receive_stream, send_stream
 from pipeinfer.cluster.plan import StagePlan
-from pipeinfer.cluster.streams import receive_stream, send_stream
 from pipeinfer.cluster.transport import Link
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context

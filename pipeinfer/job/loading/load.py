@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 
-from pipeinfer.cluster.pace import Courier, PacedStage
+from pipeinfer.cluster.messages.wire import verdict_bytes
 from pipeinfer.cluster.plan import StagePlan
-from pipeinfer.cluster.stage import DraftWorker, LocalPrunings, StageWorker
-from pipeinfer.cluster.wire import verdict_bytes
+from pipeinfer.cluster.stages.pace import Courier, PacedStage
+from pipeinfer.cluster.stages.stage import DraftWorker, LocalPrunings, StageWorker
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.kv.sequences import SequencePool

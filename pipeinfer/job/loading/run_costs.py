@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from pipeinfer.cluster.calibrate import (
+from pipeinfer.cluster.timing.calibrate import (
     recall_context,
     recall_rows,
     slowest_stage,

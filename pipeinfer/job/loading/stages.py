@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pipeinfer import __version__
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions, backend_of, device_of, gpu_layers_asked

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from pipeinfer.cluster.serve import N_POSTED, N_UNDER_WAY, Pipe, StageLoop
-from pipeinfer.cluster.stage import StageWorker
+from pipeinfer.cluster.stages.serve import N_POSTED, N_UNDER_WAY, Pipe, StageLoop
+from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError

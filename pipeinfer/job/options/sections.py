@@ -12,8 +12,8 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.cluster.activations import WireType
-from pipeinfer.cluster.numa import STRATEGIES
+from pipeinfer.cluster.hosts.numa import STRATEGIES
+from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
 from pipeinfer.core.settings import setting
 from pipeinfer.job.options.backends import Backend

@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from pipeinfer.cluster.activations import WireType
+from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.plan import parse_split
 from pipeinfer.core.logit_bias import read_one
 from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK

@@ -9,11 +9,11 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from pipeinfer.cluster.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
-from pipeinfer.cluster.costs import Profile
-from pipeinfer.cluster.gpu_room import check_gpus
+from pipeinfer.cluster.hosts.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
+from pipeinfer.cluster.hosts.gpu_room import check_gpus
+from pipeinfer.cluster.hosts.room import Memory, Room, check_room, paging_lines
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
-from pipeinfer.cluster.room import Memory, Room, check_room, paging_lines
+from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.kv.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.layer_speed import told_apart
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.layer_speed import told_apart
 from pipeinfer.cluster.plan import Plan, Sizes
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.complain import complain
 from pipeinfer.models.gguf.model_info import part_paths

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.shares import share_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.gpu_room import left_on_gpus
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.gpu_room import left_on_gpus
+from pipeinfer.cluster.hosts.room import Memory, check_room, free_room
 from pipeinfer.cluster.plan import Plan, Stages
-from pipeinfer.cluster.room import Memory, check_room, free_room
-from pipeinfer.cluster.samplers import N_BUFFERS
 from pipeinfer.cluster.spread import StageRoom
+from pipeinfer.cluster.stages.samplers import N_BUFFERS
 from pipeinfer.core.kv.blocks import LARGEST
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pipeinfer.cluster.layer_speed import BEFORE, NOW
-from pipeinfer.cluster.speed import Speed
+from pipeinfer.cluster.hosts.layer_speed import BEFORE, NOW
+from pipeinfer.cluster.hosts.speed import Speed
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import N_CELLS_SPARE, Deployment, read_drafts

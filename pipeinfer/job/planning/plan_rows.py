@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeinfer.cluster.cores import sharers
-from pipeinfer.cluster.gpu_room import spare_on_gpus
-from pipeinfer.cluster.room import UNLIMITED, spare_room
+from pipeinfer.cluster.hosts.cores import sharers
+from pipeinfer.cluster.hosts.gpu_room import spare_on_gpus
+from pipeinfer.cluster.hosts.room import UNLIMITED, spare_room
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node
 

@@ -6,8 +6,8 @@ from rich.console import Console
 
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.plan_rows import plan_rows
-from pipeinfer.observe.plan_text import ALWAYS, CELLS, plan_cells
 from pipeinfer.observe.report import show_table
+from pipeinfer.observe.texts.plan_text import ALWAYS, CELLS, plan_cells
 from pipeinfer.virtual.nodes import Node
 
 WHERE = ("NUMA", "backend", "device")

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeinfer.cluster.cores import Host, sharers
-from pipeinfer.cluster.costs import HeadCost, LinkCost, ModelCost, Profile
-from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.cores import Host, sharers
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import StagePlan
-from pipeinfer.cluster.slice_times import RankTimes, SliceTimes, slowdowns_beside
+from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile
+from pipeinfer.cluster.timing.slice_times import RankTimes, SliceTimes, slowdowns_beside
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes

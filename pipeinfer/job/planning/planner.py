@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pipeinfer.cluster.costs import LinkCost, Profile
-from pipeinfer.cluster.gpu_room import spare_on_gpus
-from pipeinfer.cluster.room import spare_room
+from pipeinfer.cluster.hosts.gpu_room import spare_on_gpus
+from pipeinfer.cluster.hosts.room import spare_room
+from pipeinfer.cluster.timing.costs import LinkCost, Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
@@ -20,7 +20,7 @@ from pipeinfer.job.planning.planned_costs import planned_profile, with_described
 from pipeinfer.job.profiling.schedule import kinds_of, ranks_to_time
 from pipeinfer.job.requests.request import fit_context
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.observe.plan_text import UNFIT
+from pipeinfer.observe.texts.plan_text import UNFIT
 from pipeinfer.policies import Iterative
 from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.compare import Compared, generation_of

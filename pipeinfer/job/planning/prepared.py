@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.launch.context import Context
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.options.options import RunOptions

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from pipeinfer.cluster.launch import end_job
+from pipeinfer.cluster.hosts.launch import end_job
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEAD_FIRST_S = 0.3

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.timed_layers import time_layers
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.timing.timed_layers import time_layers
 from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.draft_place import has_choice, on_cpu

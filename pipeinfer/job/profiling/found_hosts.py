@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.fetch import find_models

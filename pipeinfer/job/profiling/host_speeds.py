@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
-from pipeinfer.cluster.cores import Host, share_cores
-from pipeinfer.cluster.slice_times import RankTimes
-from pipeinfer.cluster.speed import Speed, measure_speed
+from pipeinfer.cluster.hosts.cores import Host, share_cores
+from pipeinfer.cluster.hosts.speed import Speed, measure_speed
+from pipeinfer.cluster.timing.slice_times import RankTimes
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.draft_rank import may_choose
 from pipeinfer.job.profiling.known_times import known, read_speed

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipeinfer.cluster.layer_speed import BEFORE, LayerSpeed
-from pipeinfer.cluster.slice_times import RankTimes, SliceTimes
-from pipeinfer.cluster.speed import Speed
+from pipeinfer.cluster.hosts.layer_speed import BEFORE, LayerSpeed
+from pipeinfer.cluster.hosts.speed import Speed
+from pipeinfer.cluster.timing.slice_times import RankTimes, SliceTimes
 from pipeinfer.kept import user_kept
 
 if TYPE_CHECKING:  # imports MPI

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.layer_speed import NOW, LayerSpeed
-from pipeinfer.cluster.timed_layers import time_layers
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.layer_speed import NOW, LayerSpeed
+from pipeinfer.cluster.timing.timed_layers import time_layers
 from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.profiling.known_times import known, read_layer_speed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.plan import Sizes
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError

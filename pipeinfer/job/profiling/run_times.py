@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.layer_speed import NOW
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.layer_speed import NOW
 from pipeinfer.cluster.plan import draft_ranks, draft_widths
-from pipeinfer.cluster.slice_times import RankTimes, SliceTimes
-from pipeinfer.cluster.timed_layers import CHUNK, time_rows_for, time_slice
+from pipeinfer.cluster.timing.slice_times import RankTimes, SliceTimes
+from pipeinfer.cluster.timing.timed_layers import CHUNK, time_rows_for, time_slice
 from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.options.options import RunOptions, backend_of
 from pipeinfer.job.placement.draft_place import options_of_draft

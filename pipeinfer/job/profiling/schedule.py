@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 
-from pipeinfer.cluster.cores import Host, spare_cores
-from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.cores import Host, spare_cores
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import Sizes, draft_widths, stage_ranks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import (

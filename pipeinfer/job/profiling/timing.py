@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from pipeinfer.cluster.timed_runs import evaluate, forget, in_turns
+from pipeinfer.cluster.timing.timed_runs import evaluate, forget, in_turns
 from pipeinfer.core.interfaces import StageModel
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.observe.ledger import HeadLedger

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from pipeinfer.cluster.logprobs import Likely, ScoredToken
+from pipeinfer.cluster.messages.logprobs import Likely, ScoredToken
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 Spell = Callable[[int], bytes]

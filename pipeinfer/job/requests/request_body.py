@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from pipeinfer.cluster.logprobs import MAX_TOP
+from pipeinfer.cluster.messages.logprobs import MAX_TOP
 from pipeinfer.core.logit_bias import bias_text, is_bias
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of

@@ -21,10 +21,10 @@ from pipeinfer.job.session.outcome import make_result, write_trace
 from pipeinfer.job.session.session import Generation
 from pipeinfer.models.text.grammar_check import TOO_MUCH
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.json_text import json_text
 from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import show_ranks, show_statistics, stderr_console
 from pipeinfer.observe.results import Record, append_result, result_row
+from pipeinfer.observe.texts.json_text import json_text
 
 
 class Head:

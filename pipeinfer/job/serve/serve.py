@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import JobError, StopRequested
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
@@ -24,9 +24,9 @@ from pipeinfer.job.serve.pictures import Pictures
 from pipeinfer.job.serve.serve_prepare import ServeOptions, ServeWork, prepare_serve
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
 from pipeinfer.job.session.open_session import open_session
-from pipeinfer.observe.json_text import without_nan
 from pipeinfer.observe.metrics import service_timings
 from pipeinfer.observe.report import stderr_console
+from pipeinfer.observe.texts.json_text import without_nan
 
 GRACE_S = 0.3
 """How long clients have to take what there is for them when the service ends."""

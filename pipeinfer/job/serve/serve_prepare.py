@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.model_files import open_models

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeinfer.cluster.serve import N_TEXT_MAX
-from pipeinfer.cluster.wire import text_bytes
+from pipeinfer.cluster.messages.wire import text_bytes
+from pipeinfer.cluster.stages.serve import N_TEXT_MAX
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.scheduling.admission import ahead_of

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from pipeinfer.cluster.calibrate import largest_question, slowest_stage
 from pipeinfer.cluster.head_pipeline import N_POSTED, HeadPipeline, HeadWaiter
 from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.messages.wire import decode_guess_verdict, decode_verdict, verdict_bytes
+from pipeinfer.cluster.timing.calibrate import largest_question, slowest_stage
 from pipeinfer.cluster.transport import progress_between
-from pipeinfer.cluster.wire import decode_guess_verdict, decode_verdict, verdict_bytes
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import LoadedModel

@@ -8,9 +8,9 @@ from typing import TypeAlias
 import torch
 from torch.nn.functional import linear
 
-from pipeinfer.models.torch.int4 import Int4, Int4Rows, multiply_int4, packed
-from pipeinfer.models.torch.int8 import Int8, multiply_int8
 from pipeinfer.models.torch.params import CUDA
+from pipeinfer.models.torch.quantised.int4 import Int4, Int4Rows, multiply_int4, packed
+from pipeinfer.models.torch.quantised.int8 import Int8, multiply_int8
 
 SUMS_STAY = hasattr(torch.ops.aten.mm, "dtype")
 """Whether torch gives a GPU's sums of bf16 as they are, in float32: one step less than to round them and go back, and

@@ -25,9 +25,9 @@ from pipeinfer.models.torch.device_rows import OwnDeviceRows
 from pipeinfer.models.torch.experts import runs_without_waiting
 from pipeinfer.models.torch.groups import in_groups, rows_together
 from pipeinfer.models.torch.hyperparameters import read_hyperparameters
-from pipeinfer.models.torch.int4 import check_device
 from pipeinfer.models.torch.layer import Layer, Matrix
 from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, INT4, INT8, TorchParams
+from pipeinfer.models.torch.quantised.int4 import check_device
 from pipeinfer.models.torch.replays import Inputs, Replays
 from pipeinfer.models.torch.results import OnDevice, OnHost, Result
 from pipeinfer.models.torch.rope import RopeTable

@@ -14,11 +14,11 @@ from pipeinfer.models.gguf.header import Tensor, read_header
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.gguf.writer import tensor_data
 from pipeinfer.models.llama.ggml import dequantise
-from pipeinfer.models.torch.dequantise import dequantise_there
-from pipeinfer.models.torch.int4 import Int4Rows, as_in_file, rounded
-from pipeinfer.models.torch.int8 import Int8, quantised
 from pipeinfer.models.torch.matrices import Loaded, Weight, under_each_other
 from pipeinfer.models.torch.params import CPU, F32, INT4, INT8
+from pipeinfer.models.torch.quantised.dequantise import dequantise_there
+from pipeinfer.models.torch.quantised.int4 import Int4Rows, as_in_file, rounded
+from pipeinfer.models.torch.quantised.int8 import Int8, quantised
 
 PIECE_BYTES = 4 << 20
 BF16 = 30

@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.bench import bench
-from pipeinfer.cluster.activations import WireType
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
@@ -30,9 +30,9 @@ from pipeinfer.job.requests.conversation import Conversation, Prompt, Turn, conv
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.results import as_read, key_of, read_results
 from pipeinfer.observe.summary import markdown, summarise
+from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import PipeInfer, Speculative
 from pipeinfer.policies.registry import POLICIES, ablations_of
 from tests.support.gguf_factory import Shape, write_model

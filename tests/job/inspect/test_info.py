@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from pipeinfer import __version__
-from pipeinfer.cluster import mpi_library
+from pipeinfer.cluster.hosts import mpi_library
 from pipeinfer.job.inspect.info import by_host
 from pipeinfer.models.llama.devices import llama_devices
 from pipeinfer.models.torch.library import torch_version
-from pipeinfer.observe.info_text import info_lines
+from pipeinfer.observe.texts.info_text import info_lines
 from tests.support.jobs import environment, finish
 
 

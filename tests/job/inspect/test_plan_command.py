@@ -17,12 +17,12 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.plan import plan_command
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.costs import NOTHING, Profile
-from pipeinfer.cluster.gpu_room import left_on_gpus, spare_on_gpus
-from pipeinfer.cluster.room import Memory, Room, spare_room
-from pipeinfer.cluster.slice_times import RankTimes, SliceTimes
-from pipeinfer.cluster.speed import Speed, measure_speed
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.gpu_room import left_on_gpus, spare_on_gpus
+from pipeinfer.cluster.hosts.room import Memory, Room, spare_room
+from pipeinfer.cluster.hosts.speed import Speed, measure_speed
+from pipeinfer.cluster.timing.costs import NOTHING, Profile
+from pipeinfer.cluster.timing.slice_times import RankTimes, SliceTimes
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import deploy
@@ -422,8 +422,8 @@ OTHERS = """
 import sys
 from dataclasses import replace
 from pipeinfer.cli.main import main
-from pipeinfer.cluster.launch import rank_from_environment
-from pipeinfer.cluster.speed import Speed
+from pipeinfer.cluster.hosts.launch import rank_from_environment
+from pipeinfer.cluster.hosts.speed import Speed
 from pipeinfer.job.profiling import host_speeds
 from pipeinfer.job.profiling import run_times
 from pipeinfer.job.launch import start

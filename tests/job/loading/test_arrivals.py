@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.cores import Host, this_host
-from pipeinfer.cluster.room import Memory
+from pipeinfer.cluster.hosts.cores import Host, this_host
+from pipeinfer.cluster.hosts.room import Memory
 from pipeinfer.errors import UserError
 from pipeinfer.job.loading.arrivals import TARGET as TARGET_MODEL
 from pipeinfer.job.loading.arrivals import Want, _pieces
@@ -161,7 +161,7 @@ STREAMS = """
 from types import SimpleNamespace
 from zlib import crc32
 
-from pipeinfer.cluster import streams
+from pipeinfer.cluster.messages import streams
 from pipeinfer.cluster.transport import Link
 from pipeinfer.errors import UserError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.cores import Host
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.loading.stages import local_rank
 from pipeinfer.job.options.backends import Backend

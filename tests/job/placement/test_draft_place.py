@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import Sizes, make_plan
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions

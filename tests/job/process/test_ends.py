@@ -17,8 +17,8 @@ from typing import cast
 
 import pytest
 
-from pipeinfer.cluster.launch import rank_from_environment
-from pipeinfer.cluster.roster import check_alike, own_words
+from pipeinfer.cluster.hosts.launch import rank_from_environment
+from pipeinfer.cluster.hosts.roster import check_alike, own_words
 from pipeinfer.cluster.watch.deaths import first_to_close
 from pipeinfer.cluster.watch.segments import BRIEF_AGE_S, FOLDER, MARK, mark_own, remove_dead, segments_of, sweep
 from pipeinfer.cluster.watch.watch import Watch

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.cores import Host, processor_name
-from pipeinfer.cluster.costs import NOTHING, HeadCost, LinkCost, Profile
-from pipeinfer.cluster.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.cores import Host, processor_name
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import Sizes
-from pipeinfer.cluster.slice_times import RankTimes, SliceTimes, slowdowns_beside
-from pipeinfer.cluster.timed_layers import time_layers, time_slice
+from pipeinfer.cluster.timing.costs import NOTHING, HeadCost, LinkCost, Profile
+from pipeinfer.cluster.timing.slice_times import RankTimes, SliceTimes, slowdowns_beside
+from pipeinfer.cluster.timing.timed_layers import time_layers, time_slice
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
@@ -147,7 +147,7 @@ def costs(stage: CostlyStage, layer_bytes: list[int], output_bytes: int = 0, ask
 
 def test_what_runs_cost_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TIMED_S", "FILLED_S"):
-        monkeypatch.setattr(f"pipeinfer.cluster.timed_layers.{name}", 9.0)
+        monkeypatch.setattr(f"pipeinfer.cluster.timing.timed_layers.{name}", 9.0)
     layer_s = [LAYER_S + MORE_S * (n_rows - 1) for n_rows in (1, 2, 4, 8)]
     found = costs(CostlyStage(1, 4, True), [100] * 3, 500)
     assert found.rows == (1, 2, 4, 8) and found.s_per_byte == pytest.approx([each / 100 for each in layer_s])
@@ -318,7 +318,7 @@ def test_a_job_times_ranks_that_are_not_alike_once(tmp_path: Path, monkeypatch: 
 FAILING = """
 import os, sys
 from pipeinfer.cli.main import main
-from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.errors import UserError
 from pipeinfer.job.profiling import layer_times, probe
 how = sys.argv[1]

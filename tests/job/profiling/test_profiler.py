@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from pipeinfer import __version__
-from pipeinfer.cluster.cores import Host
-from pipeinfer.cluster.layer_speed import LayerSpeed
-from pipeinfer.cluster.speed import Speed
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.speed import Speed
 from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.options.options import RunOptions, gpu_layers_asked
 from pipeinfer.job.placement import gpus

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.logprobs import LEAST, ScoredToken, scored
+from pipeinfer.cluster.messages.logprobs import LEAST, ScoredToken, scored
 from pipeinfer.job.requests.logprobs import Entries, Entry, chat_form, completion_form
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.support.jobs import ROOT, finish

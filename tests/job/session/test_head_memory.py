@@ -15,10 +15,10 @@ from typing import Any, cast
 import pytest
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
-from pipeinfer.cluster.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.messages.wire import decode_verdict
+from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker
 from pipeinfer.cluster.transport import Comm
 from pipeinfer.cluster.watch.flow import Flow
-from pipeinfer.cluster.wire import decode_verdict
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level

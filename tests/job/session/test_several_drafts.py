@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.cores import this_host
+from pipeinfer.cluster.hosts.cores import this_host
 from pipeinfer.core.runs import GuessVerdict, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError

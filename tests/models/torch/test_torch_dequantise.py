@@ -10,7 +10,7 @@ from pipeinfer.models.llama.ggml import dequantise
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.dequantise import BLOCKS, dequantise_there  # noqa: E402
+from pipeinfer.models.torch.quantised.dequantise import BLOCKS, dequantise_there  # noqa: E402
 
 SCALES_AT = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "F16": (0,)}
 N_BLOCKS = 400

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip insta
 
 from pipeinfer.models.torch.device_queue import DeviceQueue, Past  # noqa: E402
 from pipeinfer.models.torch.device_rows import OwnDeviceRows  # noqa: E402
-from pipeinfer.models.torch.int4 import GROUP, Int4Rows, multiply_int4, packed  # noqa: E402
+from pipeinfer.models.torch.quantised.int4 import GROUP, Int4Rows, multiply_int4, packed  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 
 ELSEWHERE = torch.device("meta")

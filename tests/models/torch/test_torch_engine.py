@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.activations import WireType
-from pipeinfer.cluster.begun import BegunTransaction
-from pipeinfer.cluster.stage import room_for
-from pipeinfer.cluster.wire import Transaction, encode_verdict
+from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.messages.wire import Transaction, encode_verdict
+from pipeinfer.cluster.stages.begun import BegunTransaction
+from pipeinfer.cluster.stages.stage import room_for
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool

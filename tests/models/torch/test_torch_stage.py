@@ -37,8 +37,8 @@ from tests.support.gguf_factory import FILE_TYPES, Shape, quantise, write_model
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
 from pipeinfer.models.torch.cells import CacheFull  # noqa: E402
-from pipeinfer.models.torch.int8 import FEW_ROWS, quantised  # noqa: E402
 from pipeinfer.models.torch.matrices import multiply  # noqa: E402
+from pipeinfer.models.torch.quantised.int8 import FEW_ROWS, quantised  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage, find_device  # noqa: E402
 from pipeinfer.models.torch.weights import Weights  # noqa: E402
 
@@ -163,7 +163,7 @@ def test_logits_in_int8_are_nearly_those_of_libllama(
 def test_int8_multiplies_with_the_nearest_of_255_numbers_a_row(
     monkeypatch: pytest.MonkeyPatch, n_rows: int, n_in: int
 ) -> None:
-    monkeypatch.setattr("pipeinfer.models.torch.int8.PIECE", n_in * 10)
+    monkeypatch.setattr("pipeinfer.models.torch.quantised.int8.PIECE", n_in * 10)
     generator = torch.Generator().manual_seed(n_rows)
     matrix = torch.randn((33, n_in), generator=generator) * torch.logspace(-6, 6, 33)[:, None]
     matrix[5] = 0.0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import click
 
-from pipeinfer.cli.llama_flags import HARMLESS, INSTEAD, NOT_SERVED, OFF, SERVER
+from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD, NOT_SERVED, OFF, SERVER
 
 PREFIX = "LLAMA_ARG_"
 NEGATION = f"{PREFIX}NO_"

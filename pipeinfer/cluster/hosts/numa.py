@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeinfer.cluster.cores import Cores, Host
+from pipeinfer.cluster.hosts.cores import Cores, Host
 from pipeinfer.cluster.shares import share_of
 
 FOLDER = Path("/sys/devices/system/node")

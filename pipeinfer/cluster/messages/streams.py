@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from pipeinfer.cluster.records import Buffer
+from pipeinfer.cluster.messages.records import Buffer
 from pipeinfer.cluster.transport import Link, Tag
 from pipeinfer.errors import UserError
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from pipeinfer.cluster.timed_runs import evaluate, forget, in_turns
+from pipeinfer.cluster.timing.timed_runs import evaluate, forget, in_turns
 from pipeinfer.core.interfaces import StageModel
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.scheduling.run_cost import RunCost

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeinfer.cli.given import check_sequences
-from pipeinfer.cli.load_rules import MAX_REQUESTS, PARALLEL, LoadSizes, parallel_of
+from pipeinfer.cli.options.given import check_sequences
+from pipeinfer.cli.options.load_rules import MAX_REQUESTS, PARALLEL, LoadSizes, parallel_of
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.load_sweep import Loads

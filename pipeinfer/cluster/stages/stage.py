@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeinfer.cluster.activations import WireType
-from pipeinfer.cluster.begun import BegunTransaction, Evaluated, Question
-from pipeinfer.cluster.history import TokenHistory
-from pipeinfer.cluster.logprobs import scored
-from pipeinfer.cluster.records import Buffer
-from pipeinfer.cluster.samplers import Samplers
-from pipeinfer.cluster.wire import SentRow, Transaction
+from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.messages.logprobs import scored
+from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.wire import SentRow, Transaction
+from pipeinfer.cluster.stages.begun import BegunTransaction, Evaluated, Question
+from pipeinfer.cluster.stages.history import TokenHistory
+from pipeinfer.cluster.stages.samplers import Samplers
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import (
     Allowed,

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from pipeinfer.cli.command import Command
-from pipeinfer.cli.environment import read_variables
+from pipeinfer.cli.options.command import Command
+from pipeinfer.cli.options.environment import read_variables
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.settings import REQUIRED, Setting, settings_of
 from pipeinfer.errors import UserError

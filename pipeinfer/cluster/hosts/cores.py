@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeinfer.cluster.layer_speed import LayerSpeed
-from pipeinfer.cluster.room import Room, free_room
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.room import Room, free_room
 
 CGROUPS = Path("/sys/fs/cgroup")
 GPU_VARIABLES = (

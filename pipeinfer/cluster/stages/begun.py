@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipeinfer.cluster.wire import Transaction
+from pipeinfer.cluster.messages.wire import Transaction
 from pipeinfer.core.interfaces import Allowed, DeviceRows, FloatArray, UnderWay
 from pipeinfer.core.sampling import SamplingParams
 

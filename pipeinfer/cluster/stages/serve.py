@@ -11,17 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pipeinfer.cluster.activations import WireType, activation_bytes
-from pipeinfer.cluster.begun import BegunTransaction
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.pace import Courier
-from pipeinfer.cluster.progress import NO_PROGRESS, Progress
-from pipeinfer.cluster.run_inbox import Arrival, RunInbox
-from pipeinfer.cluster.samplers import Samplers
-from pipeinfer.cluster.stage import LocalPrunings, StageWorker
-from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
-from pipeinfer.cluster.watch.flow import Flow
-from pipeinfer.cluster.wire import (
+from pipeinfer.cluster.messages.activations import WireType, activation_bytes
+from pipeinfer.cluster.messages.wire import (
     N_PRUNINGS_BYTES,
     Kind,
     Transaction,
@@ -29,6 +21,14 @@ from pipeinfer.cluster.wire import (
     decode_prunings,
     encode_verdict,
 )
+from pipeinfer.cluster.stages.begun import BegunTransaction
+from pipeinfer.cluster.stages.pace import Courier
+from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
+from pipeinfer.cluster.stages.run_inbox import Arrival, RunInbox
+from pipeinfer.cluster.stages.samplers import Samplers
+from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
+from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.core.interfaces import LeavesOnDevice
 from pipeinfer.core.runs import MAX_OPS
 from pipeinfer.observe.ledger import StageLedger

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeinfer.cluster.activations import WireType, activation_bytes
-from pipeinfer.cluster.costs import NOTHING, LinkCost, ModelCost
-from pipeinfer.cluster.records import Buffer
-from pipeinfer.cluster.wire import Transaction
+from pipeinfer.cluster.messages.activations import WireType, activation_bytes
+from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.wire import Transaction
+from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost
 from pipeinfer.core.interfaces import Batch, Clock, FloatArray, LoadedModel
 from pipeinfer.core.runs import KvOp
 

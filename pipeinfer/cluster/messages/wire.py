@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.cluster.activations import WireType, activation_bytes, read_activations, write_activations
-from pipeinfer.cluster.logprobs import MAX_TOP, Likely, ScoredToken
-from pipeinfer.cluster.records import I32, Buffer, Record
+from pipeinfer.cluster.messages.activations import WireType, activation_bytes, read_activations, write_activations
+from pipeinfer.cluster.messages.logprobs import MAX_TOP, Likely, ScoredToken
+from pipeinfer.cluster.messages.records import I32, Buffer, Record
 from pipeinfer.core.interfaces import DeviceRows, FloatArray
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Opening, Run, Verdict

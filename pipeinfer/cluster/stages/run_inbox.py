@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.cluster.activations import WireType
 from pipeinfer.cluster.idle import Idle
+from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.messages.wire import Transaction
 from pipeinfer.cluster.transport import NOT_SENT, Inbox, Request
-from pipeinfer.cluster.wire import Transaction
 from pipeinfer.core.interfaces import DeviceRows
 
 

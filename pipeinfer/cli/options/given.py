@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.command import is_from_environment, variable_of
-from pipeinfer.cli.environment import ignored_variables
-from pipeinfer.cli.setting_options import policy_meant, take, take_policies
-from pipeinfer.cluster.launch import rank_from_environment
+from pipeinfer.cli.options.command import is_from_environment, variable_of
+from pipeinfer.cli.options.environment import ignored_variables
+from pipeinfer.cli.options.setting_options import policy_meant, take, take_policies
+from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.core.logit_bias import bias_text, read_one
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of

@@ -12,7 +12,7 @@ from functools import partial
 import click
 from click.core import ParameterSource
 
-from pipeinfer.cli.llama_flags import BATCHED, BATCHING, HARMLESS, INSTEAD, NODES, RANKS
+from pipeinfer.cli.options.llama_flags import BATCHED, BATCHING, HARMLESS, INSTEAD, NODES, RANKS
 
 MEANS_THE_SAME = {
     "model": ("hf_repo", "hf_file"), "hf_repo": ("model",), "drafts": ("hf_drafts",), "hf_drafts": ("drafts",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeinfer.cluster.activations import WireType
+from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.interpolation import interpolate
 
 MANY_ROWS = 32

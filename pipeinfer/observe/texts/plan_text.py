@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeinfer.observe.markdown import markdown_table
 from pipeinfer.observe.report import number
+from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.sizes import size_text
 
 Row = Mapping[str, Any]

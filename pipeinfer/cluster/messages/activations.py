@@ -7,7 +7,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.cluster.records import Buffer
+from pipeinfer.cluster.messages.records import Buffer
 from pipeinfer.core.interfaces import FloatArray
 
 QUIET = 0x40

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipeinfer.cluster.layer_speed import LayerSpeed
-from pipeinfer.cluster.slice_times import SliceTimes
-from pipeinfer.cluster.timed_runs import evaluate, forget, in_turns
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
+from pipeinfer.cluster.timing.slice_times import SliceTimes
+from pipeinfer.cluster.timing.timed_runs import evaluate, forget, in_turns
 from pipeinfer.core.interfaces import StageModel
 from pipeinfer.errors import ModelFault
 

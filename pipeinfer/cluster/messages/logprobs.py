@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeinfer.cluster.records import I32
+from pipeinfer.cluster.messages.records import I32
 from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.sampling import largest, total_weight
 

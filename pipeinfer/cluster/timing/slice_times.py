@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeinfer.cluster.costs import NOTHING, ModelCost, Work
+from pipeinfer.cluster.timing.costs import NOTHING, ModelCost, Work
 from pipeinfer.core.kv.blocks import BLOCK
 
 
