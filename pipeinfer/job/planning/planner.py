@@ -106,13 +106,14 @@ class Planner:
             raise UserError(UNFIT)
         if policy.drafts and not self.drafts:
             raise UserError("guesses by --lookup are not simulated")
+        fresh = deepcopy(policy)
         question = Question(
-            file=asked, nodes=0, pair="", gbit=None, policies=[deepcopy(policy)], predict=N_SIMULATED,
+            file=asked, nodes=0, pair="", gbit=None, policies=[fresh], predict=N_SIMULATED,
             prompt_tokens=self.n_prompt, known=(),
             by_rank=[ranks_for(share) for share in self.acceptances if policy.drafts],
             cancel=self.options.cancel, partitions=self.options.partitions, wire_type=self.options.wire_type,
         )  # fmt: skip
-        simulated, result, _ = question.answer(policy, seed=0, repetition=1)
+        simulated, result, _ = question.answer(fresh, seed=0, repetition=1)
         return generation_of(simulated, result)
 
     @property

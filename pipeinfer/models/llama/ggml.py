@@ -107,6 +107,11 @@ def probe_amx(folder: Path) -> bool:
     return done.returncode == 0
 
 
+def hear_errors() -> None:
+    """Take libllama's log again: who imports the whole of llama_cpp gives it to that package."""
+    load_library().llama_log_set(_keep_alive[0], None)
+
+
 def last_errors() -> str:
     """What libllama last complained about, on one line; forgotten once asked for."""
     text = "; ".join(_errors)

@@ -34,6 +34,7 @@ def load_model(lib: ModuleType, slice_file: SliceFile, params: LlamaParams, wher
     options.use_extra_bufts = not params.exact and ggml.amx_works()
     # repacking copies the weights: mapped, they would be in memory twice
     options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
+    ggml.hear_errors()
     model = lib.llama_model_load_from_file(str(slice_file.path).encode(), options)
     if not model:
         raise UserError(f"{where} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")

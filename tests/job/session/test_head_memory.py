@@ -34,6 +34,7 @@ from pipeinfer.job.serve.front import Alive, Ask, Came, Drop, Ended, FromFront, 
 from pipeinfer.job.serve.serve import Service
 from pipeinfer.job.serve.serve_prepare import ServeWork
 from pipeinfer.job.session.open_requests import OpenRequests
+from pipeinfer.job.session.session import Session
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.ledger import HeadLedger
 from pipeinfer.observe.trace import NO_TRACE
@@ -123,7 +124,8 @@ def toy_service(front: Clients) -> Service:
     deployment = cast(Deployment, SimpleNamespace(plan=plan, model=SimpleNamespace(rewinds=True)))
     work = ServeWork(cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), frozenset(), 1.0)
     service = Service(context, deployment, work)
-    session = service.session
+    session = service.session = Session(context, deployment, service._is_called)
+    service.pictures = pictures.Pictures(session, deployment)
     worker = StageWorker(ToyStage(0, N_LAYERS, True, N_CELLS), LocalPrunings(), time.monotonic, is_first=True)
     pipeline = session._pipeline = HeadPipeline(cast(Comm, None), [0], worker, 0, decode_verdict)
     session._engine = Engine(
