@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from pipeinfer.job.session.session import first_error
-from pipeinfer.models.torch.library import torch_version
+from tests.support import jobs
 from tests.support.jobs import finish
 
 
@@ -17,7 +18,6 @@ def test_the_lowest_ranks_error_is_told() -> None:
     assert first_error({0: {"error": ""}, 1: {"loaded_s": 1.0}}) == ""
 
 
-@pytest.mark.skipif(bool(torch_version()), reason="PyTorch is installed: every rank can load")
 @pytest.mark.parametrize(
     "command",
     [
@@ -30,7 +30,14 @@ def test_the_lowest_ranks_error_is_told() -> None:
     ],
     ids=lambda command: command[0],
 )
-def test_a_rank_that_cannot_load_ends_every_command_in_one_line(command: list[str], tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_ends_every_command_in_one_line(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no torch, also where there is one."""
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    paths = f"{tmp_path}{os.pathsep}{jobs.ROOT}"
+    environment = jobs.environment() | {"PYTHONPATH": paths}
+    monkeypatch.setattr(jobs, "environment", lambda: environment)
     (tmp_path / "asked.jsonl").write_text('{"prompt": "x"}\n')
     words = [str(tmp_path / word) if "." in word else word for word in command]
     done = finish(2, [*words, "--backend", "llama,torch"])
