@@ -190,7 +190,7 @@ def test_an_error_after_the_check_leaves_an_old_trace(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from pipeinfer.job.signals import end_at_once, on_signals
+from pipeinfer.job.process.signals import end_at_once, on_signals
 from pipeinfer.outputs import whole_file
 on_signals(end_at_once(0))
 with whole_file(Path(sys.argv[1]), "--output") as file:

@@ -374,7 +374,6 @@ def test_what_is_missing_is_one_line(tmp_path: Path, missing: str) -> None:
     commands = [[sys.executable, str(ROOT / "plot.py"), str(results)], [str(ROOT / "experiments.sh")]]
     if missing == "matplotlib":
         commands += [[*python, "timeline", str(tmp_path / "trace.json"), "-o", str(picture)]]
-        commands += [[*python, "compare", "--profile", "pipeinfer-c", "-o", str(picture)]]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     settings = environment() | {"PYTHONPATH": str(tmp_path), "PATH": path, "RESULTS": str(tmp_path / "new.csv")}
     for command in commands:
