@@ -213,7 +213,7 @@ class Drafter(Protocol):
         ...
 
     def open(self, request: Request) -> None:
-        """A request begins; there must be room for it, or what it `prefix_hit` moves."""
+        """A request begins; there must be room for it, or its `prefix_hit` moves."""
         ...
 
     def expand(

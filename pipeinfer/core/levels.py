@@ -48,7 +48,7 @@ class Level:
     # -- requests
 
     def open(self, request: Request) -> None:
-        """It begins with what it `prefix_hit`, as far as that was evaluated here."""
+        """It begins with its `prefix_hit`, as far as that was evaluated here."""
         prefix = request.prefix_hit
         self.pool.open(request.id, prefix and prefix._replace(n_tokens=self.n_shared(prefix)))
         self._of_request[request.id] = {}
@@ -223,7 +223,7 @@ class Level:
         waiting = self._of_request
         flight.parts = [part for part in flight.parts if waiting.get(part.request.id, {}).pop(verdict.run_id, None)]
         assert flight.cancelled or not verdict.cancelled, f"run {verdict.run_id} was cancelled by nobody"
-        return flight, verdict
+        return (flight, verdict) if flight.n_rows else self.poll()  # of operations alone nobody waits for an answer
 
     @property
     def busy(self) -> bool:

@@ -249,3 +249,9 @@ def test_what_a_draft_on_another_rank_guesses_is_used(policy: type[PipeInfer] | 
         return 300 / metrics.n_root_runs
 
     assert tokens_a_root(1.0) > 1.7 * tokens_a_root(0.0)
+
+
+def test_operations_that_exceed_a_run_go_ahead_of_it_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at a draft elsewhere, which is asked for one step at a time."""
+    monkeypatch.setattr("pipeinfer.core.levels.MAX_OPS", 1)
+    assert sum(run_case(seed) for seed in range(0, 60, 3)) > 20
