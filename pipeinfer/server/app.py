@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Container
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -35,6 +35,11 @@ PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'",
 }  # fmt: skip
+
+T = TypeVar("T")
+
+SMALL_BODY = 16 << 10
+"""Bytes of a body that is read at once, within some 2 ms."""
 
 
 class Api:
@@ -131,8 +136,7 @@ class Api:
     # -- texts
 
     async def completions(self, request: Request) -> Response:
-        given = await self._body(request)
-        asked = read_asked(given, request.url.path, self.defaults)
+        asked = await self._body(request, lambda given: read_asked(given, request.url.path, self.defaults))
         self.head.check_ready()
         found = await self.prompting.ask(asked, _client(request))
         answer = self.head.ask(found)
@@ -140,7 +144,7 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """llama.cpp's: `content` (or `prompt`), `add_special`, `parse_special`, `with_pieces`."""
-        given = await self._body(request)
+        given = await self._body(request, dict)
         known = {"content", "prompt", "add_special", "parse_special", "with_pieces", "model"}
         if unknown := set(given) - known:
             refuse(f"{min(unknown)} is no field that is known here; leave it out")
@@ -158,27 +162,40 @@ class Api:
         return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.setup.limit})
 
     async def detokenize(self, request: Request) -> Response:
-        given = await self._body(request)
-        tokens, tokenizer = given.get("tokens"), self.prompting.prompts.tokenizer
+        tokenizer = self.prompting.prompts.tokenizer
         n_vocab = tokenizer.n_vocab
-        if not isinstance(tokens, list) or not all(is_whole(each) and 0 <= each < n_vocab for each in tokens):
-            refuse(f"tokens is {shown(tokens)}; give a list of token ids below {n_vocab}")
+
+        def read(given: dict[str, Any]) -> list[int]:
+            tokens = given.get("tokens")
+            if not isinstance(tokens, list) or not all(is_whole(each) and 0 <= each < n_vocab for each in tokens):
+                refuse(f"tokens is {shown(tokens)}; give a list of token ids below {n_vocab}")
+            return tokens
+
+        tokens = await self._body(request, read)
         data = await self.prompting.tokenise(
             _client(request), lambda: b"".join(tokenizer.decode_piece(token, special=True) for token in tokens)
         )
         return JsonResponse({"content": data.decode("utf-8", "replace")})
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """Raises Refusal when it is too large or does not come, UserError when it is no JSON object."""
+    async def _body(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
+        """What `read` makes of the body. A thread reads large ones, so that other clients are served meanwhile.
+
+        Raises Refusal when it is too large or does not come, UserError when it is no JSON object, and what `read` does.
+        """
         try:
             data = await asyncio.wait_for(_read(request, self.http.max_body), self.http.timeout_s)
         except asyncio.TimeoutError:
             raise Refusal(408, f"the request was not complete after {self.http.timeout_s:g} s") from None
-        try:
-            request.state.given = given = read_json(data)
-        except UserError as error:
-            raise UserError(f"the body {error}") from None
-        return given
+
+        def work() -> T:
+            try:
+                given = read_json(data)
+            except UserError as error:
+                raise UserError(f"the body {error}") from None
+            request.state.fields = frozenset(given)  # their values would live as long as the connection
+            return read(given)
+
+        return work() if len(data) <= SMALL_BODY else await self.prompting.tokenise(_client(request), work)
 
 
 def _client(request: Request) -> str:
@@ -225,8 +242,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _wrong(request: Request, error: Exception) -> Response:
-    given = getattr(request.state, "given", ())
-    return JsonResponse(error_body(400, str(error), _param(str(error), given)), 400)
+    fields = getattr(request.state, "fields", ())
+    return JsonResponse(error_body(400, str(error), _param(str(error), fields)), 400)
 
 
 def _param(message: str, given: Container[str]) -> str | None:

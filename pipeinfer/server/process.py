@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import pickle
 import signal
@@ -30,6 +31,10 @@ from pipeinfer.server.prompting import Prompting
 
 LAST_WORDS_S = 0.7
 """After the head is lost: clients that were being answered get their error, and those that ask now get one too."""
+
+COLLECT_AFTER = 50_000, 20, 50
+"""Python's collector passes over the values of a large body again and again by default, for 200 ms in all in which
+nobody is served. A pass over as many takes some 3 ms."""
 
 
 class Server(uvicorn.Server):
@@ -76,6 +81,8 @@ async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket) -
         ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, backlog=BACKLOG,
         ssl_keyfile=http.ssl_key_file, ssl_certfile=http.ssl_cert_file,
     ))  # fmt: skip
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
     reader, writer = await asyncio.open_unix_connection(sock=link, limit=LINE_BYTES)
     head.writer, server.on_start = writer, lambda: head.tell(Listening())
     serving, running = asyncio.create_task(server.serve(sockets=[port])), asyncio.create_task(head.run(reader))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
-from pipeinfer.models.text.limited_process import LimitedProcess
+from pipeinfer.models.text.grammar_check import PROCESS as GRAMMAR_CHECK
+from pipeinfer.models.text.limited_process import LimitedProcess, Limits
 
 PROCESS = LimitedProcess("tests.support.stopping")
 
@@ -18,3 +20,9 @@ def test_a_stopped_process_is_started_again(tmp_path: Path) -> None:
 
 def test_one_that_is_always_stopped_is_the_hosts_fault(tmp_path: Path) -> None:
     assert "stopped" in PROCESS.ask({"mark": str(tmp_path / "mark"), "always": True})["broken"]
+
+
+def test_long_work_leaves_the_cores_to_others() -> None:
+    assert GRAMMAR_CHECK.limits.niceness > 0
+    process = LimitedProcess("tests.support.niceness", Limits(niceness=3))
+    assert process.ask({}) == {"niceness": min(19, os.nice(0) + 3)}

@@ -125,10 +125,19 @@ def make_worker(context: Context, deployment: Deployment, model: LoadedModel) ->
     assert index is not None, f"rank {context.rank} has a model and no stage"
     stage = deployment.plan.stages[index]
     n_layers = deployment.pace.stages[index].layers if deployment.pace else stage.last - stage.first
-    constrain = Grammars(context.vocabulary.open) if context.vocabulary else None
+    constrain = open_grammars(context) if context.vocabulary else None
     following = deployment.plan.stages[index + 1].rank if index + 1 < len(deployment.plan.stages) else None
     leaves_as = context.options.wire_type if deployment.hop_is_apart(context.rank, following) else None
     return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers, constrain, leaves_as)
+
+
+def open_grammars(context: Context) -> Grammars:
+    """Of the vocabulary that this rank has. Where requests come beside others, none of these shall wait for it."""
+    assert context.vocabulary
+    grammars = Grammars(context.vocabulary.open)
+    if context.options.parallel > 1:
+        grammars.open_ahead()
+    return grammars
 
 
 def load_drafts(context: Context, deployment: Deployment) -> dict[int, LoadedModel]:
@@ -162,7 +171,7 @@ def make_drafter(context: Context, deployment: Deployment, options: RunOptions, 
     """On rank 0, which has the target's file. The model's cache must be empty."""
     context.vocabulary = context.vocabulary or VocabularyFile(deployment.model.path)
     pool = SequencePool(options.n_seq, deployment.n_cells, window=deployment.drafts[0].window)
-    return ModelDrafter(model, pool, N_GUESS_ROWS, model.n_vocab, options.couple, Grammars(context.vocabulary.open))
+    return ModelDrafter(model, pool, N_GUESS_ROWS, model.n_vocab, options.couple, open_grammars(context))
 
 
 def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:

@@ -115,12 +115,16 @@ class Following:
 
 
 class Grammars:
-    """Grammars of one vocabulary, which is opened for the first of them."""
+    """Grammars of one vocabulary, which is opened for the first of them, or by `open_ahead`."""
 
     def __init__(self, open_vocabulary: Callable[[], Tokenizer]) -> None:
         self._open_vocabulary = open_vocabulary
         self._threads = ThreadPoolExecutor(N_THREADS, "grammar")
         self._making = lru_cache(maxsize=N_KEPT)(lambda text: self._threads.submit(self._make, text))
+
+    def open_ahead(self) -> None:
+        """Open the vocabulary now, in a thread. Everybody waits for that once: half a second for 150 000 tokens."""
+        self._threads.submit(lambda: self._tokens)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

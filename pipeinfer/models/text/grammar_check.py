@@ -12,7 +12,9 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 MAX_BYTES = 128 << 10
 """Of a grammar's or schema's text."""
 
-PROCESS = LimitedProcess("pipeinfer.models.text.grammar_child", Limits(cpu_s=2, wall_s=12.0, n_bytes=2 << 30))
+PROCESS = LimitedProcess(
+    "pipeinfer.models.text.grammar_child", Limits(cpu_s=1, wall_s=12.0, n_bytes=2 << 30, niceness=10)
+)
 
 TOO_MUCH = (
     "the grammar or JSON schema takes too much time or memory: it is too large, or can read the same text in too many "

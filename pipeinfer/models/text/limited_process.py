@@ -20,16 +20,20 @@ N_TRIES = 2
 LOOK_EVERY_S = 1.0
 """So often it is looked whether a process was stopped."""
 
-START = "from pipeinfer.models.text.limited_child import main; main(*sys.argv[1:])"
+START = (
+    "import os; os.nice(int(sys.argv[1])); from pipeinfer.models.text.limited_child import main; main(*sys.argv[2:])"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds of a core, seconds, and bytes of memory."""
+    """Seconds of a core, seconds, and bytes of memory. `niceness`: added to this process's, so that work which takes
+    seconds leaves the cores to whoever computes."""
 
     cpu_s: int = 5
     wall_s: float = 30.0
     n_bytes: int = 512 << 20
+    niceness: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class LimitedProcess:
             return self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = python_command(START, self.module, self.limits.cpu_s, self.limits.n_bytes)
+        command = python_command(START, self.limits.niceness, self.module, self.limits.cpu_s, self.limits.n_bytes)
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
 

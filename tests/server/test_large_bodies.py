@@ -1,0 +1,73 @@
+"""Large bodies of requests: read beside the loop that serves all clients, and gone when they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+import httpx
+
+import pipeinfer.server.app as app
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.server.options import HttpOptions
+from pipeinfer.server.prompting import Prompting
+
+SMALL = {"content": 5}
+LARGE = {"content": [7] * 100_000}
+
+
+def api() -> app.Api:
+    template = SimpleNamespace(process=SimpleNamespace(start_ahead=lambda: None))
+    prompts: Any = SimpleNamespace(
+        format=SimpleNamespace(template=template),
+        tokenizer=SimpleNamespace(n_vocab=10, path=Path("m.gguf"), decode_piece=lambda token, special: b"a"),
+    )
+    run = SimpleNamespace(sampling=SamplingParams(), predict=1, stops=(), ignore_eos=False, model=Path("m.gguf"))
+    head: Any = SimpleNamespace(check_ready=lambda: None)
+    return app.Api(HttpOptions(), SimpleNamespace(run=run), head, Prompting(prompts), SimpleNamespace())  # type: ignore[arg-type]
+
+
+async def post(asked: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, Any]]:
+    served: Any = api().app("127.0.0.1")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://localhost") as client:
+        answers = [await client.post(path, content=json.dumps(body)) for path, body in asked]
+    return [(answer.status_code, answer.json()) for answer in answers]
+
+
+def test_a_thread_reads_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, threads = app.read_json, []
+
+    def noted(data: bytes) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return read(data)
+
+    monkeypatch.setattr(app, "read_json", noted)
+    small, large, tokens = asyncio.run(
+        post([("/tokenize", SMALL), ("/tokenize", LARGE), ("/detokenize", {"tokens": [1] * 20_000})])
+    )
+    assert (small[0], large[0]) == (400, 400)
+    assert "content is 5;" in small[1]["error"]["message"]
+    assert "content is [7, 7," in large[1]["error"]["message"]
+    assert tokens == (200, {"content": "a" * 20_000})
+    assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+
+
+def test_nothing_refers_to_a_body_when_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection's objects refer to each other, and live until they are collected."""
+    requests: list[Any] = []
+    body = app.Api._body
+
+    def noted(self: app.Api, request: Any, read: Any) -> Any:
+        requests.append(request)
+        return body(self, request, read)
+
+    monkeypatch.setattr(app.Api, "_body", noted)
+    asyncio.run(post([("/v1/completions", {"prompt": [-1], "n": 2})]))
+    assert vars(requests[0].state)["_state"] == {"fields": frozenset({"prompt", "n"})}
