@@ -1,14 +1,19 @@
-"""Marks the tests that start processes, by what they use, as `ranks`: they want the cores for themselves."""
+"""Marks the tests that start processes, by what they use, as `ranks`: they want the cores for themselves. Commands take
+the shipped pair."""
 
 from __future__ import annotations
 
 import ast
+import os
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from pipeinfer.models.demo import SHIPPED_PAIR
+
 ROOT = Path(__file__).parent.parent
+os.environ[SHIPPED_PAIR] = "1"  # whatever is installed beside
 STARTERS = {"subprocess", "multiprocessing", "pty"}
 
 

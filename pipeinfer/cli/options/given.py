@@ -12,7 +12,7 @@ import click
 
 from pipeinfer.cli.options.command import is_from_environment, variable_of
 from pipeinfer.cli.options.environment import ignored_variables
-from pipeinfer.cli.options.setting_options import policy_meant, take, take_policies
+from pipeinfer.cli.options.setting_options import asks_for_guesses, policy_meant, take, take_policies
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.core.logit_bias import bias_text, read_one
 from pipeinfer.core.sampling import SamplingParams
@@ -21,7 +21,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions, choose_drafts, unescape
 from pipeinfer.job.options.sections import Models
 from pipeinfer.job.options.text_sections import ChatOptions, GrammarOptions, Texts
-from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.demo import default_models
 from pipeinfer.models.hub_names import parse_name
 from pipeinfer.models.text.stop_strings import check_stops
 
@@ -42,10 +42,11 @@ def run_options(given: dict[str, Any], is_chat: bool = False) -> RunOptions:
 
 def job_options(given: dict[str, Any], **found: Any) -> RunOptions:
     """The same of a command that makes no text. `found`: fields that are known."""
-    model, drafts = take_models(given)
-    drafts = choose_drafts(drafts, () if model else (DRAFT,))
+    model, named = take_models(given)
+    default, with_it = default_models(bool(named) or asks_for_guesses(given))
+    drafts = choose_drafts(named, () if model else with_it)
     (policy,) = take_policies([policy_meant(given.pop("policy"), bool(drafts) or given["lookup"], given)], given)
-    return RunOptions(model=model or TARGET, drafts=drafts, policy=policy, **found, **given)
+    return RunOptions(model=model or default, drafts=drafts, policy=policy, **found, **given)
 
 
 def take_models(given: dict[str, Any]) -> tuple[Path | None, tuple[Path, ...]]:

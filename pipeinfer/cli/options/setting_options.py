@@ -107,6 +107,12 @@ def policy_meant(policy: str | None, has_guesses: bool, given: Mapping[str, Any]
     return choose_policy(policy, has_guesses)
 
 
+def asks_for_guesses(given: Mapping[str, Any]) -> bool:
+    """Whether a command line asks for a policy that needs a draft, by its name or by its options, and no lookup."""
+    asked = given["policy"] not in (None, "iterative") or any(given.get(name) is not None for name in _owners())
+    return asked and not given["lookup"]
+
+
 def take_policies(names: Iterable[str], given: dict[str, Any]) -> tuple[Policy, ...]:
     """Move the options' values out of a command's keyword arguments; each of the named policies takes its own.
 

