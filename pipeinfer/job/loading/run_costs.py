@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from pipeinfer.cluster.hosts.cores import sharers
 from pipeinfer.cluster.timing.calibrate import (
     recall_context,
     recall_rows,
@@ -71,10 +72,11 @@ def _rows(deployment: Deployment, model: LoadedModel, key: str) -> dict[int, flo
     return time_rows(model, CLOCK) if deployment.pace else recall_rows(model, CLOCK, user_kept(), f"rows: {key}")
 
 
-def run_cost(stages: Collection[RunCosts], crowding: float) -> RunCost | None:
-    """Of a pipeline of these stages, the slowest of which decides; None where they were not timed. `crowding`: see
-    `RunCost`."""
+def run_cost(stages: Collection[RunCosts], deployment: Deployment) -> RunCost | None:
+    """Of a pipeline of these stages, the slowest of which decides; None where they were not timed."""
     rows = slowest_stage([stage.rows for stage in stages])
     chunk = max(filter(None, (stage.chunk for stage in stages)), default=None)  # all have as many rows
     context_s = max((stage.context_s for stage in stages), default=0.0)
-    return RunCost(rows, crowding, chunk, context_s) if rows else None
+    computing, hosts = deployment.plan.computing, deployment.hosts
+    n_sharing = 1 if deployment.pace else max(sharers(hosts, computing, rank) for rank in computing)
+    return RunCost(rows, deployment.crowding, chunk, context_s, n_sharing) if rows else None
