@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pipeinfer
-from pipeinfer.cluster.watch.meeting import Place, own_place
+from pipeinfer.cluster.watch.rendezvous import Place, own_place
 from pipeinfer.errors import UserError
 
 Words = tuple[str, str, str, dict[str, str]]

@@ -8,9 +8,9 @@ import os
 import resource
 import select
 import signal
-import socket
 import struct
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
@@ -65,17 +65,16 @@ class Process:
         return None
 
 
-def first_to_close(link: socket.socket) -> socket.socket:
-    """The same socket under a number above those of all other files, which Linux closes first when a process dies.
+def first_to_close(link: Connection) -> Connection:
+    """The same connection under a number above those of all other files, which Linux closes first when a process dies.
 
-    Were the launcher's files closed first, it could kill the other ranks while a busy host keeps the dead one from
-    closing this, and another rank's death would be heard before.
+    If the launcher's files were closed first, it could kill other ranks, whose deaths could be heard before this one.
     """
     highest = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], HIGHEST_FILE)
     with contextlib.suppress(OSError, ValueError):
         moved = fcntl.fcntl(link.fileno(), fcntl.F_DUPFD_CLOEXEC, highest - N_SPARE_FILES)
         link.close()
-        return socket.socket(fileno=moved)
+        return Connection(moved)
     return link
 
 

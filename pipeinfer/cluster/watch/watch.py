@@ -22,15 +22,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.watch.deaths import Process, first_to_close
 from pipeinfer.cluster.watch.flow import Flow
-from pipeinfer.cluster.watch.handshake import Message, encode, messages, title, write_line
 from pipeinfer.cluster.watch.limits import Limits, join_limit_s
-from pipeinfer.cluster.watch.meeting import Meeting, Place, go_to, open_door
+from pipeinfer.cluster.watch.protocol import Message, receive, send, title, write_line
+from pipeinfer.cluster.watch.rendezvous import Place, Rendezvous, connect, open_listener
 from pipeinfer.cluster.watch.sentinel import ABORT_GRACE_S, EXIT_CODE
 from pipeinfer.errors import UserError
 
@@ -59,7 +62,7 @@ class Watch:
         self.rank, self._size, self._limits = rank, size, limits
         self._end_all = end
         self._on_stop = on_stop
-        self._link: socket.socket | None = None
+        self._link: Connection | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._about = ""
         self.flow = Flow()
@@ -75,7 +78,7 @@ class Watch:
         if is_launched():
             self._start(self._await_launcher, Process(os.getppid()))
         if self.rank == 0:
-            ours, theirs = socket.socketpair()
+            ours, theirs = Pipe()
             self._link = first_to_close(ours)
             self._sentinel = _start_sentinel(theirs, self._size, self._limits)
             self._start(self._listen, self._link)
@@ -88,7 +91,7 @@ class Watch:
         """Whether every rank has come, and the others may be told what happens here."""
         return self._joined.is_set()
 
-    def join(self, places: Sequence[Place], broadcast: Callable[[Meeting | None], Meeting]) -> None:
+    def join(self, places: Sequence[Place], broadcast: Callable[[Rendezvous | None], Rendezvous]) -> None:
         """Meet the others, on every rank together, before anything slow: loading is watched too.
 
         `places`: of every rank; `broadcast` hands rank 0's argument to all ranks.
@@ -96,7 +99,7 @@ class Watch:
         if self.rank == 0:
             broadcast(self._invite(places))
         else:
-            link = go_to(broadcast(None), self.rank, self._limits)
+            link = connect(broadcast(None), self.rank, self._limits)
             if link:
                 self._link = first_to_close(link)
                 self._start(self._listen, self._link)
@@ -140,27 +143,21 @@ class Watch:
             self.fault(str(error) if issubclass(kind, UserError) else f"{kind.__name__}: {error}")
         self.close()
 
-    def _invite(self, places: Sequence[Place]) -> Meeting:
-        """Open the door and hand it, with the key to it, to the sentinel."""
-        assert self._link
-        meeting, door = open_door(places)
-        word = {"key": meeting.key, "size": len(places), "hosts": [place.host for place in places]}
-        with door:
-            socket.send_fds(self._link, [encode(word)], [door.fileno()])
-        return meeting
+    def _invite(self, places: Sequence[Place]) -> Rendezvous:
+        """Open the listening socket and hand it, with the key, to the sentinel."""
+        assert self._link and self._sentinel
+        rendezvous, listener = open_listener(places)
+        with listener, self._sending:
+            send(self._link, {"key": rendezvous.key, "size": len(places), "hosts": [place.host for place in places]})
+            send_handle(self._link, listener.fileno(), self._sentinel.pid)
+        return rendezvous
 
     def _start(self, what: Callable[..., object], *arguments: Any) -> None:
         threading.Thread(target=what, args=arguments, name="watch", daemon=True).start()
 
     def _send(self, message: Message) -> bool:
-        if self._link is None:
-            return False
-        try:
-            with self._sending:
-                self._link.sendall(encode(message))
-        except OSError:
-            return False
-        return True
+        with self._sending:
+            return self._link is not None and send(self._link, message)
 
     def _beat(self) -> None:
         """Say now and then that this process runs: any thread of it that holds the interpreter's lock lets it go."""
@@ -182,18 +179,18 @@ class Watch:
         if launcher.wait() and not self._closing:
             self.fault(f"the launcher's process on this host died{launcher.how_it_ended()}; ending the job")
 
-    def _listen(self, link: socket.socket) -> None:
-        lost = "ended"
+    def _listen(self, link: Connection) -> None:
         try:
-            for message in messages(link):
+            while "bye" not in (message := receive(link)):
                 if "stop" in message:
                     self._on_stop(message["stop"])
                 elif "head" in message:
                     self._about_head = message["head"]
-                elif "bye" in message:
-                    return
                 elif "end" in message:
                     self._leave()
+            return
+        except EOFError:
+            lost = "ended"
         except OSError as error:
             lost = f"cannot be reached any more ({error.strerror or error})"
         if not self._closing:
@@ -232,7 +229,7 @@ class Watch:
             os._exit(EXIT_CODE)
 
 
-def _start_sentinel(theirs: socket.socket, size: int, limits: Limits) -> subprocess.Popen[bytes]:
+def _start_sentinel(theirs: Connection, size: int, limits: Limits) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[3])
     about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s(), limits.link_s, limits.silent_s]
     with theirs:
