@@ -118,7 +118,7 @@ class HeadPipeline(Generic[A]):
             verdict = self.worker.process(transaction)
         self._prunings.forget_before(run.id + 1)
         if self.remote_ranks:
-            self.outbox.send_run(transaction.message, self.remote_ranks[0], transaction.apart_memory)
+            self.outbox.send_run(transaction.message, self.remote_ranks[0], transaction.out_of_band_memory)
         else:
             self._verdicts.append(cast(A, verdict))
         if transaction.cancelled:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from pipeinfer.cluster.hosts.layer_speed import LayerSpeed, told_apart
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed, distinct_speeds
 from pipeinfer.cluster.spread import NO_FAULTS, Faults, StageRoom, spread_layers
 from pipeinfer.errors import UserError
 
@@ -193,7 +193,7 @@ def make_plan(
         stages, layers = _count(len(own), "stage"), _count(n_layers, "layer")
         raise UserError(f"{stages} for {layers}; start at most {_count(most, 'rank')} for this model")
     left = room(placed, own) if room else None
-    timed = told_apart([speeds[rank] for rank in own]) if speeds else []
+    timed = distinct_speeds([speeds[rank] for rank in own]) if speeds else []
     counts = split_layers(split, n_layers, len(own), target.faults) if split else balance(target, len(own), left, timed)
     return Plan(n_ranks, _stages(own, counts), placed)
 

@@ -64,7 +64,7 @@ class StageRoom:
                 held = self.take(held, stage, first, last)
         return held is not None
 
-    def apart(self) -> StageRoom:
+    def equal_shares(self) -> StageRoom:
         """The same with an equal part of its host, and of its GPUs, for each stage."""
         left: dict[str, float] = {}
 
@@ -102,7 +102,7 @@ def spread_layers(
     if room is None or counts is None or room.fits(counts):
         return counts
     n_states = len(cost) * len(cost[0]) ** room.n_open
-    return _best_counts(sums, room if n_states <= MAX_STATES else room.apart(), faults)
+    return _best_counts(sums, room if n_states <= MAX_STATES else room.equal_shares(), faults)
 
 
 def _exact_sums(cost: Sequence[Sequence[float]]) -> list[list[int]]:

@@ -64,7 +64,7 @@ class Tag(IntEnum):
     CLOCK = 5
     STREAM = 6
     NOTHING = 7  # is never sent
-    APART = 8  # the activations of the run before it, from a device's memory
+    OUT_OF_BAND = 8  # the activations of the run before it, from a device's memory
 
 
 class Outbox:
@@ -73,18 +73,17 @@ class Outbox:
     def __init__(self, comm: Comm, courier: Courier | None = None) -> None:
         self.comm, self.courier = comm, courier
         self._pending: deque[tuple[MPI.Request, Any]] = deque()
-        self.n_runs = self.n_run_bytes = self.n_apart = 0
+        self.n_runs = self.n_run_bytes = self.n_out_of_band = 0
 
-    def send_run(self, message: Buffer, dest: int, apart: Any = None) -> MPI.Request:
-        """`apart`: its activations, if they are in a device's memory, which this MPI can read. Returns what tells that
-        `message` is out."""
+    def send_run(self, message: Buffer, dest: int, out_of_band: Any = None) -> MPI.Request:
+        """`out_of_band`: its activations in a device's memory, if they are there. Returns the request of `message`."""
         self.n_runs += 1
         self.n_run_bytes += message.nbytes
         request = self.send(message, dest, Tag.PIPELINE)
-        if apart is not None:
-            self.n_apart += 1
-            self.n_run_bytes += apart.nbytes
-            self.send(apart, dest, Tag.APART)
+        if out_of_band is not None:
+            self.n_out_of_band += 1
+            self.n_run_bytes += out_of_band.nbytes
+            self.send(out_of_band, dest, Tag.OUT_OF_BAND)
         return request
 
     def send(self, message: Any, dest: int, tag: Tag) -> MPI.Request:
@@ -98,9 +97,9 @@ class Outbox:
 
     def take_counts(self) -> tuple[int, int, int]:
         """Messages that carried a run since the last time, their bytes, and those of them whose activations went
-        apart."""
-        counts = self.n_runs, self.n_run_bytes, self.n_apart
-        self.n_runs = self.n_run_bytes = self.n_apart = 0
+        out of band."""
+        counts = self.n_runs, self.n_run_bytes, self.n_out_of_band
+        self.n_runs = self.n_run_bytes = self.n_out_of_band = 0
         return counts
 
     def flush(self, idle: Idle) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeinfer.cluster.hosts.free_memory import FreeMemory, free_memory
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.hosts.room import Room, free_room
 
 CGROUPS = Path("/sys/fs/cgroup")
 GPU_VARIABLES = (
@@ -35,7 +35,7 @@ class Host:
     name: str
     cores: Cores
     n_cores: int
-    room: Room = field(default_factory=Room)
+    memory: FreeMemory = field(default_factory=FreeMemory)
     """What this rank may still take of the host's memory."""
     clock: str = ""
     """Ranks of one name here read one clock; empty: nobody knows."""
@@ -67,7 +67,7 @@ class Host:
 def this_host(name: str) -> Host:
     cores = frozenset(os.sched_getaffinity(0))
     return Host(
-        name, cores, max(1, int(min(len(cores), _quota()))), free_room(), clock_name(), processor=processor_name(),
+        name, cores, max(1, int(min(len(cores), _quota()))), free_memory(), clock_name(), processor=processor_name(),
         gpus_given=gpus_given(os.environ),
     )  # fmt: skip
 

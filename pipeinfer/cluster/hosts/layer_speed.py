@@ -30,7 +30,7 @@ class LayerSpeed:
         return self.s_per_byte * sum(layer_bytes) / len(layer_bytes)
 
 
-def told_apart(speeds: Sequence[LayerSpeed | None]) -> list[LayerSpeed]:
+def distinct_speeds(speeds: Sequence[LayerSpeed | None]) -> list[LayerSpeed]:
     """Those of all, where every one is known and they are not all alike; else none: then sizes say as much."""
     known = [speed for speed in speeds if speed]
     return known if len(known) == len(speeds) and len(set(known)) > 1 else []

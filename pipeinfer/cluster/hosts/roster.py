@@ -12,7 +12,7 @@ import pipeinfer
 from pipeinfer.cluster.watch.rendezvous import Place, own_place
 from pipeinfer.errors import UserError
 
-Words = tuple[str, str, str, dict[str, str]]
+RankInfo = tuple[str, str, str, dict[str, str]]
 """(version, host, where it is, what it was asked for by name): plain data, which another version can read too."""
 
 SHOWN = 60
@@ -21,7 +21,7 @@ COMMAND = "the command"
 """Under this name stands the type of the settings, of which each command has its own."""
 
 
-def own_words(settings: object) -> Words:
+def own_info(settings: object) -> RankInfo:
     """What this rank says; `settings`: a dataclass of what it was asked for."""
     assert is_dataclass(settings)
     place = own_place()
@@ -46,8 +46,8 @@ def _text(value: Any) -> str:
     return ",".join(map(_text, value)) if isinstance(value, tuple) and value else str(value)
 
 
-def places(all_words: Sequence[Words]) -> list[Place]:
-    return [Place(host, where) for _, host, where, _ in all_words]
+def places(infos: Sequence[RankInfo]) -> list[Place]:
+    return [Place(host, where) for _, host, where, _ in infos]
 
 
 def version_text() -> str:
@@ -59,10 +59,10 @@ def version_text() -> str:
     return f"{pipeinfer.__version__} ({digest.hexdigest()[:8]})"
 
 
-def check_alike(all_words: Sequence[Words]) -> None:
+def check_alike(infos: Sequence[RankInfo]) -> None:
     """Raises UserError when a rank has another version of the program than rank 0, or was asked something else."""
-    our_version, our_host, _, ours = all_words[0]
-    for rank, (version, host, _, theirs) in enumerate(all_words):
+    our_version, our_host, _, ours = infos[0]
+    for rank, (version, host, _, theirs) in enumerate(infos):
         if version != our_version:
             raise UserError(
                 f"rank {rank} (host {host}) runs pipeinfer {version} and rank 0 (host {our_host}) {our_version}; "

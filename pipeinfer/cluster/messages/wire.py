@@ -5,15 +5,14 @@
 | a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request its id and the     |
 |           |                         | tokens of its prompt, int32, its SamplingParams and the bytes of its       |
 |           |                         | texts; these texts; then the activations (n_rows, n_embd), of a WireType   |
-| apart     | stage to stage          | the activations of the run before it, from a device's memory to another's  |
+| out of band | stage to stage        | the activations of the run before it, from a device's memory to another's  |
 | an order  | head, stage after stage | Header: to report, or to end                                               |
 | a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
 |           |                         | of a draft; of each token with log-probabilities ScoredRow and its Likelys |
 | prunings  | head, every stage       | PruningsHeader, then of each run PrunedRun and its rows, int32             |
 
-Activations are absent from what the head sends, from cancelled runs, and where they go apart. What a stage passes on
-differs from what it received in the header, in which rows are dropped and in the activations only, so it writes them in
-place.
+Activations are absent from what the head sends, from cancelled runs, and where they go out of band. A stage changes the
+header, which rows are dropped and the activations of what it received, in place, and sends it on.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Header(NamedTuple):
     span_start: I32  # see Run
     span_end: I32  # 0: there is none
     slowest_us: I32  # of the stages that evaluated it, the one that it took longest
-    is_apart: I32  # its activations come in a message of their own, unless it is cancelled
+    is_out_of_band: I32  # its activations come in a message of their own, unless it is cancelled
 
 
 class SentRow(NamedTuple):
@@ -136,18 +135,18 @@ def verdict_bytes(n_rows: int, n_guesses: int = 0, n_scored: int = 0) -> int:
 class Transaction:
     """A view on a run's message; nothing is copied. `buffer` may be longer than the message.
 
-    `rows`: SentRows as a structured array, which may be written to. `apart`: activations that are on a device.
+    `rows`: SentRows as a structured array, which may be written to. `out_of_band`: activations that are on a device.
     """
 
-    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "_texts_at", "apart", "buffer",
-                 "kind", "n_embd", "n_rows", "rows", "run_id", "span", "wire_type")  # fmt: skip
+    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "_texts_at", "buffer",
+                 "kind", "n_embd", "n_rows", "out_of_band", "rows", "run_id", "span", "wire_type")  # fmt: skip
 
     def __init__(self, buffer: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> None:
         self.buffer, self.n_embd, self.wire_type = buffer, n_embd, wire_type
         self._header = header = HEADER.read(buffer, 0)
         assert header.magic == MAGIC, f"not a transaction: starts with {header.magic:#x}"
         self.kind, self.run_id = Kind(header.kind), header.run_id
-        self.apart: DeviceRows | None = None
+        self.out_of_band: DeviceRows | None = None
         self.n_rows = header.n_rows
         self.span = Span(header.span_start, header.span_end) if header.span_end else None
         self._rows_at = HEADER.n_bytes + OP.n_bytes * header.n_ops
@@ -194,19 +193,19 @@ class Transaction:
 
     @property
     def message(self) -> Buffer:
-        """What travels on: with the activations, unless these go apart, the run is cancelled or this is no run."""
-        has_activations = self.kind is Kind.RUN and not self.cancelled and not self._header.is_apart
+        """What is sent on: a run has its activations unless it is cancelled or they go out of band."""
+        has_activations = self.kind is Kind.RUN and not self.cancelled and not self._header.is_out_of_band
         return self.buffer[: self.n_bytes_full if has_activations else self._end]
 
     @property
-    def comes_apart(self) -> bool:
+    def comes_out_of_band(self) -> bool:
         """Whether another message has the activations."""
-        return bool(self._header.is_apart) and not self.cancelled
+        return bool(self._header.is_out_of_band) and not self.cancelled
 
     @property
-    def apart_memory(self) -> Any:
+    def out_of_band_memory(self) -> Any:
         """What that other message is; None if there is none."""
-        return self.apart.memory if self.apart is not None and self.comes_apart else None
+        return self.out_of_band.memory if self.out_of_band is not None and self.comes_out_of_band else None
 
     @property
     def activations(self) -> FloatArray:
@@ -215,14 +214,14 @@ class Transaction:
 
     @activations.setter
     def activations(self, values: FloatArray) -> None:
-        self.leave_apart(None)
+        self.set_out_of_band(None)
         write_activations(values, self.buffer[self._end : self.n_bytes_full], self.wire_type)
 
-    def leave_apart(self, values: DeviceRows | None) -> None:
+    def set_out_of_band(self, values: DeviceRows | None) -> None:
         """From here on the activations are these."""
-        self.apart = values
-        if self._header.is_apart != (is_apart := values is not None):
-            self._change(self._header._replace(is_apart=is_apart))
+        self.out_of_band = values
+        if self._header.is_out_of_band != (is_out_of_band := values is not None):
+            self._change(self._header._replace(is_out_of_band=is_out_of_band))
 
     @property
     def slowest_s(self) -> float:

@@ -16,26 +16,25 @@ from pipeinfer.core.interfaces import DeviceRows
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A transaction that is here as a whole, in room that is the caller's until it is given back. `memory`: where its
-    activations came to, if they came apart."""
+    activations came to, if they came out of band."""
 
     transaction: Transaction
     memory: Any = None
 
 
 class RunInbox:
-    """`apart`: receives into a device's memory, where activations may come apart; `rows`: what of it, by (memory,
-    n_rows), these are."""
+    """`out_of_band`: receives activations into a device's memory; `rows`: (memory, n_rows) -> the activations in it."""
 
     def __init__(
         self,
         inbox: Inbox,
         n_embd: int,
         wire_type: WireType,
-        apart: Inbox | None = None,
+        out_of_band: Inbox | None = None,
         rows: Callable[[Any, int], DeviceRows] | None = None,
     ) -> None:
         self._inbox, self._n_embd, self._wire_type = inbox, n_embd, wire_type
-        self._apart, self._rows = apart, rows
+        self._out_of_band, self._rows = out_of_band, rows
         self._waiting: Transaction | None = None  # for its activations
 
     def poll(self) -> Arrival | None:
@@ -46,12 +45,12 @@ class RunInbox:
                 return None
             self._waiting = Transaction(buffer, self._n_embd, self._wire_type)
         transaction, memory = self._waiting, None
-        if transaction.comes_apart:
-            assert self._apart and self._rows, "activations come apart to a rank that has no room for them"
-            memory = self._apart.poll()
+        if transaction.comes_out_of_band:
+            assert self._out_of_band and self._rows, "activations come out of band to a rank that has no room for them"
+            memory = self._out_of_band.poll()
             if memory is None:
                 return None
-            transaction.apart = self._rows(memory, transaction.n_rows)
+            transaction.out_of_band = self._rows(memory, transaction.n_rows)
         self._waiting = None
         return Arrival(transaction, memory)
 
@@ -62,10 +61,10 @@ class RunInbox:
     def give_back(self, arrival: Arrival, sent: Request = NOT_SENT) -> None:
         """Nobody reads it any more, once its message, if that is being sent on, is out."""
         self._inbox.give_back(arrival.transaction.buffer, sent)
-        if self._apart and arrival.memory is not None:
-            self._apart.give_back(arrival.memory)
+        if self._out_of_band and arrival.memory is not None:
+            self._out_of_band.give_back(arrival.memory)
 
     def close(self, idle: Idle) -> None:
         """Take the receives back that no message will come for."""
-        for inbox in filter(None, (self._inbox, self._apart)):
+        for inbox in filter(None, (self._inbox, self._out_of_band)):
             inbox.close(idle)

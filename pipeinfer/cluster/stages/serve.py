@@ -21,15 +21,15 @@ from pipeinfer.cluster.messages.wire import (
     decode_prunings,
     encode_verdict,
 )
-from pipeinfer.cluster.stages.begun import BegunTransaction
 from pipeinfer.cluster.stages.pace import Courier
+from pipeinfer.cluster.stages.pending_run import PendingRun
 from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
 from pipeinfer.cluster.stages.run_inbox import Arrival, RunInbox
 from pipeinfer.cluster.stages.samplers import Samplers
 from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
 from pipeinfer.cluster.watch.flow import Flow
-from pipeinfer.core.interfaces import LeavesOnDevice
+from pipeinfer.core.interfaces import DeviceStage
 from pipeinfer.core.runs import MAX_OPS
 from pipeinfer.observe.ledger import StageLedger
 
@@ -39,7 +39,7 @@ N_TEXT_MAX = 1 << 20
 
 
 N_UNDER_WAY = 2
-"""Runs that a model which `RunsAhead` may have begun: while it computes one, the next is prepared."""
+"""Runs that a model which `AsyncStage` may have begun: while it computes one, the next is prepared."""
 
 N_POSTED = 2
 """Receives of runs that are posted ahead."""
@@ -89,10 +89,10 @@ class Pipe:
     previous, following   ranks; None follows the last stage, which answers the head instead
     n_rows                of a run at most
     n_embd, wire_type     of an activation
-    comes_apart           activations may come from another device's memory to that of this rank's model
+    comes_out_of_band           activations may come from another device's memory to that of this rank's model
     courier               in paced jobs
     n_samplers            threads that answer for the last stage while it evaluates its next run
-    n_under_way           runs that a model which `RunsAhead` has begun at most, 1 or 2
+    n_under_way           runs that a model which `AsyncStage` has begun at most, 1 or 2
     n_posted              receives of runs that are posted ahead
     """
 
@@ -105,7 +105,7 @@ class Pipe:
     n_samplers: int = 0
     n_under_way: int = N_UNDER_WAY
     n_posted: int = N_POSTED
-    comes_apart: bool = False
+    comes_out_of_band: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -120,13 +120,13 @@ class Pipe:
 
 def _run_inbox(comm: Comm, pipe: Pipe, worker: StageWorker | None) -> RunInbox:
     inbox = Inbox(comm, pipe.previous, Tag.PIPELINE, pipe.n_bytes, pipe.n_posted, pipe.courier)
-    if not (worker and pipe.comes_apart):
+    if not (worker and pipe.comes_out_of_band):
         return RunInbox(inbox, pipe.n_embd, pipe.wire_type)
     model, rounded = worker.model, pipe.wire_type is not WireType.F32
-    assert isinstance(model, LeavesOnDevice), "activations were to come to a device that there is not"
+    assert isinstance(model, DeviceStage), "activations were to come to a device that there is not"
     n_bytes = activation_bytes(pipe.n_rows, pipe.n_embd, pipe.wire_type)
-    apart = Inbox(comm, pipe.previous, Tag.APART, n_bytes, pipe.n_posted, room=model.device_memory)
-    return RunInbox(inbox, pipe.n_embd, pipe.wire_type, apart, partial(model.device_rows, rounded=rounded))
+    out_of_band = Inbox(comm, pipe.previous, Tag.OUT_OF_BAND, n_bytes, pipe.n_posted, room=model.device_memory)
+    return RunInbox(inbox, pipe.n_embd, pipe.wire_type, out_of_band, partial(model.device_rows, rounded=rounded))
 
 
 class StageLoop:
@@ -151,7 +151,7 @@ class StageLoop:
         self.flow.source, self.flow.dest = pipe.previous, -1 if pipe.following is None else pipe.following
         self._inbox = _run_inbox(comm, pipe, worker)
         self._outbox, self._idle, self._ledger = Outbox(comm, pipe.courier), Idle(), StageLedger()
-        self._under_way: deque[tuple[Arrival, BegunTransaction, float]] = deque()
+        self._under_way: deque[tuple[Arrival, PendingRun, float]] = deque()
         self._samplers: Samplers | None = None
         if pipe.n_samplers and pipe.is_last:
             self._samplers = Samplers(pipe.n_samplers, lambda: bool(self._under_way) or self._inbox.holds())
@@ -220,7 +220,7 @@ class StageLoop:
         verdict, transaction = self.worker.finish(begun), begun.transaction
         end_s = time.monotonic()  # before it is sent: whoever gets it may be quicker than this rank
         if self.pipe.following is not None:
-            sent = self._outbox.send_run(transaction.message, self.pipe.following, transaction.apart_memory)
+            sent = self._outbox.send_run(transaction.message, self.pipe.following, transaction.out_of_band_memory)
             self._inbox.give_back(arrival, sent)
             self.flow.n_passed += 1
         else:

@@ -14,21 +14,21 @@ from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.logprobs import scored
 from pipeinfer.cluster.messages.records import Buffer
 from pipeinfer.cluster.messages.wire import SentRow, Transaction
-from pipeinfer.cluster.stages.begun import BegunTransaction, Evaluated, Question
 from pipeinfer.cluster.stages.history import TokenHistory
+from pipeinfer.cluster.stages.pending_run import Evaluated, PendingRun, Question
 from pipeinfer.cluster.stages.samplers import Samplers
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import (
     Allowed,
+    AsyncStage,
     Batch,
     Constraint,
     ConstraintFailed,
     DeviceRows,
+    DeviceStage,
     FloatArray,
-    LeavesOnDevice,
-    RunsAhead,
+    StageFuture,
     StageModel,
-    UnderWay,
 )
 from pipeinfer.core.runs import FAILED, NO_TOKEN, Guess, GuessVerdict, Opening, OpKind, Verdict
 from pipeinfer.core.sampling import choose
@@ -122,10 +122,10 @@ class StageWorker:
         """Both `begin` and `finish`."""
         return self.finish(self.begin(transaction))
 
-    def begin(self, transaction: Transaction) -> BegunTransaction:
+    def begin(self, transaction: Transaction) -> PendingRun:
         """Begin to bring the transaction to the state in which the next stage wants it. Another may begin before this
-        one is finished, in the same order, where the model `RunsAhead`; elsewhere it is done when this returns."""
-        begun = BegunTransaction(transaction, self.clock())
+        one is finished, in the same order, where the model `AsyncStage`; elsewhere it is done when this returns."""
+        begun = PendingRun(transaction, self.clock())
         self._keep_books(transaction)
         if not transaction.cancelled and self.pruned.is_cancelled(transaction.run_id):
             transaction.cancel()
@@ -140,7 +140,7 @@ class StageWorker:
                 self.stats.n_layers_saved += max(0, self.n_layers - self._n_asked)
         return begun
 
-    def finish(self, begun: BegunTransaction) -> Verdict | GuessVerdict | None:
+    def finish(self, begun: PendingRun) -> Verdict | GuessVerdict | None:
         """Wait for the result. The last stage returns the verdict, if that is not left to its samplers.
 
         A cancellation is in `transaction.cancelled`; then the verdict says nothing of the rows. Other stages return
@@ -195,7 +195,7 @@ class StageWorker:
         if self._history:
             self._history.apply(ops)
 
-    def _evaluate(self, begun: BegunTransaction) -> None:
+    def _evaluate(self, begun: PendingRun) -> None:
         transaction = begun.transaction
         seqs = transaction.seqs
         if pruned := self.pruned.rows(transaction.run_id):
@@ -212,7 +212,7 @@ class StageWorker:
         if self.model.is_last:
             begun.questions = self._questions(transaction, seqs)
 
-    def _result(self, begun: BegunTransaction) -> FloatArray:
+    def _result(self, begun: PendingRun) -> FloatArray:
         """On the last stage the logits for each question."""
         transaction, alive = begun.transaction, begun.alive
         result = begun.rows.result() if begun.rows else np.empty((0, self.model.n_embd), np.float32)
@@ -224,7 +224,7 @@ class StageWorker:
         if isinstance(result, np.ndarray):
             transaction.activations = result
         else:
-            transaction.leave_apart(result)
+            transaction.set_out_of_band(result)
         return NO_LOGITS
 
     def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
@@ -246,20 +246,20 @@ class StageWorker:
 
     def _begin_rows(
         self, transaction: Transaction, alive: list[int], seqs: Sequence[tuple[int, ...]]
-    ) -> UnderWay[FloatArray] | UnderWay[DeviceRows] | None:
-        rows, apart = transaction.rows, transaction.apart
-        hidden = None if self.is_first or apart else transaction.activations
+    ) -> StageFuture[FloatArray] | StageFuture[DeviceRows] | None:
+        rows, out_of_band = transaction.rows, transaction.out_of_band
+        hidden = None if self.is_first or out_of_band else transaction.activations
         if len(alive) < transaction.n_rows:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
-            apart = apart.pick(alive) if apart else None
+            out_of_band = out_of_band.pick(alive) if out_of_band else None
         wanted = rows["n_wanted"] > 0
-        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span, apart)
+        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span, out_of_band)
         stop = partial(self._asked, transaction.run_id)
         if self.leaves_as:
-            assert isinstance(self.model, LeavesOnDevice), "there is no device to leave activations on"
-            return self.model.begin_apart(batch, stop, self.leaves_as is not WireType.F32)
-        if isinstance(self.model, RunsAhead):
+            assert isinstance(self.model, DeviceStage), "there is no device to leave activations on"
+            return self.model.begin_on_device(batch, stop, self.leaves_as is not WireType.F32)
+        if isinstance(self.model, AsyncStage):
             return self.model.begin(batch, stop)
         result = self.model.evaluate(batch, stop)
         return None if result is None else Evaluated(result)

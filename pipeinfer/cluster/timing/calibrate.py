@@ -11,7 +11,7 @@ from pipeinfer.cluster.timing.timed_runs import evaluate, forget, in_turns
 from pipeinfer.core.interfaces import StageModel
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.scheduling.run_cost import RunCost
-from pipeinfer.kept import Kept
+from pipeinfer.disk_cache import DiskCache
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
@@ -60,7 +60,7 @@ def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1
 
 
 def recall_rows(
-    model: StageModel, clock: Callable[[], float], kept: Kept, name: str, budget_s: float = 1.0
+    model: StageModel, clock: Callable[[], float], kept: DiskCache, name: str, budget_s: float = 1.0
 ) -> dict[int, float]:
     """The same as `time_rows`, kept under a name that says all it depends on.
 
@@ -120,7 +120,12 @@ def time_context(
 
 
 def recall_context(
-    model: StageModel, row_times: Mapping[int, float], n_cells: int, clock: Callable[[], float], kept: Kept, name: str
+    model: StageModel,
+    row_times: Mapping[int, float],
+    n_cells: int,
+    clock: Callable[[], float],
+    kept: DiskCache,
+    name: str,
 ) -> float | None:
     """The same as `time_context`, kept under a name that says all it depends on, in units of a single row's time."""
     known = kept.get(name)

@@ -21,7 +21,7 @@ from pipeinfer.cluster.hosts.launch import (
     size_from_environment,
 )
 from pipeinfer.cluster.hosts.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
-from pipeinfer.cluster.hosts.roster import check_alike, own_words, places
+from pipeinfer.cluster.hosts.roster import check_alike, own_info, places
 from pipeinfer.cluster.idle import sleep_on_time
 from pipeinfer.cluster.transport import Link, abort
 from pipeinfer.cluster.watch.limits import Limits
@@ -103,13 +103,13 @@ def _meet(link: Link, watch: Watch, settings: object) -> None:
     """Join the watch, if the ranks fit together."""
     try:
         check_size(link.size)
-        all_words = link.all_gather(own_words(settings))
-        check_alike(all_words)
+        infos = link.all_gather(own_info(settings))
+        check_alike(infos)
     except UserError:
         link.finalize()
         watch.close()
         raise
-    watch.join(places(all_words), link.broadcast)
+    watch.join(places(infos), link.broadcast)
 
 
 def _places(link: Link, options: RunOptions) -> list[Host]:

@@ -52,7 +52,7 @@ def with_speeds(speeds: Sequence[Speed], hosts: Sequence[Host], gpus: Sequence[S
     for rank, host in enumerate(hosts):
         here = [speed for speed, other in zip(speeds, hosts, strict=True) if other.name == host.name]
         read, compute = sum(speed.bytes_per_s for speed in here), sum(speed.flop_per_s for speed in here)
-        machine = estimated_machine(host.name, host.n_cores, read, compute, host.room.host)
+        machine = estimated_machine(host.name, host.n_cores, read, compute, host.memory.host)
         nodes.append(Node(host, machine, MEASURED, ", ".join(gpus[rank]) if gpus else ""))
     return nodes
 

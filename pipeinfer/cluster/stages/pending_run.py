@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeinfer.cluster.messages.wire import Transaction
-from pipeinfer.core.interfaces import Allowed, DeviceRows, FloatArray, UnderWay
+from pipeinfer.core.interfaces import Allowed, DeviceRows, FloatArray, StageFuture
 from pipeinfer.core.sampling import SamplingParams
 
 
@@ -24,7 +24,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """UnderWay, of a model that has waited for the result."""
+    """StageFuture, of a model that has waited for the result."""
 
     rows: FloatArray
     is_done = True
@@ -34,13 +34,13 @@ class Evaluated:
 
 
 @dataclass(slots=True, eq=False)
-class BegunTransaction:
+class PendingRun:
     """A transaction whose result may not be there yet. `rows`: those `alive`, if any are evaluated."""
 
     transaction: Transaction
     start_s: float
     alive: list[int] = field(default_factory=list)
-    rows: UnderWay[FloatArray] | UnderWay[DeviceRows] | None = None
+    rows: StageFuture[FloatArray] | StageFuture[DeviceRows] | None = None
     questions: list[Question] = field(default_factory=list)
 
     @property

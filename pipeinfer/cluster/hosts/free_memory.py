@@ -58,32 +58,32 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeMemory:
     """What a process may still take, in bytes: of its host (swap included), and by limits of its own."""
 
     host: int = UNLIMITED
     own: int = UNLIMITED
 
 
-def free_room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Room:
+def free_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
     """Of this process; unlimited where the system does not tell."""
     known = _fields(proc / "meminfo")
     host = 1024 * (known["MemAvailable"] + known.get("SwapFree", 0)) if "MemAvailable" in known else UNLIMITED
-    return Room(min([host, *_group_rooms(proc, groups)]), _own_room(proc))
+    return FreeMemory(min([host, *_group_memories(proc, groups)]), _own_limit(proc))
 
 
-def check_room(names: Sequence[str], rooms: Sequence[Room], memories: Sequence[Memory], way_out: str) -> None:
+def check_fits(names: Sequence[str], free: Sequence[FreeMemory], memories: Sequence[Memory], way_out: str) -> None:
     """Raises UserError when a host lacks memory for its ranks, or a rank's own limit does. One entry a rank."""
-    for rank, (name, room, memory) in enumerate(zip(names, rooms, memories, strict=True)):
-        if memory.needed > room.own:
+    for rank, (name, limit, memory) in enumerate(zip(names, free, memories, strict=True)):
+        if memory.needed > limit.own:
             raise UserError(
-                f"rank {rank} on {name} needs {_shares(memory)}; its limit (ulimit -v) leaves {_size(room.own)}; "
+                f"rank {rank} on {name} needs {_shares(memory)}; its limit (ulimit -v) leaves {_size(limit.own)}; "
                 f"raise it, or {way_out}"
             )
     for name in dict.fromkeys(names):
         here = [rank for rank, other in enumerate(names) if other == name]
         needed = sum(memories[rank].needed for rank in here)
-        left = min(rooms[rank].host for rank in here)
+        left = min(free[rank].host for rank in here)
         if needed > left:
             each = "; ".join(f"rank {rank}: {_shares(memories[rank])}" for rank in here)
             raise UserError(
@@ -92,26 +92,26 @@ def check_room(names: Sequence[str], rooms: Sequence[Room], memories: Sequence[M
             )
 
 
-def spare_room(names: Sequence[str], rooms: Sequence[Room], memories: Sequence[Memory]) -> list[int | None]:
+def spare_memory(names: Sequence[str], free: Sequence[FreeMemory], memories: Sequence[Memory]) -> list[int | None]:
     """Bytes that are left where each rank runs once all ranks there hold what they need: of its host or by its own
     limit, whichever is less; negative: so many are missing. None: no limit is known. One entry a rank."""
     needed: dict[str, int] = {}
     left: dict[str, int] = {}
-    for name, room, memory in zip(names, rooms, memories, strict=True):
+    for name, limits, memory in zip(names, free, memories, strict=True):
         needed[name] = needed.get(name, 0) + memory.needed
-        left[name] = min(left.get(name, UNLIMITED), room.host)
+        left[name] = min(left.get(name, UNLIMITED), limits.host)
     found: list[int | None] = []
-    for name, room, memory in zip(names, rooms, memories, strict=True):
-        spare = [limit - taken for limit, taken in ((left[name], needed[name]), (room.own, memory.needed))
+    for name, limits, memory in zip(names, free, memories, strict=True):
+        spare = [limit - taken for limit, taken in ((left[name], needed[name]), (limits.own, memory.needed))
                  if limit < UNLIMITED]  # fmt: skip
         found.append(min(spare, default=None))
     return found
 
 
-def paging_lines(names: Sequence[str], rooms: Sequence[Room], memories: Sequence[Memory]) -> list[str]:
+def paging_lines(names: Sequence[str], free: Sequence[FreeMemory], memories: Sequence[Memory]) -> list[str]:
     """A line for each host that has room for what must be there, and not for the weights that ranks map from files."""
     lines = []
-    for name, spare in dict(zip(names, spare_room(names, rooms, memories), strict=True)).items():
+    for name, spare in dict(zip(names, spare_memory(names, free, memories), strict=True)).items():
         mapped = sum(memory.mapped for other, memory in zip(names, memories, strict=True) if other == name)
         if spare is not None and 0 <= spare < mapped:
             lines.append(
@@ -146,14 +146,14 @@ def _fields(path: Path) -> dict[str, int]:
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdecimal()}
 
 
-def _own_room(proc: Path) -> int:
+def _own_limit(proc: Path) -> int:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return UNLIMITED
     return max(0, limit - 1024 * _fields(proc / "self" / "status").get("VmSize", 0))
 
 
-def _group_rooms(proc: Path, groups: Path) -> Iterator[int]:
+def _group_memories(proc: Path, groups: Path) -> Iterator[int]:
     """What each control group of this process has left, and each above it; what files cache there can be dropped."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -168,12 +168,12 @@ def _group_rooms(proc: Path, groups: Path) -> Iterator[int]:
             folder = top / path.lstrip("/")
             # a container may see its own group as the top
             for each in [folder, *folder.parents]:
-                yield from _group_room(each, *names)
+                yield from _group_memory(each, *names)
                 if each == top:
                     break
 
 
-def _group_room(folder: Path, limit_name: str, use_name: str) -> Iterator[int]:
+def _group_memory(folder: Path, limit_name: str, use_name: str) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):  # no limit here: the file is missing, or says "max"
         limit = int((folder / limit_name).read_text())
         if limit < V1_UNLIMITED:

@@ -30,8 +30,8 @@ def n_chunks(n_bytes: int) -> int:
     return -(-n_bytes // CHUNK_BYTES)
 
 
-def send_stream(link: Link, rank: int, pieces: Iterable[bytes | memoryview], on_sent: Callable[[int], object]) -> None:
-    """Send these pieces to a rank that is in `receive_stream` for as many bytes. `on_sent` hears of every further bytes
+def send_chunks(link: Link, rank: int, pieces: Iterable[bytes | memoryview], on_sent: Callable[[int], object]) -> None:
+    """Send these pieces to a rank that is in `receive_chunks` for as many bytes. `on_sent` hears of every further bytes
     that are out.
 
     Raises the UserError that getting a piece raises, when the other rank has been told.
@@ -57,8 +57,8 @@ def send_stream(link: Link, rank: int, pieces: Iterable[bytes | memoryview], on_
         link.wait_awake(request)
 
 
-def receive_stream(link: Link, rank: int, n_bytes: int) -> Iterator[memoryview]:
-    """What `send_stream` of that rank sends, in pieces, each of which is gone when the next one comes.
+def receive_chunks(link: Link, rank: int, n_bytes: int) -> Iterator[memoryview]:
+    """What `send_chunks` of that rank sends, in pieces, each of which is gone when the next one comes.
 
     Takes everything in, also if the caller gives up before the end. Raises UserError when the other rank failed, or the
     bytes are not those that were sent.
