@@ -17,7 +17,8 @@ from pipeinfer.cluster.messages.records import Buffer
 from pipeinfer.cluster.messages.wire import Kind, encode, encode_last_prunings, encode_order, encode_prunings
 from pipeinfer.cluster.stages.pace import Courier
 from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.stages.stage import StageWorker, room_for
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
 from pipeinfer.core.runs import GuessVerdict, Run, Verdict
 from pipeinfer.observe.ledger import HeadLedger
@@ -26,19 +27,6 @@ A = TypeVar("A", Verdict, GuessVerdict)
 
 N_POSTED = 4
 """Receives of verdicts that are posted ahead."""
-
-
-class OwnPrunings(LocalPrunings):
-    """What the head's own stage need not evaluate. `listen` is called between its layers: what has come may spare it
-    the rest, and messages of MPI move only while somebody calls it, the last run's activations among them."""
-
-    def __init__(self, listen: Callable[[], object]) -> None:
-        super().__init__()
-        self.listen = listen
-
-    def is_cancelled(self, run_id: int) -> bool:
-        self.listen()
-        return super().is_cancelled(run_id)
 
 
 class HeadPipeline(Generic[A]):
@@ -67,7 +55,8 @@ class HeadPipeline(Generic[A]):
         self.ledger = HeadLedger()
         self.n_submitted = 0  # runs since the start
         self.n_out = 0  # runs whose verdicts have not been taken
-        self._prunings = OwnPrunings(self.has_verdict)
+        # what has come may spare it the rest, and MPI moves messages only while somebody calls it
+        self._prunings = LocalPrunings(self.has_verdict)
         self._queue: deque[Run] = deque()
         self._verdicts: deque[A] = deque()
         if worker:

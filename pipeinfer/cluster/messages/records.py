@@ -1,12 +1,12 @@
 """Records of fixed size in a flat buffer: little-endian, field after field, without gaps. Knows no message.
 
 A record is declared once, as a NamedTuple or dataclass whose annotations are its layout: `I32` takes 4 bytes; `int`,
-`bool`, an IntEnum and `float` take 8. Fields can be left out: they come back as by default.
+`bool`, an IntEnum and `float` take 8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from itertools import starmap
 from operator import attrgetter
@@ -22,13 +22,12 @@ T = TypeVar("T")
 
 
 class Record(Generic[T]):
-    """How values of one type lie in a buffer; `without` these of its fields. Raises TypeError for a
-    field that has no fixed size."""
+    """The layout of one type's values. Raises TypeError for a field that has no fixed size."""
 
-    def __init__(self, kind: Callable[..., T], without: Collection[str] = ()) -> None:
-        hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in without}
+    def __init__(self, kind: Callable[..., T]) -> None:
+        hints = get_type_hints(kind, include_extras=True)
         codes = [_code(name, hint) for name, hint in hints.items()]
-        self._make = (lambda *values: kind(**dict(zip(hints, values, strict=True)))) if without else kind
+        self._make = kind
         self.dtype = np.dtype([(name, f"<{code}") for name, code in zip(hints, codes, strict=True)])
         self.n_bytes = self.dtype.itemsize
         self._struct = Struct("<" + "".join(codes))

@@ -1,24 +1,24 @@
-"""What ranks say to each other, and how it lies in bytes. Knows no MPI and no model.
+"""The messages between ranks and their layout in bytes. Knows no MPI and no model.
 
-| message   | from, to                | records, one kind behind the other                                         |
-|-----------|-------------------------|----------------------------------------------------------------------------|
-| a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request its id and the     |
-|           |                         | tokens of its prompt, int32, its SamplingParams and the bytes of its       |
-|           |                         | texts; these texts; then the activations (n_rows, n_embd), of a WireType   |
-| out of band | stage to stage        | the activations of the run before it, from a device's memory to another's  |
-| an order  | head, stage after stage | Header: to report, or to end                                               |
-| a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
-|           |                         | of a draft; of each token with log-probabilities ScoredRow and its Likelys |
-| prunings  | head, every stage       | PruningsHeader, then of each run PrunedRun and its rows, int32             |
+| message     | from, to                | content                                                                    |
+|-------------|-------------------------|----------------------------------------------------------------------------|
+| run         | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs; the new requests, pickled; then the    |
+|             |                         | activations (n_rows, n_embd) of a WireType                                 |
+| out of band | stage to stage          | the activations of the run before it, from one device's memory to another  |
+| order       | head, stage after stage | Header: report, or shut down                                               |
+| verdict     | last stage, head        | VerdictHeader; an int32 a row: its token, or how many guesses; the Guesses |
+|             |                         | of a draft; a ScoredRow and its Likelys a token with log-probabilities     |
+| prunings    | head, every stage       | an int32: how many PrunedRows follow; 0 ends the pipeline                  |
 
-Activations are absent from what the head sends, from cancelled runs, and where they go out of band. A stage changes the
-header, which rows are dropped and the activations of what it received, in place, and sends it on.
+A run has no activations as the head sends it, when it is cancelled, and where they go out of band. A stage changes the
+header, which rows are dropped, and the activations in place, and sends the buffer on.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, fields
 from enum import IntEnum
 from itertools import islice
 from typing import Any, NamedTuple
@@ -37,8 +37,8 @@ from pipeinfer.core.sampling import SamplingParams
 MAGIC = 0x50495046  # refuses a stray message early
 MAX_US = 2**31 - 1
 ALL_ROWS = -1
-N_PRUNINGS_BYTES = 512  # of a message of prunings, at most
-N_ROWS_AT_ONCE = 32  # rows of a run in one of its entries, at most
+N_PRUNED_ROWS = 128  # of a message of prunings, at most
+N_OPEN_BYTES = 160  # of a new request, without its texts, at most
 
 
 class Kind(IntEnum):
@@ -58,8 +58,7 @@ class Header(NamedTuple):
     n_ops: I32
     n_rows: I32
     n_extra: I32
-    n_opens: I32
-    n_text: I32  # bytes of the texts of new requests
+    n_open_bytes: I32  # of the new requests
     span_start: I32  # see Run
     span_end: I32  # 0: there is none
     slowest_us: I32  # of the stages that evaluated it, the one that it took longest
@@ -94,25 +93,19 @@ class ScoredRow(NamedTuple):
     logprob: float  # of the chosen token
 
 
-class PruningsHeader(NamedTuple):
-    n_runs: I32
-    is_last: I32  # no other follows in this pipeline
+class PrunedRow(NamedTuple):
+    """A row that need not be evaluated."""
 
-
-class PrunedRun(NamedTuple):
     run_id: int
-    n_rows: I32  # or ALL_ROWS: it is cancelled
+    row: I32  # or ALL_ROWS: the run is cancelled
 
 
 HEADER, OP, ROW, EXTRA = Record(Header), Record(KvOp), Record(SentRow), Record(ExtraSeq)
-TEXTS = tuple(field.name for field in fields(SamplingParams) if field.type == "str")
-"""What requests say that has no fixed size."""
-
-SAMPLING, VERDICT, GUESS = Record(SamplingParams, TEXTS), Record(VerdictHeader), Record(Guess)
-SCORED, LIKELY = Record(ScoredRow), Record(Likely)
-PRUNINGS, PRUNED = Record(PruningsHeader), Record(PrunedRun)
+VERDICT, GUESS, SCORED, LIKELY = Record(VerdictHeader), Record(Guess), Record(ScoredRow), Record(Likely)
+PRUNED = Record(PrunedRow)
 INT = np.dtype("<i4")
-N_OPEN_BYTES = 2 * INT.itemsize + SAMPLING.n_bytes + INT.itemsize * len(TEXTS)
+N_PRUNINGS_BYTES = INT.itemsize + PRUNED.n_bytes * N_PRUNED_ROWS
+TEXTS = tuple(field.name for field in fields(SamplingParams) if field.type == "str")
 
 
 def bytes_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int, n_text: int = 0) -> int:
@@ -122,8 +115,8 @@ def bytes_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int
 
 
 def text_bytes(params: SamplingParams) -> int:
-    """What a request's texts take in a message, at most."""
-    return sum(len(getattr(params, name).encode()) for name in TEXTS) + INT.itemsize
+    """Of a request's texts."""
+    return sum(len(getattr(params, name).encode()) for name in TEXTS)
 
 
 def verdict_bytes(n_rows: int, n_guesses: int = 0, n_scored: int = 0) -> int:
@@ -138,7 +131,7 @@ class Transaction:
     `rows`: SentRows as a structured array, which may be written to. `out_of_band`: activations that are on a device.
     """
 
-    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "_texts_at", "buffer",
+    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "buffer",
                  "kind", "n_embd", "n_rows", "out_of_band", "rows", "run_id", "span", "wire_type")  # fmt: skip
 
     def __init__(self, buffer: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> None:
@@ -152,8 +145,7 @@ class Transaction:
         self._rows_at = HEADER.n_bytes + OP.n_bytes * header.n_ops
         self._extra_at = self._rows_at + ROW.n_bytes * header.n_rows
         self._opens_at = self._extra_at + EXTRA.n_bytes * header.n_extra
-        self._texts_at = self._opens_at + N_OPEN_BYTES * header.n_opens
-        self._end = self._texts_at + header.n_text
+        self._end = self._opens_at + header.n_open_bytes
         self.rows: npt.NDArray[Any] = ROW.view(buffer, self._rows_at, header.n_rows)
 
     @property
@@ -175,17 +167,8 @@ class Transaction:
 
     @property
     def opens(self) -> dict[int, Opening]:
-        found, text_at = dict[int, Opening](), self._texts_at
-        for at in range(self._opens_at, self._texts_at, N_OPEN_BYTES):
-            request, n_prompt = _ints(self.buffer, at, 2)
-            sampling_at = at + 2 * INT.itemsize
-            params, texts = SAMPLING.read(self.buffer, sampling_at), dict[str, Any]()
-            lengths_at = sampling_at + SAMPLING.n_bytes
-            for name, length in zip(TEXTS, _ints(self.buffer, lengths_at, len(TEXTS)), strict=True):
-                texts[name] = self.buffer[text_at : text_at + length].tobytes().decode()
-                text_at += length
-            found[request] = Opening(replace(params, **texts) if any(texts.values()) else params, n_prompt)
-        return found
+        opens = pickle.loads(self.buffer[self._opens_at : self._end].data) if self._header.n_open_bytes else []
+        return {request: Opening(SamplingParams(*sampling), n_prompt) for request, n_prompt, *sampling in opens}
 
     @property
     def n_bytes_full(self) -> int:
@@ -247,22 +230,18 @@ class Transaction:
 
 
 def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
-    """The transaction of a run as the head sends it: without activations."""
+    """A run's message as the head sends it: without activations."""
     extra = [ExtraSeq(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
-    texts = {id: [getattr(new.sampling, name).encode() for name in TEXTS] for id, new in run.opens.items()}
-    text = b"".join(text for each in texts.values() for text in each)
-    text += bytes(-len(text) % INT.itemsize)  # activations are aligned
-    counts = len(run.ops), len(run.rows), len(extra), len(run.opens), len(text)
+    opens = [(request, new.n_prompt, *astuple(new.sampling)) for request, new in run.opens.items()]
+    open_bytes = pickle.dumps(opens, protocol=3) if opens else b""
+    open_bytes += bytes(-len(open_bytes) % INT.itemsize)  # aligns the activations
+    counts = len(run.ops), len(run.rows), len(extra), len(open_bytes)
     return _message(
         HEADER.pack(Header(MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0, 0)),
         *map(OP.pack, run.ops),
         *(ROW.pack(SentRow(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0)) for row in run.rows),
         *map(EXTRA.pack, extra),
-        *(
-            _packed([id, new.n_prompt]) + SAMPLING.pack(new.sampling) + _packed(map(len, texts[id]))
-            for id, new in run.opens.items()
-        ),
-        text,
+        open_bytes,
     )
 
 
@@ -306,50 +285,23 @@ def decode_guess_verdict(message: Buffer) -> GuessVerdict:
     return GuessVerdict(header.run_id, rows, bool(header.cancelled), 1e-6 * header.slowest_us)
 
 
-@dataclass(frozen=True, slots=True)
-class Prunings:
-    """What need not be evaluated: (run id, rows, or None for all of them), in parts."""
-
-    runs: list[tuple[int, Sequence[int] | None]]
-    is_last: bool = False
-
-
 def encode_prunings(rows: Mapping[int, Sequence[int] | None]) -> list[Buffer]:
-    """Rows of runs (None: all of a run's) as messages of N_PRUNINGS_BYTES at most."""
-    messages, n_left = [list[bytes]()], N_PRUNINGS_BYTES - PRUNINGS.n_bytes
-    for entry in _pruned_runs(rows):
-        if len(entry) > n_left:
-            messages.append([])
-            n_left = N_PRUNINGS_BYTES - PRUNINGS.n_bytes
-        messages[-1].append(entry)
-        n_left -= len(entry)
-    return [_message(PRUNINGS.pack(PruningsHeader(len(entries), False)), *entries) for entries in messages]
+    """Run id -> dead rows, or None for all of them; in messages of N_PRUNINGS_BYTES at most."""
+    pruned = [
+        PrunedRow(run_id, row) for run_id, dead in rows.items() for row in ((ALL_ROWS,) if dead is None else dead)
+    ]
+    parts = (pruned[start : start + N_PRUNED_ROWS] for start in range(0, len(pruned), N_PRUNED_ROWS))
+    return [_message(_packed([len(part)]), *map(PRUNED.pack, part)) for part in parts]
 
 
 def encode_last_prunings() -> Buffer:
-    """What ends them."""
-    return _message(PRUNINGS.pack(PruningsHeader(0, True)))
+    """Says that no prunings follow in this pipeline."""
+    return _message(_packed([0]))
 
 
-def decode_prunings(message: Buffer) -> Prunings:
-    header, at = PRUNINGS.read(message, 0), PRUNINGS.n_bytes
-    runs: list[tuple[int, Sequence[int] | None]] = []
-    for _ in range(header.n_runs):
-        run_id, n_rows = PRUNED.read(message, at)
-        at += PRUNED.n_bytes
-        runs.append((run_id, None if n_rows == ALL_ROWS else _ints(message, at, n_rows)))
-        at += INT.itemsize * max(0, n_rows)
-    return Prunings(runs, bool(header.is_last))
-
-
-def _pruned_runs(rows: Mapping[int, Sequence[int] | None]) -> Iterator[bytes]:
-    for run_id, dead in rows.items():
-        if dead is None:
-            yield PRUNED.pack(PrunedRun(run_id, ALL_ROWS))
-            continue
-        for start in range(0, len(dead), N_ROWS_AT_ONCE):
-            part = dead[start : start + N_ROWS_AT_ONCE]
-            yield PRUNED.pack(PrunedRun(run_id, len(part))) + _packed(part)
+def decode_prunings(message: Buffer) -> list[PrunedRow]:
+    """Empty for the last message."""
+    return list(PRUNED.read_all(message, INT.itemsize, _ints(message, 0, 1)[0]))
 
 
 def _packed_scores(row: int, token: ScoredToken) -> bytes:

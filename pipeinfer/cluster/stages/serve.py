@@ -14,6 +14,7 @@ from functools import partial
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.messages.activations import WireType, activation_bytes
 from pipeinfer.cluster.messages.wire import (
+    ALL_ROWS,
     N_PRUNINGS_BYTES,
     Kind,
     Transaction,
@@ -24,9 +25,10 @@ from pipeinfer.cluster.messages.wire import (
 from pipeinfer.cluster.stages.pace import Courier
 from pipeinfer.cluster.stages.pending_run import PendingRun
 from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
+from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.run_inbox import Arrival, RunInbox
 from pipeinfer.cluster.stages.samplers import Samplers
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
 from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.core.interfaces import DeviceStage
@@ -45,39 +47,36 @@ N_POSTED = 2
 """Receives of runs that are posted ahead."""
 
 
-class HeardPrunings:
-    """What this stage need not evaluate, as the head's messages have it."""
+class HeardPrunings(LocalPrunings):
+    """Pruned, told by the head's messages."""
 
     def __init__(self, comm: Comm, courier: Courier | None, listen: Callable[[], object]) -> None:
-        """`listen` is called between layers too."""
-        self.listen = listen
+        super().__init__(listen)
         self._inbox = Inbox(comm, 0, Tag.CANCEL, N_PRUNINGS_BYTES, courier=courier)
-        self._known = LocalPrunings()
         self._ended = False
 
     def is_cancelled(self, run_id: int) -> bool:
-        self.listen()
         self._hear(run_id)
-        return self._known.is_cancelled(run_id)
+        return super().is_cancelled(run_id)
 
     def rows(self, run_id: int) -> Sequence[int]:
         self._hear(run_id)
-        return self._known.rows(run_id)
+        return super().rows(run_id)
 
     def _hear(self, run_id: int) -> None:
         while (message := self._inbox.poll()) is not None:
-            self._known.forget_before(run_id)
+            self.forget_before(run_id)
             heard = decode_prunings(message)
             self._inbox.give_back(message)
-            self._ended = heard.is_last
-            for dead_id, rows in heard.runs:
-                if rows is None:
-                    self._known.cancel([dead_id])
+            self._ended = not heard
+            for dead in heard:
+                if dead.row == ALL_ROWS:
+                    self.cancel([dead.run_id])
                 else:
-                    self._known.prune({dead_id: rows})
+                    self.prune({dead.run_id: [dead.row]})
 
     def close(self, idle: Idle) -> None:
-        """Take every message meant for this pipeline: a late one must not cancel a run of the next."""
+        """Take every message of this pipeline: a late one must not cancel a run of the next."""
         idle.until(lambda: self.is_cancelled(0) or self._ended or None)
         self._inbox.close(idle)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from pipeinfer.cluster.messages.records import Buffer
 from pipeinfer.cluster.messages.wire import SentRow, Transaction
 from pipeinfer.cluster.stages.history import TokenHistory
 from pipeinfer.cluster.stages.pending_run import Evaluated, PendingRun, Question
+from pipeinfer.cluster.stages.prunings import Pruned
 from pipeinfer.cluster.stages.samplers import Samplers
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import (
@@ -33,44 +34,6 @@ from pipeinfer.core.interfaces import (
 from pipeinfer.core.runs import FAILED, NO_TOKEN, Guess, GuessVerdict, Opening, OpKind, Verdict
 from pipeinfer.core.sampling import choose
 from pipeinfer.observe.trace import NO_TRACE, Tracer
-
-
-class Pruned(Protocol):
-    """What the head says need not be evaluated. It may say so late, or never."""
-
-    def is_cancelled(self, run_id: int) -> bool:
-        """Asked before a run and between its layers."""
-        ...
-
-    def rows(self, run_id: int) -> Sequence[int]:
-        """Asked before a run: the indices of its rows that nobody needs."""
-        ...
-
-
-class LocalPrunings:
-    """Pruned, told in this process."""
-
-    def __init__(self) -> None:
-        self.cancelled: set[int] = set()
-        self.pruned: dict[int, set[int]] = {}
-
-    def cancel(self, run_ids: Iterable[int]) -> None:
-        self.cancelled.update(run_ids)
-
-    def prune(self, rows: Mapping[int, Iterable[int]]) -> None:
-        for run_id, dead in rows.items():
-            self.pruned.setdefault(run_id, set()).update(dead)
-
-    def is_cancelled(self, run_id: int) -> bool:
-        return run_id in self.cancelled
-
-    def rows(self, run_id: int) -> Sequence[int]:
-        return sorted(self.pruned.get(run_id, ()))
-
-    def forget_before(self, run_id: int) -> None:
-        """Runs come in the order of their ids: what concerns older ones is of no use."""
-        self.cancelled = {known for known in self.cancelled if known >= run_id}
-        self.pruned = {known: rows for known, rows in self.pruned.items() if known >= run_id}
 
 
 @dataclass(slots=True)
@@ -322,18 +285,8 @@ class DraftWorker(StageWorker):
 
     UNIT = "question"
 
-    def __init__(
-        self,
-        model: StageModel,
-        pruned: Pruned,
-        clock: Callable[[], float],
-        is_first: bool,
-        tracer: Tracer = NO_TRACE,
-        n_layers: int = 0,
-        *,
-        couple: bool,
-    ) -> None:
-        super().__init__(model, pruned, clock, is_first, tracer, n_layers)
+    def __init__(self, *args: Any, couple: bool, **others: Any) -> None:
+        super().__init__(*args, **others)
         self.couple = couple
 
     _no_answer: Any = ()

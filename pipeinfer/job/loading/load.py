@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pipeinfer.cluster.messages.wire import verdict_bytes
 from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.stages.pace import Courier, PacedStage
-from pipeinfer.cluster.stages.stage import DraftWorker, LocalPrunings, StageWorker
+from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.kv.sequences import SequencePool
