@@ -124,7 +124,7 @@ def _run_inbox(comm: Comm, pipe: Pipe, worker: StageWorker | None) -> RunInbox:
     model, rounded = worker.model, pipe.wire_type is not WireType.F32
     assert isinstance(model, DeviceStage), "activations were to come to a device that there is not"
     n_bytes = activation_bytes(pipe.n_rows, pipe.n_embd, pipe.wire_type)
-    out_of_band = Inbox(comm, pipe.previous, Tag.OUT_OF_BAND, n_bytes, pipe.n_posted, room=model.device_memory)
+    out_of_band = Inbox(comm, pipe.previous, Tag.OUT_OF_BAND, n_bytes, pipe.n_posted, allocate=model.device_memory)
     return RunInbox(inbox, pipe.n_embd, pipe.wire_type, out_of_band, partial(model.device_rows, rounded=rounded))
 
 

@@ -23,6 +23,7 @@ from pipeinfer.cluster.hosts.launch import (
 from pipeinfer.cluster.hosts.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
 from pipeinfer.cluster.hosts.roster import check_alike, own_info, places
 from pipeinfer.cluster.idle import sleep_on_time
+from pipeinfer.cluster.timing.link_times import clock_offset_s
 from pipeinfer.cluster.transport import Link, abort
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.segments import marking, short_of_room, sweep
@@ -54,7 +55,7 @@ class Crew:
         """What this rank needs for its part of a plan. Collective: clocks that may differ are compared."""
         self.watch.describe(deployment.plan.describe(self.link.rank))
         tracer = Tracer(CLOCK, on=options.trace is not None)
-        offset_s = self.link.clock_offset_s(CLOCK, other_clocks(self.hosts))
+        offset_s = clock_offset_s(self.link, CLOCK, other_clocks(self.hosts))
         return Context(options, self.link, self.flag, tracer, self.watch.flow, offset_s)
 
 

@@ -1,0 +1,67 @@
+"""Time messages between two ranks: the offset of their clocks, and a link's bandwidth. All functions are collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.transport import Link, Tag
+
+
+def clock_offset_s(link: Link, clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
+    """Seconds to add to this rank's clock to get rank 0's; 0 unless it is one of `ranks`, whose clocks may differ.
+
+    The round with the least delay counts.
+    """
+    offset_s, time_s = 0.0, np.zeros(1)
+    for rank in ranks:
+        if link.rank == 0:
+            for _ in range(n_rounds):
+                _receive(link, time_s, rank)
+                time_s[0] = clock()
+                _send(link, time_s, rank)
+        elif link.rank == rank:
+            offset_s = min(_ask_clock(link, clock, time_s) for _ in range(n_rounds))[1]
+    return offset_s
+
+
+def _ask_clock(link: Link, clock: Callable[[], float], time_s: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """(delay, offset) of one question to rank 0."""
+    start_s = clock()
+    _send(link, time_s, 0)
+    _receive(link, time_s, 0)
+    delay_s = clock() - start_s
+    return delay_s, float(time_s[0]) - (start_s + delay_s / 2)
+
+
+def bandwidth_gbit(link: Link, n_bytes: int = 1 << 22, n_rounds: int = 4) -> float:
+    """The bandwidth of the slowest link between neighbouring ranks, in Gbit/s. Needs two ranks."""
+    buffer, slowest_s = np.zeros(n_bytes, np.uint8), 0.0
+    for rank in range(1, link.size):
+        if link.rank == rank - 1:
+            slowest_s = max(slowest_s, min(_round_trip_s(link, buffer, rank) for _ in range(n_rounds)))
+        elif link.rank == rank:
+            for _ in range(n_rounds):
+                _receive(link, buffer, rank - 1)
+                _send(link, buffer, rank - 1)
+    return 8e-9 * 2 * n_bytes / max(link.all_gather(slowest_s))
+
+
+def _round_trip_s(link: Link, buffer: Buffer, rank: int) -> float:
+    start_s = time.perf_counter()
+    _send(link, buffer, rank)
+    _receive(link, buffer, rank)
+    return time.perf_counter() - start_s
+
+
+def _send(link: Link, values: npt.NDArray[Any], rank: int) -> None:
+    link.wait_awake(link.comm.Isend(values, rank, Tag.CLOCK))
+
+
+def _receive(link: Link, values: npt.NDArray[Any], rank: int) -> None:
+    link.wait_awake(link.comm.Irecv(values, rank, Tag.CLOCK))
