@@ -58,6 +58,8 @@ def on_stop(reason):
 with Watch(rank, size, os._exit, on_stop, limits).open() as watch:
     if what == "absent" and rank == 2:
         os._exit(2)
+    if what == "before MPI":
+        time.sleep(60)
     watch.join([own_place()] * size, broadcast)
     assert watch._link, "the sentinel can be reached"
     watch.describe(f"stage {rank}, layers {8 * rank}-{8 * rank + 7}")
@@ -266,16 +268,15 @@ def test_the_sentinel_ignores_signals_and_leaves_with_rank_0(tmp_path: Path) -> 
 def test_a_killed_sentinel_is_not_taken_for_a_rank(start: Callable[[str], Job]) -> None:
     job = start("wait")
     job.wait_ready()
-    os.kill(sentinel_of(job.ranks[0].pid), signal.SIGKILL)
+    os.kill(sentinels_of(job.ranks[0].pid)[0], signal.SIGKILL)
     first, *others = job.errors(within_s=10)
     assert first == "pipeinfer: the watch, the process that notices dead ranks, was killed by SIGKILL; ending the job"
     assert not any("died" in line for line in others)
     assert all(rank.returncode for rank in job.ranks)
 
 
-def sentinel_of(pid: int) -> int:
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
+def sentinels_of(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def test_a_rank_that_never_comes_is_named(start: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +284,22 @@ def test_a_rank_that_never_comes_is_named(start: Callable[[str], Job], monkeypat
     job = start("absent")
     assert job.errors(within_s=30) == [f"pipeinfer: rank 2 (host {HOST}) did not join within 2 s; ending the job"]
     assert job.ranks[0].returncode and job.ranks[1].returncode
+
+
+@pytest.mark.parametrize(("what", "missing"), [("before MPI", "rank 1, rank 2"), ("absent", f"rank 2 (host {HOST})")])
+def test_a_death_before_all_have_joined_names_who_is_missing(
+    start: Callable[[str], Job], what: str, missing: str
+) -> None:
+    """The launcher may have killed rank 0 because a rank on another host ended first."""
+    job = start(what)
+    wait_until(lambda: bool(sentinels_of(job.ranks[0].pid)) and (what != "absent" or (job.place / "ready1").exists()))
+    time.sleep(0.5)
+    job.ranks[0].kill()
+    errors = job.ranks[0].communicate(timeout=20)[1]
+    about = f"host {HOST}" + (", stage 0, layers 0-7" if what == "absent" else "")
+    assert errors == (
+        f"pipeinfer: rank 0 ({about}), or {missing}, which had not joined yet, died of SIGKILL; ending the job\n"
+    )
 
 
 def head_alone(n_ranks: int) -> tuple[Watch, Rendezvous]:

@@ -37,7 +37,6 @@ LAUNCHER_GRACE_S = 0.3
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """What a connection ends with to a host that says nothing."""
 
-KILLED = " of SIGKILL"
 ASKED_TO_END = (" of SIGINT", " of SIGTERM", " of SIGHUP")
 LOOK_EVERY_S = 0.05
 FIND_S = 1.0
@@ -213,9 +212,6 @@ class Sentinel:
 
     def _died(self, rank: int, how: str) -> None:
         if self._stopping:
-            self._end("", died=True)
-        if not self._complete and how == KILLED and len(self._beside) < self._size:
-            # as the launcher does with the others when one on another host ended: it says which host
             self._end("", died=True)
         self._end(f"{self._who_died(rank)} died{how}; ending the job", died=True)
 
