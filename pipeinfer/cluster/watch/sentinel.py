@@ -1,7 +1,7 @@
-"""The process beside rank 0 that holds a connection to every rank, and speaks for those that died or never came.
+"""The process beside rank 0 that holds a connection to every rank, and reports ranks that died or never came.
 
-It runs in a session of its own, out of reach of the launcher's kill, and isolated: the standard library alone, and of
-this package what needs no more. Knows no MPI.
+It runs in a session of its own, which the launcher does not kill, and imports only the standard library and files of
+this package that do the same. Knows no MPI.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from pipeinfer.cluster.watch.step import end_step
 
 EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
-"""How long rank 0 has to end the job by MPI before the sentinel kills it, which makes the launcher end the job."""
+"""Time for rank 0 to end the job by MPI, before the sentinel kills it, which makes the launcher end the job."""
 
 LAUNCHER_GRACE_S = 0.3
-"""How long the launcher has to end the job when a process died: it does so without the many lines of MPI_Abort."""
+"""Time for the launcher to end the job after a death: it does so without the many lines of MPI_Abort."""
 
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""What a connection ends with to a host that says nothing."""
+"""How a connection to an unreachable host fails."""
 
 ASKED_TO_END = (" of SIGINT", " of SIGTERM", " of SIGHUP")
 LOOK_EVERY_S = 0.05
 FIND_S = 1.0
-"""How long ranks on this host are looked for: a launcher starts them together."""
+"""Time to look for ranks on this host: a launcher starts them together."""
 REMAINS_S = 2.0
 
 
 class Sentinel:
-    """Until every rank has come, or the time is over, it listens; then it has connections to ranks and none else."""
+    """Listens until every rank has joined or time is up; after that it talks to the ranks only."""
 
     def __init__(self, head: Connection, head_pid: int, host: str, size: int, join_s: float, limits: Limits) -> None:
         self._head_pid = head_pid
@@ -64,8 +64,7 @@ class Sentinel:
         self._find_until_s = time.monotonic() + FIND_S
         self._segments: set[Path] = set()
         self._stopping = False
-        # epoll reports in the order of the events: the first to die comes first, even if the launcher killed the others
-        # before we woke.
+        # epoll reports events in their order: the first death comes first, even if the launcher kills others meanwhile
         self._selector = selectors.DefaultSelector()
         self._selector.register(head, selectors.EVENT_READ, 0)
 
@@ -86,11 +85,11 @@ class Sentinel:
 
     @property
     def _complete(self) -> bool:
-        """Every rank has come, and MPI has started: `_key` is rank 0's word for that."""
+        """Every rank has joined. Rank 0 sends the key once MPI has started."""
         return bool(self._key) and len(self._links) == self._size
 
     def _look(self) -> None:
-        """While ranks are awaited: who is on this host, what rank 0 would leave behind, who is late or silent."""
+        """While ranks are missing: find those on this host and rank 0's shared memory, admit ranks, check the time."""
         if len(self._beside) < self._size > 1 and time.monotonic() < self._find_until_s:
             self._find_ranks()
         self._segments |= segments_of(self._head_pid)
@@ -102,7 +101,7 @@ class Sentinel:
             self._end(f"{late}{here}; ending the job", died=False)
 
     def _listen(self) -> None:
-        """Once all are there: who says nothing any more?"""
+        """Once all have joined: check for a rank without heartbeats."""
         silent = self._heartbeats.look(time.monotonic())
         if silent is not None:
             said = f"has said nothing for {self._limits.silent_s:g} s (--rank-timeout)"
@@ -134,7 +133,7 @@ class Sentinel:
             self._listener = None
         self._heartbeats.begin(self._links, time.monotonic())
 
-    # -- what ranks say
+    # -- messages
 
     def _receive(self, rank: int) -> None:
         message: Message = {}
@@ -165,7 +164,7 @@ class Sentinel:
                 self._end_of_way(*cut)
         elif "pid" in message:
             self._processes[rank] = Process(message["pid"])
-        elif "key" in message:  # from rank 0: MPI has started, the others may come
+        elif "key" in message:  # from rank 0: MPI has started, the others may join
             self._key, self._size = message["key"], message["size"]
             self._hosts = dict(enumerate(message["hosts"]))
             self._segments |= segments_of(self._head_pid)
@@ -195,17 +194,17 @@ class Sentinel:
                 self._selector.register(process, selectors.EVENT_READ, process)
 
     def _ended(self, process: Process) -> None:
-        """A rank on this host, before all have come. One that exits has said why."""
+        """A rank on this host ended before all have joined. One that exits has said why itself."""
         self._selector.unregister(process)
         rank = next(rank for rank, other in self._beside.items() if other is process)
         how = process.how_it_ended()
-        if not how:  # older kernels forget: whoever ends next may not be the first
+        if not how:  # unknown on older kernels: the next one may not be the first to end
             del self._beside[rank]
         if rank in self._links or (how.startswith(" of ") and how not in ASKED_TO_END):
             self._died(rank, how)
 
     def _lost(self, rank: int) -> None:
-        if rank in self._beside:  # the ends of processes are told in their order, a link closes before them
+        if rank in self._beside:  # wait for the process: processes are reported in the order of their ends
             self._selector.unregister(self._links[rank])
         else:
             self._died(rank, self._processes[rank].how_it_ended() if rank in self._processes else "")
@@ -234,40 +233,40 @@ class Sentinel:
             os.kill(self._head_pid, signal.SIGKILL)
         self._clear_up()
         if len(self._links) < self._size:
-            end_step()  # who is not here could not be told
+            end_step()  # missing ranks could not be told
         os._exit(EXIT_CODE)
 
     def _await_head(self, timeout_s: float) -> None:
-        """Until rank 0 has ended. The launcher waits for us, the last to hold its pipe, so go as soon as possible."""
+        """Wait until rank 0 has ended, but no longer: the launcher waits for this process, which holds its pipe."""
         with contextlib.suppress(OSError, EOFError):
             while self._links[0].poll(timeout_s):
                 self._links[0].recv_bytes()
 
     def _clear_up(self) -> None:
-        """Remove what the killed leave in this host's shared memory; nobody waits for it."""
+        """Remove the shared memory that killed ranks leave on this host. Nobody waits for it."""
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         deadline = time.monotonic() + REMAINS_S
         while not remove_dead(self._segments) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
         time.sleep(LAUNCHER_GRACE_S)
-        sweep()  # other ranks, and rank 0 before anybody looked, may have marked more
+        sweep()  # segments of other ranks, and those that rank 0 marked before it was looked at
 
     def _tell_all(self, message: Message) -> None:
         for rank in self._links:
             if rank > 0:
                 send(self._links[rank], message)
 
-    # -- words
+    # -- texts
 
     def _who_died(self, rank: int) -> str:
-        """A rank may die before it has joined; then the launcher's kill of another one is all we see."""
+        """If a rank dies before it has joined, only the launcher's kill of another one may be seen."""
         if self._size in (len(self._links), len(self._beside)):
             return self._title(rank)
         return f"{self._title(rank)}, or {self._who_is_missing()}, which had not joined yet,"
 
     def _who_is_missing(self) -> str:
-        """Before MPI has started nobody can come to us: then those are missing that do not live on this host."""
+        """Ranks that have not joined; before MPI has started, when none can, those that are not on this host."""
         here = set(self._links) if self._key else {0, *ranks_beside(self._head_pid)}
         missing = [rank for rank in range(self._size) if rank not in here]
         named = ", ".join(self._title(rank) if rank in self._hosts else f"rank {rank}" for rank in missing)
