@@ -1,4 +1,4 @@
-"""The head's end of a pipeline: send runs, hear verdicts, say what need not be evaluated; and how the head waits.
+"""The head's end of a pipeline: send runs and prunings, receive verdicts; and how the head waits.
 
 Knows ranks and messages; neither trees nor policies.
 """
@@ -30,9 +30,9 @@ N_POSTED = 4
 
 
 class HeadPipeline(Generic[A]):
-    """The Pipeline of rank 0 to one level. If the head hosts its first stage, `work` evaluates the oldest run; a lone
-    rank does so for the whole model. `decode`: what the last stage's messages mean. `n_bytes`: of a verdict at most.
-    `progress`: of messages while `work` evaluates. `n_posted`: receives of verdicts that are posted ahead."""
+    """Rank 0's Pipeline to one level. If the head hosts the first stage, or the whole model, `work` evaluates the
+    oldest run. `decode`: decodes a verdict's message; `n_bytes`: of a verdict, at most. `progress`: moves messages
+    while `work` evaluates. `n_posted`: receives of verdicts that are posted ahead."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class HeadPipeline(Generic[A]):
             self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_posted, courier)
 
     def listen_by(self, listen: Callable[[], object]) -> None:
-        """Between the layers of the head's own stage `listen` is called; it is to ask for verdicts."""
+        """Set what is called between the layers of the head's own stage; it must poll for verdicts."""
         self._prunings.listen = listen
 
     def submit(self, run: Run) -> None:
@@ -94,11 +94,11 @@ class HeadPipeline(Generic[A]):
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest run was submitted that the head's own stage has yet to evaluate; infinity if none."""
+        """When the oldest run was submitted that waits for the head's own stage; infinity if there is none."""
         return self.ledger.submitted_s[self._queue[0].id] if self._queue else math.inf
 
     def work(self) -> None:
-        """The head's own stage: evaluate the oldest run and pass it on, or keep its verdict."""
+        """Evaluate the oldest run on the head's own stage; send it on, or keep its verdict."""
         assert self.worker
         run = self._queue.popleft()
         start_s = time.monotonic()
@@ -131,18 +131,18 @@ class HeadPipeline(Generic[A]):
                 self.ledger.n_cancel_messages += 1
 
     def ask_reports(self) -> None:
-        """Every remote stage shall report what it did since the last time, once it is through with all runs so far."""
+        """Order a report of every remote stage, after all runs so far."""
         if self.remote_ranks:
             self.outbox.send(encode_order(Kind.REPORT), self.remote_ranks[0], Tag.PIPELINE)
 
     def take_ledger(self) -> HeadLedger:
-        """What was noted since the last time."""
+        """The ledger since the last call."""
         ledger, self.ledger = self.ledger, HeadLedger()
         self.ledger.submitted_s = {run.id: ledger.submitted_s[run.id] for run in self._queue}
         return ledger
 
     def shutdown(self) -> None:
-        """Send every remote stage home."""
+        """Shut every remote stage down."""
         for rank in self.remote_ranks:
             self.outbox.send(encode_last_prunings(), rank, Tag.CANCEL)
         if self.remote_ranks:
@@ -152,9 +152,8 @@ class HeadPipeline(Generic[A]):
 
 
 class HeadWaiter:
-    """How rank 0 waits: by its own stages' work, or for a verdict. `check` is asked in every wait and may raise
-    `StopRequested`; `called` is asked too, and ends a wait when it says that there is something else to do. Waits are
-    noted in the ledger of `target`."""
+    """How rank 0 waits: by its own stages' work, or for a verdict. Every wait calls `check`, which may raise
+    `StopRequested`, and `called`, which ends the wait if it returns True. Waits are noted in the ledger of `target`."""
 
     def __init__(
         self, check: Callable[[], None], target: HeadPipeline[Any], called: Callable[[], bool] = lambda: False

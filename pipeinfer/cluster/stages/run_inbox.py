@@ -1,4 +1,4 @@
-"""What comes to a stage: runs, with their activations in the same message or, from a device, in one of its own."""
+"""Receive runs, whose activations are in the same message or, from a device, in a second one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipeinfer.core.interfaces import DeviceRows
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A transaction that is here as a whole, in room that is the caller's until it is given back. `memory`: where its
-    activations came to, if they came out of band."""
+    """A complete transaction, in memory that is the caller's until it is given back. `memory`: of its activations, if
+    they came out of band."""
 
     transaction: Transaction
     memory: Any = None
@@ -38,7 +38,7 @@ class RunInbox:
         self._waiting: Transaction | None = None  # for its activations
 
     def poll(self) -> Arrival | None:
-        """The next one."""
+        """The next run, if it is complete."""
         if self._waiting is None:
             buffer = self._inbox.poll()
             if buffer is None:
@@ -46,7 +46,7 @@ class RunInbox:
             self._waiting = Transaction(buffer, self._n_embd, self._wire_type)
         transaction, memory = self._waiting, None
         if transaction.comes_out_of_band:
-            assert self._out_of_band and self._rows, "activations come out of band to a rank that has no room for them"
+            assert self._out_of_band and self._rows, "activations out of band need memory for them"
             memory = self._out_of_band.poll()
             if memory is None:
                 return None
@@ -55,16 +55,16 @@ class RunInbox:
         return Arrival(transaction, memory)
 
     def holds(self) -> bool:
-        """Whether one has come, or the first part of it."""
+        """Whether a run has come, or its first message."""
         return self._waiting is not None or self._inbox.holds()
 
     def give_back(self, arrival: Arrival, sent: Request = NOT_SENT) -> None:
-        """Nobody reads it any more, once its message, if that is being sent on, is out."""
+        """Reuse the run's memory, once its message, if that is being sent on, is sent."""
         self._inbox.give_back(arrival.transaction.buffer, sent)
         if self._out_of_band and arrival.memory is not None:
             self._out_of_band.give_back(arrival.memory)
 
     def close(self, idle: Idle) -> None:
-        """Take the receives back that no message will come for."""
+        """Cancel the receives that are still posted."""
         for inbox in filter(None, (self._inbox, self._out_of_band)):
             inbox.close(idle)

@@ -1,6 +1,6 @@
-"""Threads that answer for the last stage while it evaluates its next run (SiPipe, section 5.1). Knows no MPI.
+"""Threads that choose tokens while the last stage evaluates its next run (SiPipe, section 5.1). Knows no MPI.
 
-The logits are copied into buffers of their own: the model writes the next run's over them.
+The logits are copied, because the model overwrites them with the next run's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pipeinfer.core.interfaces import FloatArray
 
 N_BUFFERS = 2
-"""Runs that are being answered at most. A stage that is further ahead waits for the oldest."""
+"""Runs that are sampled at a time, at most. A stage that is further ahead waits for the oldest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +30,8 @@ class _Open:
 
 
 class Samplers:
-    """`next_is_here`: whether the stage could begin another run now. While it could not, it answers by itself: nobody
-    would gain by another thread's doing so."""
+    """`next_is_here`: whether the stage could begin another run now. If not, it samples by itself: threads would gain
+    nothing."""
 
     def __init__(self, n_threads: int, next_is_here: Callable[[], bool]) -> None:
         self.n_threads, self.next_is_here = n_threads, next_is_here
@@ -41,15 +41,15 @@ class Samplers:
 
     @property
     def wanted(self) -> bool:
-        """Whether the next run shall be left to them: verdicts keep the order of the runs."""
+        """Whether the next run is left to the threads: verdicts keep the order of the runs."""
         return bool(self._open) or self.next_is_here()
 
     def submit(
         self, logits: FloatArray, rows: Sequence[int], answer: Callable[[int, FloatArray], None],
         finish: Callable[[], Any],
     ) -> None:  # fmt: skip
-        """Threads call `answer(row, its logits)` for each of these rows of logits (n_rows, n_vocab); what `finish` then
-        returns comes out of `ready`. The logits may be changed when this has returned."""
+        """Threads call `answer(row, its logits)` for these rows of logits (n_rows, n_vocab); `ready` then returns what
+        `finish` returns. The logits may be changed once this returns."""
         if not self._free:
             oldest = next(opened for opened in self._open if opened.buffer is not None)
             wait(oldest.work)
@@ -70,7 +70,7 @@ class Samplers:
         self._open.append(_Open(shares, finish, buffer))
 
     def ready(self) -> Any | None:
-        """What the oldest run came to, once it is answered; raises what answering raised."""
+        """The oldest run's result, once it is sampled; raises what `answer` raised."""
         if not self._open or not all(share.done() for share in self._open[0].work):
             return None
         oldest = self._open.popleft()
@@ -85,5 +85,5 @@ class Samplers:
             opened.buffer = None
 
     def close(self) -> None:
-        """Return when all is answered."""
+        """Return when all runs are sampled."""
         self._pool.shutdown()

@@ -1,4 +1,4 @@
-"""What one stage does with a transaction: apply operations, evaluate, fill in the result. Knows no MPI."""
+"""One stage's work on a run: apply its operations, evaluate its rows, fill in the result. Knows no MPI."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from pipeinfer.observe.trace import NO_TRACE, Tracer
 
 @dataclass(slots=True)
 class StageStats:
-    """What a stage did, for the statistics at the end."""
+    """Statistics of a stage."""
 
     n_runs: int = 0
     n_skipped: int = 0  # cancelled runs that it never began
     n_stopped: int = 0  # cancelled runs that it left between layers
     n_layers_saved: int = 0  # layers that cancellation spared it
-    n_left: int = 0  # runs whose answers were left to samplers
-    n_rows_pruned: int = 0  # dead rows that it left out of runs it evaluated
+    n_left: int = 0  # runs whose tokens were left to samplers
+    n_rows_pruned: int = 0  # dead rows left out of runs that it evaluated
     busy_s: float = 0.0
 
 
@@ -53,12 +53,12 @@ NO_LOGITS = np.empty((0, 0), np.float32)
 
 
 class StageWorker:
-    """One stage, first or not, last or not. `n_layers` is the model's, for the statistics. `constrain`: makes a
-    Constraint of a request's grammar; without it, as for drafts, grammars are passed over. `leaves_as`: activations
-    are left on the model's device, as this; None: they go to the host."""
+    """One stage. `n_layers`: of the model, for the statistics. `constrain`: makes a Constraint of a request's grammar;
+    None, as for drafts: grammars are ignored. `leaves_as`: activations stay on the model's device in this type; None:
+    they go to the host."""
 
     UNIT = "run"
-    """What a timeline calls a transaction."""
+    """A transaction's name in timelines."""
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class StageWorker:
         self._history: TokenHistory | None = None  # kept only once a request looks back
 
     def process(self, transaction: Transaction) -> Verdict | GuessVerdict | None:
-        """Both `begin` and `finish`."""
+        """`begin` and `finish`."""
         return self.finish(self.begin(transaction))
 
     def begin(self, transaction: Transaction) -> PendingRun:
-        """Begin to bring the transaction to the state in which the next stage wants it. Another may begin before this
-        one is finished, in the same order, where the model `AsyncStage`; elsewhere it is done when this returns."""
+        """Begin to evaluate the transaction. If the model is an AsyncStage, the next one may begin before this one is
+        finished, and both finish in order; else it is done when this returns."""
         begun = PendingRun(transaction, self.clock())
         self._keep_books(transaction)
         if not transaction.cancelled and self.pruned.is_cancelled(transaction.run_id):
@@ -104,11 +104,8 @@ class StageWorker:
         return begun
 
     def finish(self, begun: PendingRun) -> Verdict | GuessVerdict | None:
-        """Wait for the result. The last stage returns the verdict, if that is not left to its samplers.
-
-        A cancellation is in `transaction.cancelled`; then the verdict says nothing of the rows. Other stages return
-        None and leave the residual in `activations`.
-        """
+        """Wait for the result. The last stage returns the verdict, unless that is left to its samplers; the verdict of
+        a cancelled run has no rows. Other stages return None and put the residual stream into `activations`."""
         transaction, questions, logits = begun.transaction, begun.questions, NO_LOGITS
         if not transaction.cancelled:
             logits = self._result(begun)
@@ -125,7 +122,7 @@ class StageWorker:
             else:
                 answer(index, logits[index])
         self.stats.n_runs += 1
-        # of runs that are under way at a time, the later one has taken what came after the first
+        # of two overlapping runs, the later one took the time after the end of the first
         end_s, start_s = self.clock(), max(begun.start_s, self._free_s)
         self._free_s, busy_s = end_s, end_s - start_s
         transaction.took(busy_s)
@@ -141,7 +138,7 @@ class StageWorker:
         return None
 
     def _keep_books(self, transaction: Transaction) -> None:
-        """Requests that begin and end, and what happens to sequences."""
+        """Note which requests begin and end, and apply the operations on sequences."""
         ops = transaction.ops
         for op in ops:
             if op.kind is OpKind.CLOSE:
@@ -176,7 +173,7 @@ class StageWorker:
             begun.questions = self._questions(transaction, seqs)
 
     def _result(self, begun: PendingRun) -> FloatArray:
-        """On the last stage the logits for each question."""
+        """The logits of each question on the last stage; else nothing, and the activations are in the transaction."""
         transaction, alive = begun.transaction, begun.alive
         result = begun.rows.result() if begun.rows else np.empty((0, self.model.n_embd), np.float32)
         if self.model.is_last:
@@ -191,9 +188,9 @@ class StageWorker:
         return NO_LOGITS
 
     def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
-        """Rows that can be evaluated here: not dropped before, and their prefix was evaluated on this stage.
+        """Rows to evaluate here: not dropped before, and with their prefix evaluated on this stage.
 
-        A row lacks its prefix only if that was cancelled or pruned, and then it descends from dead guesses.
+        A row without its prefix, which was cancelled or pruned, descends from dead guesses.
         """
         ends: dict[int, int] = {}
         alive = []
@@ -228,7 +225,7 @@ class StageWorker:
         return None if result is None else Evaluated(result)
 
     def _asked(self, run_id: int) -> bool:
-        """Between two layers: is the run cancelled?"""
+        """Whether the run is cancelled; called between layers."""
         self._n_asked += 1
         return self.pruned.is_cancelled(run_id)
 
@@ -247,7 +244,7 @@ class StageWorker:
         return questions
 
     def _allowed(self, row: SentRow) -> Allowed:
-        """What may follow a row."""
+        """The tokens that may follow a row."""
         assert self._history
         position = row.position + 1
         n_output = position - self._opened[row.request].n_prompt
@@ -256,7 +253,7 @@ class StageWorker:
     _no_answer: Any = NO_TOKEN
 
     def _answer(self, logits: FloatArray, asked: Question) -> Any:
-        """What the verdict says of one row: the target's token at the position asked about."""
+        """One row's part of the verdict: the target's token at the position after it."""
         params = asked.params
         own = logits.copy() if params.n_logprobs >= 0 else logits
         try:
@@ -271,7 +268,7 @@ class StageWorker:
 
 
 def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -> FloatArray | DeviceRows:
-    """Of `n_rows` rows these; the others are zero."""
+    """`n_rows` rows: `values` at the indices `rows`, else zeros."""
     if not isinstance(values, np.ndarray):
         return values.spread(rows, n_rows)
     found = np.zeros((n_rows, values.shape[1]), np.float32)
@@ -280,8 +277,8 @@ def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -
 
 
 class DraftWorker(StageWorker):
-    """A stage of a draft that is asked by messages: its verdicts have as many guesses for a row as are wanted.
-    `couple`: as for a drafter."""
+    """A stage of a draft on other ranks: its verdicts have as many guesses for a row as are wanted. `couple`: see
+    `guess_next`."""
 
     UNIT = "question"
 
@@ -300,7 +297,7 @@ class DraftWorker(StageWorker):
 
 
 def room_for(message: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> Transaction:
-    """A transaction with the message's content and room for the activations that a first stage adds."""
+    """A transaction with the message's content, and memory for the activations that a first stage adds."""
     n_bytes = Transaction(message, n_embd, wire_type).n_bytes_full
     buffer = np.empty(n_bytes, np.uint8)
     buffer[: len(message)] = message
