@@ -1,7 +1,7 @@
-"""Records of fixed size in a flat buffer: little-endian, field after field, without gaps. Knows no message.
+"""Records of fixed size in a flat buffer: little-endian fields without gaps. Knows no message.
 
-A record is declared once, as a NamedTuple or dataclass whose annotations are its layout: `I32` takes 4 bytes; `int`,
-`bool`, an IntEnum and `float` take 8.
+A record is a NamedTuple or dataclass whose annotations are its layout: `I32` takes 4 bytes; `int`, `bool`, an IntEnum
+and `float` take 8.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Record(Generic[T]):
         return self._make(*values)
 
     def read_all(self, buffer: Buffer, at: int, n: int) -> Iterator[T]:
-        """`n` records, one behind the other."""
+        """`n` consecutive records."""
         found = self._struct.iter_unpack(buffer[at : at + n * self.n_bytes].data)
         if not n or not self._conversions:
             return starmap(self._make, found)
@@ -57,7 +57,7 @@ class Record(Generic[T]):
         return map(self._make, *columns)
 
     def view(self, buffer: Buffer, at: int, n: int) -> npt.NDArray[Any]:
-        """The same as a structured array: nothing is copied, and what is written to it is in the buffer."""
+        """The same as a structured array that shares the buffer's memory."""
         return np.ndarray(n, self.dtype, buffer, at)
 
 

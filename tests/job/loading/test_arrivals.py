@@ -202,7 +202,7 @@ for n in (0, 1, 999, 1000, 1001, 5000):
             break
         stream.close()  # who gives up leaves nothing behind
 if link.rank:
-    chunked_transfer.zlib = SimpleNamespace(crc32=lambda data, before: crc32(data, before) ^ 1)  # a bit is wrong
+    chunked_transfer.zlib = SimpleNamespace(crc32=lambda data: crc32(data) ^ 1)  # a bit is wrong
 try:
     if link.rank == 0:
         chunked_transfer.send_chunks(link, 1, pieces(1700), lambda n: None)
