@@ -61,22 +61,22 @@ class Header(NamedTuple):
     n_open_bytes: I32  # of the new requests
     span_start: I32  # see Run
     span_end: I32  # 0: there is none
-    slowest_us: I32  # of the stages that evaluated it, the one that it took longest
-    is_out_of_band: I32  # its activations come in a message of their own, unless it is cancelled
+    slowest_us: I32  # of the slowest stage so far
+    is_out_of_band: I32  # its activations are in the next message, unless it is cancelled
 
 
 class SentRow(NamedTuple):
     request: I32
     token: I32
     position: I32
-    seq: I32  # the one that it sees
+    seq: I32  # the sequence that it sees
     n_wanted: I32  # answers
-    dropped: I32  # a stage had no cells for the guesses before it: it is dead, and its activations are void
+    dropped: I32  # dead: a stage lacked the cells before it; its activations are void
 
 
 class ExtraSeq(NamedTuple):
     row: I32
-    seq: I32  # one more that receives its cell
+    seq: I32  # another sequence that has its cell
 
 
 class VerdictHeader(NamedTuple):
@@ -84,7 +84,7 @@ class VerdictHeader(NamedTuple):
     cancelled: I32
     slowest_us: I32
     n_rows: I32
-    n_more: I32  # guesses of a draft; of the target, rows of requests that asked for log-probabilities
+    n_more: I32  # a draft's guesses, or the target's rows with log-probabilities
 
 
 class ScoredRow(NamedTuple):
@@ -109,7 +109,7 @@ TEXTS = tuple(field.name for field in fields(SamplingParams) if field.type == "s
 
 
 def bytes_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int, n_text: int = 0) -> int:
-    """Of a run's message."""
+    """The size of a run's message without activations, at most; exact without new requests."""
     records = OP.n_bytes * n_ops + ROW.n_bytes * n_rows + EXTRA.n_bytes * n_extra
     return HEADER.n_bytes + records + N_OPEN_BYTES * n_opens + n_text
 
@@ -126,9 +126,9 @@ def verdict_bytes(n_rows: int, n_guesses: int = 0, n_scored: int = 0) -> int:
 
 
 class Transaction:
-    """A view on a run's message; nothing is copied. `buffer` may be longer than the message.
+    """A view of a run's message. `buffer` may be longer than the message.
 
-    `rows`: SentRows as a structured array, which may be written to. `out_of_band`: activations that are on a device.
+    `rows`: SentRows as a structured array, which may be written to. `out_of_band`: activations on a device.
     """
 
     __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "buffer",
@@ -154,12 +154,12 @@ class Transaction:
 
     @property
     def sent_rows(self) -> Iterator[SentRow]:
-        """A copy of `rows`, one by one."""
+        """The rows as SentRows."""
         return ROW.read_all(self.buffer, self._rows_at, self.n_rows)
 
     @property
     def seqs(self) -> list[tuple[int, ...]]:
-        """Each row's sequences, the one it sees first."""
+        """Each row's sequences; the one that it sees is the first."""
         owners: list[tuple[int, ...]] = [(seq,) for seq in self.rows["seq"].tolist()]
         for row, seq in EXTRA.read_all(self.buffer, self._extra_at, self._header.n_extra):
             owners[row] += (seq,)
@@ -182,12 +182,12 @@ class Transaction:
 
     @property
     def comes_out_of_band(self) -> bool:
-        """Whether another message has the activations."""
+        """Whether the activations are in another message."""
         return bool(self._header.is_out_of_band) and not self.cancelled
 
     @property
     def out_of_band_memory(self) -> Any:
-        """What that other message is; None if there is none."""
+        """The memory to send as that other message; None if there is none."""
         return self.out_of_band.memory if self.out_of_band is not None and self.comes_out_of_band else None
 
     @property
@@ -201,18 +201,18 @@ class Transaction:
         write_activations(values, self.buffer[self._end : self.n_bytes_full], self.wire_type)
 
     def set_out_of_band(self, values: DeviceRows | None) -> None:
-        """From here on the activations are these."""
+        """Replace the activations by these; None: they are in the message."""
         self.out_of_band = values
         if self._header.is_out_of_band != (is_out_of_band := values is not None):
             self._change(self._header._replace(is_out_of_band=is_out_of_band))
 
     @property
     def slowest_s(self) -> float:
-        """Seconds that the run took the slowest of the stages that evaluated it."""
+        """Seconds that the run took in the slowest stage so far."""
         return 1e-6 * self._header.slowest_us
 
     def took(self, seconds: float) -> None:
-        """A stage has evaluated the run in so long."""
+        """Note the time of a stage's evaluation."""
         if (us := _us(seconds)) > self._header.slowest_us:
             self._change(self._header._replace(slowest_us=us))
 
@@ -221,7 +221,7 @@ class Transaction:
         return bool(self._header.cancelled)
 
     def cancel(self) -> None:
-        """From here on the transaction carries its operations only."""
+        """Drop the activations: only the operations still count."""
         self._change(self._header._replace(cancelled=1))
 
     def _change(self, header: Header) -> None:
@@ -246,7 +246,7 @@ def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
 
 
 def encode_order(kind: Kind) -> Buffer:
-    """A transaction that is no run; it comes behind all that was sent before."""
+    """A transaction that is not a run; it arrives after all that was sent before."""
     return encode(Run(0, []), kind)
 
 
