@@ -1,4 +1,4 @@
-"""Memory: what ranks will hold, what their hosts have left, and a refusal with the numbers when it is too much.
+"""The memory that ranks will need and that hosts have free, and an error with both when it is too little.
 
 Knows bytes, no model and no MPI.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 
 RUNTIME_BYTES = 75_000_000
-"""What Python, MPI and libllama take on a rank before any model is there (measured: 68 to 82 MB)."""
+"""Memory of Python, MPI and libllama on a rank without a model (measured: 68 to 82 MB)."""
 
 UNLIMITED = sys.maxsize
 V1_UNLIMITED = 1 << 60  # such a "limit" of a version 1 group is none
@@ -23,13 +23,13 @@ V1_UNLIMITED = 1 << 60  # such a "limit" of a version 1 group is none
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one rank will hold, in bytes.
+    """One rank's memory, in bytes.
 
     weights   in memory
-    mapped    weights that are mapped from a file: the system may drop them and read them again
+    mapped    weights mapped from a file, which the system may drop and read again
     kv        keys and values of all contexts
-    buffers   what evaluating and sending takes, and the vocabularies
-    loading   weights that are in memory a second time while they are loaded, before there are contexts
+    buffers   for evaluation and messages, and the vocabularies
+    loading   weights that are in memory twice during loading, before contexts are made
     """
 
     weights: int = 0
@@ -48,25 +48,25 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What the process holds once it has touched everything."""
+        """What the process holds once it has touched all pages."""
         return self.weights + self.mapped + self.kv + self.buffers + self.runtime
 
     @property
     def needed(self) -> int:
-        """What must be there at one time: mapped weights need not be."""
+        """What must be in memory at one time, without mapped weights."""
         return self.weights + max(self.kv + self.buffers, self.loading) + self.runtime
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """What a process may still take, in bytes: of its host (swap included), and by limits of its own."""
+    """Bytes that a process may still take: of its host's memory (swap included), and by its own limit."""
 
     host: int = UNLIMITED
     own: int = UNLIMITED
 
 
 def free_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
-    """Of this process; unlimited where the system does not tell."""
+    """This process's free memory; unlimited if the system does not say."""
     known = _fields(proc / "meminfo")
     host = 1024 * (known["MemAvailable"] + known.get("SwapFree", 0)) if "MemAvailable" in known else UNLIMITED
     return FreeMemory(min([host, *_group_memories(proc, groups)]), _own_limit(proc))
@@ -93,8 +93,8 @@ def check_fits(names: Sequence[str], free: Sequence[FreeMemory], memories: Seque
 
 
 def spare_memory(names: Sequence[str], free: Sequence[FreeMemory], memories: Sequence[Memory]) -> list[int | None]:
-    """Bytes that are left where each rank runs once all ranks there hold what they need: of its host or by its own
-    limit, whichever is less; negative: so many are missing. None: no limit is known. One entry a rank."""
+    """Bytes left to each rank once all ranks of its host hold what they need, by the host's memory or the rank's limit,
+    whichever is less; negative if too few; None if no limit is known. One entry a rank."""
     needed: dict[str, int] = {}
     left: dict[str, int] = {}
     for name, limits, memory in zip(names, free, memories, strict=True):
@@ -109,7 +109,7 @@ def spare_memory(names: Sequence[str], free: Sequence[FreeMemory], memories: Seq
 
 
 def paging_lines(names: Sequence[str], free: Sequence[FreeMemory], memories: Sequence[Memory]) -> list[str]:
-    """A line for each host that has room for what must be there, and not for the weights that ranks map from files."""
+    """A warning for each host that has memory for what ranks need, but not for their mapped weights too."""
     lines = []
     for name, spare in dict(zip(names, spare_memory(names, free, memories), strict=True)).items():
         mapped = sum(memory.mapped for other, memory in zip(names, memories, strict=True) if other == name)
@@ -134,11 +134,11 @@ def _size(n_bytes: float) -> str:
     return f"{n_bytes / unit:.1f} {name}"
 
 
-# -- what the system says
+# -- the system's values
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number, `MemAvailable:  123 kB` or `inactive_file 123`; empty where there is no file."""
+    """Parses lines such as `MemAvailable:  123 kB` or `inactive_file 123`; empty if there is no file."""
     try:
         lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     except OSError:
@@ -154,7 +154,7 @@ def _own_limit(proc: Path) -> int:
 
 
 def _group_memories(proc: Path, groups: Path) -> Iterator[int]:
-    """What each control group of this process has left, and each above it; what files cache there can be dropped."""
+    """Bytes left in each control group of this process and each above it; the page cache counts as free."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -166,7 +166,7 @@ def _group_memories(proc: Path, groups: Path) -> Iterator[int]:
                 "memory.limit_in_bytes", "memory.usage_in_bytes")  # fmt: skip
             top = groups / controllers
             folder = top / path.lstrip("/")
-            # a container may see its own group as the top
+            # in a container the top may be its own group
             for each in [folder, *folder.parents]:
                 yield from _group_memory(each, *names)
                 if each == top:
