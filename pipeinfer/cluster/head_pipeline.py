@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.activations import Buffer, WireType
 from pipeinfer.cluster.messages.wire import Kind, encode, encode_last_prunings, encode_order, encode_prunings
 from pipeinfer.cluster.stages.pace import Courier
 from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress

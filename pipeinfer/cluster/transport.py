@@ -34,7 +34,7 @@ except (ImportError, RuntimeError) as error:
     ) from None
 
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.activations import Buffer
 from pipeinfer.cluster.stages.pace import N_STAMP, Courier
 from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.cluster.messages.logprobs import MAX_TOP, Likely, ScoredToken
-from pipeinfer.cluster.messages.records import Record
 from pipeinfer.cluster.messages.wire import (
     ALL_ROWS,
     N_PRUNINGS_BYTES,
@@ -77,33 +74,6 @@ def test_what_a_stage_changes_is_in_the_message() -> None:
     transaction.rows["dropped"][[1]] = True
     again = Transaction(transaction.buffer, 4)
     assert [(row.n_wanted, row.dropped) for row in again.sent_rows] == [(1, 0), (1, 1)]
-
-
-@dataclass(frozen=True)
-class Several:
-    typical_p: float = 1.0
-    ignore_end: bool = False
-    n_drawn: int = 0
-
-
-@given(
-    st.builds(Several, n_drawn=st.integers(-(2**63), 2**63 - 1), ignore_end=st.booleans(), typical_p=st.floats(0, 1))
-)
-def test_a_record_is_laid_out_by_its_annotations(several: Several) -> None:
-    record = Record(Several)
-    buffer = np.frombuffer(record.pack(several) + bytes(5), np.uint8)
-    found = record.read(buffer, 0)
-    assert found == several == next(record.read_all(buffer, 0, 1)) and type(found.ignore_end) is bool
-
-
-def test_a_field_without_a_size_is_refused() -> None:
-    @dataclass
-    class Odd:
-        at: int
-        name: str
-
-    with pytest.raises(TypeError, match="no fixed size"):
-        Record(Odd)
 
 
 @given(ids, st.lists(st.integers(-1, 2**31 - 1), max_size=9), st.booleans(), st.integers(0, 2**31 - 1))

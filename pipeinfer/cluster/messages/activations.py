@@ -7,8 +7,9 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.cluster.messages.records import Buffer
 from pipeinfer.core.interfaces import FloatArray
+
+Buffer = npt.NDArray[np.uint8]
 
 QUIET = 0x40
 """The bit of a bf16 that keeps a NaN from becoming infinite when its lower half is dropped."""

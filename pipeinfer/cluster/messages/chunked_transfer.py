@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.activations import Buffer
 from pipeinfer.cluster.transport import Link, Request, Tag
 from pipeinfer.errors import UserError
 

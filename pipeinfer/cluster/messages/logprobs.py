@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeinfer.cluster.messages.records import I32
 from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.sampling import largest, total_weight
 
@@ -22,7 +21,7 @@ LEAST = -9999.0
 class Likely(NamedTuple):
     """A token, and the natural logarithm of its probability."""
 
-    token: I32
+    token: int
     logprob: float
 
 

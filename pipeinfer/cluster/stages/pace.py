@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeinfer.cluster.messages.activations import WireType, activation_bytes
-from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.activations import Buffer, WireType, activation_bytes
 from pipeinfer.cluster.messages.wire import Transaction
 from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost
 from pipeinfer.core.interfaces import Batch, Clock, FloatArray, LoadedModel

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.messages.activations import Buffer, WireType
 from pipeinfer.cluster.messages.logprobs import scored
-from pipeinfer.cluster.messages.records import Buffer
 from pipeinfer.cluster.messages.wire import SentRow, Transaction
 from pipeinfer.cluster.stages.history import TokenHistory
 from pipeinfer.cluster.stages.pending_run import Evaluated, PendingRun, Question

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.activations import Buffer
 from pipeinfer.cluster.transport import Link, Tag
 
 
