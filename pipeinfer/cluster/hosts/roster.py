@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pipeinfer
-from pipeinfer.cluster.watch.rendezvous import Place, own_place
+from pipeinfer.cluster.watch.rendezvous import own_place
 from pipeinfer.errors import UserError
 
 RankInfo = tuple[str, str, str, dict[str, str]]
@@ -44,10 +44,6 @@ def _named(settings: Any) -> Iterator[tuple[str, str]]:
 def _text(value: Any) -> str:
     """The value nearly as on the command line; different values have different texts."""
     return ",".join(map(_text, value)) if isinstance(value, tuple) and value else str(value)
-
-
-def places(infos: Sequence[RankInfo]) -> list[Place]:
-    return [Place(host, where) for _, host, where, _ in infos]
 
 
 def version_text() -> str:

@@ -60,16 +60,12 @@ class Listener:
             self._reject(link)
 
     def _authenticate(self, link: socket.socket) -> None:
-        with link:
+        with link, contextlib.suppress(Exception):  # a stranger can cause many kinds
             connection = Connection(link.dup().detach())
-            try:
-                rank = authenticate_rank(connection, self._key)
-                if self._pending.pop(link, None) is not None:
-                    self.admitted.put((rank, connection))
-                    return
-            except Exception:  # a stranger can cause many kinds
-                self._pending.pop(link, None)
-            connection.close()
+            rank = authenticate_rank(connection, self._key)
+            if self._pending.pop(link, None) is not None:
+                self.admitted.put((rank, connection))
+        self._pending.pop(link, None)
 
     def _reject(self, link: socket.socket) -> None:
         """Shut the connection down, which ends its thread."""

@@ -21,11 +21,12 @@ from pipeinfer.cluster.hosts.launch import (
     size_from_environment,
 )
 from pipeinfer.cluster.hosts.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
-from pipeinfer.cluster.hosts.roster import check_alike, own_info, places
+from pipeinfer.cluster.hosts.roster import check_alike, own_info
 from pipeinfer.cluster.idle import sleep_on_time
 from pipeinfer.cluster.timing.link_times import clock_offset_s
 from pipeinfer.cluster.transport import Link, abort
 from pipeinfer.cluster.watch.limits import Limits
+from pipeinfer.cluster.watch.rendezvous import Place
 from pipeinfer.cluster.watch.segments import marking, short_of_room, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import JobError, UserError
@@ -110,7 +111,7 @@ def _meet(link: Link, watch: Watch, settings: object) -> None:
         link.finalize()
         watch.close()
         raise
-    watch.join(places(infos), link.broadcast)
+    watch.join([Place(host, where) for _, host, where, _ in infos], link.broadcast)
 
 
 def _places(link: Link, options: RunOptions) -> list[Host]:
