@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed, distinct_speeds
 from pipeinfer.cluster.spread import NO_FAULTS, Faults, StageRoom, spread_layers
 from pipeinfer.errors import UserError
+from pipeinfer.sizes import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,8 @@ def draft_widths(n_drafts: int, draft_split: Sequence[int] = ()) -> tuple[int, .
         )
     if len(draft_split) != n_larger:
         raise UserError(
-            f"--draft-split {shown} has {_count(len(draft_split), 'part')} for {_count(n_larger, 'larger draft')}; "
-            "give one number for each, the smaller first, or leave it out"
+            f"--draft-split {shown} has {count_text(len(draft_split), 'part')} for "
+            f"{count_text(n_larger, 'larger draft')}; give one number for each, the smaller first, or leave it out"
         )
     return (1, *draft_split)
 
@@ -153,10 +154,6 @@ def _listed(values: Sequence[float]) -> str:
     return ",".join(f"{value:g}" for value in values)
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
 RoomFor = Callable[[Sequence[Stages], Sequence[int]], StageRoom]
 """(placed drafts, ranks) -> these ranks' memory for the next draft, or after the last draft for the target."""
 
@@ -179,7 +176,7 @@ def make_plan(
         if width > n_layers:
             raise UserError(
                 f"--draft-split {_listed(draft_split)}: {width} ranks for draft {number}, which has "
-                f"{_count(n_layers, 'layer')}; give at most {n_layers}"
+                f"{count_text(n_layers, 'layer')}; give at most {n_layers}"
             )
     placed: tuple[Stages, ...] = ()
     for draft, ranks in zip(drafts, draft_ranks(n_ranks, widths, draft_rank), strict=True):
@@ -188,8 +185,8 @@ def make_plan(
     own, n_layers = stage_ranks(n_ranks, widths, draft_rank), len(target.layer_bytes)
     if len(own) > n_layers:
         most = n_layers + n_ranks - len(own)
-        stages, layers = _count(len(own), "stage"), _count(n_layers, "layer")
-        raise UserError(f"{stages} for {layers}; start at most {_count(most, 'rank')} for this model")
+        stages, layers = count_text(len(own), "stage"), count_text(n_layers, "layer")
+        raise UserError(f"{stages} for {layers}; start at most {count_text(most, 'rank')} for this model")
     left = room(placed, own) if room else None
     timed = distinct_speeds([speeds[rank] for rank in own]) if speeds else []
     counts = split_layers(split, n_layers, len(own), target.faults) if split else balance(target, len(own), left, timed)
@@ -217,7 +214,7 @@ def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None, speeds: 
     most = next(n for n in range(n_stages - 1, 0, -1) if spread_layers([cost] * n, None, faults))
     raise UserError(
         f"{n_stages} stages for {len(cost)} layers that cannot be cut everywhere ({', '.join(set(faults.values()))}); "
-        f"start so few ranks that there are {_count(most, 'stage')}"
+        f"start so few ranks that there are {count_text(most, 'stage')}"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeinfer.cluster.hosts.free_memory import FreeMemory, free_memory
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
+from pipeinfer.sizes import count_text
 
 CGROUPS = Path("/sys/fs/cgroup")
 GPU_VARIABLES = (
@@ -124,8 +125,8 @@ def crowded_hosts(hosts: Sequence[Host], computing: Set[int], threads: Sequence[
         rivals, n_threads = _rivals(hosts, computing, host), _threads_on(hosts, computing, threads, host)
         if n_threads > host.n_cores > 0 and host.name not in lines:
             lines[host.name] = (
-                f"host {host.name} has {_count(host.n_cores, 'core')} for {_count(n_threads, 'thread')} of "
-                f"{_count(len(rivals), 'rank')} that compute; fewer ranks there"
+                f"host {host.name} has {count_text(host.n_cores, 'core')} for {count_text(n_threads, 'thread')} of "
+                f"{count_text(len(rivals), 'rank')} that compute; fewer ranks there"
                 f"{', or fewer threads (-t),' if n_threads > len(rivals) else ''} may be faster"
             )
     return list(lines.values())
@@ -144,10 +145,6 @@ def _threads_on(hosts: Sequence[Host], computing: Set[int], threads: Sequence[in
 def _rivals(hosts: Sequence[Host], computing: Set[int], host: Host) -> list[int]:
     """The ranks that compute on some of a rank's cores. A launcher may bind each rank to its own cores."""
     return [rank for rank in sorted(computing) if hosts[rank].name == host.name and hosts[rank].cores & host.cores]
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def _quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
+from pipeinfer.sizes import size_text
 
 RUNTIME_BYTES = 75_000_000
 """Memory of Python, MPI and libllama on a rank without a model (measured: 68 to 82 MB)."""
@@ -77,7 +78,7 @@ def check_fits(names: Sequence[str], free: Sequence[FreeMemory], memories: Seque
     for rank, (name, limit, memory) in enumerate(zip(names, free, memories, strict=True)):
         if memory.needed > limit.own:
             raise UserError(
-                f"rank {rank} on {name} needs {_shares(memory)}; its limit (ulimit -v) leaves {_size(limit.own)}; "
+                f"rank {rank} on {name} needs {_shares(memory)}; its limit (ulimit -v) leaves {size_text(limit.own)}; "
                 f"raise it, or {way_out}"
             )
     for name in dict.fromkeys(names):
@@ -87,8 +88,8 @@ def check_fits(names: Sequence[str], free: Sequence[FreeMemory], memories: Seque
         if needed > left:
             each = "; ".join(f"rank {rank}: {_shares(memories[rank])}" for rank in here)
             raise UserError(
-                f"{name} has {_size(left)} of memory left, and what shall run there needs {_size(needed)} ({each}); "
-                f"{way_out}"
+                f"{name} has {size_text(left)} of memory left, and what shall run there needs {size_text(needed)} "
+                f"({each}); {way_out}"
             )
 
 
@@ -115,8 +116,9 @@ def paging_lines(names: Sequence[str], free: Sequence[FreeMemory], memories: Seq
         mapped = sum(memory.mapped for other, memory in zip(names, memories, strict=True) if other == name)
         if spare is not None and 0 <= spare < mapped:
             lines.append(
-                f"{name} has {_size(spare)} of memory for {_size(mapped)} of weights that are mapped from the model's "
-                "file: they will be read again and again, which is slow; take more hosts, or a smaller quantisation"
+                f"{name} has {size_text(spare)} of memory for {size_text(mapped)} of weights that are mapped from the "
+                "model's file: they will be read again and again, which is slow; take more hosts, or a smaller "
+                "quantisation"
             )
     return lines
 
@@ -126,12 +128,9 @@ def _shares(memory: Memory) -> str:
         "weights": memory.weights, "KV": memory.kv, "buffers": memory.buffers, "runtime": memory.runtime,
         "weights while loading": memory.loading if memory.loading > memory.kv + memory.buffers else 0,
     }  # fmt: skip
-    return f"{_size(memory.needed)}, " + ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
-
-
-def _size(n_bytes: float) -> str:
-    unit, name = next(pair for pair in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if n_bytes >= pair[0] or pair[0] == 1e6)
-    return f"{n_bytes / unit:.1f} {name}"
+    return f"{size_text(memory.needed)}, " + ", ".join(
+        f"{name} {size_text(size)}" for name, size in parts.items() if size
+    )
 
 
 # -- the system's values
