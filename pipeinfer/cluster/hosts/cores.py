@@ -103,6 +103,11 @@ def other_clocks(hosts: Sequence[Host]) -> list[int]:
     return [rank for rank, host in enumerate(others, start=1) if not host.clock or host.clock != first.clock]
 
 
+def ranks_there(hosts: Sequence[Host], rank: int) -> list[int]:
+    """All ranks of a rank's host."""
+    return [other for other, each in enumerate(hosts) if each.name == hosts[rank].name]
+
+
 def sharers(hosts: Sequence[Host], computing: Set[int], rank: int) -> int:
     """How many ranks compute on a rank's host; that rank is counted in any case."""
     return len({rank, *(other for other in computing if hosts[other].name == hosts[rank].name)})

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeinfer.cluster.hosts.cores import Cores, Host
+from pipeinfer.cluster.hosts.cores import Cores, Host, ranks_there
 from pipeinfer.cluster.shares import share_of
 
 FOLDER = Path("/sys/devices/system/node")
@@ -43,17 +43,13 @@ def isolated(hosts: Sequence[Host]) -> list[Host]:
 
 
 def _isolated(hosts: Sequence[Host], rank: int) -> Host:
-    host, beside = hosts[rank], _beside(hosts, rank)
+    host, beside = hosts[rank], ranks_there(hosts, rank)
     if _why_not(ISOLATE, hosts, rank):
         return host
     own = share_of(host.nodes, beside.index(rank), len(beside))
     cores = frozenset[int]().union(*(cores for _, cores in own))
     n_cores = max(1, host.n_cores * len(cores) // len(host.cores))  # its part of what control groups allow
     return replace(host, cores=cores, n_cores=n_cores, numa="+".join(str(number) for number, _ in own))
-
-
-def _beside(hosts: Sequence[Host], rank: int) -> list[int]:
-    return [other for other, each in enumerate(hosts) if each.name == hosts[rank].name]
 
 
 def is_distributed(hosts: Sequence[Host], rank: int) -> bool:
@@ -63,7 +59,7 @@ def is_distributed(hosts: Sequence[Host], rank: int) -> bool:
 
 def _why_not(strategy: str, hosts: Sequence[Host], rank: int) -> str:
     """Why the strategy changes nothing for a rank. libllama's spreading uses all cores of a host."""
-    host, beside = hosts[rank], _beside(hosts, rank)
+    host, beside = hosts[rank], ranks_there(hosts, rank)
     if strategy == ISOLATE and len(beside) == 1:
         return "has one rank, which keeps all its cores"
     if strategy == DISTRIBUTE and len(beside) > 1:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host, share_cores
+from pipeinfer.cluster.hosts.cores import Host, ranks_there, share_cores
 from pipeinfer.cluster.hosts.speed import Speed, measure_speed
 from pipeinfer.cluster.timing.slice_times import RankTimes
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.draft_rank import may_choose
 from pipeinfer.job.profiling.known_times import known, read_speed
-from pipeinfer.job.profiling.schedule import ranks_there
 from pipeinfer.virtual.nodes import Node, estimated_machine
 
 if TYPE_CHECKING:  # imports MPI
