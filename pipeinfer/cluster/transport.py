@@ -254,6 +254,13 @@ class Link:
             pass
         self._wait(request)
 
+    def send_awake(self, values: np.ndarray[Any, Any], rank: int) -> None:
+        self.wait_awake(self.comm.Isend(values, rank, Tag.CLOCK))
+
+    def receive_awake(self, values: np.ndarray[Any, Any], rank: int) -> None:
+        """Into `values`, which `send_awake` of this rank sends."""
+        self.wait_awake(self.comm.Irecv(values, rank, Tag.CLOCK))
+
     # -- what all ranks do together
 
     def all_gather(self, value: T) -> list[T]:

@@ -1,16 +1,21 @@
-"""Time messages between two ranks: the offset of their clocks, and a link's bandwidth. All functions are collective."""
+"""Time messages between two ranks: the offset of their clocks, and a link's bandwidth. Imports no MPI.
+
+All functions are collective.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.cluster.messages.activations import Buffer
-from pipeinfer.cluster.transport import Link, Tag
+
+if TYPE_CHECKING:  # imports MPI
+    from pipeinfer.cluster.transport import Link
 
 
 def clock_offset_s(link: Link, clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
@@ -22,9 +27,9 @@ def clock_offset_s(link: Link, clock: Callable[[], float], ranks: Iterable[int],
     for rank in ranks:
         if link.rank == 0:
             for _ in range(n_rounds):
-                _receive(link, time_s, rank)
+                link.receive_awake(time_s, rank)
                 time_s[0] = clock()
-                _send(link, time_s, rank)
+                link.send_awake(time_s, rank)
         elif link.rank == rank:
             offset_s = min(_ask_clock(link, clock, time_s) for _ in range(n_rounds))[1]
     return offset_s
@@ -33,8 +38,8 @@ def clock_offset_s(link: Link, clock: Callable[[], float], ranks: Iterable[int],
 def _ask_clock(link: Link, clock: Callable[[], float], time_s: npt.NDArray[np.float64]) -> tuple[float, float]:
     """(delay, offset) of one question to rank 0."""
     start_s = clock()
-    _send(link, time_s, 0)
-    _receive(link, time_s, 0)
+    link.send_awake(time_s, 0)
+    link.receive_awake(time_s, 0)
     delay_s = clock() - start_s
     return delay_s, float(time_s[0]) - (start_s + delay_s / 2)
 
@@ -47,21 +52,13 @@ def bandwidth_gbit(link: Link, n_bytes: int = 1 << 22, n_rounds: int = 4) -> flo
             slowest_s = max(slowest_s, min(_round_trip_s(link, buffer, rank) for _ in range(n_rounds)))
         elif link.rank == rank:
             for _ in range(n_rounds):
-                _receive(link, buffer, rank - 1)
-                _send(link, buffer, rank - 1)
+                link.receive_awake(buffer, rank - 1)
+                link.send_awake(buffer, rank - 1)
     return 8e-9 * 2 * n_bytes / max(link.all_gather(slowest_s))
 
 
 def _round_trip_s(link: Link, buffer: Buffer, rank: int) -> float:
     start_s = time.perf_counter()
-    _send(link, buffer, rank)
-    _receive(link, buffer, rank)
+    link.send_awake(buffer, rank)
+    link.receive_awake(buffer, rank)
     return time.perf_counter() - start_s
-
-
-def _send(link: Link, values: npt.NDArray[Any], rank: int) -> None:
-    link.wait_awake(link.comm.Isend(values, rank, Tag.CLOCK))
-
-
-def _receive(link: Link, values: npt.NDArray[Any], rank: int) -> None:
-    link.wait_awake(link.comm.Irecv(values, rank, Tag.CLOCK))
