@@ -18,11 +18,11 @@ from pipeinfer.cluster.timing.calibrate import (
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.disk_cache import user_cache
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.draft_place import options_of_draft
-from pipeinfer.kept import user_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def time_stage(context: Context, deployment: Deployment, model: LoadedModel) -> 
     if deployment.model.rewinds and deployment.pace:
         context_s = time_context(model, rows, deployment.n_cells, CLOCK)
     elif deployment.model.rewinds:
-        context_s = recall_context(model, rows, deployment.n_cells, CLOCK, user_kept(), f"context: {key}")
+        context_s = recall_context(model, rows, deployment.n_cells, CLOCK, user_cache(), f"context: {key}")
     chunk = None
     if context.options.max_delay_s:
         n_rows = BLOCK if deployment.blocks else min(BLOCK, deployment.n_batch)
@@ -69,7 +69,7 @@ def time_draft(context: Context, deployment: Deployment, model: LoadedModel, num
 
 
 def _rows(deployment: Deployment, model: LoadedModel, key: str) -> dict[int, float]:
-    return time_rows(model, CLOCK) if deployment.pace else recall_rows(model, CLOCK, user_kept(), f"rows: {key}")
+    return time_rows(model, CLOCK) if deployment.pace else recall_rows(model, CLOCK, user_cache(), f"rows: {key}")
 
 
 def run_cost(stages: Collection[RunCosts], deployment: Deployment) -> RunCost | None:

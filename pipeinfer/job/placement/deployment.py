@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
-from pipeinfer.cluster.hosts.gpu_room import check_gpus
-from pipeinfer.cluster.hosts.room import Memory, Room, check_room, paging_lines
+from pipeinfer.cluster.hosts.free_memory import FreeMemory, Memory, check_fits, paging_lines
+from pipeinfer.cluster.hosts.gpu_memory import check_gpus
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
 from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.kv.blocks import LARGEST, rows_in_blocks
@@ -128,15 +128,15 @@ class Deployment:
         drafts = [self.drafts[number] for number in self.plan.drafts_on(rank)]
         return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.n_embd)
 
-    def hop_is_apart(self, source: int | None, dest: int | None) -> bool:
+    def hop_is_out_of_band(self, source: int | None, dest: int | None) -> bool:
         """Whether activations go from a rank to the next by messages of their own, from device to device: between
         stages of the target that torch computes."""
-        return hop_is_apart(self.hosts, self.plan, source, dest)
+        return hop_is_out_of_band(self.hosts, self.plan, source, dest)
 
     @property
-    def rooms(self) -> tuple[list[str], list[Room]]:
+    def free_memory(self) -> tuple[list[str], list[FreeMemory]]:
         """Of every rank its host's name, and what memory is left there."""
-        return self.host_names, [host.room for host in self.hosts]
+        return self.host_names, [host.memory for host in self.hosts]
 
     @property
     def host_names(self) -> list[str]:
@@ -157,7 +157,7 @@ class Deployment:
             for rank, host in enumerate(self.hosts)
             if host.untimed
         ]
-        paged = paging_lines(*self.rooms, self.memory)
+        paged = paging_lines(*self.free_memory, self.memory)
         return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads), *paged,
                 *self.unused, *self.notes]  # fmt: skip
 
@@ -184,7 +184,7 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
 
 def check_memory(deployment: Deployment, way_out: str) -> None:
     """Raises UserError when a host, or a GPU there, lacks memory for what its ranks shall hold."""
-    check_room(*deployment.rooms, deployment.memory, way_out)
+    check_fits(*deployment.free_memory, deployment.memory, way_out)
     check_gpus(deployment.hosts, deployment.on_gpus, way_out)
 
 
@@ -251,8 +251,8 @@ def options_on(options: RunOptions, hosts: Sequence[Host], plan: Plan, rank: int
     return options_of_draft(options, hosts, rank) if is_draft else options
 
 
-def hop_is_apart(hosts: Sequence[Host], plan: Plan, source: int | None, dest: int | None) -> bool:
-    """See `Deployment.hop_is_apart`."""
+def hop_is_out_of_band(hosts: Sequence[Host], plan: Plan, source: int | None, dest: int | None) -> bool:
+    """See `Deployment.hop_is_out_of_band`."""
     ends = [rank for rank in (source, dest) if rank is not None and plan.stage_of(rank) is not None]
     return len(ends) == 2 and all(hosts[rank].device_messages for rank in ends)
 
@@ -260,7 +260,7 @@ def hop_is_apart(hosts: Sequence[Host], plan: Plan, source: int | None, dest: in
 def _without_devices(options: RunOptions, hosts: Sequence[Host], plan: Plan) -> list[str]:
     """What is said where messages were asked for that do not come to be."""
     hops = pairwise(stage.rank for stage in plan.stages)
-    if options.gpu_aware != ON or any(hop_is_apart(hosts, plan, *hop) for hop in hops):
+    if options.gpu_aware != ON or any(hop_is_out_of_band(hosts, plan, *hop) for hop in hops):
         return []
     why = "messages are paced" if options.pace is not None else "no two stages that torch computes follow each other"
     return [f"--gpu-aware {ON} is without effect: {why}"]
