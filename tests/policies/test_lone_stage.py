@@ -128,7 +128,7 @@ def test_the_draft_keeps_no_run_from_being_evaluated_at_the_head() -> None:
     assert auto.draft(view)  # type: ignore[arg-type]
     for number in range(HIT_MEMORY):
         guess = Node(number, 8, view.tree.root, math.log(0.9))
-        auto.settled(Settled([view.tree.root, guess], [number], 1, 1, [([guess], guess)]), view)
+        auto.settled(Settled([view.tree.root, guess], [number], 1, 1, [([guess], guess)]), view)  # type: ignore[arg-type]
     assert not auto.draft(view)  # type: ignore[arg-type]
     view.tree.root.run_id, view.n_inflight = None, 0
     assert auto.draft(view) and auto.send(view) == AwaitDraft(view.tree.root)  # type: ignore[arg-type]
