@@ -20,6 +20,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
+from typing import TextIO
 
 import click
 import llama_cpp
@@ -125,7 +126,7 @@ def rows(found: dict[tuple[int, str], Found], plain_speed: float) -> Iterator[li
 @click.option("-o", "--output", type=click.File("w"), default="-")
 def main(
     target: Path, draft: Path | None, prompts: Path, ranks: str, numerics: str, policies: str, rounds: int,
-    questions: int, n_predict: int, n_threads: int, output: click.utils.LazyFile,
+    questions: int, n_predict: int, n_threads: int, output: TextIO,
 ) -> None:  # fmt: skip
     sets = sorted(prompts.glob("*.jsonl"))
     common = ["-m", str(target), "-n", str(n_predict), "--questions", str(questions), "--turns", "1", "--cut", "256"]
