@@ -8,15 +8,14 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.options.given import take_token
-from pipeinfer.cli.options.load_options import LoadOptions
-from pipeinfer.cli.options.load_rules import check_once
+from pipeinfer.cli.options.given import check_sequences, take_token
 from pipeinfer.cli.options.setting_options import command, take, take_policies
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.sweep import Sweep
+from pipeinfer.job.options.loads import Loads, check_once
 from pipeinfer.job.options.options import RunOptions, choose_drafts, choose_policy
 from pipeinfer.job.options.sections import Experiments, Guesses, HubAccess, Loading, Numerics, Placement
 from pipeinfer.job.options.text_sections import Context, Traffic
@@ -84,7 +83,7 @@ class BenchOptions:
 
 
 @command(
-    "bench", BenchOptions, LoadOptions, HubAccess, Loading, Context, Traffic, Placement, Numerics, SamplingParams,
+    "bench", BenchOptions, Loads, HubAccess, Loading, Context, Traffic, Placement, Numerics, SamplingParams,
     Guesses, Policy, Experiments, without=("layer_split", "continuous", "asynchronous"), defaults=DEFAULTS,
 )  # fmt: skip
 def bench(**others: Any) -> int:
@@ -97,7 +96,7 @@ def bench(**others: Any) -> int:
     asked = take(BenchOptions, others)
     if asked.resume and not asked.results:
         raise UserError("--resume needs --results: the file that has what was measured before")
-    loads = take(LoadOptions, others).loads(others["sequences"], others["max_delay_s"])
+    loads = _loads(others)
     if loads and asked.turns > 1:
         raise UserError(f"--turns {asked.turns}: a load's requests do not wait for answers; it has the first turn of "
                         "each question, leave --turns out")  # fmt: skip
@@ -109,8 +108,7 @@ def bench(**others: Any) -> int:
     chosen = take_policies(names, others)
     teams_shown = [",".join(map(str, team)) or "none" for team in teams]
     lists = {"-m": asked.models, "-md": teams_shown, "--policy": names, "-n": asked.predicts,
-             "--layer-split": asked.splits, "--ablate": asked.ablate,
-             "--concurrency": loads.concurrencies if loads else (), "--rate": loads.rates if loads else ()}  # fmt: skip
+             "--layer-split": asked.splits, "--ablate": asked.ablate}  # fmt: skip
     for option, given in lists.items():
         check_once(option, given)
     base = RunOptions(
@@ -135,6 +133,18 @@ def bench(**others: Any) -> int:
     from pipeinfer.job.bench.bench import run_sweep  # initialises MPI
 
     return run_sweep(sweep, asked.warm_up, asked.output, asked.resume)
+
+
+def _loads(others: dict[str, Any]) -> Loads | None:
+    """None where no loads are measured. Raises UserError for options that do not go together."""
+    given = take(Loads, others)
+    if given.concurrencies or given.rates:
+        loads = given.checked()
+        check_sequences(others["sequences"], loads.parallel or 0)
+        return loads
+    if given.requests or given.parallel or others["max_delay_s"] is not None:
+        raise UserError("--requests, --parallel and --max-delay are of loads; give --concurrency or --rate too")
+    return None
 
 
 def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[Prompt, ...]:

@@ -24,7 +24,6 @@ COMMANDS = {
     "serve": "serve:serve_command",
     "models": "models:models",
     "simulate": "simulate:simulate_command",
-    "record": "record:record_command",
     "plan": "plan:plan_command",
     "info": "info:info_command",
     "measure": "measure:measure_command",

@@ -70,7 +70,7 @@ def parse(name: str, words: list[str], given: click.Parameter | None = None) -> 
 
 
 def test_every_command_reads_its_words_the_same_way() -> None:
-    assert {"run", "bench", "simulate", "measure", "record", "timeline", "models split"} <= set(COMMANDS)
+    assert {"run", "bench", "simulate", "measure", "timeline", "models split"} <= set(COMMANDS)
     assert [name for name, command in COMMANDS.items() if not isinstance(command, Command)] == []
     assert isinstance(cli, Group)
 

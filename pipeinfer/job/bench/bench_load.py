@@ -13,11 +13,12 @@ from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import StopRequested
-from pipeinfer.job.bench.load_sweep import LoadCase, LoadGroup, Loads, LoadSweep, load_group
+from pipeinfer.job.bench.load_sweep import LoadCase, LoadGroup, LoadSweep, load_group
 from pipeinfer.job.bench.sweep import Sweep, plan_groups
 from pipeinfer.job.bench.sweep_job import SweepHead, start_sweep
 from pipeinfer.job.launch.context import CLOCK
 from pipeinfer.job.launch.start import Crew
+from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.planning.prepare import check_outputs, inputs_of
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
@@ -39,7 +40,7 @@ USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s", "peak_rss_bytes")
 
 def run_loads(sweep: Sweep, loads: Loads, warm_up: int, output: str, resume: bool) -> int:
     """`pipeinfer bench --concurrency` and `--rate`, on every rank; returns the exit code."""
-    sweep = replace(sweep, base=replace(sweep.base, parallel=loads.parallel))
+    sweep = replace(sweep, base=replace(sweep.base, parallel=loads.parallel or 1))
 
     def plan(sweep: Sweep, hosts_of: Sequence[Sequence[Host]]) -> list[LoadGroup]:
         return _plan(sweep, loads, hosts_of, resume)

@@ -11,6 +11,7 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.sweep import Key, Sweep, variants_of
+from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, deploy
 from pipeinfer.job.placement.model_files import open_models
@@ -23,20 +24,6 @@ from pipeinfer.observe.table import Record
 from pipeinfer.virtual.load import arrivals_s
 
 SEED_END = 2**32
-
-
-@dataclass(frozen=True, slots=True)
-class Loads:
-    """`concurrencies`, `rates`: each is a load. `n_requests`: of a load, 0: every prompt once, but twice the largest
-    concurrency at least. `parallel`: requests at a time that the job is loaded for."""
-
-    concurrencies: tuple[int, ...]
-    rates: tuple[float, ...]
-    n_requests: int
-    parallel: int
-
-    def n_asked(self, n_prompts: int) -> int:
-        return self.n_requests or max(n_prompts, 2 * max(self.concurrencies, default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +78,20 @@ class LoadGroup:
         return replace(self, cases=tuple(left))
 
 
+def n_requests(loads: Loads, n_prompts: int) -> int:
+    """Of a load: every prompt once, but twice the largest concurrency at least, where --requests does not say."""
+    return loads.requests or max(n_prompts, 2 * loads.most_clients)
+
+
 def load_group(
     options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host], loads: Loads
 ) -> LoadGroup:
     """What is measured of some policies on what they share. Raises UserError for what does not fit."""
     info, tokenizer = open_models(options)
-    asked = first_turns(sweep.prompts, loads.n_asked(len(sweep.prompts)), tokenizer, sweep.cut)
+    asked = first_turns(sweep.prompts, n_requests(loads, len(sweep.prompts)), tokenizer, sweep.cut)
     n_predict, n_prompt = max(sweep.predicts), max(map(len, asked))
     request = make_request(replace(options, predict=n_predict, ctx_size=0), info, tokenizer, asked[0], n_prompt)
-    n_ctx = options.ctx_size or min(len(asked), loads.parallel) * (n_prompt + n_predict)
+    n_ctx = options.ctx_size or min(len(asked), options.parallel) * (n_prompt + n_predict)
     _check_room(options, n_ctx, n_prompt + n_predict, loads)
     deployment = deploy(options, hosts, info, n_ctx, n_prompt)
     name = "+".join(dict.fromkeys(prompt.name.partition("/")[0] for prompt in sweep.prompts))

@@ -90,11 +90,12 @@ class Planner:
         on_gpus = spare_on_gpus(self.deployment.hosts, self.deployment.on_gpus)
         return max(0, max((-each for each in (*spare, *on_gpus) if each is not None), default=0))
 
-    def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
-        """What the plan costs, for `simulate`; without a draft its rank has layers too, as in `run`."""
+    def lay_out(self, has_draft: bool) -> Profile:
+        """The costs of the plan; without a draft its rank has layers too, as in `run`."""
         asked = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
         caches = self.options.cache, self.options.draft_cache
-        return planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
+        costs = planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
+        return replace(costs, wire_type=self.options.wire_type)
 
     def predict(self, policy: Policy) -> Compared:
         """As if the policy had learned nothing before. Raises UserError where that policy cannot be simulated, or its
@@ -106,14 +107,11 @@ class Planner:
             raise UserError(UNFIT)
         if policy.drafts and not self.drafts:
             raise UserError("guesses by --lookup are not simulated")
-        fresh = deepcopy(policy)
+        by_rank = [ranks_for(share) for share in self.acceptances if policy.drafts]
         question = Question(
-            file=asked, nodes=0, pair="", gbit=None, policies=[fresh], predict=N_SIMULATED,
-            prompt_tokens=self.n_prompt, known=(),
-            by_rank=[ranks_for(share) for share in self.acceptances if policy.drafts],
-            cancel=self.options.cancel, partitions=self.options.partitions, wire_type=self.options.wire_type,
-        )  # fmt: skip
-        simulated, result, _ = question.answer(fresh, seed=0, repetition=1)
+            asked.lay_out, N_SIMULATED, self.n_prompt, by_rank, self.options.cancel, self.options.partitions
+        )
+        simulated, result, _ = question.answer(deepcopy(policy))
         return generation_of(simulated, result)
 
     @property

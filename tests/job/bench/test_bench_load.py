@@ -22,7 +22,8 @@ from pipeinfer.cli.bench import bench
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.bench_load import Coming
-from pipeinfer.job.bench.load_sweep import LoadCase, Loads
+from pipeinfer.job.bench.load_sweep import LoadCase, n_requests
+from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.requests.conversation import Prompt, first_turns, read_prompts
 from pipeinfer.job.requests.request import GenerationRequest
@@ -173,8 +174,9 @@ def test_a_context_without_room_for_all_clients_is_refused(pair: list[str]) -> N
 
 
 def test_how_many_requests_a_load_has() -> None:
-    assert Loads((1, 16), (), 0, 16).n_asked(3) == 32 and Loads((1, 16), (), 0, 16).n_asked(80) == 80
-    assert Loads((), (0.5,), 0, 32).n_asked(80) == 80 and Loads((4,), (), 9, 4).n_asked(80) == 9
+    clients = Loads(concurrencies=(1, 16))
+    assert n_requests(clients, 3) == 32 and n_requests(clients, 80) == 80
+    assert n_requests(Loads(rates=(0.5,)), 80) == 80 and n_requests(Loads(concurrencies=(4,), requests=9), 80) == 9
 
 
 def test_lines_with_a_prompt_are_questions(pair: list[str]) -> None:

@@ -290,7 +290,7 @@ def test_what_was_timed_is_what_is_predicted(tmp_path: Path, wide: Path) -> None
         hosts = read_hosts(write(tmp_path, *(f"{name} {FAST}" for name in dict.fromkeys(names))))
         by_name = {node.host.name: node for node in hosts}
         nodes = with_times([by_name[name] for name in names], times)
-        return open_planner(options, info, nodes, ETHERNET, 128, ()).lay_out()
+        return open_planner(options, info, nodes, ETHERNET, 128, ()).lay_out(has_draft=True)
 
     alone = predicted(0.01, 0.001)
     assert [stage.layer.at(1) for stage in alone.stages] == pytest.approx([0.01, 0.01])
