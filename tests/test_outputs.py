@@ -159,7 +159,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["run", "-f", "{model}", "--trace", "{model}"],
         ["bench", "-m", "{model}", "--results", "{model}"],
         ["simulate", "--profile", "{model}", "--results", "{model}"],
-        ["timeline", "{model}", "-o", "{model}"],
     ],
 )
 def test_no_command_writes_over_what_it_reads(tmp_path: Path, target: Path, arguments: list[str]) -> None:

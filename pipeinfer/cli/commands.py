@@ -28,7 +28,6 @@ COMMANDS = {
     "info": "info:info_command",
     "measure": "measure:measure_command",
     "submit": "submit:submit_command",
-    "timeline": "timeline:timeline",
 }
 """Of each command the module in `pipeinfer.cli` and its function."""
 

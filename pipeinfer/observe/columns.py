@@ -98,6 +98,3 @@ COLUMNS = (
 NAMES = tuple(column.name for column in COLUMNS)
 ASKED = tuple(column.name for column in COLUMNS if column.asked)
 """What makes two measurements the same one: the key of `--resume`, of the tables and of the figures."""
-
-FIGURES = NAMES[:4]
-"""The original's columns: tokens a second of prompt and of text, mean inter-token latency, time to first token."""

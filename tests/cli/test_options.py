@@ -70,7 +70,7 @@ def parse(name: str, words: list[str], given: click.Parameter | None = None) -> 
 
 
 def test_every_command_reads_its_words_the_same_way() -> None:
-    assert {"run", "bench", "simulate", "measure", "timeline", "models split"} <= set(COMMANDS)
+    assert {"run", "bench", "simulate", "measure", "models split"} <= set(COMMANDS)
     assert [name for name, command in COMMANDS.items() if not isinstance(command, Command)] == []
     assert isinstance(cli, Group)
 
@@ -206,8 +206,6 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["simulate", "--profile", "pipeinfer-a", "--gbit", "nan"], "--gbit"),
         (["simulate", "--profile", "pipeinfer-a", "--acceptance", "nan"], "--acceptance"),
         (["simulate", "--profile", "/tmp"], "/tmp"),
-        (["timeline", "--for", "-5", "x", "-o", "y.png"], "--for"),
-        (["timeline", "/tmp", "-o", "y.png"], "/tmp"),
         # a text in the place of a file's name
         (["run", "-p", "x", "-sys", "You are"], "--chat"),
         (["run", "-p", "x", "--chat", "-sys", "a", "-sysf", "b"], "one of them"),
@@ -223,7 +221,6 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["run", "-p", "x", "--pace", "x" * 300], "too long"),
         (["simulate", "--profile", "x" * 300], "too long"),
         (["simulate", "--profile", "x" * 300 + ".toml"], "too long"),
-        (["timeline", "x" * 300, "-o", "y.png"], "too long"),
     ],
 )
 def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:

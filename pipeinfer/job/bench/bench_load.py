@@ -30,7 +30,7 @@ from pipeinfer.observe.load_columns import LATENCIES, LOADS
 from pipeinfer.observe.loads import come_text, falls_behind, print_loads
 from pipeinfer.observe.metrics import percentiles
 from pipeinfer.observe.report import milliseconds, number
-from pipeinfer.observe.table import Record, lines_of
+from pipeinfer.observe.table import Record
 from pipeinfer.observe.throughput import NOT_OFFERED, Throughput, offered_and_served
 from pipeinfer.outputs import check_separate
 
@@ -63,7 +63,7 @@ def _plan(sweep: Sweep, loads: Loads, hosts_of: Sequence[Sequence[Host]], resume
     groups = plan_groups(sweep, hosts_of, group_of)
     if not resume or not path or not path.exists() or not path.stat().st_size:
         return groups
-    known = {LOADS.key_of(row) for row in LOADS.rows(path, list(lines_of(path)))}
+    known = {LOADS.key_of(row) for row in LOADS.read(path)}
     return [left for left in (group.without(known) for group in groups) if left.cases]
 
 

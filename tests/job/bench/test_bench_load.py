@@ -32,7 +32,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.load_columns import LOAD_COLUMNS, LOADS
 from pipeinfer.observe.loads import print_loads, summarise
 from pipeinfer.observe.results import append_result
-from pipeinfer.observe.table import Record, lines_of
+from pipeinfer.observe.table import Record
 from pipeinfer.virtual.load import arrivals_s
 from plot import draw
 from plots.frames import frame_of
@@ -56,7 +56,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def rows_of(path: Path) -> list[Record]:
-    return LOADS.rows(path, list(lines_of(path)))
+    return LOADS.read(path)
 
 
 # -- who asks when

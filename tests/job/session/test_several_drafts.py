@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot as plt
 
 from pipeinfer.cluster.hosts.cores import this_host
 from pipeinfer.core.runs import GuessVerdict, Opening, Row, Run
@@ -26,6 +27,7 @@ from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.results import read_results
 from pipeinfer.policies import PipeInfer
+from plots.timeline import draw_timeline
 from tests.job.run.test_run import PROMPT, pid_of_rank, wait_for_text
 from tests.support.jobs import finish, plain_tokens, run_json, start
 from tests.support.toy import ToyDraftPipeline
@@ -202,7 +204,7 @@ def test_the_trace_has_a_track_of_each_draft(tmp_path: Path) -> None:
     arrows = [event for event in events if event["name"] == "message" and event["tid"] == 1]
     assert all("question" in event["args"] for event in arrows)
     assert {event["ph"] for event in arrows} == {"s", "f"}, "questions and answers"
-    assert finish(1, ["timeline", str(path), "-o", str(tmp_path / "picture.png")]).returncode == 0
+    plt.close(draw_timeline(path, None, None))
 
 
 def test_bench_measures_a_team_beside_a_lone_draft(tmp_path: Path) -> None:
