@@ -10,7 +10,7 @@ from pipeinfer.job.placement.draft_place import has_choice
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.job.planning.plan_rows import plan_rows
 from pipeinfer.job.planning.planner import Planner
-from pipeinfer.job.planning.ways import shortage_text, ways
+from pipeinfer.job.planning.suggestions import shortage_text, suggestions
 from pipeinfer.policies.registry import POLICIES, make_policy
 from pipeinfer.virtual.compare import Compared
 from pipeinfer.virtual.study import DEFAULT_ACCEPTANCE
@@ -21,7 +21,7 @@ def plan_report(planner: Planner) -> dict[str, Any]:
     that cannot be, whatever memory there is."""
     options, deployment = planner.options, planner.deployment
     predicted, unknown = _predictions(planner)
-    helping = ways(planner, predicted)
+    helping = suggestions(planner, predicted)
     plain = next((each.speed for each in predicted if each.policy == "iterative"), None)
     return {
         "model": str(options.model),

@@ -48,9 +48,7 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ask
     try:
         deployment = deploy(options, hosts, info, request.n_ctx, len(prompt))
     except DoesNotFit as error:
-        from pipeinfer.job.planning.ways import (
-            advised,  # only what is refused pays for importing what looks for ways out
-        )
+        from pipeinfer.job.planning.suggestions import advised  # takes a while to import
 
         raise advised(error, options, hosts, info, len(prompt)) from None
     return _noted(deployment, options, info), (request, tokenizer)

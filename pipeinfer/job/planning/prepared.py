@@ -10,9 +10,7 @@ from pipeinfer.job.launch.context import Context
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit
-from pipeinfer.job.process.complain import complain
 from pipeinfer.job.profiling.found_hosts import find_hosts
-from pipeinfer.job.profiling.host_speeds import known_speeds, order_matters
 from pipeinfer.models.llama.ggml import load_library
 
 T = TypeVar("T")
@@ -42,7 +40,6 @@ def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead
         get_ready()
 
     options, hosts = find_hosts(crew, options)
-    speeds = known_speeds(link, hosts) if order_matters(options, hosts) else []
     prepared: tuple[Deployment, T] | None = None
 
     def plan() -> Deployment | None:
@@ -65,9 +62,4 @@ def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead
         from pipeinfer.job.loading.worker import run_stage
 
         return run_stage(context, deployment)
-    if speeds:
-        from pipeinfer.job.planning.first_host import advice  # simulates
-
-        for line in advice(options, deployment, speeds):
-            complain(line)
     return run_head(context, *prepared)
