@@ -15,7 +15,7 @@ from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.loading.own_models import load_own
 from pipeinfer.job.loading.worker import run_stage
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
-from pipeinfer.job.placement.deployment import Deployment, check_profiled
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.prepare import inputs_of, prepare
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.profiling.found_hosts import find_hosts
@@ -50,7 +50,6 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
         check_separate({"--output": output}, inputs_of(options))
         check_writable(output, "--output")
         deployment, (request, _) = prepare(options, hosts)
-        check_profiled("measure", deployment.plan)
         return deployment
 
     deployment = link.agree(plan)
@@ -167,7 +166,7 @@ def _write(
     slowdown = {size: slowdowns([by_size[size] for by_size in beside_s]) for size in beside_s[0]} if beside_s else {}
     drafts = [times[draft.rank]["draft"] for (draft,) in deployment.plan.drafts]
     text = profile_toml(
-        title, deployment.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
+        title, deployment.model.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
         deployment.blocks, deployment.parked,
     )  # fmt: skip
     if line := disturbed_line([*stages, *drafts]):

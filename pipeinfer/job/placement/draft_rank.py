@@ -50,7 +50,7 @@ def choose_draft_rank(
     another would not be clearly better. `plan_with`: the plan if a rank drafts."""
     speeds = told_apart([host.speed for host in hosts])
     if not may_choose(options) or not speeds:
-        return options.draft_rank or 0
+        return options.fixed_draft_rank
 
     def draft_s(rank: int) -> float:
         if timed_s := hosts[rank].draft_s:

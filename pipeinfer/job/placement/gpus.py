@@ -12,9 +12,7 @@ from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import (
     RunOptions,
     backend_of,
-    check_backends,
-    check_devices,
-    check_gpu_layers,
+    check_by_rank,
     device_of,
 )
 from pipeinfer.job.placement.draft_place import options_of_draft
@@ -60,8 +58,7 @@ def rank_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> tuple
 
 def check_own_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> None:
     """On that rank. Raises UserError when options of devices do not fit the ranks, or its own device is not there."""
-    for check in (check_gpu_layers, check_backends, check_devices):
-        check(options, len(hosts))
+    check_by_rank(options, len(hosts))
     if not any(options.device):
         return
     try:

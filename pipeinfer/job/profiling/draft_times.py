@@ -49,8 +49,7 @@ def with_draft_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> 
 def _leaders(options: RunOptions, hosts: Sequence[Host]) -> dict[int, int]:
     """Of each rank that may have the draft, the first of its host that is like it: that is timed."""
     if not may_choose(options):
-        first = options.draft_rank or 0
-        return {first: first}
+        return {options.fixed_draft_rank: options.fixed_draft_rank}
     kinds = kinds_of(options, hosts)
     alike = [(host.name, host.gpus_given, kind) for host, kind in zip(hosts, kinds, strict=True)]
     return {rank: alike.index(each) for rank, each in enumerate(alike)}

@@ -58,7 +58,7 @@ def _parts(models: Sequence[ModelInfo], options: RunOptions, hosts: Sequence[Hos
         return {}, {}
     ranks: tuple[tuple[int, ...], ...] = ()
     if n_ranks > 1 and not options.draft_split:
-        ranks = draft_ranks(n_ranks, draft_widths(len(models) - 1), options.draft_rank or 0)
+        ranks = draft_ranks(n_ranks, draft_widths(len(models) - 1), options.fixed_draft_rank)
     drafts = {rank: part_of(models, 1 + number, 1, is_last=True) for number, (rank,) in enumerate(ranks)}
     of_target, of_drafts = ({rank: part for rank, part in each.items() if part} for each in (targets, drafts))
     return of_target, of_drafts

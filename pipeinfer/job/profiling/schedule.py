@@ -14,9 +14,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import (
     RunOptions,
     backend_of,
-    check_backends,
-    check_devices,
-    check_gpu_layers,
+    check_by_rank,
     device_of,
     gpu_layers_asked,
 )
@@ -49,13 +47,11 @@ def stages_of_target(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
     the options are wrong, which who plans says."""
     n_ranks, n_drafts = len(hosts), len(options.drafts_in_use)
     try:
-        check_backends(options, n_ranks)
-        check_gpu_layers(options, n_ranks)
-        check_devices(options, n_ranks)
+        check_by_rank(options, n_ranks)
         planned_threads(options, hosts)
         check_draft_rank(options, n_ranks)
         widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
-        ranks = stage_ranks(n_ranks, widths, (options.draft_rank or 0) if n_drafts else 0)
+        ranks = stage_ranks(n_ranks, widths, options.fixed_draft_rank if n_drafts else 0)
         return list(range(n_ranks)) if may_choose(options) and n_ranks > 1 else ranks
     except UserError:
         return []
