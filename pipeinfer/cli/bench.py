@@ -125,14 +125,18 @@ def bench(**others: Any) -> int:
         ablations=asked.ablate,
         repetitions=asked.repetitions or (1 if loads else REPETITIONS),
         cut=asked.cut,
+        loads=loads,
+        warm_up=asked.warm_up,
+        output=asked.output,
+        resume=asked.resume,
     )
     if loads:
         from pipeinfer.job.bench.bench_load import run_loads  # initialises MPI
 
-        return run_loads(sweep, loads, asked.warm_up, asked.output, asked.resume)
+        return run_loads(sweep)
     from pipeinfer.job.bench.bench import run_sweep  # initialises MPI
 
-    return run_sweep(sweep, asked.warm_up, asked.output, asked.resume)
+    return run_sweep(sweep)
 
 
 def _loads(others: dict[str, Any]) -> Loads | None:

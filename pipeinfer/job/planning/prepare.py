@@ -18,7 +18,8 @@ from pipeinfer.job.requests.constraints import constrained
 from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.results import check_results
+from pipeinfer.observe.results import RESULTS
+from pipeinfer.observe.table import Table
 from pipeinfer.outputs import check_separate, check_writable
 
 Asked = tuple[GenerationRequest, Tokenizer]
@@ -100,14 +101,15 @@ def _noted(deployment: Deployment, options: RunOptions, info: ModelInfo) -> Depl
     return replace(deployment, notes=(*deployment.notes, beyond))
 
 
-def check_outputs(options: RunOptions) -> None:
-    """What is written at the end must not fail then, and must not be what is read. Leaves nothing behind."""
+def check_outputs(options: RunOptions, table: Table = RESULTS) -> None:
+    """Raises UserError for files that cannot be written, or are read. `table`: the one of --results. Leaves nothing
+    behind."""
     check_separate({"--results": options.results, "--trace": options.trace}, inputs_of(options))
     cache = options.slice_cache
     if cache and cache.exists() and not cache.is_dir():
         raise UserError(f"--slice-cache {cache} is no directory; name one, it is made if it is not there")
     if options.results:
-        check_results(options.results)
+        table.check(options.results)
     if options.trace:
         check_writable(options.trace, "--trace")
 

@@ -21,8 +21,7 @@ from matplotlib import pyplot as plt
 from pipeinfer.cli.bench import bench
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.bench_load import Coming
-from pipeinfer.job.bench.load_sweep import LoadCase, n_requests
+from pipeinfer.job.bench.bench_load import Coming, LoadCase, n_requests
 from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.requests.conversation import Prompt, first_turns, read_prompts
