@@ -19,9 +19,8 @@ from typing import Any
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import take_streams
-from pipeinfer.observe.columns import COLUMNS
-from pipeinfer.observe.load_columns import LOAD_COLUMNS, LOADS
-from pipeinfer.observe.results import RESULTS
+from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS
+from pipeinfer.observe.results import LOADS, RESULTS
 from pipeinfer.observe.table import Record, lines_of
 from pipeinfer.outputs import whole_file
 

@@ -49,7 +49,7 @@ def info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
     from pipeinfer.job.inspect.model_report import describe_file
     from pipeinfer.observe.texts.model_text import info_lines
 
-    found = describe_file(*_fetched(file), ctx_size, numerics)
+    found = describe_file(_fetched(file), ctx_size, numerics)
     _tell(found, info_lines(found), json)
     return 0
 
@@ -83,7 +83,7 @@ def check_command(
     text = read_prompt(RunOptions(model=target, prompt=prompt, file=file)) if given else None
     if text == "":
         raise UserError(f"--file {file} is empty; give some text, or leave it out")
-    found = check_pair(*_fetched(target, draft), text, predict, threads)
+    found = check_pair(_fetched(target), _fetched(draft), text, predict, threads)
     _tell(found, check_lines(found), json)
     return 0 if found["can_draft"] else DIFFERENT
 
@@ -126,15 +126,15 @@ def split_command(
     from pipeinfer.job.loading.split import split_of_plan, write_slices
 
     split = parse_split(layer_split) if layer_split else split_of_plan(plan) if plan else None
-    for each in write_slices(*_fetched(target), split, stages or 0, output, only):
+    for each in write_slices(_fetched(target), split, stages or 0, output, only):
         state = "written" if each.is_new else "is there"
         click.echo(f"{each.path}: {each.what}, {each.n_bytes / 1e6:.1f} MB, {state}")
 
 
-def _fetched(*paths: Path) -> list[Path]:
-    from pipeinfer.job.placement.fetch import fetch_files
+def _fetched(path: Path) -> Path:
+    from pipeinfer.job.placement.model_files import fetch_files
 
-    return fetch_files(paths)
+    return fetch_files([path])[0]
 
 
 def _tell(found: dict[str, Any], lines: Iterable[str], json: bool) -> None:

@@ -19,17 +19,17 @@ from pipeinfer.job.options.loads import PARALLEL, Loads
 from pipeinfer.job.options.sections import Ablations, Experiments, Numerics, Output, Records
 from pipeinfer.job.options.text_sections import Traffic
 from pipeinfer.job.options.values import PROBABILITY, Listed, Number, Text
-from pipeinfer.observe.loads import show_loads
 from pipeinfer.observe.results import check_results
 from pipeinfer.observe.summary import print_summary
+from pipeinfer.observe.traffic import show_loads
 from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.policies.registry import POLICIES, USUAL
 from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.compare import generation_of, side_by_side
-from pipeinfer.virtual.load import Load
 from pipeinfer.virtual.outcome import write_trace
 from pipeinfer.virtual.profile import load_profile, shipped_profiles
 from pipeinfer.virtual.study import Question, ask
+from pipeinfer.virtual.traffic import Load
 
 HELP = {
     "prepare_ahead": "Ablation: a run's input is prepared when the one before it is evaluated.",

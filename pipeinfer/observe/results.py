@@ -1,4 +1,4 @@
-"""results.csv: one row a generation, with the columns of `columns`. Knows no ranks; how it lies in a file: `table`."""
+"""The tables results.csv, a row a generation, and load.csv, a row a load. Knows no ranks and no file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 from pipeinfer import __version__
 from pipeinfer.core.requests import Request
-from pipeinfer.observe.columns import COLUMNS, NAMES
+from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS, NAMES
 from pipeinfer.observe.metrics import RequestMetrics, speculation, timings
 from pipeinfer.observe.table import Record, Table
 
-RESULTS = Table(COLUMNS)
+RESULTS, LOADS = Table(COLUMNS), Table(LOAD_COLUMNS)
+"""results.csv and load.csv."""
+
 key_of, check_results, append_result, as_read = RESULTS.key_of, RESULTS.check, RESULTS.append, RESULTS.as_read
 read_results = RESULTS.read
 

@@ -16,9 +16,9 @@ from pipeinfer.observe.experiment import settings_text, variant_text
 from pipeinfer.observe.results import Record, append_result, as_read, result_row
 from pipeinfer.observe.texts.json_text import json_text
 from pipeinfer.virtual.choices import Choices, ranks_for, synthetic_team
-from pipeinfer.virtual.load import Load, simulate_load
 from pipeinfer.virtual.outcome import make_result, simulated_columns
 from pipeinfer.virtual.simulation import Simulated, simulate
+from pipeinfer.virtual.traffic import Load, simulate_load
 
 DEFAULT_ACCEPTANCE = 0.7
 

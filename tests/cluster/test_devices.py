@@ -20,7 +20,7 @@ from pipeinfer.job.options.options import DEFAULT, RunOptions, check_by_rank, gp
 from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.job.placement.gpus import check_own_devices, check_present, rank_devices
-from pipeinfer.job.planning.plan_rows import plan_rows
+from pipeinfer.job.planning.plan_table import plan_rows
 from pipeinfer.job.requests.asked import options_text
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info

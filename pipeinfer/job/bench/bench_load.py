@@ -28,14 +28,15 @@ from pipeinfer.job.session.open_requests import News, Open, OpenRequests
 from pipeinfer.job.session.rank_uses import RankUses
 from pipeinfer.job.session.session import N_NOTED, Session
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.observe.columns import LATENCIES
 from pipeinfer.observe.experiment import digest
-from pipeinfer.observe.load_columns import LATENCIES, LOADS
-from pipeinfer.observe.loads import come_text, falls_behind, print_loads
 from pipeinfer.observe.metrics import percentiles
 from pipeinfer.observe.report import milliseconds, number
+from pipeinfer.observe.results import LOADS
 from pipeinfer.observe.table import Record
 from pipeinfer.observe.throughput import NOT_OFFERED, Throughput, offered_and_served
-from pipeinfer.virtual.load import arrivals_s
+from pipeinfer.observe.traffic import come_text, falls_behind, print_loads
+from pipeinfer.virtual.traffic import arrivals_s
 
 SEED_END = 2**32
 USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s", "peak_rss_bytes")

@@ -18,7 +18,7 @@ from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.prepare import inputs_of, prepare
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.profiling.found_hosts import find_hosts
+from pipeinfer.job.profiling.hosts import find_hosts
 from pipeinfer.job.profiling.timing import overheads, slowdowns, time_model, time_over_and_over
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.session import Session

@@ -16,11 +16,11 @@ from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.loading.worker import run_stage
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.placement.fetch import fetch_files
+from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.job.planning.prepare import check_outputs
 from pipeinfer.job.planning.prepared import get_ready
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.profiling.found_hosts import with_own_gpus, with_times
+from pipeinfer.job.profiling.hosts import with_own_gpus, with_times
 from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.session import Session
 from pipeinfer.observe.report import stderr_console

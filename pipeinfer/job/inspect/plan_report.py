@@ -8,7 +8,7 @@ from typing import Any
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.draft_place import has_choice
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
-from pipeinfer.job.planning.plan_rows import plan_rows
+from pipeinfer.job.planning.plan_table import plan_rows
 from pipeinfer.job.planning.planner import Planner
 from pipeinfer.job.planning.suggestions import shortage_text, suggestions
 from pipeinfer.policies.registry import POLICIES, make_policy

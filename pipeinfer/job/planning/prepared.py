@@ -10,7 +10,7 @@ from pipeinfer.job.launch.context import Context
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit
-from pipeinfer.job.profiling.found_hosts import find_hosts
+from pipeinfer.job.profiling.hosts import find_hosts
 from pipeinfer.models.llama.ggml import load_library
 
 T = TypeVar("T")

@@ -45,7 +45,7 @@ def with_speeds(speeds: Sequence[Speed], hosts: Sequence[Host], gpus: Sequence[S
     return nodes
 
 
-def with_times(nodes: Sequence[Node], times: Sequence[RankTimes]) -> list[Node]:
+def timed_nodes(nodes: Sequence[Node], times: Sequence[RankTimes]) -> list[Node]:
     """The nodes, with what was timed on each rank; as they are where nothing was."""
     if not times:
         return list(nodes)

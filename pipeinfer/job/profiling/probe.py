@@ -18,9 +18,9 @@ from pipeinfer.job.launch.context import forget_peak
 from pipeinfer.job.loading.stages import load_layers, local_rank
 from pipeinfer.job.options.options import RunOptions, backend_of
 from pipeinfer.job.placement.deployment import read_drafts, sizes_of
-from pipeinfer.job.placement.fetch import fetch_files
 from pipeinfer.job.placement.gpus import rank_devices
 from pipeinfer.job.placement.memory import gpu_layers
+from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.job.profiling.schedule import Span, planned_threads, timed_span
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton

@@ -28,11 +28,11 @@ from pipeinfer.job.requests.conversation import Prompt, first_turns, read_prompt
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.load_columns import LOAD_COLUMNS, LOADS
-from pipeinfer.observe.loads import print_loads, summarise
-from pipeinfer.observe.results import append_result
+from pipeinfer.observe.columns import LOAD_COLUMNS
+from pipeinfer.observe.results import LOADS, append_result
 from pipeinfer.observe.table import Record
-from pipeinfer.virtual.load import arrivals_s
+from pipeinfer.observe.traffic import print_loads, summarise
+from pipeinfer.virtual.traffic import arrivals_s
 from plot import draw
 from plots.frames import frame_of
 from plots.loads import FACETS, FIGURES

@@ -29,9 +29,9 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.chat.dialogue import Dialogue
+from pipeinfer.job.chat.history import History
 from pipeinfer.job.chat.interrupts import Interrupts
-from pipeinfer.job.chat.lines import PipedLines
+from pipeinfer.job.chat.line_input import PipedLines
 from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
@@ -83,8 +83,8 @@ def tokenizer(model: Path) -> Iterator[Tokenizer]:
     found.close()
 
 
-def quick(tokenizer: Tokenizer, forgets: bool = False) -> Dialogue:
-    return Dialogue(QuickFormat(ChatTemplate("", ""), tokenizer, None, (), forgets))
+def quick(tokenizer: Tokenizer, forgets: bool = False) -> History:
+    return History(QuickFormat(ChatTemplate("", ""), tokenizer, None, (), forgets))
 
 
 def stages_of(path: Path, n_stages: int, exact: bool = True) -> list[LlamaStage]:

@@ -29,7 +29,7 @@ from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.planning.planned_costs import model_of, with_described_speeds
 from pipeinfer.job.planning.planner import ETHERNET, Planner, open_planner
 from pipeinfer.job.planning.suggestions import largest, orders, suggestions
-from pipeinfer.job.profiling.host_speeds import with_times
+from pipeinfer.job.profiling.host_speeds import timed_nodes
 from pipeinfer.job.profiling.known_times import read_speed
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
@@ -266,7 +266,7 @@ def test_what_was_timed_is_what_is_predicted(tmp_path: Path, wide: Path) -> None
             times = [replace(each, beside=beside, n_beside=3) for each in times]
         hosts = read_hosts(write(tmp_path, *(f"{name} {FAST}" for name in dict.fromkeys(names))))
         by_name = {node.host.name: node for node in hosts}
-        nodes = with_times([by_name[name] for name in names], times)
+        nodes = timed_nodes([by_name[name] for name in names], times)
         return open_planner(options, info, nodes, ETHERNET, 128, ()).lay_out(has_draft=True)
 
     alone = predicted(0.01, 0.001)

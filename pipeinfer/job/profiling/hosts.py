@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.fetch import find_models
 from pipeinfer.job.placement.gpus import check_own_devices, with_gpus
+from pipeinfer.job.placement.model_files import find_models
 from pipeinfer.job.profiling.draft_times import with_draft_times
 from pipeinfer.job.profiling.layer_times import with_layer_times
 

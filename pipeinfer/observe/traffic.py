@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipeinfer.observe.load_columns import LOAD_COLUMNS
+from pipeinfer.observe.columns import LOAD_COLUMNS
 from pipeinfer.observe.report import milliseconds, number, without_suffixes
 from pipeinfer.observe.summary import print_records
 from pipeinfer.observe.table import Record

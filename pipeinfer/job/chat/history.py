@@ -32,7 +32,7 @@ class Asked:
     spans: tuple[Span, ...]
 
 
-class Dialogue:
+class History:
     """Turns of a user and an assistant. The prompts follow from what was said alone: not from what any rank did."""
 
     def __init__(self, format: ChatFormat) -> None:
