@@ -10,8 +10,7 @@ Kind = Literal["text", "integer", "number", "integers", "numbers"]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`asked`: known before anything is measured. Rows that differ in such a column are of different experiments; all
-    else was measured, or says where and when."""
+    """`asked`: known before anything is measured. Rows that differ in such a column are of different experiments."""
 
     name: str
     kind: Kind

@@ -22,8 +22,8 @@ read_results = RESULTS.read
 def result_object(
     request: Request, metrics: RequestMetrics, asked: Record, shown: Sequence[str], text: str = "", **others: Any
 ) -> dict[str, Any]:
-    """What one generation gave, as `--json` prints it. `shown`: the columns of `asked` that it has; `others`: what only
-    a real or only a simulated one knows, the ranks among it."""
+    """One generation, as `--json` prints it. `shown`: its columns of `asked`; `others`: of a real, or of a simulated
+    one."""
     return {
         "text": text,
         "tokens": request.tokens[len(request.prompt) :],

@@ -1,5 +1,4 @@
-"""A table of measurements in a CSV file, a row a line: appended whole, read back as it was. Knows files, not what the
-columns are about."""
+"""A table of measurements in a CSV file: rows are appended whole and read back. Knows no column's meaning."""
 
 from __future__ import annotations
 
@@ -80,10 +79,8 @@ class Table:
         return bool(lines) and tuple(lines[0][1]) == self.names
 
     def read(self, path: Path) -> list[Record]:
-        """All rows of a file, each cell of its column's kind, lists as tuples; a number is NaN where its cell is empty.
-
-        Raises UserError, naming the line, for whatever is no such row.
-        """
+        """All rows, each cell of its column's kind, NaN for an empty number. Raises UserError with the line of a wrong
+        row."""
         lines = list(lines_of(path))
         if not lines:
             raise UserError(f"{path} is empty; measure first, for instance with `pipeinfer bench --results {path}`")

@@ -1,5 +1,4 @@
-"""Many requests -> throughput, percentiles of latencies, what drafts were worth. Keeps two numbers a request, and a
-number a token where gaps between tokens are asked for."""
+"""Throughput and latencies of many requests. Keeps two numbers a request; with `itl_s` also one a token."""
 
 from __future__ import annotations
 

@@ -63,10 +63,8 @@ class Message:
 def write_chrome_trace(
     path: Path, tracks: Sequence[tuple[str, Sequence[Span]]], messages: Sequence[Message] = ()
 ) -> None:
-    """Write one track for each (label, spans); all times on one clock. Opens in Perfetto and chrome://tracing.
-
-    Raises UserError when the file cannot be written.
-    """
+    """One track for each (label, spans), on one clock, for Perfetto. Raises UserError when the file cannot be
+    written."""
     zero = min((span.start_s for _, spans in tracks for span in spans), default=0.0)
     events = [event for index, message in enumerate(messages) for event in _arrow(index, message, zero)]
     for track, (label, spans) in enumerate(tracks):

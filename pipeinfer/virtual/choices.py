@@ -48,10 +48,8 @@ shipped pair (0.66) has 0.35 for the second and 0.18 for the third guess; PipeDe
 
 
 def ranks_for(acceptance: float, n_ranks: int = MAX_WIDTH) -> tuple[float, ...]:
-    """How often the right token is the draft's first, second, … guess, if it is the first one `acceptance` of the time.
-
-    Raises UserError unless it is a probability.
-    """
+    """Shares of tokens that are the draft's first, second, … guess. Raises UserError if `acceptance` is no
+    probability."""
     if not 0 <= acceptance <= 1:
         raise UserError(f"an acceptance of {acceptance:g} is no probability; give a number from 0 to 1")
     again = FURTHER * acceptance

@@ -191,10 +191,8 @@ class ProfileFile:
         )
 
     def _sizes(self, stages: Sequence[ModelCost]) -> list[float]:
-        """Of each layer, the output table in the last; where they are not known, all alike, and the output by its time.
-
-        Raises UserError when there are more or fewer than the stages have.
-        """
+        """Of each layer, the output table in the last; by time where no sizes are known. Raises UserError for a wrong
+        number."""
         n_layers, last = sum(stage.layers for stage in stages), stages[-1]
         if "target" not in self.top.values:
             return [last.layer.at(1)] * (n_layers - 1) + [last.layer.at(1) + last.output.at(1)]
@@ -313,10 +311,8 @@ def share_layers(machines: Sequence[Machine], model: Model) -> list[int]:
 
 
 def spread_over(stages: Sequence[ModelCost], n_ranks: int, sizes: Sequence[float]) -> tuple[ModelCost, ...]:
-    """The same layers on all `n_ranks` ranks, the drafts' too, which are taken to be like the first stage's.
-
-    Split as `run` would split them, which knows the layers' sizes and takes all ranks to be equally fast.
-    """
+    """The same layers on all `n_ranks` ranks, split by size as `run` does. A draft's rank is as fast as the first
+    stage."""
     n_layers = sum(stage.layers for stage in stages)
     if n_layers < n_ranks:
         raise UserError(f"{n_layers} layers were measured: no {n_ranks} stages without a draft")

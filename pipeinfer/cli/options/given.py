@@ -1,5 +1,4 @@
-"""What a command line says in words of its own, as the options of a job: models, policy, chat, constraints. Checks how
-options go together."""
+"""Options of a job from the words of a command line. Checks how options go together."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def take_token(given: dict[str, Any]) -> None:
 
 
 def take_chat(given: dict[str, Any], is_chat: bool, escape: bool) -> ChatOptions | None:
-    """None where there is no chat. Raises click.UsageError for options that only a chat has, and for two system
-    messages."""
+    """None where there is no chat. Raises click.UsageError for options of chats alone, and for two system messages."""
     chat = take(ChatOptions, given)
     if not is_chat:
         ctx = click.get_current_context(silent=True)

@@ -36,8 +36,7 @@ PATIENCE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """`run`: what holds for all requests; its prompt and length are those of each. `as_chat`: plain prompts are what a
-    user says."""
+    """`run`: what holds for all requests. `as_chat`: plain prompts are what a user says."""
 
     run: RunOptions
     source: Path

@@ -76,8 +76,7 @@ def _load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | N
 def _time_own_models(
     crew: Crew, context: Context, deployment: Deployment, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
 ) -> dict[str, ModelTimes]:
-    """Time and free this rank's models; ranks of one host in turns, the others asleep, then 2, 3, … of them at
-    once."""
+    """Time and free this rank's models: ranks of one host in turns, then 2, 3, … of them at once."""
     start_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
     names = [host.name for host in crew.hosts]
     n_here, n_most = names.count(names[context.rank]), max(map(names.count, names))
@@ -126,10 +125,7 @@ def _sleep_until(when_s: float) -> None:
 def _run_plainly(
     context: Context, deployment: Deployment, request: GenerationRequest | None, times: list[dict[str, ModelTimes]]
 ) -> Overheads | None:
-    """A real job without speculation, then one for the draft's steps, during which all else rests.
-
-    Rank 0, which knows the request, gets what they cost on top of the models' own times.
-    """
+    """A job without speculation, then the draft's steps. Rank 0 gets what they cost beyond the models' own times."""
     if not request:
         run_stage(context, deployment)
         return None

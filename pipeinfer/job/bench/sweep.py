@@ -1,5 +1,4 @@
-"""What a benchmark measures: every combination of models, policies, splits, prompts and lengths, grouped by what must
-be loaded together. Plans and checks; runs nothing."""
+"""What a benchmark measures: every combination, grouped by what is loaded together. Runs nothing."""
 
 from __future__ import annotations
 
@@ -93,10 +92,8 @@ def loaded_together(sweep: Sweep) -> Iterator[tuple[RunOptions, tuple[Policy, ..
 
 
 def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]], group_of: MakeGroup[M]) -> list[Group[M]]:
-    """Groups in the order of the models, then of the policies. `hosts_of`: of each of `loaded_together`.
-
-    Raises UserError for whatever cannot be measured.
-    """
+    """Groups by model, then by policy. `hosts_of`: of each of `loaded_together`. Raises UserError for a wrong
+    combination."""
     check_ablations(sweep)
     groups: list[Group[M]] = []
     unused, draft_split = set(sweep.splits), sweep.base.draft_split

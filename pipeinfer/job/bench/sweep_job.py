@@ -1,5 +1,4 @@
-"""A sweep in one MPI job: what is loaded together is loaded once, one group after another. What is measured of a group,
-and how, is not known here."""
+"""A sweep in one MPI job: groups of cases, each loaded once. Measures nothing itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What `models info` tells of a file: what it is, whether it can be cut, and what stages of it would weigh. Loads no
-weights and prints nothing."""
+"""The report of `models info`: what a file is, whether it can be cut, the memory of stages. Loads no weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What `models check` tells of a target and a draft: do their vocabularies match, and how often is the draft right?
-Prints nothing."""
+"""The report of `models check`: do vocabularies match, and how often is the draft right? Prints nothing."""
 
 from __future__ import annotations
 

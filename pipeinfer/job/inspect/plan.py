@@ -107,10 +107,7 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
 
 
 def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost, untimed: str = "") -> int:
-    """Print the plan. Returns the exit code. Raises UserError, with what is missing, where it does not fit.
-
-    `untimed`: the rank that could not be timed, and why.
-    """
+    """Print the plan; returns the exit code. Raises UserError where it does not fit. `untimed`: a rank, and why."""
     if question.gbit is not None:
         link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
     options = fetch_models(options)

@@ -17,8 +17,8 @@ from pipeinfer.virtual.study import DEFAULT_ACCEPTANCE
 
 
 def plan_report(planner: Planner) -> dict[str, Any]:
-    """`shortage`: what is missing, in words, with the nearest ways out; empty if it fits. Raises UserError for a plan
-    that cannot be, whatever memory there is."""
+    """`shortage`: what is missing, with the nearest ways out; empty if it fits. Raises UserError for no possible
+    plan."""
     options, deployment = planner.options, planner.deployment
     predicted, unknown = _predictions(planner)
     helping = suggestions(planner, predicted)

@@ -57,8 +57,7 @@ class RunOptions(
 
     @property
     def n_seq(self) -> int:
-        """Sequences that trees may lease: as many as the policy can use for one request, and one for each further;
-        without partitions one a request, and so no branches."""
+        """Sequences that trees may lease: as many as the policy uses, and one for each further request."""
         if not self.partitions:
             return self.parallel
         return self.sequences or min(MAX_SEQUENCES, self.policy.n_seq + self.parallel - 1)
@@ -89,7 +88,7 @@ class RunOptions(
 
     @property
     def may_have_samplers(self) -> bool:
-        """Whether threads may choose tokens beside the last stage: unasked for many requests, where not all cores
+        """Whether threads may choose tokens beside the last stage: unasked for many requests, if not all cores
         compute."""
         if self.samplers is not None:
             return self.samplers > 0

@@ -1,5 +1,4 @@
-"""What every rank needs to know to load its part of the models and serve it: the plan, and what follows from it. Knows
-nothing of what is asked of them."""
+"""What every rank needs to load its part of the models: the plan, and what follows from it. Knows no request."""
 
 from __future__ import annotations
 
@@ -120,8 +119,8 @@ class Deployment:
         return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.model.n_embd)
 
     def hop_is_apart(self, source: int | None, dest: int | None) -> bool:
-        """Whether activations go from a rank to the next by messages of their own, from device to device: between
-        stages of the target that torch computes."""
+        """Whether activations of this hop go from device to device: between stages of the target that torch
+        computes."""
         ends = [rank for rank in (source, dest) if rank is not None and self.plan.stage_of(rank) is not None]
         return len(ends) == 2 and all(self.hosts[rank].device_messages for rank in ends)
 
@@ -163,8 +162,8 @@ class DoesNotFit(UserError):
 
 
 def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
-    """The plan for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when splits, threads,
-    vocabularies or memory do not fit; DoesNotFit where it is the memory alone."""
+    """The plan for contexts of `n_ctx` tokens. Raises UserError for a wrong option, DoesNotFit for too little
+    memory."""
     deployment = lay_out(options, hosts, info, read_drafts(options.drafts_in_use), n_ctx, n_prompt)
     try:
         check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
@@ -188,10 +187,8 @@ def read_drafts(paths: Sequence[Path]) -> list[ModelInfo]:
 def lay_out(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
 ) -> Deployment:
-    """The same plan whether it fits into the memory or not. `drafts`: those in use, as `read_drafts` has them.
-
-    Raises UserError when splits or threads do not fit.
-    """
+    """The plan, whether it fits or not. `drafts`: those in use, the smallest first. Raises UserError for wrong
+    options."""
     split = parse_split(options.layer_split) if options.layer_split else None
     draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
     check_by_rank(options, len(hosts))
@@ -276,8 +273,7 @@ def _check_computable(
 def memory_needs(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
 ) -> MemoryNeeds:
-    """What target and drafts take for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when
-    there are too few ranks."""
+    """Memory of target and drafts for contexts of `n_ctx` tokens. Raises UserError when there are too few ranks."""
     n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
     n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, info, len(hosts), len(drafts)) else 0
     lacks = tuple(host.lacks for host in hosts)
@@ -298,8 +294,7 @@ def _in_blocks(options: RunOptions, info: ModelInfo, n_ranks: int, n_drafts: int
 
 
 def _parks(options: RunOptions, plan: Plan) -> bool:
-    """Whether rejected cells are: by libllama's exact numerics, which add up in the order of cells. Rows on torch put
-    what they see in order themselves: there cells are free at once."""
+    """Whether rejected cells are kept. libllama's exact numerics add in the order of cells; torch sorts them itself."""
     return options.numerics == "exact" and not all(backend_of(options, stage.rank).is_torch for stage in plan.stages)
 
 
@@ -319,17 +314,14 @@ def sizes_of(info: ModelInfo) -> Sizes:
 
 
 def threads_of_ranks(threads: tuple[int, ...], computing: Set[int], hosts: Sequence[Host]) -> tuple[int, ...]:
-    """Threads of each rank: as given, else the cores of each host shared by the ranks that compute there.
-
-    Raises UserError when there are too few or too many values.
-    """
+    """Of each rank, as given, else a share of its host's cores. Raises UserError for a wrong number of values."""
     defaults = share_cores(hosts, computing)
     return tuple(threads_of_rank(threads, rank, len(hosts), default) for rank, default in enumerate(defaults))
 
 
 def samplers_of(options: RunOptions, plan: Plan, hosts: Sequence[Host], threads: Sequence[int]) -> int:
-    """Threads that choose tokens beside the last stage: as asked, else one if its rank has a core for it that no thread
-    computes on, or computes on a GPU. None where the head hosts that stage: it has nobody to hand tokens to."""
+    """Sampler threads beside the last stage: as asked, else one where its rank has a spare core or a GPU. None on rank
+    0."""
     rank = plan.stages[-1].rank
     if rank == 0 or not options.may_have_samplers:
         return 0

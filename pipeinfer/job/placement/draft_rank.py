@@ -46,8 +46,8 @@ def check_draft_rank(options: RunOptions, n_ranks: int) -> None:
 def choose_draft_rank(
     options: RunOptions, hosts: Sequence[Host], target: Sizes, draft: Sizes, plan_with: Callable[[int], Plan]
 ) -> int:
-    """The rank whose drafting leaves the target the fastest slowest stage; rank 0 where that is not known, or where
-    another would not be clearly better. `plan_with`: the plan if a rank drafts."""
+    """The rank whose loss slows the pipeline least; rank 0 where that is not clear. `plan_with`: the plan if a rank
+    drafts."""
     speeds = told_apart([host.speed for host in hosts])
     if not may_choose(options) or not speeds:
         return options.fixed_draft_rank

@@ -37,10 +37,7 @@ _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """What a target and its drafts take of ranks' memory, whichever rank has which layers.
-
-    `n_rows`: of the largest run; `n_in_blocks`: of a prompt, which are evaluated in a context of their own.
-    """
+    """What a target and its drafts take of ranks' memory. `n_rows`: of the largest run; `n_in_blocks`: of a prompt."""
 
     options: RunOptions
     info: ModelInfo
@@ -61,8 +58,7 @@ class MemoryNeeds:
         return tuple(found)
 
     def on_gpus(self, plan: Plan) -> tuple[int, ...]:
-        """Bytes that libllama puts on the GPUs of each rank. What the driver takes for itself is not among them, nor
-        what torch puts there."""
+        """Bytes that libllama puts on each rank's GPUs, without the driver's and without torch's."""
         return tuple(self._on_gpus(plan.n_ranks, (*plan.drafts, plan.stages)))
 
     def _on_gpus(self, n_ranks: int, placed: Sequence[Stages]) -> list[int]:
@@ -84,8 +80,7 @@ class MemoryNeeds:
         return gpu_bytes(info, first, last, self.n_cells, n_rows, self._n_outputs, by.n_on_gpu, types)
 
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
-        """What is left on `ranks` for the draft that comes after those that are placed, or after all of them for the
-        target. One host a rank. What other ranks have yet to get does not count."""
+        """What is left on `ranks`, one host a rank, for the next draft, or for the target after all drafts."""
         number, besides = len(placed), self._with_drafts(len(hosts), placed)
         left = {host.name: min(other.room.host for other in hosts if other.name == host.name) for host in hosts}
         for rank, host in enumerate(hosts):
@@ -171,8 +166,7 @@ class MemoryNeeds:
 
 
 class Computed(NamedTuple):
-    """What computes a rank's layers; of libllama how many of them on a GPU, negative: all. `lacks`: models that its
-    host has no file of."""
+    """What computes a rank's layers. `n_on_gpu`: of libllama's, negative: all. `lacks`: models without a file there."""
 
     backend: Backend
     n_on_gpu: int
@@ -180,8 +174,7 @@ class Computed(NamedTuple):
 
 
 def gpu_layers(options: RunOptions, rank: int) -> int:
-    """How many of a model's layers a rank puts on its GPU; negative: all. Where that is left to the rank, it is taken
-    to be as this one."""
+    """How many of a model's layers a rank puts on its GPU, negative: all. Auto: as this rank's library can."""
     if (asked := gpu_layers_asked(options, rank)) != AUTO_LAYERS:
         return asked
     return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
@@ -210,8 +203,7 @@ def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows:
 
 
 def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
-    """Of the copy through which parked cells are won back: of some cells, or of a sequence with its state, to which all
-    cells may belong."""
+    """Of the copy through which tombstoned cells are won back: of some cells, or of a sequence with its state."""
     n_copied = n_cells if not info.layers.rewinds else min(n_cells, COMPACT_CELLS)
     return n_copied * sum(info.kv_bytes_per_cell[first:last]) + sum(info.layers.state_bytes[first:last])
 
@@ -219,8 +211,7 @@ def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
 def gpu_bytes(
     info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, n_on_gpu: int, cache: CacheTypes
 ) -> int:
-    """Of layers [first, last) on a GPU, of which that has the last `n_on_gpu`, all if negative: their weights, with the
-    output head where it has more than all of them, keys, values and what evaluating takes."""
+    """Bytes on a GPU that has the last `n_on_gpu` of layers [first, last), all if negative: weights, KV and buffers."""
     on_gpu = slice(_first_on_gpu(first, last, n_on_gpu), last)
     has_head = last == info.n_layer and not 0 <= n_on_gpu <= last - first
     weights = sum(info.layer_bytes[on_gpu]) + (info.output_bytes if has_head else 0)
@@ -237,8 +228,8 @@ def slice_memory(
     info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, exact: bool, in_file: bool,
     n_on_gpu: int = 0, is_sent: bool = False, cache: CacheTypes = F16_CACHE,
 ) -> Memory:  # fmt: skip
-    """Of layers [first, last) with one context. `in_file`: on a disk, else the slice lives in memory, as does a whole
-    model that `is_sent`."""
+    """Of layers [first, last) with one context. `in_file`: mapped from a disk. `is_sent`: the whole model is in
+    memory."""
     is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
     in_file = in_file or (is_whole and not is_sent)
     weights = info.n_bytes if is_whole else _slice_bytes(info, first, last)

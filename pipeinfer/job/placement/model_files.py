@@ -69,8 +69,8 @@ def fetch_models(options: RunOptions) -> RunOptions:
 
 
 def find_models(link: Link, hosts: Sequence[Host], options: RunOptions) -> tuple[RunOptions, Sequence[Host]]:
-    """On every rank: the options, on rank 0 with files in the place of names, and the hosts with what each lacks of
-    these files. Raises JobError for models that rank 0 cannot have."""
+    """The options, on rank 0 with files for names, and the hosts with the files they lack. Collective. Raises
+    JobError."""
     fetched = link.agree(lambda: fetch_models(options))
     paths = [fetched.model, *fetched.drafts]
     lacks = link.all_gather(frozenset(str(path) for path in paths if not all(map(os.path.exists, part_paths(path)))))

@@ -1,5 +1,4 @@
-"""What `run` would do with these options on these nodes, and how fast that would be; asked again with something
-changed, what would help. Loads no weights, prints nothing."""
+"""The plan that `run` would make on these nodes, and its predicted speed. Loads no weights, prints nothing."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class Planner:
         return replace(costs, wire_type=self.options.wire_type)
 
     def predict(self, policy: Policy) -> Compared:
-        """As if the policy had learned nothing before. Raises UserError where that policy cannot be simulated, or its
-        plan does not fit."""
+        """A text by a fresh policy. Raises UserError where it cannot be simulated, or its plan does not fit."""
         # a split has a part for each stage, and without drafts there are more
         alike = policy.drafts == self.options.policy.drafts
         asked = self.changed(policy=policy, layer_split=self.options.layer_split if alike else None)

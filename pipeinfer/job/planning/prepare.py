@@ -1,5 +1,4 @@
-"""Rank 0 turns options into a deployment and a request: reads headers, tokenises, and checks all that can be wrong
-beforehand."""
+"""Rank 0 turns options into a deployment and a request, and checks all that can be wrong before models load."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ask
 
 
 def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ChatSetup]:
-    """The same for a chat. `options.chat` must be there; the prompt is what the user says first, if it is given.
-    A template that is broken could answer nothing: it is refused here, the model's own too."""
+    """The same for a chat; `options.chat` must be there. A template that is broken is refused here."""
     check_outputs(options)
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
@@ -78,10 +76,8 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
 def deploy_largest(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, least: int, n_prompt: int
 ) -> tuple[Deployment, int]:
-    """The deployment and its context in tokens: `n_ctx`, or where -c does not say so as much as fits, `least` or more.
-
-    Raises UserError as `deploy` does.
-    """
+    """The deployment and its context: `n_ctx` tokens, or without -c as many as fit, `least` at least. Raises
+    UserError."""
     while True:
         try:
             return deploy(options, hosts, info, n_ctx, min(n_ctx, n_prompt)), n_ctx
@@ -102,8 +98,7 @@ def _noted(deployment: Deployment, options: RunOptions, info: ModelInfo) -> Depl
 
 
 def check_outputs(options: RunOptions, table: Table = RESULTS) -> None:
-    """Raises UserError for files that cannot be written, or are read. `table`: the one of --results. Leaves nothing
-    behind."""
+    """Raises UserError for files that cannot be written, or that are read. `table`: the one of --results."""
     check_separate({"--results": options.results, "--trace": options.trace}, inputs_of(options))
     cache = options.slice_cache
     if cache and cache.exists() and not cache.is_dir():

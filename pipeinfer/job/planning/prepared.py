@@ -33,8 +33,8 @@ def start_prepared(settings: object, options: RunOptions, prepare: Prepare[T], r
 
 
 def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead[T]) -> int:
-    """Rank 0 fetches models, prepares and is the head, all others do as the deployment says. Returns the exit code; 0
-    where there is nothing to deploy. Raises JobError."""
+    """Rank 0 prepares and is the head, the others serve. Returns the exit code; 0 without a deployment. Raises
+    JobError."""
     link = crew.link
     if link.rank:
         get_ready()

@@ -39,9 +39,8 @@ class Suggestion:
 
 
 def suggestions(planner: Planner, predicted: list[Compared]) -> list[Suggestion]:
-    """Those that help, the best first: of a plan that does not fit those with which it would, or that with which least
-    is missing; of one that fits those that make it faster than it is, and than the ways that take less effort do.
-    `predicted`: what its policies would reach."""
+    """Those that help, the best first. For a plan that does not fit: those with which it would, else the nearest.
+    `predicted`: the speeds of its policies."""
     short, found = planner.shortage, list(_tried(planner))
     if short:
         fitting = [way for way in found if not way.short_bytes]
@@ -146,10 +145,8 @@ def _order(planner: Planner) -> Iterator[tuple[str, Planner]]:
 
 
 def orders(planner: Planner) -> Iterator[tuple[str, Planner]]:
-    """Each other host first, with all its ranks, one of each kind: the line of a hosts file, and the plan.
-
-    Hosts that lack a model cannot be first.
-    """
+    """Each other host first, one of each kind: the line of a hosts file, and the plan. Hosts that lack a model cannot
+    be."""
     if not planner.drafts_in_use or planner.options.is_by_rank:
         return
     nodes = planner.nodes

@@ -1,5 +1,4 @@
-"""How fast the hosts of a job are, timed for a moment on all their ranks at once, or known from the last time. Knows no
-plan."""
+"""Speeds of a job's hosts, timed on all ranks at once or known from before. Knows no plan."""
 
 from __future__ import annotations
 
