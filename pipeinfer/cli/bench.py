@@ -19,7 +19,7 @@ from pipeinfer.job.options.loads import Loads, check_once
 from pipeinfer.job.options.options import RunOptions, choose_drafts, choose_policy
 from pipeinfer.job.options.sections import Experiments, Guesses, HubAccess, Loading, Numerics, Placement
 from pipeinfer.job.options.text_sections import Context, Traffic
-from pipeinfer.job.options.values import File, Listed, Split, Text, Whole
+from pipeinfer.job.options.values import SPLIT, File, Listed, Text, Whole
 from pipeinfer.job.requests.conversation import Prompt, read_prompts
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -56,7 +56,7 @@ class BenchOptions:
         (128,), "--predict", "--n-predict", "-n", type=Listed(Whole(1)), first=True, help="Tokens to generate: 64,128."
     )
     splits: tuple[str, ...] = setting(
-        (), "--layer-split", type=Split(), repeated=True, help="As for run; used where it has one part a stage."
+        (), "--layer-split", type=SPLIT, repeated=True, help="As for run; used where it has one part a stage."
     )
     ablate: tuple[str, ...] = setting(
         (), "--ablate", type=Listed(click.Choice(ABLATIONS)),

@@ -17,7 +17,7 @@ from pipeinfer.cluster.plan import parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS
 from pipeinfer.job.options.options import DEFAULT, RunOptions
-from pipeinfer.job.options.values import THREADS, File, Folder, Listed, Split, Text, Whole
+from pipeinfer.job.options.values import SPLIT, THREADS, File, Folder, Listed, Text, Whole
 
 DIFFERENT = 1
 """The exit code for vocabularies that differ too much."""
@@ -104,7 +104,7 @@ def list_command(json: bool) -> None:
 @models.command("split", cls=Command)
 @click.argument("target", type=File())
 @click.option("-o", "--output", type=Folder(), required=True, help="The directory, which --slice-cache then names.")
-@click.option("--layer-split", type=Split(), help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5), as in `run`.")
+@click.option("--layer-split", type=SPLIT, help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5), as in `run`.")
 @click.option("--plan", type=File(), help="A plan as `pipeinfer plan --json` prints it: its stages.")
 @click.option(
     "--stages", type=Whole(2, MAX_LAYERS), help="So many stages, by size, as `run` cuts for ranks that are alike."

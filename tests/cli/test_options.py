@@ -24,7 +24,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.loading.load import inexact_line
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions, unescape, without_effect
-from pipeinfer.job.options.values import TYPES, File, GpuLayers, Listed, Number, Split, Text, Whole
+from pipeinfer.job.options.values import TYPES, File, Listed, Number, Text, Whole
 from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import POLICIES
 from tests.support.jobs import COMMAND, environment, finish, run_json
@@ -34,7 +34,7 @@ ODD = (
     "0x10", "1,", ",", "1,,2", "nan,1", "\u0661", "\u2603", "caf\u00e9", "\udcff", "--", "-x", "-", "1e-400", "+1",
     "1.5",
 )  # fmt: skip
-PLAIN = {Whole: "1", Number: "0.5", Split: "1", Listed: "1", GpuLayers: "0", File: "some.file", Text: "text"}
+PLAIN = {Whole: "1", Number: "0.5", Listed: "1", File: "some.file", Text: "text"}
 
 
 def leaves(command: click.Command, ctx: click.Context, path: str = "") -> Iterator[tuple[str, click.Command]]:

@@ -13,7 +13,7 @@ from pipeinfer.cli.options.command import is_from_environment, variable_of
 from pipeinfer.cli.options.environment import ignored_variables
 from pipeinfer.cli.options.setting_options import asks_for_guesses, policy_meant, take, take_policies
 from pipeinfer.cluster.hosts.launch import rank_from_environment
-from pipeinfer.core.logit_bias import bias_text, read_one
+from pipeinfer.core.logit_bias import bias_text
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
@@ -86,7 +86,7 @@ def take_chat(given: dict[str, Any], is_chat: bool, escape: bool) -> ChatOptions
 def take_biases(given: dict[str, Any]) -> str:
     """Raises click.UsageError for too many."""
     try:
-        return bias_text(map(read_one, given.pop("biases")))
+        return bias_text(given.pop("biases"))
     except ValueError as error:
         raise click.UsageError(f"--logit-bias {error}") from None
 

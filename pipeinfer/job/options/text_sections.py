@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeinfer.core.settings import setting
 from pipeinfer.job.options.limits import MAX_CTX
-from pipeinfer.job.options.values import Delay, File, LogitBias, Text
+from pipeinfer.job.options.values import LOGIT_BIAS, Delay, File, Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,8 @@ class Biases:
     """Single tokens that are wanted more or less."""
 
     heading = "Constraints"
-    biases: tuple[str, ...] = setting(
-        (), "--logit-bias", "-l", type=LogitBias(), repeated=True,
+    biases: tuple[tuple[int, float], ...] = setting(
+        (), "--logit-bias", "-l", type=LOGIT_BIAS, repeated=True,
         help="Add this to the logit of a token, as in 15043+1.5, 22-3 or 22-inf (never); may be given several times.",
     )  # fmt: skip
 
