@@ -25,7 +25,7 @@ from pipeinfer.observe.traffic import show_loads
 from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.policies.registry import POLICIES, USUAL
 from pipeinfer.virtual.choices import ranks_for
-from pipeinfer.virtual.compare import generation_of, side_by_side
+from pipeinfer.virtual.compare import side_by_side
 from pipeinfer.virtual.outcome import write_trace
 from pipeinfer.virtual.profile import load_profile, shipped_profiles
 from pipeinfer.virtual.study import Question, ask
@@ -147,7 +147,7 @@ def simulate_command(**given: Any) -> int:
     rows, generations = [], []
     for last, result, row in ask(question, chosen, seeds, records.results, given["json"]):
         rows.append(row)
-        generations.append(generation_of(last, result))
+        generations.append((last, result))
     if records.trace:
         write_trace(records.trace, last)
     if asked.output == "md" and not (asked.policies or given["json"]):

@@ -12,8 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from pipeinfer.observe.metrics import RequestMetrics, percentiles
-from pipeinfer.observe.report import USES, milliseconds, number, show_table
-from pipeinfer.sizes import size_text
+from pipeinfer.observe.report import milliseconds, number, show_ranks
 
 SHARES = (50, 90, 95, 99)
 
@@ -111,12 +110,4 @@ def show_throughput(console: Console, summary: dict[str, Any]) -> None:
             f"speculation acceptance {number(s['acceptance_rate'])} ({s['draft_n_accepted']} of {s['draft_n_judged']} "
             "guesses right)"
         )
-    rows = [
-        [
-            str(rank["rank"]), rank["host"], rank["role"],
-            *(f"{100 * rank[f'{use}_s'] / max(rank['wall_s'], 1e-9):.0f}%" for use in USES),
-            size_text(rank["peak_rss_bytes"]),
-        ]
-        for rank in s["ranks"]
-    ]  # fmt: skip
-    show_table(console, ["rank", "host", "role", *USES, "peak memory"], rows)
+    show_ranks(console, s["ranks"])

@@ -22,14 +22,10 @@ ENOUGH = 130
 """Characters a line in which all columns have room."""
 
 
-def show_plan(console: Console, deployment: Deployment, about: str) -> None:
-    """`about`: what is asked, in a line above the table."""
-    console.print(about)
-    show_ranks_of_plan(console, deployment)
-
-
-def show_ranks_of_plan(console: Console, deployment: Deployment) -> None:
-    """A row a rank, whether it fits or not."""
+def show_plan(console: Console, deployment: Deployment, about: str = "") -> None:
+    """A row a rank, whether it fits or not. `about`: a line above the table."""
+    if about:
+        console.print(about)
     rows = plan_rows(deployment, list(map(Node, deployment.hosts)))
     show_table(console, *plan_cells(rows, tuple(CELLS) if console.width >= ENOUGH else (*ALWAYS, *WHERE)))
 

@@ -22,7 +22,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.texts.plan_text import UNFIT
 from pipeinfer.policies import Iterative
 from pipeinfer.virtual.choices import ranks_for
-from pipeinfer.virtual.compare import Compared, generation_of
+from pipeinfer.virtual.compare import limit_of
 from pipeinfer.virtual.nodes import Node
 from pipeinfer.virtual.study import Question
 
@@ -32,6 +32,17 @@ ETHERNET = LinkCost(latency_s=50e-6, bytes_per_s=10e9 / 8)
 
 N_SIMULATED = 128
 """Tokens of a simulated text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of a text under a policy. `limit_per_s`: see `limit_of`."""
+
+    policy: str
+    tokens_per_s: float
+    limit_per_s: float
+    ttft_s: float
+    itl_p50_s: float
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ class Planner:
         costs = planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
         return replace(costs, wire_type=self.options.wire_type)
 
-    def predict(self, policy: Policy) -> Compared:
+    def predict(self, policy: Policy) -> Prediction:
         """A text by a fresh policy. Raises UserError where it cannot be simulated, or its plan does not fit."""
         # a split has a part for each stage, and without drafts there are more
         alike = policy.drafts == self.options.policy.drafts
@@ -110,13 +121,15 @@ class Planner:
             asked.lay_out, N_SIMULATED, self.n_prompt, by_rank, self.options.cancel, self.options.partitions
         )
         simulated, result, _ = question.answer(deepcopy(policy))
-        return generation_of(simulated, result)
+        timings, limit = result["timings"], limit_of(simulated.profile, self.n_prompt)
+        speed = timings["predicted_per_second"]
+        return Prediction(policy.name, speed, limit, timings["ttft_s"], timings["itl_p50_s"])
 
     @property
     def speed(self) -> float | None:
         """Tokens a second; None where nobody knows."""
         try:
-            return self.predict(self.options.policy).speed
+            return self.predict(self.options.policy).tokens_per_s
         except UserError:
             return None
 

@@ -47,10 +47,10 @@ def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead
         try:
             prepared = prepare(options, hosts)
         except DoesNotFit as error:
-            from pipeinfer.job.planning.plan_table import show_ranks_of_plan
+            from pipeinfer.job.planning.plan_table import show_plan
             from pipeinfer.observe.report import stderr_console
 
-            show_ranks_of_plan(stderr_console(), error.deployment)
+            show_plan(stderr_console(), error.deployment)
             raise
         return prepared and prepared[0]
 

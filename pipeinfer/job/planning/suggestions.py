@@ -12,11 +12,10 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import DoesNotFit, check_memory
 from pipeinfer.job.placement.memory import CELLS_PADDING
-from pipeinfer.job.planning.planner import ETHERNET, Planner, open_planner
+from pipeinfer.job.planning.planner import ETHERNET, Planner, Prediction, open_planner
 from pipeinfer.job.profiling.host_speeds import MEASURED
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.sizes import size_text
-from pipeinfer.virtual.compare import Compared
 from pipeinfer.virtual.nodes import Node
 
 MOST_NODES = 64
@@ -38,7 +37,7 @@ class Suggestion:
         return asdict(self) | {"fits": not self.short_bytes}
 
 
-def suggestions(planner: Planner, predicted: list[Compared]) -> list[Suggestion]:
+def suggestions(planner: Planner, predicted: list[Prediction]) -> list[Suggestion]:
     """Those that help, the best first. For a plan that does not fit: those with which it would, else the nearest.
     `predicted`: the speeds of its policies."""
     short, found = planner.shortage, list(_tried(planner))
@@ -47,12 +46,12 @@ def suggestions(planner: Planner, predicted: list[Compared]) -> list[Suggestion]
         nearest = sorted((way for way in found if way.short_bytes < short), key=lambda way: way.short_bytes)[:1]
         return fitting or nearest
     chosen = planner.options.policy.name
-    speed = next((each.speed for each in predicted if each.policy == chosen), None)
+    speed = next((each.tokens_per_s for each in predicted if each.policy == chosen), None)
     if speed is None:
         return []
-    best = max(predicted, key=lambda each: each.speed)
+    best = max(predicted, key=lambda each: each.tokens_per_s)
     faster = list[Suggestion]()
-    for way in (Suggestion(f"--policy {best.policy}", 0, best.speed), *found):
+    for way in (Suggestion(f"--policy {best.policy}", 0, best.tokens_per_s), *found):
         if not way.short_bytes and way.tokens_per_s and way.tokens_per_s > GAIN * speed:
             faster.append(way)
             speed = way.tokens_per_s

@@ -236,14 +236,16 @@ def test_a_way_that_helps_no_more_than_a_simpler_one_is_not_told(tmp_path: Path,
     planner = open_planner(options, read_model_info(wide), nodes, ETHERNET, 128, (), is_described=True)
     now = planner.predict(options.policy)
     split, *others = (way.tokens_per_s or 0 for way in reversed(suggestions(planner, [now])))
-    assert split > 1.03 * now.speed and all(more > 1.03 * split for more in others)
+    assert split > 1.03 * now.tokens_per_s and all(more > 1.03 * split for more in others)
 
     def with_policy(speed: float) -> list[str]:
-        return [way.what for way in suggestions(planner, [now, replace(now, policy="other", speeds=(speed,))])]
+        return [way.what for way in suggestions(planner, [now, replace(now, policy="other", tokens_per_s=speed)])]
 
-    assert with_policy(1.02 * now.speed)[-1] == "leave --layer-split out"
-    assert with_policy((now.speed + split) / 2)[-2:] == ["leave --layer-split out", "--policy other"], "the best first"
-    assert with_policy(100 * now.speed) == ["--policy other"]
+    assert with_policy(1.02 * now.tokens_per_s)[-1] == "leave --layer-split out"
+    assert with_policy((now.tokens_per_s + split) / 2)[-2:] == ["leave --layer-split out", "--policy other"], (
+        "the best first"
+    )
+    assert with_policy(100 * now.tokens_per_s) == ["--policy other"]
 
 
 @pytest.mark.parametrize("value", [None, 3, {}, {"bytes_per_s": 1.0}, {"bytes_per_s": 0.0, "flop_per_s": 1.0}])
