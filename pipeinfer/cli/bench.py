@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def _loads(others: dict[str, Any]) -> Loads | None:
         loads = given.checked()
         check_sequences(others["sequences"], loads.parallel or 0)
         return loads
-    if given.requests or given.parallel or others["max_delay_s"] is not None:
+    if given.requests or given.parallel or others["max_delay_s"] < math.inf:
         raise UserError("--requests, --parallel and --max-delay are of loads; give --concurrency or --rate too")
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,7 +143,7 @@ def simulate_command(**given: Any) -> int:
         )  # fmt: skip
         show_loads(figures, asked.output, given["json"])
         return 0
-    if loads.parallel or given["max_delay_s"] is not None:
+    if loads.parallel or given["max_delay_s"] < math.inf:
         raise UserError("--parallel and --max-delay are of loads; give --concurrency, --rate or --requests too")
     rows, generations = [], []
     for last, result, row in ask(question, chosen, seeds, records.results, given["json"]):
@@ -157,7 +158,7 @@ def simulate_command(**given: Any) -> int:
     return 0
 
 
-def _loads(given: Loads, asked: SimulateOptions, max_delay_s: float | None) -> Iterator[Load]:
+def _loads(given: Loads, asked: SimulateOptions, max_delay_s: float) -> Iterator[Load]:
     """One for each concurrency and rate, or one whose requests come at once. Raises UserError."""
     loads = given.checked()
     n_requests = loads.requests or 2 * max(loads.most_clients, PARALLEL if loads.rates else 0)

@@ -56,8 +56,14 @@ class Question:
         profile = self.lay_out(policy.drafts)
         if len(profile.drafts) > 1:
             raise UserError(f"{profile.name} has {len(profile.drafts)} drafts; --requests takes pairs with one")
-        asked = {"policy": policy.name, "settings": settings_text(policy), "profile": profile.name, **asdict(load)}
-        asked["rate"] = None if math.isinf(load.rate) else load.rate
+        asked: dict[str, Any] = {
+            "policy": policy.name,
+            "settings": settings_text(policy),
+            "profile": profile.name,
+            **asdict(load),
+        }
+        for name in ("rate", "max_delay_s"):  # JSON has no infinity
+            asked[name] = None if math.isinf(asked[name]) else asked[name]
         found = simulate_load(profile, policy, load, self._ranks(profile)[0])
         if "notice" in found:
             print(f"pipeinfer: {found['notice']}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,8 +133,8 @@ class Traffic:
     """How many requests may hold each other up."""
 
     heading = "Context and length"
-    max_delay_s: float | None = setting(
-        None, "--max-delay", type=Delay(), written="none", column=True,
+    max_delay_s: float = setting(
+        math.inf, "--max-delay", type=Delay(), written="none", column=True,
         help="Seconds that the tokens of a text may come later because prompts of others are read meanwhile: these are "
         "cut into chunks that take all stages together so long. chunk: what one of -b tokens takes; none: no limit.",
     )  # fmt: skip

@@ -6,6 +6,7 @@ does, later. Knows no command.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -218,11 +219,11 @@ class WireName(click.Choice[str]):
         return value if isinstance(value, WireType) else WireType(super().convert(value, param, ctx))
 
 
-DELAYS = {"chunk": ONE_CHUNK, "none": None}
+DELAYS = {"chunk": ONE_CHUNK, "none": math.inf}
 
 
 class Delay(Number):
-    """Seconds above 0, or a word: `chunk` is ONE_CHUNK, `none` no limit, which is None."""
+    """Seconds above 0, or a word: `chunk` is ONE_CHUNK, `none` no limit, which is infinite."""
 
     name = "delay"
 
@@ -231,7 +232,7 @@ class Delay(Number):
         self.wanted += ", and neither chunk nor none"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return DELAYS[value] if value in DELAYS else super().convert(value, param, ctx)
+        return DELAYS[value] if value in DELAYS else value if value == math.inf else super().convert(value, param, ctx)
 
 
 THREADS = Whole(1, MAX_THREADS)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeinfer.cluster.hosts.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
 from pipeinfer.cluster.hosts.gpu_room import check_gpus
 from pipeinfer.cluster.hosts.room import Memory, Room, check_room, paging_lines
-from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
+from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split
 from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.kv.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
@@ -31,7 +31,7 @@ from pipeinfer.job.options.options import (
 )
 from pipeinfer.job.placement.cache_types import check_cache_types
 from pipeinfer.job.placement.draft_place import check_draft_gpu_layers, options_of_draft, place_note
-from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank
+from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank, target_ranks
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.gguf.contents import FileState
@@ -287,9 +287,7 @@ def _n_batch(options: RunOptions, n_ctx: int) -> int:
 
 def _in_blocks(options: RunOptions, info: ModelInfo, n_ranks: int, n_drafts: int) -> bool:
     """Whether prompts are: drafts may be on GPUs, the target's layers may not."""
-    widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
-    ranks = stage_ranks(n_ranks, widths, options.fixed_draft_rank if n_drafts else 0)
-    on_cpus = all(gpu_layers(options, rank) == 0 for rank in ranks)
+    on_cpus = all(gpu_layers(options, rank) == 0 for rank in target_ranks(options, n_ranks, n_drafts))
     return options.numerics == "exact" and info.layers.known.flash and on_cpus
 
 

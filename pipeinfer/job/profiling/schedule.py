@@ -8,7 +8,7 @@ from statistics import mean
 
 from pipeinfer.cluster.hosts.cores import Host, spare_cores
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.plan import Sizes, draft_widths, stage_ranks
+from pipeinfer.cluster.plan import Sizes
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import (
     RunOptions,
@@ -18,7 +18,7 @@ from pipeinfer.job.options.options import (
     gpu_layers_asked,
 )
 from pipeinfer.job.placement.deployment import threads_of_ranks
-from pipeinfer.job.placement.draft_rank import check_draft_rank, may_choose
+from pipeinfer.job.placement.draft_rank import check_draft_rank, may_choose, target_ranks
 
 TIMED_BYTES = 128 << 20
 """Weights that are timed: more than caches hold, so that they come from where a stage's will."""
@@ -47,8 +47,7 @@ def stages_of_target(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
         check_by_rank(options, n_ranks)
         planned_threads(options, hosts)
         check_draft_rank(options, n_ranks)
-        widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
-        ranks = stage_ranks(n_ranks, widths, options.fixed_draft_rank if n_drafts else 0)
+        ranks = target_ranks(options, n_ranks, n_drafts)
         return list(range(n_ranks)) if may_choose(options) and n_ranks > 1 else ranks
     except UserError:
         return []
