@@ -1,4 +1,4 @@
-"""`pipeinfer bench`: its options. What is measured is in `job.sweep`, how in `job.bench` and `job.bench_load`."""
+"""`pipeinfer bench`: its options. What is measured, and how, is in `job.bench`."""
 
 from __future__ import annotations
 

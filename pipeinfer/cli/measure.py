@@ -1,4 +1,4 @@
-"""`pipeinfer measure`: its options, and the sections that it takes. What it does is in `job.measure`."""
+"""`pipeinfer measure`: its options, and the sections that it takes. What it does is in `job.bench.measure`."""
 
 from __future__ import annotations
 

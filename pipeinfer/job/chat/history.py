@@ -25,7 +25,7 @@ class _Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TurnPrompt:
     """A prompt, and which of its rows come in blocks; see `core.requests`."""
 
     tokens: tuple[int, ...]
@@ -46,7 +46,7 @@ class History:
         self._said: Sequence[int] = ()
         self._spans: tuple[Span, ...] = ()
 
-    def ask(self, text: str, n_ctx: int) -> Asked:
+    def ask(self, text: str, n_ctx: int) -> TurnPrompt:
         """The user says this next. Raises UserError, and changes nothing, if the template or the context refuses it."""
         messages = [*self.messages, Message("user", text)]
         segments = self._segments_of(self.format.render(messages))
@@ -62,7 +62,7 @@ class History:
         else:
             self._spans = spans_of(len(tokens))
         self.messages, self._segments, self._said = messages, segments, tokens
-        return Asked(tokens, self._spans)
+        return TurnPrompt(tokens, self._spans)
 
     def answered(self, tokens: Sequence[int], text: str, whole: bool) -> None:
         """The assistant has said `text`; `tokens`: of the whole turn, prompt and end token too. `whole`: nothing was

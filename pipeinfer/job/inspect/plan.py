@@ -62,7 +62,7 @@ class PlanQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Settings:
     """What every rank must have been started with."""
 
     options: RunOptions
@@ -80,7 +80,7 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
         return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.launch.start import start_job  # initialises MPI
 
-    return start_job(lambda crew: _plan_ranks(crew, options, question), _Asked(options, question), options)
+    return start_job(lambda crew: _plan_ranks(crew, options, question), _Settings(options, question), options)
 
 
 def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:

@@ -1,4 +1,4 @@
-"""Which rank drafts: rank 0, another that was asked for, or the one whose layers are missed least. Loads nothing."""
+"""Which rank drafts: rank 0, the one asked for, or the one whose loss slows the pipeline least. Loads nothing."""
 
 from __future__ import annotations
 

@@ -116,49 +116,39 @@ class MemoryNeeds:
         return Computed(backend_of(options, rank), gpu_layers(options, rank), lacks)
 
     def of_draft(self, number: int, by: Computed, first: int, last: int) -> Memory:
-        """Of layers [first, last) of a draft, likewise."""
-        draft = self.drafts[number]
+        """Of layers [first, last) of a draft."""
+        draft, types = self.drafts[number], self.options.draft_cache
         is_cut = last - first < draft.n_layer
         messages = Memory(buffers=N_MESSAGES * 4 * N_GUESS_ROWS * draft.n_embd if is_cut else 0)
-        in_file = self.options.slice_cache is not None
-        messages += self._table(draft, by, first, last)
-        if by.backend.is_torch:
-            return messages + torch_memory(
-                draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, by.backend, in_file,
-                self._is_sent(draft, by),
-            )  # fmt: skip
-        return messages + slice_memory(
-            draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False, in_file=in_file,
-            n_on_gpu=by.n_on_gpu, is_sent=self._is_sent(draft, by), cache=self.options.draft_cache,
-        )  # fmt: skip
+        return messages + self._of_layers(draft, by, first, last, N_GUESS_ROWS, exact=False, types=types)
 
     def of_stage(self, by: Computed, first: int, last: int) -> Memory:
-        """Of layers [first, last) of the target, computed so."""
-        found, sizes = self._table(self.info, by, first, last), (self.n_cells, self.n_rows, self._n_outputs)
-        in_file, is_sent = self.options.slice_cache is not None, self._is_sent(self.info, by)
-        if last == self.info.n_layer and self.options.may_have_samplers:
-            found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * self.info.n_vocab)
+        """Of layers [first, last) of the target."""
+        info, options = self.info, self.options
+        found = self._of_layers(info, by, first, last, self.n_rows, options.numerics == "exact", options.cache)
+        if last == info.n_layer and options.may_have_samplers:
+            found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
         if by.backend.is_torch:
-            return found + torch_memory(self.info, first, last, *sizes, by.backend, in_file, is_sent)
-        is_exact = self.options.numerics == "exact"
-        found += slice_memory(
-            self.info, first, last, *sizes, is_exact, in_file, by.n_on_gpu, is_sent, self.options.cache
-        )
-        if not self.info.layers.rewinds:
-            n_states = self.options.n_target_seq(False) + N_SPARE_STATES
-            return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
-        for _ in range(self.options.n_prompts if self.n_in_blocks else 0):
-            found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
+            return found
+        if not info.layers.rewinds:
+            n_states = options.n_target_seq(False) + N_SPARE_STATES
+            return found + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
+        for _ in range(options.n_prompts if self.n_in_blocks else 0):
+            found += prefill_memory(info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
         return found
 
-    def _is_sent(self, info: ModelInfo, by: Computed) -> bool:
-        """Whether it comes from rank 0, and there is no cache to keep it in."""
-        return str(info.path) in by.lacks and self.options.slice_cache is None
-
-    def _table(self, info: ModelInfo, by: Computed, first: int, last: int) -> Memory:
-        """Of a first stage's tokens, which are looked up in the model's file where there is one."""
-        is_needed = first == 0 and last < info.n_layer and self._is_sent(info, by)
-        return Memory(weights=info.input_bytes if is_needed else 0)
+    def _of_layers(
+        self, info: ModelInfo, by: Computed, first: int, last: int, n_rows: int, exact: bool, types: CacheTypes
+    ) -> Memory:
+        """Of layers [first, last) with one context for runs of up to `n_rows`."""
+        in_file = self.options.slice_cache is not None
+        is_sent = str(info.path) in by.lacks and not in_file  # by rank 0, and there is no cache to keep it in
+        # a first stage looks tokens up in the model's file where there is one
+        table = Memory(weights=info.input_bytes if first == 0 and last < info.n_layer and is_sent else 0)
+        sizes = (self.n_cells, n_rows, self._n_outputs)
+        if by.backend.is_torch:
+            return table + torch_memory(info, first, last, *sizes, by.backend, in_file, is_sent)
+        return table + slice_memory(info, first, last, *sizes, exact, in_file, by.n_on_gpu, is_sent, types)
 
     @property
     def _n_outputs(self) -> int:

@@ -21,8 +21,6 @@ from pipeinfer.observe.results import RESULTS
 from pipeinfer.observe.table import Table
 from pipeinfer.outputs import check_separate, check_writable
 
-Asked = tuple[GenerationRequest, Tokenizer]
-
 
 @dataclass(frozen=True, slots=True)
 class ChatSetup:
@@ -33,7 +31,7 @@ class ChatSetup:
     first: str | None
 
 
-def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Asked]:
+def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tuple[GenerationRequest, Tokenizer]]:
     """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
     check_outputs(options)
     info, tokenizer = open_models(options)
