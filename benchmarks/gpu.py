@@ -37,7 +37,7 @@ from gpu_check import check_devices
 from random_model import SIZES, Size, write_random
 
 from pipeinfer.cluster.timing.timed_runs import evaluate
-from pipeinfer.core.interfaces import Batch, RunsAhead
+from pipeinfer.core.interfaces import AsyncStage, Batch
 from pipeinfer.job.placement.torch_memory import weight_bytes
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import open_slice
@@ -189,7 +189,7 @@ def row_alone(model: Path, device: str, backend: str) -> Iterator[dict[str, Any]
             torch.cuda.empty_cache()  # the jobs after it have the same device
 
 
-def seconds_ahead(stage: RunsAhead, first: int) -> float:
+def seconds_ahead(stage: AsyncStage, first: int) -> float:
     """Of rows that are known beforehand, each begun before the last one's result is there, as a full pipeline has
     them."""
     start_s, under_way = time.perf_counter(), deque[Any]()

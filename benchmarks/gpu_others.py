@@ -17,7 +17,7 @@ from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.hyperparameters import Hyperparameters, read_hyperparameters
 from pipeinfer.models.torch.library import load_torch
 from pipeinfer.models.torch.params import BF16, F32
-from pipeinfer.models.torch.rope import apart_order
+from pipeinfer.models.torch.rope import deinterleaved_order
 from pipeinfer.models.torch.weights import Weights
 
 torch = load_torch()
@@ -187,7 +187,7 @@ def order_of(numbers: Hyperparameters) -> Callable[[str], Any]:
 
     def order(name: str) -> Any:
         part = name.split(".")[-2]
-        return apart_order(heads[part], numbers.head_dim, numbers.n_rot) if part in heads else None
+        return deinterleaved_order(heads[part], numbers.head_dim, numbers.n_rot) if part in heads else None
 
     return order
 

@@ -19,8 +19,9 @@ from mpi4py import MPI
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
 from pipeinfer.cluster.messages.wire import decode_verdict, verdict_bytes
+from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.serve import Pipe, StageLoop
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Link
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, Opening, Row, Run

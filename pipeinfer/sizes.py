@@ -1,4 +1,4 @@
-"""Amounts of bytes as texts."""
+"""Amounts as texts."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ def size_text(n_bytes: float) -> str:
             return f"{n_bytes:.0f} {unit}" if unit in ("B", "kB") else f"{n_bytes:.1f} {unit}"
         n_bytes /= 1000
     return f"{n_bytes:.1f} TB"
+
+
+def count_text(n: int, noun: str) -> str:
+    """`1 core`, `2 cores`."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"

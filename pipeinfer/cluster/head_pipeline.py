@@ -1,4 +1,4 @@
-"""The head's end of a pipeline: send runs, hear verdicts, say what need not be evaluated; and how the head waits.
+"""The head's end of a pipeline: send runs and prunings, receive verdicts; and how the head waits.
 
 Knows ranks and messages; neither trees nor policies.
 """
@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.activations import Buffer, WireType
 from pipeinfer.cluster.messages.wire import Kind, encode, encode_last_prunings, encode_order, encode_prunings
 from pipeinfer.cluster.stages.pace import Courier
 from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.stages.stage import StageWorker, room_for
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
 from pipeinfer.core.runs import GuessVerdict, Run, Verdict
 from pipeinfer.observe.ledger import HeadLedger
@@ -28,23 +28,10 @@ N_POSTED = 4
 """Receives of verdicts that are posted ahead."""
 
 
-class OwnPrunings(LocalPrunings):
-    """What the head's own stage need not evaluate. `listen` is called between its layers: what has come may spare it
-    the rest, and messages of MPI move only while somebody calls it, the last run's activations among them."""
-
-    def __init__(self, listen: Callable[[], object]) -> None:
-        super().__init__()
-        self.listen = listen
-
-    def is_cancelled(self, run_id: int) -> bool:
-        self.listen()
-        return super().is_cancelled(run_id)
-
-
 class HeadPipeline(Generic[A]):
-    """The Pipeline of rank 0 to one level. If the head hosts its first stage, `work` evaluates the oldest run; a lone
-    rank does so for the whole model. `decode`: what the last stage's messages mean. `n_bytes`: of a verdict at most.
-    `progress`: of messages while `work` evaluates. `n_posted`: receives of verdicts that are posted ahead."""
+    """Rank 0's Pipeline to one level. If the head hosts the first stage, or the whole model, `work` evaluates the
+    oldest run. `decode`: decodes a verdict's message; `n_bytes`: of a verdict, at most. `progress`: moves messages
+    while `work` evaluates. `n_posted`: receives of verdicts that are posted ahead."""
 
     def __init__(
         self,
@@ -67,7 +54,8 @@ class HeadPipeline(Generic[A]):
         self.ledger = HeadLedger()
         self.n_submitted = 0  # runs since the start
         self.n_out = 0  # runs whose verdicts have not been taken
-        self._prunings = OwnPrunings(self.has_verdict)
+        # what has come may spare it the rest, and MPI moves messages only while somebody calls it
+        self._prunings = LocalPrunings(self.has_verdict)
         self._queue: deque[Run] = deque()
         self._verdicts: deque[A] = deque()
         if worker:
@@ -76,7 +64,7 @@ class HeadPipeline(Generic[A]):
             self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_posted, courier)
 
     def listen_by(self, listen: Callable[[], object]) -> None:
-        """Between the layers of the head's own stage `listen` is called; it is to ask for verdicts."""
+        """Set what is called between the layers of the head's own stage; it must poll for verdicts."""
         self._prunings.listen = listen
 
     def submit(self, run: Run) -> None:
@@ -105,11 +93,11 @@ class HeadPipeline(Generic[A]):
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest run was submitted that the head's own stage has yet to evaluate; infinity if none."""
+        """When the oldest run was submitted that waits for the head's own stage; infinity if there is none."""
         return self.ledger.submitted_s[self._queue[0].id] if self._queue else math.inf
 
     def work(self) -> None:
-        """The head's own stage: evaluate the oldest run and pass it on, or keep its verdict."""
+        """Evaluate the oldest run on the head's own stage; send it on, or keep its verdict."""
         assert self.worker
         run = self._queue.popleft()
         start_s = time.monotonic()
@@ -118,7 +106,7 @@ class HeadPipeline(Generic[A]):
             verdict = self.worker.process(transaction)
         self._prunings.forget_before(run.id + 1)
         if self.remote_ranks:
-            self.outbox.send_run(transaction.message, self.remote_ranks[0], transaction.apart_memory)
+            self.outbox.send_run(transaction.message, self.remote_ranks[0], transaction.out_of_band_memory)
         else:
             self._verdicts.append(cast(A, verdict))
         if transaction.cancelled:
@@ -142,18 +130,18 @@ class HeadPipeline(Generic[A]):
                 self.ledger.n_cancel_messages += 1
 
     def ask_reports(self) -> None:
-        """Every remote stage shall report what it did since the last time, once it is through with all runs so far."""
+        """Order a report of every remote stage, after all runs so far."""
         if self.remote_ranks:
             self.outbox.send(encode_order(Kind.REPORT), self.remote_ranks[0], Tag.PIPELINE)
 
     def take_ledger(self) -> HeadLedger:
-        """What was noted since the last time."""
+        """The ledger since the last call."""
         ledger, self.ledger = self.ledger, HeadLedger()
         self.ledger.submitted_s = {run.id: ledger.submitted_s[run.id] for run in self._queue}
         return ledger
 
     def shutdown(self) -> None:
-        """Send every remote stage home."""
+        """Shut every remote stage down."""
         for rank in self.remote_ranks:
             self.outbox.send(encode_last_prunings(), rank, Tag.CANCEL)
         if self.remote_ranks:
@@ -163,9 +151,8 @@ class HeadPipeline(Generic[A]):
 
 
 class HeadWaiter:
-    """How rank 0 waits: by its own stages' work, or for a verdict. `check` is asked in every wait and may raise
-    `StopRequested`; `called` is asked too, and ends a wait when it says that there is something else to do. Waits are
-    noted in the ledger of `target`."""
+    """How rank 0 waits: by its own stages' work, or for a verdict. Every wait calls `check`, which may raise
+    `StopRequested`, and `called`, which ends the wait if it returns True. Waits are noted in the ledger of `target`."""
 
     def __init__(
         self, check: Callable[[], None], target: HeadPipeline[Any], called: Callable[[], bool] = lambda: False

@@ -17,16 +17,16 @@ SET_TIMER_SLACK, SLACK_NS = 29, 1000  # prctl's, of Linux
 
 
 def sleep_on_time() -> None:
-    """Let sleeps of this thread, and of those it starts, end when they are over. Linux lets them last up to 50 us
-    longer, so that it wakes several at once: more than a short one here is long, at every hop of every token."""
+    """Make sleeps of this thread, and of those it starts, precise. By default Linux extends them by up to 50 us, which
+    is longer than a short sleep here, at every hop of every token."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_TIMER_SLACK, ctypes.c_ulong(SLACK_NS), 0, 0, 0)
 
 
 @dataclass(slots=True)
 class Idle:
-    """How a rank waits without costing the computing ranks their cores: poll for a moment, then sleep for a share of
-    what it has waited, so that sleeping never adds more than that share. After a short wait it polls for longer."""
+    """Waits without taking cores from the computing ranks: poll for a moment, then sleep for a share of the time waited
+    so far, so that sleeping adds no more than that share. After a short wait it polls for longer."""
 
     spin_s: float = 50e-6
     spin_when_busy_s: float = 500e-6
@@ -36,13 +36,13 @@ class Idle:
     _last_s: float = 0.0
 
     def until(self, ready: Callable[[], T | None]) -> T:
-        """Poll `ready` until it returns something; what it raises ends the wait."""
+        """Poll `ready` until it returns something other than None; an exception of it ends the wait."""
         result = self.within(ready, math.inf)
         assert result is not None
         return result
 
     def within(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
-        """The same, for so long at most."""
+        """The same with a time limit; None if it is over."""
         start_s, waited_s = time.perf_counter(), 0.0
         spin_s = self.spin_when_busy_s if self._last_s < self.spin_when_busy_s else self.spin_s
         while (result := ready()) is None and waited_s < timeout_s:

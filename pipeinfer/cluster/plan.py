@@ -1,4 +1,4 @@
-"""Roles -> ranks, layers -> stages. Pure functions; knows sizes, opens no file and no connection."""
+"""Assign models to ranks and layers to stages. Pure functions of sizes; opens no file and no connection."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from pipeinfer.cluster.hosts.layer_speed import LayerSpeed, told_apart
+from pipeinfer.cluster.hosts.layer_speed import LayerSpeed, distinct_speeds
 from pipeinfer.cluster.spread import NO_FAULTS, Faults, StageRoom, spread_layers
 from pipeinfer.errors import UserError
+from pipeinfer.sizes import count_text
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What planning needs of a model, in bytes: each layer's weights, and those of the output.
+    """A model's sizes, in bytes: each layer's weights, and those of the output.
 
-    faults   why some runs of its layers cannot be a stage
+    faults   layers that cannot be a stage, and why
     """
 
     layer_bytes: tuple[int, ...]
@@ -46,7 +47,7 @@ Stages = tuple[StagePlan, ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Rank 0 is the head. `stages`: the target's; `drafts`: each draft's, the smallest one's first, which is whole, on
+    """Rank 0 is the head. `stages`: the target's; `drafts`: each draft's, the smallest first, which has one stage, on
     rank 0 if there are others."""
 
     n_ranks: int
@@ -60,12 +61,12 @@ class Plan:
 
     @property
     def asked(self) -> dict[int, Stages]:
-        """By number the drafts that the head asks by messages: all but one that it has itself."""
+        """Number -> stages of each draft that is not on the head."""
         return {number: stages for number, stages in enumerate(self.drafts) if number or stages[0].rank}
 
     @property
     def draft_split(self) -> tuple[int, ...]:
-        """The ranks that each larger draft takes."""
+        """The number of ranks of each larger draft."""
         return tuple(map(len, self.refiners))
 
     @property
@@ -74,24 +75,24 @@ class Plan:
         return frozenset(stage.rank for stages in (self.stages, *self.drafts) for stage in stages)
 
     def drafts_on(self, rank: int) -> dict[int, StagePlan]:
-        """Of the drafts that a rank hosts, by number, its layers."""
+        """Number -> the rank's stage of each draft that it hosts."""
         return {number: own for number, stages in enumerate(self.drafts) for own in stages if own.rank == rank}
 
     def pipeline_of(self, rank: int) -> Stages:
-        """The stages among which a rank other than the head's has its place."""
+        """The stages of the model that a rank other than 0 hosts."""
         return next(stages for stages in (*self.drafts, self.stages) if any(stage.rank == rank for stage in stages))
 
     def stage_of(self, rank: int) -> int | None:
         return next((index for index, stage in enumerate(self.stages) if stage.rank == rank), None)
 
     def describe(self, rank: int) -> str:
-        """A rank's work in words, for messages."""
+        """A rank's roles as a text."""
         roles = [f"{name}, layers {span}" if span else name for name, span in self.roles(rank)]
         return ", ".join(roles) or "head"
 
     def roles(self, rank: int) -> list[tuple[str, str]]:
-        """What a rank hosts: (`draft`, its layers), of several drafts `draft 1`, …, of one in parts `draft 2 stage 0`,
-        …; (`stage 0`, …). A whole draft's layers are not named."""
+        """(name, layers) of each of a rank's roles: `draft`; `draft 1`, … of several drafts; `draft 2 stage 0`, … of a
+        split one; `stage 0`, … of the target. The layers of a whole draft are empty."""
         found = []
         for number, own in self.drafts_on(rank).items():
             name = f"draft {number + 1}" if len(self.drafts) > 1 else "draft"
@@ -102,9 +103,9 @@ class Plan:
 
 
 def draft_widths(n_drafts: int, draft_split: Sequence[int] = ()) -> tuple[int, ...]:
-    """The ranks that each draft takes, the smallest one first: one each, larger drafts as `draft_split` has it.
+    """The number of ranks of each draft, the smallest first: one, or for larger drafts as in `draft_split`.
 
-    Raises UserError when that is not one number for each larger draft.
+    Raises UserError when that does not have one number for each larger draft.
     """
     n_larger = max(0, n_drafts - 1)
     if not draft_split:
@@ -117,17 +118,17 @@ def draft_widths(n_drafts: int, draft_split: Sequence[int] = ()) -> tuple[int, .
         )
     if len(draft_split) != n_larger:
         raise UserError(
-            f"--draft-split {shown} has {_count(len(draft_split), 'part')} for {_count(n_larger, 'larger draft')}; "
-            "give one number for each, the smaller first, or leave it out"
+            f"--draft-split {shown} has {count_text(len(draft_split), 'part')} for "
+            f"{count_text(n_larger, 'larger draft')}; give one number for each, the smaller first, or leave it out"
         )
     return (1, *draft_split)
 
 
 def draft_ranks(n_ranks: int, widths: Sequence[int], first: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Every draft has as many ranks to itself as `widths` says, the smallest one rank `first`, which is the head's
-    where there are others; a lone rank hosts everything.
+    """The ranks of each draft, as many as in `widths`: the smallest has rank `first`, which is the head if there are
+    others. A lone rank hosts everything.
 
-    Raises UserError when no rank would be left for the target.
+    Raises UserError when no rank is left for the target.
     """
     if n_ranks == 1 and set(widths) <= {1}:
         return ((0,),) * len(widths)
@@ -144,7 +145,7 @@ def draft_ranks(n_ranks: int, widths: Sequence[int], first: int = 0) -> tuple[tu
 
 
 def stage_ranks(n_ranks: int, widths: Sequence[int], first: int = 0) -> list[int]:
-    """The ranks that no draft has, as in `draft_ranks`. Raises UserError when there is none."""
+    """The ranks without a draft; see `draft_ranks`. Raises UserError when there is none."""
     taken = {rank for ranks in draft_ranks(n_ranks, widths, first) for rank in ranks}
     return [rank for rank in range(n_ranks) if n_ranks == 1 or rank not in taken]
 
@@ -153,13 +154,8 @@ def _listed(values: Sequence[float]) -> str:
     return ",".join(f"{value:g}" for value in values)
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
 RoomFor = Callable[[Sequence[Stages], Sequence[int]], StageRoom]
-"""(the drafts that have their ranks, ranks) -> what memory these have for the next draft, or for the target after the
-last one."""
+"""(placed drafts, ranks) -> these ranks' memory for the next draft, or after the last draft for the target."""
 
 
 def make_plan(
@@ -167,12 +163,11 @@ def make_plan(
     room: RoomFor | None = None, draft_split: Sequence[int] = (), speeds: Sequence[LayerSpeed | None] = (),
     draft_rank: int = 0,
 ) -> Plan:  # fmt: skip
-    """Spread each model's layers over its ranks: the target's by `split` or so that the slowest stage is as fast as
-    `room` allows, larger drafts' by size over as many ranks as `draft_split` says, the smaller first.
+    """Split each model's layers over its ranks: the target's by `split`, or so that the slowest stage is as fast as
+    `room` allows; larger drafts' by size over as many ranks as in `draft_split`, the smaller first.
 
-    `draft_rank`: that of a lone draft. `speeds`: of each rank, at the target's layers; where they are not known, or
-    alike, the target goes by size too.
-    Where no split fits into the memory it is left out of account: who checks the plan's finds out what is missing.
+    `draft_rank`: of a lone draft. `speeds`: of each rank, at the target's layers; if they are unknown or alike, the
+    target is split by size too. If no split fits into the memory it is ignored; the check of the plan reports that.
     Raises UserError when there are more stages than layers or a split does not fit.
     """
     widths = draft_widths(len(drafts), draft_split)
@@ -181,7 +176,7 @@ def make_plan(
         if width > n_layers:
             raise UserError(
                 f"--draft-split {_listed(draft_split)}: {width} ranks for draft {number}, which has "
-                f"{_count(n_layers, 'layer')}; give at most {n_layers}"
+                f"{count_text(n_layers, 'layer')}; give at most {n_layers}"
             )
     placed: tuple[Stages, ...] = ()
     for draft, ranks in zip(drafts, draft_ranks(n_ranks, widths, draft_rank), strict=True):
@@ -190,10 +185,10 @@ def make_plan(
     own, n_layers = stage_ranks(n_ranks, widths, draft_rank), len(target.layer_bytes)
     if len(own) > n_layers:
         most = n_layers + n_ranks - len(own)
-        stages, layers = _count(len(own), "stage"), _count(n_layers, "layer")
-        raise UserError(f"{stages} for {layers}; start at most {_count(most, 'rank')} for this model")
+        stages, layers = count_text(len(own), "stage"), count_text(n_layers, "layer")
+        raise UserError(f"{stages} for {layers}; start at most {count_text(most, 'rank')} for this model")
     left = room(placed, own) if room else None
-    timed = told_apart([speeds[rank] for rank in own]) if speeds else []
+    timed = distinct_speeds([speeds[rank] for rank in own]) if speeds else []
     counts = split_layers(split, n_layers, len(own), target.faults) if split else balance(target, len(own), left, timed)
     return Plan(n_ranks, _stages(own, counts), placed)
 
@@ -205,10 +200,10 @@ def _stages(ranks: Sequence[int], counts: Sequence[int]) -> Stages:
 
 
 def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None, speeds: Sequence[LayerSpeed] = ()) -> list[int]:
-    """Layers a stage so that the slowest one is as fast as it can be. Without `speeds`, one a stage, all are taken to
-    be equally fast: the most loaded one reads the fewest bytes a token.
+    """Layers of each stage, so that the slowest one is as fast as possible. `speeds`: one a stage; empty: all stages
+    are equally fast, and the largest number of bytes a token is minimised.
 
-    The input table costs memory, not time: a row of it is read. Raises UserError where the model cannot be cut so.
+    The input table costs memory, not time: one row of it is read. Raises UserError if the model cannot be split so.
     """
     cost: list[float] = [*sizes.layer_bytes[:-1], sizes.layer_bytes[-1] + sizes.output_bytes]
     faults = sizes.faults
@@ -219,12 +214,12 @@ def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None, speeds: 
     most = next(n for n in range(n_stages - 1, 0, -1) if spread_layers([cost] * n, None, faults))
     raise UserError(
         f"{n_stages} stages for {len(cost)} layers that cannot be cut everywhere ({', '.join(set(faults.values()))}); "
-        f"start so few ranks that there are {_count(most, 'stage')}"
+        f"start so few ranks that there are {count_text(most, 'stage')}"
     )
 
 
 def parse_split(text: str) -> list[float]:
-    """`4,4,8` (layers) or `0.25,0.25,0.5` (proportions) a stage; also PipeInfer's form, with `/1.0` for the draft.
+    """Parse `4,4,8` (layers) or `0.25,0.25,0.5` (proportions); also PipeInfer's form, with `/1.0` for the draft.
 
     Raises UserError when it is not such a list.
     """
@@ -245,7 +240,7 @@ def parse_split(text: str) -> list[float]:
 
 
 def split_layers(split: Sequence[float], n_layers: int, n_stages: int, faults: Faults = NO_FAULTS) -> list[int]:
-    """Layers a stage from layers or proportions. Raises UserError with the way out when they do not fit."""
+    """Layers of each stage, from layers or proportions. Raises UserError when they do not fit."""
     counts = _split(split, n_layers, n_stages)
     for first, last in pairwise(accumulate(counts, initial=0)):
         if (first, last) in faults:

@@ -1,4 +1,4 @@
-"""Slurm's commands: hand a script in, ask how its job is. Knows nothing of what a job does."""
+"""Slurm's commands: submit a script, query its job. Knows nothing of what a job does."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ENDED = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """`name` as Slurm has it, empty once Slurm has forgotten the job; `reason` why it waits or ended; `code`: the exit
-    code, and by which signal it ended."""
+    """`name`: Slurm's; empty once Slurm has forgotten the job. `reason`: why it waits or ended. `code`, `signal`: how
+    it ended."""
 
     name: str
     reason: str = ""
@@ -48,7 +48,7 @@ def job_state(job: str) -> JobState:
         if "Invalid job id" in str(error):
             return JobState("")
         raise
-    first = about.partition("\n")[0]  # of a heterogeneous job its leader, whose script is the job
+    first = about.partition("\n")[0]  # of a heterogeneous job the leader, which runs the script
     values = dict(re.findall(r"(\w+)=(\S*)", first))
     code, _, number = values.get("ExitCode", "0:0").partition(":")
     reason = values.get("Reason", "")

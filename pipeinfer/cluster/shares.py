@@ -1,4 +1,4 @@
-"""How several ranks of a host share what it has few of, such as GPUs and NUMA nodes."""
+"""How ranks of a host share its GPUs or NUMA nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def share_of(things: Sequence[T], index: int, n_sharers: int) -> Sequence[T]:
-    """Of so many sharers the things of one: whole ones in turn, as many for each as there are; where there are fewer
-    than sharers, neighbours have one together."""
+    """The consecutive things of one of `n_sharers`, equally many for each. If there are fewer things than sharers,
+    neighbours share one."""
     first, last = index * len(things) // n_sharers, (index + 1) * len(things) // n_sharers
     return things[first : max(last, first + 1)]

@@ -1,4 +1,4 @@
-"""The script that Slurm's sbatch takes for a job of ours. Text from settings: asks no Slurm, writes no file."""
+"""The script for Slurm's sbatch. Makes text from settings; calls no Slurm and writes no file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tasks that are alike, under sbatch's names; None: as Slurm has it."""
+    """Equal tasks, under sbatch's names; None: Slurm's default."""
 
     nodes: int | None = None
     ntasks: int | None = None
@@ -31,7 +31,7 @@ class Group:
 
     @property
     def n_tasks(self) -> int:
-        """One a node, unless it is said how many. Raises UserError when neither is."""
+        """`ntasks`, or one a node. Raises UserError when neither is given."""
         found = self.ntasks or self.nodes
         if not found:
             raise UserError("nobody says how many ranks there shall be; give --ntasks, or --nodes for one on each")
@@ -42,7 +42,7 @@ GROUP_KEYS = tuple(field.name.replace("_", "-") for field in fields(Group))
 
 
 def parse_group(text: str) -> Group:
-    """`nodes=2,cpus-per-task=36,mem=300G`. Raises UserError for what is no such list."""
+    """Parse `nodes=2,cpus-per-task=36,mem=300G`. Raises UserError if it cannot be parsed."""
     values: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
@@ -65,13 +65,13 @@ def _count(text: str, name: str, value: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """What is to run and on what.
+    """A command and its resources.
 
     groups    of tasks, in the order of their ranks; several are a heterogeneous job
     extra     further options of sbatch, as written there
-    modules   to be loaded; `setup`: lines of shell before the command
-    launcher  srun, which shall speak `mpi` (pmi2, pmix); or `mpirun`, its path, which `open_mpi` says is Open MPI's
-    folder    where everything goes that the job writes; `cwd`: where it runs
+    modules   to load; `setup`: lines of shell before the command
+    launcher  srun, with the protocol `mpi` (pmi2, pmix); or mpirun, with the path `mpirun`; `open_mpi`: it is Open
+    MPI's folder    where the job writes; `cwd`: where it runs
     """
 
     name: str
@@ -101,7 +101,7 @@ class SlurmJob:
 
 
 def script_text(job: SlurmJob) -> str:
-    """Raises UserError when a value cannot stand in a script of sbatch's, or a launcher cannot start the groups."""
+    """Raises UserError when a value cannot be written into the script, or the launcher cannot start the groups."""
     lines = ["#!/bin/bash", *_directives(job), "", "set -e"]
     lines += [f"module load {shlex.join(job.modules)}"] if job.modules else []
     lines += [*map(_one_line, job.setup), f"exec {_launch(job)}"]
@@ -109,7 +109,7 @@ def script_text(job: SlurmJob) -> str:
 
 
 def _directives(job: SlurmJob) -> Iterator[str]:
-    """The first group's stand with what is of the whole job."""
+    """The whole job's directives and the first group's, then those of the other groups."""
     for name, value in (
         ("job-name", job.name), ("time", _checked("--time", job.time, TIME, "30, 12:00:00 or 1-12:00:00")),
         ("account", job.account), ("qos", job.qos), ("chdir", str(job.cwd)),
@@ -138,7 +138,7 @@ def _directive(name: str, value: str) -> str:
 
 
 def _escaped(path: Path) -> str:
-    """sbatch fills in what stands behind a %."""
+    """sbatch expands %."""
     return str(path).replace("%", "%%")
 
 
@@ -170,12 +170,12 @@ def _launch(job: SlurmJob) -> str:
 
 
 def _step(group: Group) -> str:
-    """srun does not take the cores of a task from the allocation."""
+    """The step's tasks and cores: srun does not inherit the cores a task from the allocation."""
     return f"-n {group.n_tasks}" + (f" -c {group.cpus_per_task}" if group.cpus_per_task else "")
 
 
 def groups_of(plain: Group, groups: Sequence[str]) -> tuple[Group, ...]:
-    """Either the one that options of their own describe, or several. Raises UserError for both or neither."""
+    """The groups given, or the plain one. Raises UserError if both are given, or neither says how many tasks."""
     if groups and plain != Group():
         given = next(field.name for field in fields(plain) if getattr(plain, field.name) is not None)
         raise UserError(f"--{given.replace('_', '-')} and --group are given; with --group, each group says what it has")

@@ -1,4 +1,4 @@
-"""Layers -> stages so that the slowest is as fast as memory allows. Pure functions; knows costs, no model, no rank."""
+"""Split layers into stages so that the slowest is as fast as memory allows. Pure functions of costs; knows no rank."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 Held = tuple[tuple[str, float], ...]
-"""(host or GPUs, bytes) that stages hold of what further stages take of too."""
+"""(host or GPUs, bytes taken) of the memory that later stages use too."""
 
 Split = tuple[int, int, tuple[int, ...]]
-"""What the slowest stage costs; the sum of the squares of what all cost; layers of each."""
+"""The slowest stage's cost; the sum of the squared costs; each stage's number of layers."""
 
 Faults = Mapping[tuple[int, int], str]
-"""Of layers [first, last) that cannot be a stage, why."""
+"""(first, last) of layers [first, last) that cannot be a stage -> why."""
 
-DEPTH = 200  # stages whose splits are looked for in calls within calls
+DEPTH = 200  # stages in one recursion
 
 MAX_STATES = 200_000
-"""Ways to have filled hosts that the planner looks at: a second's work."""
+"""States of the hosts' memory that the planner searches: about a second's work."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageRoom:
-    """Memory that there is for stages, in bytes.
+    """Memory for stages, in bytes.
 
-    needed   (stage, first, last) -> what layers [first, last) take as that stage
-    hosts    of each stage, where it runs
+    needed   (stage, first, last) -> the memory of layers [first, last) as that stage
+    hosts    each stage's host
     left     host, or GPUs -> what all its stages may take together
-    own      of each stage, what it may take by a limit of its own
-    on_gpus  as `needed`, of what goes to GPUs
-    gpus     of each stage, those it uses; empty: none, or nobody knows what is left there
+    own      each stage's own limit
+    on_gpus  as `needed`, on GPUs
+    gpus     each stage's GPUs; empty: none, or their free memory is unknown
     """
 
     needed: Callable[[int, int, int], float]
@@ -44,7 +44,7 @@ class StageRoom:
     gpus: tuple[str, ...] = ()
 
     def take(self, held: Held, stage: int, first: int, last: int) -> Held | None:
-        """`held` once the stage has these layers; None where they do not fit."""
+        """`held` after the stage has taken these layers; None if they do not fit."""
         needed, taken = self.needed(stage, first, last), dict(held)
         taken[self.hosts[stage]] = taken.get(self.hosts[stage], 0) + needed
         if self.gpus and (gpus := self.gpus[stage]):
@@ -64,8 +64,8 @@ class StageRoom:
                 held = self.take(held, stage, first, last)
         return held is not None
 
-    def apart(self) -> StageRoom:
-        """The same with an equal part of its host, and of its GPUs, for each stage."""
+    def equal_shares(self) -> StageRoom:
+        """The same with an equal share of its host's and its GPUs' memory for each stage."""
         left: dict[str, float] = {}
 
         def parted(names: tuple[str, ...]) -> Iterator[str]:
@@ -79,7 +79,7 @@ class StageRoom:
 
     @property
     def n_open(self) -> int:
-        """Hosts and GPUs that have stages both before and after the same place of the pipeline, at most."""
+        """The largest number of hosts and GPUs with stages both before and after one place in the pipeline."""
         ends = range(1, len(self.hosts))
         return max((len(self._of_stages(0, end) & self._of_stages(end) - {""}) for end in ends), default=0)
 
@@ -90,23 +90,24 @@ NO_FAULTS: Faults = {}
 def spread_layers(
     cost: Sequence[Sequence[float]], room: StageRoom | None = None, faults: Faults = NO_FAULTS
 ) -> list[int] | None:
-    """Layers a stage so that the slowest stage is as fast as it can be; None if the memory or `faults` leave no way.
+    """Layers of each stage, so that the slowest stage is as fast as possible; None if memory or `faults` allow no
+    split.
 
-    `cost[stage][layer]`: seconds of a row, or anything in proportion to them; the output table's is the last layer's.
-    So are the stages that follow any other one; of splits that are equally good the most even one is taken.
-    Exact, by dynamic programming; only where many hosts take turns along the pipeline, so that there are more than
-    MAX_STATES ways to share them, and their memory is short, has each stage an equal part of its host's.
+    `cost[stage][layer]`: seconds of a row, or proportional to them; the last layer's includes the output. The stages
+    after each stage are split in the same way; among equal splits the most even one is taken.
+    Exact, by dynamic programming. Only if memory is short and the hosts alternate along the pipeline, with more than
+    MAX_STATES states, each stage has an equal share of its host's memory.
     """
     sums = _exact_sums(cost)
     counts = _best_counts(sums, None, faults)
     if room is None or counts is None or room.fits(counts):
         return counts
     n_states = len(cost) * len(cost[0]) ** room.n_open
-    return _best_counts(sums, room if n_states <= MAX_STATES else room.apart(), faults)
+    return _best_counts(sums, room if n_states <= MAX_STATES else room.equal_shares(), faults)
 
 
 def _exact_sums(cost: Sequence[Sequence[float]]) -> list[list[int]]:
-    """Of each stage, what the first 0, 1, … layers cost, in whole numbers: what is equal may not differ by rounding."""
+    """Each stage's cost of the first 0, 1, … layers, as integers, so that equal costs do not differ by rounding."""
     exact = [[Fraction(value) for value in row] for row in cost]
     unit = math.lcm(*(value.denominator for row in exact for value in row))
     return [list(accumulate((int(value * unit) for value in row), initial=0)) for row in exact]
@@ -117,7 +118,7 @@ def _best_counts(sums: list[list[int]], room: StageRoom | None, faults: Faults) 
 
     @cache
     def best(stage: int, first: int, held: Held) -> Split | None:
-        """Of layers [first, …) on the stages from this on."""
+        """The best split of layers [first, …) over the stages from this one on."""
         n_after, found = n_stages - stage - 1, None
         for last in range(first + 1 if n_after else n_layers, n_layers - n_after + 1):
             own = sums[stage][last] - sums[stage][first]
@@ -132,7 +133,7 @@ def _best_counts(sums: list[list[int]], room: StageRoom | None, faults: Faults) 
                 found = min(found, option) if found else option
         return found
 
-    for stage in range(n_stages - DEPTH, 0, -DEPTH):  # from the end, so that no call goes deeper than Python allows
+    for stage in range(n_stages - DEPTH, 0, -DEPTH):  # from the end, which limits the recursion
         for first in range(stage, n_layers - n_stages + stage + 1):
             best(stage, first, ())
     found = best(0, 0, ())

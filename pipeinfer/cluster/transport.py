@@ -16,7 +16,6 @@ from enum import IntEnum
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeinfer.errors import JobError, UserError
 
@@ -26,7 +25,7 @@ try:
     mpi4py.rc(initialize=False, finalize=False)  # `Link` does both, without holding the interpreter's lock
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
-    # a line for each place that was searched; one about another library than MPI's own tells more
+    # the error has a line for each searched place; a line about another library than MPI's own is more useful
     first, *others = str(error).splitlines() or [type(error).__name__]
     why = next((line for line in others if "libmpi" not in line or "No such file" not in line), first)
     raise UserError(
@@ -35,25 +34,24 @@ except (ImportError, RuntimeError) as error:
     ) from None
 
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.activations import Buffer
 from pipeinfer.cluster.stages.pace import N_STAMP, Courier
 from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
 
 T = TypeVar("T")
 
 N_LOOKS, REST_S = 16, 5e-4
-"""Whenever somebody looks for a message MPI moves a piece of each large one, of some 16 KB over TCP. Who has not looked
-for so long, asleep or between two layers, therefore looks so often: 1 MB takes 7 ms instead of 47 at a look a ms."""
+"""A test of a request lets MPI move one piece of each large message, of about 16 KB over TCP. After REST_S without one
+a rank therefore tests N_LOOKS times: 1 MB takes 7 ms, instead of 47 ms with one test a millisecond."""
 
 Comm: TypeAlias = MPI.Comm
 Request: TypeAlias = MPI.Request
 NOT_SENT = MPI.REQUEST_NULL
 GPU_KINDS = ("cuda", "rocm", "hip")
-"""As Open MPI and MPICH call them in questions."""
-
+"""As Open MPI and MPICH name them in their queries."""
 
 N_LOOKS_AWAKE, AWAKE_S = 1000, 0.2
-"""What is timed between two ranks, the clocks' offset and a link's bandwidth, is waited for so long without sleep."""
+"""`wait_awake` does not sleep for so long."""
 
 
 class Tag(IntEnum):
@@ -63,28 +61,27 @@ class Tag(IntEnum):
     REPORT = 4  # a rank's progress while loading, its statistics at the end
     CLOCK = 5
     STREAM = 6
-    NOTHING = 7  # is never sent
-    APART = 8  # the activations of the run before it, from a device's memory
+    NOTHING = 7  # never sent
+    OUT_OF_BAND = 8  # the activations of the run before it, from a device's memory
 
 
 class Outbox:
-    """Sends that never block: each buffer is kept until its message is out. `courier`: stamps them, in paced jobs."""
+    """Sends that never block: each buffer is kept until its message is sent. `courier`: stamps them in paced jobs."""
 
     def __init__(self, comm: Comm, courier: Courier | None = None) -> None:
         self.comm, self.courier = comm, courier
         self._pending: deque[tuple[MPI.Request, Any]] = deque()
-        self.n_runs = self.n_run_bytes = self.n_apart = 0
+        self.n_runs = self.n_run_bytes = self.n_out_of_band = 0
 
-    def send_run(self, message: Buffer, dest: int, apart: Any = None) -> MPI.Request:
-        """`apart`: its activations, if they are in a device's memory, which this MPI can read. Returns what tells that
-        `message` is out."""
+    def send_run(self, message: Buffer, dest: int, out_of_band: Any = None) -> MPI.Request:
+        """`out_of_band`: its activations in a device's memory, if they are there. Returns the request of `message`."""
         self.n_runs += 1
         self.n_run_bytes += message.nbytes
         request = self.send(message, dest, Tag.PIPELINE)
-        if apart is not None:
-            self.n_apart += 1
-            self.n_run_bytes += apart.nbytes
-            self.send(apart, dest, Tag.APART)
+        if out_of_band is not None:
+            self.n_out_of_band += 1
+            self.n_run_bytes += out_of_band.nbytes
+            self.send(out_of_band, dest, Tag.OUT_OF_BAND)
         return request
 
     def send(self, message: Any, dest: int, tag: Tag) -> MPI.Request:
@@ -97,28 +94,23 @@ class Outbox:
         return request
 
     def take_counts(self) -> tuple[int, int, int]:
-        """Messages that carried a run since the last time, their bytes, and those of them whose activations went
-        apart."""
-        counts = self.n_runs, self.n_run_bytes, self.n_apart
-        self.n_runs = self.n_run_bytes = self.n_apart = 0
+        """Since the last call: messages that carried a run, their bytes, and how many had activations out of band."""
+        counts = self.n_runs, self.n_run_bytes, self.n_out_of_band
+        self.n_runs = self.n_run_bytes = self.n_out_of_band = 0
         return counts
 
     def flush(self, idle: Idle) -> None:
-        """Return when everything is out."""
+        """Return when everything is sent."""
         while self._pending:
             idle.until(lambda: _is_done(self._pending[0][0]) or None)
             self._pending.popleft()
 
 
-def host_room(n_bytes: int) -> Buffer:
-    return np.empty(n_bytes, np.uint8)
-
-
 class Inbox:
-    """Receives posted ahead, so that the next message arrives while this one is worked on (SiPipe, section 5.3); 0
-    `n_ahead`, for ablation studies: one is posted when a message's length is known.
+    """Receives that are posted ahead, so that the next message arrives while this one is processed (SiPipe, section
+    5.3). With `n_ahead` 0, for ablation studies, a receive is posted when a message's length is known.
 
-    With a `courier`, in paced jobs, a message has not come before it is due. `room`: makes room for so many bytes.
+    `courier`: holds messages back until they are due, in paced jobs. `allocate`: returns memory for so many bytes.
     """
 
     def __init__(
@@ -129,9 +121,9 @@ class Inbox:
         n_bytes: int,
         n_ahead: int = 2,
         courier: Courier | None = None,
-        room: Callable[[int], Any] = host_room,
+        allocate: Callable[[int], Any] = lambda n_bytes: np.empty(n_bytes, np.uint8),
     ) -> None:
-        self.comm, self.source, self.tag, self._n_ahead, self._room = comm, source, tag, n_ahead, room
+        self.comm, self.source, self.tag, self._n_ahead, self._allocate = comm, source, tag, n_ahead, allocate
         self.n_bytes = n_bytes + (N_STAMP if courier else 0)
         self.courier = courier
         self._looked_s = -math.inf
@@ -140,13 +132,13 @@ class Inbox:
         self._posted: deque[tuple[MPI.Request, Any]] = deque()
         self._resting: deque[tuple[MPI.Request, Any]] = deque()
         for _ in range(n_ahead):
-            self._post(room(self.n_bytes))
+            self._post(allocate(self.n_bytes))
 
     def _post(self, buffer: Any) -> None:
         self._posted.append((self.comm.Irecv([buffer, MPI.BYTE], self.source, self.tag), buffer))
 
     def poll(self) -> Any:
-        """The next message, or None; in a Buffer, or other room, that is the caller's until handed to `give_back`."""
+        """The next message, or None; in memory that is the caller's until it is handed to `give_back`."""
         if not self.holds():
             return None
         self._held, (_, buffer) = False, self._posted.popleft()
@@ -155,7 +147,7 @@ class Inbox:
         if self._resting and self._resting[0][0].Test():
             self._post(self._resting.popleft()[1])
         else:
-            self._post(self._room(self.n_bytes))
+            self._post(self._allocate(self.n_bytes))
         return buffer
 
     def holds(self) -> bool:
@@ -168,12 +160,12 @@ class Inbox:
         return self._held
 
     def _found(self) -> bool:
-        """Whether a message has come of whose length nobody knew; it is being received then."""
+        """Whether a message of unknown length has come; its receive is posted then."""
         status = MPI.Status()
         message = next(filter(None, (self.comm.Improbe(self.source, self.tag, status) for _ in range(N_LOOKS))), None)
         if message is None:
             return False
-        buffer = self._room(self.n_bytes)
+        buffer = self._allocate(self.n_bytes)
         self._posted.append((message.Irecv([buffer[: status.Get_count(MPI.BYTE)], MPI.BYTE]), buffer))
         return True
 
@@ -195,12 +187,12 @@ class Inbox:
         return True
 
     def give_back(self, buffer: Any, sent: Request = NOT_SENT) -> None:
-        """Use the buffer again once the message that is being sent from it, if there is one, is out."""
+        """Reuse the buffer once the message that is being sent from it, if any, is sent."""
         if len(self._resting) < 4 and self._n_ahead:
             self._resting.append((sent, buffer))
 
     def close(self, idle: Idle) -> None:
-        """Take the receives back that no message will come for."""
+        """Cancel the receives that are still posted."""
         for request, _ in self._posted:
             request.Cancel()
         while self._posted:
@@ -213,20 +205,20 @@ def _is_done(request: MPI.Request, n_looks: int = N_LOOKS, status: MPI.Status | 
 
 
 def progress_between(comm: Comm, hosts: Iterable[str]) -> Progress:
-    """For ranks on these hosts. Within one, a message is moved at once when somebody asks for it; an MPI that several
-    threads must not call has none."""
+    """For ranks on these hosts. Within one host a test moves a whole message, so none is needed; none is possible if
+    several threads must not call this MPI."""
     if len(set(hosts)) == 1 or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return NO_PROGRESS
 
     def look() -> None:
-        with contextlib.suppress(MPI.Exception):  # whoever waits for a message hears of it
+        with contextlib.suppress(MPI.Exception):  # the thread that waits for a message reports it
             comm.Iprobe(MPI.ANY_SOURCE, Tag.NOTHING)
 
     return Progress(look)
 
 
 def abort(code: int) -> None:
-    """End the other ranks at once, if MPI runs and there are any: MPI says so, and may crash in exit handlers."""
+    """End the other ranks at once, if MPI runs and there are any. MPI prints a line, and may crash in exit handlers."""
     if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
         MPI.COMM_WORLD.Abort(code)
 
@@ -234,13 +226,13 @@ def abort(code: int) -> None:
 class Link:
     """This rank's connection to the others, and the collective steps before and after the pipeline runs.
 
-    Every wait but MPI's own start and end is a poll, so that the waiting rank leaves its cores to the others and its
-    threads, which hear signals and the watch, can always run.
+    Every wait except MPI's own start and end is a poll: the rank leaves its cores to others while it waits, and its
+    threads for signals and the watch can always run.
     """
 
     def __init__(self) -> None:
-        """Start MPI: returns when every rank has come here."""
-        # mpi4py would hold the interpreter's lock, so that a signal could do nothing against a rank that never comes
+        """Start MPI: returns when every rank has called it."""
+        # by ctypes, which releases the interpreter's lock: signals are handled while a rank is missing
         self._mpi = ctypes.CDLL(MPI.__file__)
         if not MPI.Is_initialized():
             self._mpi.MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
@@ -256,11 +248,18 @@ class Link:
         self._idle.until(lambda: _is_done(request) or None)
 
     def wait_awake(self, request: MPI.Request) -> None:
-        """Return when a message is here, or out; without sleep where that is soon."""
+        """Return when the request is complete; without sleep at first."""
         asleep_s = time.perf_counter() + AWAKE_S
         while not _is_done(request, N_LOOKS_AWAKE) and time.perf_counter() < asleep_s:
             pass
         self._wait(request)
+
+    def send_awake(self, values: np.ndarray[Any, Any], rank: int) -> None:
+        self.wait_awake(self.comm.Isend(values, rank, Tag.CLOCK))
+
+    def receive_awake(self, values: np.ndarray[Any, Any], rank: int) -> None:
+        """Into `values`, which `send_awake` of this rank sends."""
+        self.wait_awake(self.comm.Irecv(values, rank, Tag.CLOCK))
 
     # -- what all ranks do together
 
@@ -276,83 +275,28 @@ class Link:
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        size = np.array([len(data)], np.int64)
-        self._wait(self.comm.Ibcast(size))
-        if self.rank:
-            data = np.empty(size[0], np.uint8)
-        self._wait(self.comm.Ibcast(data))
-        shared: T = pickle.loads(data.data) if self.rank else value  # type: ignore[assignment]
-        return shared
+        return cast(T, self.all_gather(value if self.rank == 0 else None)[0])
 
     def agree(self, act: Callable[[], T]) -> T:
-        """What `act` returns on rank 0, on every rank. Raises JobError on all of them when it raises UserError there.
-        The other ranks do not call it."""
+        """What `act` returns on rank 0, which alone calls it, on every rank. Raises JobError on all ranks if it raises
+        UserError."""
         value, message = self.broadcast(_outcome(act) if self.rank == 0 else None)
         if message:
             raise JobError(message)
         return cast(T, value)
 
     def agree_all(self, act: Callable[[], T]) -> T:
-        """What `act` returns on this rank. When it raises UserError on some, every rank raises JobError, with the
-        message of the lowest of these."""
+        """What `act` returns on this rank. Raises JobError on all ranks, with the lowest rank's message, if it raises
+        UserError on any."""
         value, message = _outcome(act)
         if first := next(filter(None, self.all_gather(message)), ""):
             raise JobError(first)
         return cast(T, value)
 
-    def clock_offset_s(self, clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
-        """Seconds to add to this rank's clock to get rank 0's; 0 unless it is of `ranks`, whose clocks are others.
-
-        Collective; the round with the least delay counts.
-        """
-        offset_s, time_s = 0.0, np.zeros(1)
-        for rank in ranks:
-            if self.rank == 0:
-                for _ in range(n_rounds):
-                    self._receive(time_s, rank)
-                    time_s[0] = clock()
-                    self._send(time_s, rank)
-            elif self.rank == rank:
-                offset_s = min(self._ask_clock(clock, time_s) for _ in range(n_rounds))[1]
-        return offset_s
-
-    def _ask_clock(self, clock: Callable[[], float], time_s: npt.NDArray[np.float64]) -> tuple[float, float]:
-        """(delay, offset) of one question to rank 0."""
-        start_s = clock()
-        self._send(time_s, 0)
-        self._receive(time_s, 0)
-        delay_s = clock() - start_s
-        return delay_s, float(time_s[0]) - (start_s + delay_s / 2)
-
-    def bandwidth_gbit(self, n_bytes: int = 1 << 22, n_rounds: int = 4) -> float:
-        """What the slowest link between neighbouring ranks carries, in Gbit/s. Collective; needs two ranks."""
-        buffer, slowest_s = np.zeros(n_bytes, np.uint8), 0.0
-        for rank in range(1, self.size):
-            if self.rank == rank - 1:
-                slowest_s = max(slowest_s, min(self._round_trip_s(buffer, rank) for _ in range(n_rounds)))
-            elif self.rank == rank:
-                for _ in range(n_rounds):
-                    self._receive(buffer, rank - 1)
-                    self._send(buffer, rank - 1)
-        return 8e-9 * 2 * n_bytes / max(self.all_gather(slowest_s))
-
-    def _round_trip_s(self, buffer: Buffer, rank: int) -> float:
-        start_s = time.perf_counter()
-        self._send(buffer, rank)
-        self._receive(buffer, rank)
-        return time.perf_counter() - start_s
-
-    def _send(self, values: npt.NDArray[Any], rank: int) -> None:
-        self.wait_awake(self.comm.Isend(values, rank, Tag.CLOCK))
-
-    def _receive(self, values: npt.NDArray[Any], rank: int) -> None:
-        self.wait_awake(self.comm.Irecv(values, rank, Tag.CLOCK))
-
     # -- reports
 
     def report(self, value: object) -> None:
-        """Send a value to rank 0 without waiting for it to be taken."""
+        """Send a value to rank 0 without waiting for its receipt."""
         self._outgoing = [request for request in self._outgoing if not request.Test()]
         self._outgoing.append(self.comm.isend(value, 0, Tag.REPORT))
 
@@ -375,15 +319,15 @@ class Link:
     # -- the end
 
     def finalize(self) -> None:
-        """Leave in order with the others, so that the launcher sees no failure but the exit code."""
+        """End MPI in order with the others, so that the launcher sees no failure but the exit code."""
         for request in self._outgoing:
             self._wait(request)
-        self._wait(self.comm.Ibarrier())  # whoever waits for the last rank does so here, not within MPI
+        self._wait(self.comm.Ibarrier())  # wait for the last rank here, not within MPI_Finalize
         self._mpi.MPI_Finalize()
 
 
 def _outcome(act: Callable[[], T]) -> tuple[T | None, str]:
-    """What it returns, or the message of its UserError."""
+    """(its result, "") or (None, the message of its UserError)."""
     try:
         return act(), ""
     except UserError as error:
@@ -391,7 +335,7 @@ def _outcome(act: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def is_gpu_aware() -> bool | None:
-    """Whether this MPI says that it sends from a GPU's memory; None where it cannot be asked. MPI must be started."""
+    """Whether this MPI reports that it sends from a GPU's memory; None if it cannot be asked. MPI must be started."""
     library = ctypes.CDLL(MPI.__file__)
     asks = [getattr(library, f"MPIX_Query_{kind}_support", None) for kind in GPU_KINDS]
     answers = [bool(ask()) for ask in asks if ask is not None]

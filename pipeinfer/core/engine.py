@@ -245,7 +245,7 @@ class Engine:
                 self._count_given_up(level, given_up)
         if self.speculator.n_drafts:
             self.speculator.settle(request, settled.path)
-        if notice := active.policy.settled(settled):
+        if notice := active.policy.settled(settled, active.context):
             active.observer.noticed(notice)
         if request.finish:
             self._close(active)

@@ -45,7 +45,7 @@ class Batch:
     hidden             (n_rows, n_embd) float32, the residual stream before this stage; None on the first stage
     wanted             (n_rows,) bool, rows whose logits the last stage must return
     span               the rows are whole blocks of it (see `blocks`), all in the same one sequence, and none is wanted
-    on_device          instead of `hidden`, for a model that `LeavesOnDevice`
+    on_device          instead of `hidden`, for a model that `DeviceStage`
     """
 
     tokens: IntArray
@@ -88,7 +88,7 @@ class StageModel(Protocol):
 Rows = TypeVar("Rows", FloatArray, DeviceRows, covariant=True)
 
 
-class UnderWay(Protocol[Rows]):
+class StageFuture(Protocol[Rows]):
     """A batch that a device has been told to evaluate."""
 
     @property
@@ -100,17 +100,17 @@ class UnderWay(Protocol[Rows]):
 
 
 @runtime_checkable
-class RunsAhead(Protocol):
+class AsyncStage(Protocol):
     """A StageModel that may be given its next batch before the last one's result is there."""
 
-    def begin(self, batch: Batch, stop: Callable[[], bool]) -> UnderWay[FloatArray] | None:
+    def begin(self, batch: Batch, stop: Callable[[], bool]) -> StageFuture[FloatArray] | None:
         """As `evaluate`, but for the result, which comes later; `stop` is asked before this returns. The next batch,
         and the operations before it, may come at once: they are done in the order in which they came."""
         ...
 
 
 @runtime_checkable
-class LeavesOnDevice(RunsAhead, Protocol):
+class DeviceStage(AsyncStage, Protocol):
     """A StageModel that may take activations from its device's memory, and leave them there, for MPI to move."""
 
     def device_memory(self, n_bytes: int) -> Any:
@@ -122,7 +122,7 @@ class LeavesOnDevice(RunsAhead, Protocol):
         is for is done, or was stopped."""
         ...
 
-    def begin_apart(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> UnderWay[DeviceRows] | None:
+    def begin_on_device(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> StageFuture[DeviceRows] | None:
         """As `begin`, with the result on the device. Not for a last slice."""
         ...
 

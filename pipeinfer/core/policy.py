@@ -195,6 +195,6 @@ class Policy(ABC):
         how many guesses each."""
         return {}
 
-    def settled(self, settled: Settled) -> str:
+    def settled(self, settled: Settled, context: PolicyContext) -> str:
         """The root moved. Returns what the user should know about it, usually nothing."""
         return ""

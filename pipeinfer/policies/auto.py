@@ -23,7 +23,8 @@ n rows is worth its expected tokens over its time,
 The run of the best rate goes, once further draft steps cannot raise the rate.
 
 The draft expands as many nodes in a step as a run carries, the likeliest first, if guesses after them could belong to
-the next run. When hardly any guess is right, it rests (`SpeculationBackoff`).
+the next run. When hardly any guess is right (`SpeculationBackoff`), or when tokens come sooner without guesses
+(`SpeculationTrial`), it rests.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pipeinfer.policies.calibration import Calibration
 from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
 from pipeinfer.policies.limits import MAX_WIDTH
 from pipeinfer.policies.temperature_scaling import TemperatureScaling
+from pipeinfer.policies.trial import SpeculationTrial
 
 LEAST = 0.01
 """A guess that is less probable does not enter the tree."""
@@ -65,6 +67,9 @@ MOST_ROWS = 8
 IDLE_SHARE = 0.05
 """Share of a one-row run that a lone stage may be idle: a run that waits for the verdict knows more."""
 
+OFTEN_RIGHT = 0.9
+"""How often a good draft's likeliest guess is right: where not even that pays, no step is made to learn it."""
+
 LEAST_AHEAD = 0.25
 """Probability, given what is in flight, from which a lone stage's run goes ahead of the verdict."""
 
@@ -80,6 +85,10 @@ class Auto(Policy):
     calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
     temperature: TemperatureScaling = field(default_factory=TemperatureScaling, compare=False, repr=False)
     _backoff: SpeculationBackoff = field(default_factory=SpeculationBackoff, init=False, repr=False, compare=False)
+    _trial: SpeculationTrial = field(default_factory=SpeculationTrial, init=False, repr=False, compare=False)
+    _settled_s: float = field(default=math.nan, init=False, repr=False, compare=False)
+    """When the last tokens came; NaN before the first ones, and while other requests are open."""
+
     _guessed_at: int = field(default=-1, init=False, repr=False, compare=False)
     """The last position after which the draft has guessed."""
 
@@ -91,6 +100,8 @@ class Auto(Policy):
     def send(self, context: PolicyContext) -> Answer:
         """The root at once, with what is known to follow; further runs when a stage is about to want them."""
         root = context.tree.root
+        if self._rests(context):
+            return Send([root]) if root.run_id is None else NOTHING
         if pays_alone(context, self.calibration.first_rate):
             return self._send_alone(context)
         if root.run_id is None:
@@ -160,7 +171,7 @@ class Auto(Policy):
     def draft(self, context: PolicyContext) -> dict[Node, int]:
         """The likeliest open nodes, if guesses after them could belong to the next run."""
         n_rows = context.n_cheap_rows
-        if n_rows <= 0 or self._backoff.holds:
+        if n_rows <= 0 or self._backoff.holds or self._rests(context):
             return {}
         if context.is_at_head and context.is_alone and context.n_inflight:
             return self._probe(context)  # the run waits for the step now; where guesses gain, it has waited before
@@ -172,6 +183,8 @@ class Auto(Policy):
     def _probe(self, context: PolicyContext) -> dict[Node, int]:
         """A step now and then, to learn how often the draft is right and how long it takes."""
         root = context.tree.root
+        if context.draft_s and not pays_alone(context, OFTEN_RIGHT):
+            return {}
         is_due = self.calibration.is_due(root.position) and not root.expanded and context.may_branch(root)
         return {root: MAX_WIDTH} if is_due else {}
 
@@ -182,14 +195,25 @@ class Auto(Policy):
         return [guess for guess in corrected if guess.probability >= LEAST]
 
     def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
-        return {} if self._backoff.holds else dict.fromkeys(to_refine(context, draft), MAX_WIDTH)
+        rests = self._backoff.holds or self._rests(context)
+        return {} if rests else dict.fromkeys(to_refine(context, draft), MAX_WIDTH)
 
     # -- learning
 
-    def settled(self, settled: Settled) -> str:
+    def settled(self, settled: Settled, context: PolicyContext) -> str:
         self.calibration.settled(settled)
         self.temperature.settled(settled)
-        return self._backoff.settled(settled, self.calibration.hit_rate)
+        return self._backoff.settled(settled, self.calibration.hit_rate) or self._weighed(len(settled.tokens), context)
+
+    def _weighed(self, n_tokens: int, context: PolicyContext) -> str:
+        """What the trial says of tokens that came now."""
+        last_s, self._settled_s = self._settled_s, context.clock() if context.is_alone else math.nan
+        if math.isnan(last_s) or not context.is_alone or self._backoff.holds:
+            return ""
+        return self._trial.settled(n_tokens, self._settled_s - last_s, _least_s(context))
+
+    def _rests(self, context: PolicyContext) -> bool:
+        return self._trial.rests and context.is_alone
 
 
 # -- a pipeline's run
@@ -286,8 +310,9 @@ def pays_alone(context: PolicyContext, first_rate: float) -> bool:
     they go before it, which hides what a verdict takes besides the evaluation."""
     if context.n_stages > 1 or not context.is_alone or not context.run_s(1):
         return False
-    single_s = _round_s(context, 1) if context.is_at_head else context.run_s(1)
-    return Promise(1.0, 1, single_s).grows(context, first_rate, 0.0, first_rate)
+    at_head = context.is_at_head  # which evaluates or drafts, not both at a time
+    single_s, draft_s = (_round_s(context, 1), context.draft_s) if at_head else (context.run_s(1), 0.0)
+    return Promise(1.0, 1, single_s).grows(context, first_rate, draft_s, first_rate)
 
 
 def to_expand_ahead(context: PolicyContext, first_rate: float) -> list[Node]:
@@ -316,6 +341,13 @@ def _likeliest(context: PolicyContext) -> list[Node]:
 def _round_s(context: PolicyContext, n_rows: int) -> float:
     """From one run of so many rows to the next one that waits for its verdict."""
     return context.run_s(n_rows) + context.on_way_s
+
+
+def _least_s(context: PolicyContext) -> float:
+    """What a token takes without guesses at least: all stages without other ranks beside them, and the messages."""
+    stages_s = context.run_cost.undisturbed_s(context.tree.root.position) if context.run_cost else 0.0
+    messages_s = max(0.0, context.on_way_s - (context.n_stages - 1) * context.run_s(1))
+    return context.n_stages * stages_s + messages_s
 
 
 def _most_rows(context: PolicyContext) -> int:

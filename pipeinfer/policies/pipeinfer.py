@@ -120,7 +120,7 @@ class PipeInfer(Policy):
             return {}
         return dict.fromkeys(to_refine(context, draft), self.width)
 
-    def settled(self, settled: Settled) -> str:
+    def settled(self, settled: Settled, context: PolicyContext) -> str:
         if settled.n_matched:
             self._shift = 0.0
         self.calibration.settled(settled)

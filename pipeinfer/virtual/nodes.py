@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.room import UNLIMITED, Room
+from pipeinfer.cluster.hosts.free_memory import UNLIMITED, FreeMemory
 from pipeinfer.cluster.timing.slice_times import RankTimes
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.profile import Machine, ProfileFile
@@ -41,7 +41,7 @@ class Node:
 def described_host(name: str, n_cores: int, memory_bytes: float) -> Host:
     """As somebody describes it. `memory_bytes`: what models may take of it."""
     cores = frozenset(range(max(1, n_cores)))
-    return Host(name, cores, n_cores, Room(host=int(min(memory_bytes, UNLIMITED))))
+    return Host(name, cores, n_cores, FreeMemory(host=int(min(memory_bytes, UNLIMITED))))
 
 
 def estimated_machine(name: str, n_cores: int, bytes_per_s: float, flop_per_s: float, memory_bytes: float) -> Machine:

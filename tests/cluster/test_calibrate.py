@@ -25,10 +25,10 @@ from pipeinfer.cluster.timing.calibrate import (
     time_rows,
 )
 from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
+from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.loading.run_costs import time_stage
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import lay_out
-from pipeinfer.kept import Kept
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.build import describe_build
@@ -102,7 +102,7 @@ class CountingStage(ToyStage):
         return super().evaluate(batch, stop)
 
 
-def recall(kept: Kept, run_s: float, name: str = "m") -> tuple[dict[int, float], int]:
+def recall(kept: DiskCache, run_s: float, name: str = "m") -> tuple[dict[int, float], int]:
     """What is found, and how many evaluations it took."""
     stage = CountingStage(0, 2, False, n_cells=64)
     stage.run_s = run_s
@@ -110,7 +110,7 @@ def recall(kept: Kept, run_s: float, name: str = "m") -> tuple[dict[int, float],
 
 
 def test_what_was_timed_is_kept_and_follows_the_speed_of_now(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
+    kept = DiskCache(tmp_path)
     first, n_first = recall(kept, 1e-3)
     again, n_again = recall(kept, 1e-3)
     assert tuple(first) == tuple(again) == ROWS and again == pytest.approx(first) and n_again < 5 < n_first
@@ -121,7 +121,7 @@ def test_what_was_timed_is_kept_and_follows_the_speed_of_now(tmp_path: Path) -> 
 
 
 def test_what_was_timed_on_a_busy_host_is_timed_anew(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
+    kept = DiskCache(tmp_path)
     recall(kept, 1e-3)
     faster, n = recall(kept, 1e-4)
     assert n > 5 and recall(kept, 1e-4)[0] == pytest.approx(faster)
@@ -132,7 +132,7 @@ def test_what_was_timed_on_a_busy_host_is_timed_anew(tmp_path: Path) -> None:
     [[], "x", {"1": 0.0}, {"1": "a"}, {"2": 1.0}, {"1": 1.0, "5": 1.0}, {"1": 1e999}, {"1": 1.0, "2": 2.0, "3": 6.0}],
 )
 def test_a_kept_value_that_is_no_cost_is_timed_anew(tmp_path: Path, junk: object) -> None:
-    kept = Kept(tmp_path)
+    kept = DiskCache(tmp_path)
     kept.put("m", junk)
     found, n = recall(kept, 1e-3)
     assert tuple(found) == ROWS and n > 5
@@ -145,7 +145,7 @@ def test_a_table_that_a_disturbance_cut_short_is_not_kept(tmp_path: Path) -> Non
                 self.elapsed_s += 0.05
             return super().evaluate(batch, stop)
 
-    stage, kept = DisturbedOnce(0, 2, False, n_cells=64), Kept(tmp_path)
+    stage, kept = DisturbedOnce(0, 2, False, n_cells=64), DiskCache(tmp_path)
     assert max(recall_rows(stage, lambda: stage.elapsed_s, kept, "m")) == 3
     assert kept.get("m") is None
 
@@ -158,7 +158,7 @@ def test_a_size_that_costs_more_than_its_rows_one_by_one_was_disturbed(tmp_path:
             self.elapsed_s += 4 * (len(batch.tokens) == 2)
             return super().evaluate(batch, stop)
 
-    kept = Kept(tmp_path)
+    kept = DiskCache(tmp_path)
     for kind, is_kept in ((Disturbed, False), (DearStage, True)):
         stage = kind(0, 2, False, n_cells=64)
         assert len(recall_rows(stage, partial(getattr, stage, "elapsed_s"), kept, "m", 1000.0)) > 1
@@ -220,7 +220,7 @@ def test_costs_at_loading_are_kept_under_all_that_they_depend_on(
 
 
 def test_what_a_context_costs_is_kept_in_units_of_a_row(tmp_path: Path) -> None:
-    kept, stage = Kept(tmp_path), attentive()
+    kept, stage = DiskCache(tmp_path), attentive()
     times = {1: 1e-3, 2: 2e-3}
     assert recall_context(stage, times, CONTEXTS[0], lambda: stage.elapsed_s, kept, "m") is None, "a small cache"
     assert recall_context(stage, times, 512, lambda: stage.elapsed_s, kept, "m") == pytest.approx(2e-6)

@@ -71,9 +71,10 @@ def test_ranks_of_one_boot_read_one_clock() -> None:
 
 SKEWED = """
 import time
+from pipeinfer.cluster.timing.link_times import clock_offset_s
 from pipeinfer.cluster.transport import Link
 link = Link()
-offset_s = link.clock_offset_s(lambda: time.perf_counter() - 5.0 * link.rank, [2])
+offset_s = clock_offset_s(link, lambda: time.perf_counter() - 5.0 * link.rank, [2])
 print(f"{link.rank} {offset_s}\\n", end="", flush=True)
 link.finalize()
 """

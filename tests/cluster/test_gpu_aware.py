@@ -91,10 +91,15 @@ def test_only_neighbours_that_both_do_and_have_layers_of_the_target() -> None:
     hosts = [replace(host, device_messages=rank != 2) for rank, host in enumerate(HOSTS)]
     info, draft = read_model_info(TARGET), read_model_info(DRAFT)
     with_draft = lay_out(replace(options, policy=POLICIES["pipeinfer"]()), hosts, info, [draft], 512, 100)
-    assert [with_draft.hop_is_apart(*hop) for hop in ((0, 1), (1, 2), (2, 3), (3, None))] == [False] * 4
+    assert [with_draft.hop_is_out_of_band(*hop) for hop in ((0, 1), (1, 2), (2, 3), (3, None))] == [False] * 4
     assert any("--gpu-aware on is without effect: no two stages" in line for line in with_draft.unused)
     alone = lay_out(options, hosts, info, [], 512, 100)
-    assert [alone.hop_is_apart(*hop) for hop in ((0, 1), (1, 2), (2, 3), (3, None))] == [True, False, False, False]
+    assert [alone.hop_is_out_of_band(*hop) for hop in ((0, 1), (1, 2), (2, 3), (3, None))] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     assert not alone.unused
     assert lay_out(replace(options, gpu_aware=AUTO), HOSTS, info, [], 512, 100).unused == ()
 

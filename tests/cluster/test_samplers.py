@@ -11,8 +11,9 @@ import pytest
 
 from pipeinfer.cluster.messages.logprobs import ScoredToken
 from pipeinfer.cluster.messages.wire import encode
+from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.samplers import N_BUFFERS, Samplers
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.stages.stage import StageWorker, room_for
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import NO_TOKEN, KvOp, Opening, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams

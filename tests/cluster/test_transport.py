@@ -13,7 +13,8 @@ from pipeinfer.cluster.head_pipeline import HeadPipeline
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.messages.wire import decode_verdict, encode_verdict, verdict_bytes
 from pipeinfer.cluster.stages.progress import LARGE_BYTES, NO_PROGRESS, Progress
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import N_LOOKS, REST_S, Comm, Inbox, Tag, progress_between
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, Row, Run, Verdict

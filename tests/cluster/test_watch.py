@@ -8,43 +8,48 @@ import random
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from pipeinfer.cluster.watch.flow import Flow, Flows
-from pipeinfer.cluster.watch.handshake import answer, new_nonce
+from pipeinfer.cluster.watch.heartbeats import HeartbeatMonitor
 from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
-from pipeinfer.cluster.watch.meeting import Meeting, _own_addresses, go_to, own_place
-from pipeinfer.cluster.watch.silence import Silence
+from pipeinfer.cluster.watch.listener import Listener
+from pipeinfer.cluster.watch.protocol import authenticate_sentinel
+from pipeinfer.cluster.watch.rendezvous import Rendezvous, _own_addresses, connect, own_place
 from pipeinfer.cluster.watch.watch import Watch
 
 LIMITS = Limits()
 PROGRAM = """
 import json, os, sys, time
+from dataclasses import astuple
 from pathlib import Path
-from pipeinfer.cluster.watch.meeting import Meeting, own_place
+from pipeinfer.cluster.watch.rendezvous import Rendezvous, own_place
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.watch import Watch
 
 rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 limits = Limits.of(float(sys.argv[5])) if len(sys.argv) > 5 else Limits()
-meeting_file = place / "meeting"
+rendezvous_file = place / "rendezvous"
 
-def broadcast(meeting):  # through a file
-    if meeting:
-        (place / "part").write_text(json.dumps([meeting.place, meeting.addresses, meeting.port, meeting.key]))
-        (place / "part").rename(meeting_file)
-        return meeting
-    while not meeting_file.exists():
+def broadcast(rendezvous):  # through a file
+    if rendezvous:
+        (place / "part").write_text(json.dumps(astuple(rendezvous)))
+        (place / "part").rename(rendezvous_file)
+        return rendezvous
+    while not rendezvous_file.exists():
         time.sleep(0.01)
-    where, addresses, port, key = json.loads(meeting_file.read_text())
-    return Meeting(where, tuple(addresses), port, key)
+    where, addresses, port, key = json.loads(rendezvous_file.read_text())
+    return Rendezvous(where, tuple(addresses), port, key)
 
 def on_stop(reason):
     os.write(2, f"asked to stop: {reason}\\n".encode())
@@ -53,6 +58,8 @@ def on_stop(reason):
 with Watch(rank, size, os._exit, on_stop, limits).open() as watch:
     if what == "absent" and rank == 2:
         os._exit(2)
+    if what == "before MPI":
+        time.sleep(60)
     watch.join([own_place()] * size, broadcast)
     assert watch._link, "the sentinel can be reached"
     watch.describe(f"stage {rank}, layers {8 * rank}-{8 * rank + 7}")
@@ -169,25 +176,25 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(start: Callable[..., Job]) -
 
 
 def test_who_is_silent_is_known_from_times_alone() -> None:
-    silence = Silence(12)
-    silence.begin([0, 1, 2], 0)
+    monitor = HeartbeatMonitor(12)
+    monitor.begin([0, 1, 2], 0)
     for now_s in range(1, 30):
-        silence.hear(0, now_s)
+        monitor.hear(0, now_s)
         if now_s < 8:
-            silence.hear(2, now_s)
-        assert silence.look(now_s) == (None if now_s < 12 else 1), now_s
-    silence.forget(1)
-    assert silence.look(29.5) == 2
-    silence.begin([0, 1], 100)
+            monitor.hear(2, now_s)
+        assert monitor.look(now_s) == (None if now_s < 12 else 1), now_s
+    monitor.forget(1)
+    assert monitor.look(29.5) == 2
+    monitor.begin([0, 1], 100)
     for now_s in range(101, 200):  # nobody speaks
-        assert silence.look(now_s) is None
-    silence.hear(1, 200)
-    assert [silence.look(200 + after) for after in (0, 5)] == [None, None]
-    silence.hear(1, 206)
-    assert [silence.look(206 + after) for after in (0, 5, 6)] == [None, None, 0], "the time of 0 began at 200"
-    silence.begin([0, 1], 300)
-    silence.hear(1, 400)  # who listens was stopped itself
-    assert silence.look(400) is None
+        assert monitor.look(now_s) is None
+    monitor.hear(1, 200)
+    assert [monitor.look(200 + after) for after in (0, 5)] == [None, None]
+    monitor.hear(1, 206)
+    assert [monitor.look(206 + after) for after in (0, 5, 6)] == [None, None, 0], "the time of 0 began at 200"
+    monitor.begin([0, 1], 300)
+    monitor.hear(1, 400)  # who listens was stopped itself
+    assert monitor.look(400) is None
 
 
 def test_a_message_that_does_not_come_is_told_from_counts_alone() -> None:
@@ -246,7 +253,7 @@ def test_a_request_to_stop_reaches_rank_0_and_goodbyes_are_no_deaths(start: Call
 
 def test_the_sentinel_ignores_signals_and_leaves_with_rank_0(tmp_path: Path) -> None:
     watch = Watch(0, 1, os._exit, print).open()
-    watch.join([own_place()], lambda meeting: meeting or pytest.fail("no meeting"))
+    watch.join([own_place()], lambda rendezvous: rendezvous or pytest.fail("no rendezvous"))
     sentinel = watch._sentinel
     assert sentinel is not None
     time.sleep(0.5)
@@ -261,16 +268,15 @@ def test_the_sentinel_ignores_signals_and_leaves_with_rank_0(tmp_path: Path) -> 
 def test_a_killed_sentinel_is_not_taken_for_a_rank(start: Callable[[str], Job]) -> None:
     job = start("wait")
     job.wait_ready()
-    os.kill(sentinel_of(job.ranks[0].pid), signal.SIGKILL)
+    os.kill(sentinels_of(job.ranks[0].pid)[0], signal.SIGKILL)
     first, *others = job.errors(within_s=10)
     assert first == "pipeinfer: the watch, the process that notices dead ranks, was killed by SIGKILL; ending the job"
     assert not any("died" in line for line in others)
     assert all(rank.returncode for rank in job.ranks)
 
 
-def sentinel_of(pid: int) -> int:
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
+def sentinels_of(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def test_a_rank_that_never_comes_is_named(start: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,22 +286,34 @@ def test_a_rank_that_never_comes_is_named(start: Callable[[str], Job], monkeypat
     assert job.ranks[0].returncode and job.ranks[1].returncode
 
 
-def head_alone(n_ranks: int) -> tuple[Watch, Meeting]:
-    """Rank 0 and its sentinel, waiting for others."""
-    meetings: list[Meeting] = []
+@pytest.mark.parametrize(("what", "missing"), [("before MPI", "rank 1, rank 2"), ("absent", f"rank 2 (host {HOST})")])
+def test_a_death_before_all_have_joined_names_who_is_missing(
+    start: Callable[[str], Job], what: str, missing: str
+) -> None:
+    """The launcher may have killed rank 0 because a rank on another host ended first."""
+    job = start(what)
+    wait_until(lambda: bool(sentinels_of(job.ranks[0].pid)) and (what != "absent" or (job.place / "ready1").exists()))
+    time.sleep(0.5)
+    job.ranks[0].kill()
+    errors = job.ranks[0].communicate(timeout=20)[1]
+    about = f"host {HOST}" + (", stage 0, layers 0-7" if what == "absent" else "")
+    assert errors == (
+        f"pipeinfer: rank 0 ({about}), or {missing}, which had not joined yet, died of SIGKILL; ending the job\n"
+    )
 
-    def broadcast(meeting: Meeting | None) -> Meeting:
-        assert meeting is not None
-        meetings.append(meeting)
-        return meeting
+
+def head_alone(n_ranks: int) -> tuple[Watch, Rendezvous]:
+    """Rank 0 and its sentinel, waiting for others."""
+    invitations: list[Rendezvous] = []
+
+    def broadcast(rendezvous: Rendezvous | None) -> Rendezvous:
+        assert rendezvous is not None
+        invitations.append(rendezvous)
+        return rendezvous
 
     watch = Watch(0, n_ranks, os._exit, print).open()
     watch.join([own_place()] * n_ranks, broadcast)
-    return watch, meetings[0]
-
-
-def challenge_of(stranger: socket.socket) -> str:
-    return stranger.makefile("rb").readline().decode().strip()
+    return watch, invitations[0]
 
 
 def is_turned_away(stranger: socket.socket) -> bool:
@@ -306,22 +324,21 @@ def is_turned_away(stranger: socket.socket) -> bool:
 
 
 def test_strangers_are_turned_away_and_stop_nothing() -> None:
-    """Whatever they say: random bytes, deep JSON, answers with a wrong proof, another rank's or an old one."""
+    """Random bytes, lengths without content, answers with a wrong key, and the right key with impossible ranks."""
     rng = random.Random(5)
-    watch, meeting = head_alone(3)
+    watch, rendezvous = head_alone(3)
     with watch:
-        address = ("127.0.0.1", meeting.port)
+        address = ("127.0.0.1", rendezvous.port)
         words = [b"[" * 4000 + b"\n", b"GET / HTTP/1.1\r\n\r\n", b"\n", b"\xff\xff\n", b"", b"1 2\n", b"x" * 10_000]
+        words += [struct.pack("!i", 2**31 - 1), struct.pack("!iQ", -1, 2**62), struct.pack("!i", 0)]
+        words += [struct.pack("!i", 16) + bytes(16)]
         words += [rng.randbytes(rng.randrange(1, 600)) + b"\n" for _ in range(200)]
-        words.append(answer("another key", 1, "0" * 32, new_nonce()))
-        for number in (0, 3, 10**8):  # right proofs of ranks that cannot come
+        for number in (0, 3, 10**8, -1):
             with socket.create_connection(address, timeout=10) as stranger:
-                stranger.sendall(answer(meeting.key, number, challenge_of(stranger), new_nonce()))
+                authenticate_sentinel(connection_of(stranger), rendezvous.key, number)
                 assert is_turned_away(stranger)
-        with socket.create_connection(address, timeout=10) as stranger:
-            old = answer(meeting.key, 1, "0" * 32, new_nonce())  # to a challenge that was somebody else's
-            stranger.sendall(old)
-            assert is_turned_away(stranger)
+        with socket.create_connection(address, timeout=10) as stranger, pytest.raises(AuthenticationError):
+            authenticate_sentinel(connection_of(stranger), "another key", 1)
         for said in words:
             with socket.create_connection(address, timeout=10) as stranger:
                 with contextlib.suppress(OSError):  # it may have been turned away already
@@ -329,60 +346,86 @@ def test_strangers_are_turned_away_and_stop_nothing() -> None:
                     stranger.shutdown(socket.SHUT_WR)
                 assert is_turned_away(stranger)
         assert watch._sentinel is not None and watch._sentinel.poll() is None
-        link = go_to(
-            meeting, 1, LIMITS
-        )  # held: with its connection a rank would die, and the job, which is this process
-        assert link is not None, "ranks still can come"
+        link = connect(rendezvous, 1, LIMITS)  # kept: without its connection the rank would count as dead
+        assert link is not None, "ranks can still join"
+
+
+def connection_of(stranger: socket.socket) -> Connection:
+    stranger.settimeout(None)
+    return Connection(stranger.dup().detach())
+
+
+def test_a_connection_that_says_nothing_is_closed_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    listener = Listener(listening, "key", 2, LIMITS)
+    with socket.create_connection(listening.getsockname(), timeout=10) as stranger:
+        listener.accept()
+        stranger.sendall(b"\0")  # the first byte of a length
+        listener.reject_late()
+        stranger.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            is_turned_away(stranger)
+        monkeypatch.setattr("pipeinfer.cluster.watch.listener.PENDING_S", 0.0)
+        listener.reject_late()
+        assert is_turned_away(stranger)
+    assert listener.admitted.empty()
+    listener.close()
+
+
+def test_many_ranks_join_at_once() -> None:
+    watch, rendezvous = head_alone(33)
+    with watch, ThreadPoolExecutor(32) as pool:
+        links = list(pool.map(lambda rank: connect(rendezvous, rank, LIMITS), range(1, 33)))
+        assert all(links)
 
 
 def test_silent_strangers_are_few_and_keep_nobody_out() -> None:
-    watch, meeting = head_alone(3)
+    watch, rendezvous = head_alone(3)
     with watch, contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", meeting.port))) for _ in range(60)]
-        links = [go_to(meeting, rank, LIMITS) for rank in (1, 2)]
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", rendezvous.port))) for _ in range(60)]
+        links = [connect(rendezvous, rank, LIMITS) for rank in (1, 2)]
         assert all(links)
         # now that all ranks are here, nobody else is: those that waited are turned away, no other can come
         assert all(map(is_turned_away, strangers))
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", meeting.port))
+            socket.create_connection(("127.0.0.1", rendezvous.port))
         assert watch._sentinel is not None and watch._sentinel.poll() is None
 
 
 def test_a_job_on_one_host_listens_on_that_host_alone() -> None:
-    watch, meeting = head_alone(2)
+    watch, rendezvous = head_alone(2)
     with watch:
-        assert meeting.addresses == ("127.0.0.1",)
+        assert rendezvous.addresses == ("127.0.0.1",)
         for address in _own_addresses():
             with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((address, meeting.port), timeout=10)
+                socket.create_connection((address, rendezvous.port), timeout=10)
 
 
-def test_a_rank_does_not_trust_who_cannot_prove_to_be_the_sentinel() -> None:
+def test_a_rank_trusts_nobody_who_passes_its_challenge_on_to_another_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        heard: list[bytes] = []
-
-        def pretend() -> None:
-            while not heard:
-                link, _ = listener.accept()
-                with link:
-                    link.sendall(b"0" * 32 + b"\n")
-                    heard.append(link.recv(1000))
-                    link.sendall(b"0" * 64 + b"\n")
+        rendezvous = Rendezvous("elsewhere", ("127.0.0.1",), listener.getsockname()[1], "the key")
+        with ThreadPoolExecutor(2) as pool:
+            ranks = [pool.submit(connect, rendezvous, rank, LIMITS) for rank in (1, 2)]
+            first, second = (connection_of(listener.accept()[0]) for _ in ranks)
+            first.send_bytes(b"#CHALLENGE#" + bytes(20))
+            first.recv_bytes()
+            first.send_bytes(b"#WELCOME#")
+            second.send_bytes(first.recv_bytes())
+            said = second.recv_bytes()
+            first.send_bytes(said)
+            assert first.recv_bytes() == b"#FAILURE#"
+            assert b"the key" not in said
+            first.close()
+            second.close()
             listener.close()
-
-        thread = threading.Thread(target=pretend, daemon=True)
-        thread.start()
-        meeting = Meeting("elsewhere", ("127.0.0.1",), listener.getsockname()[1], "the key")
-        assert go_to(meeting, 1, LIMITS) is None
-        thread.join(timeout=20)
-    assert b"the key" not in heard[0]
+            assert [rank.result() for rank in ranks] == [None, None]
 
 
 def test_a_rank_that_comes_after_the_sentinel_ended_does_not_wait_for_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     started = time.monotonic()
-    assert go_to(Meeting("elsewhere", ("127.0.0.1",), port, "key"), 1, LIMITS) is None
+    assert connect(Rendezvous("elsewhere", ("127.0.0.1",), port, "key"), 1, LIMITS) is None
     assert time.monotonic() - started < 5
 
 
@@ -392,7 +435,7 @@ MPI_PROGRAM = """
 import ctypes, os, sys, time
 from pathlib import Path
 from mpi4py import MPI
-from pipeinfer.cluster.watch.meeting import own_place
+from pipeinfer.cluster.watch.rendezvous import own_place
 from pipeinfer.cluster.watch.watch import Watch
 
 comm, place, kind = MPI.COMM_WORLD, Path(sys.argv[1]), sys.argv[2]

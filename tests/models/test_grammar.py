@@ -16,8 +16,9 @@ import pytest
 from llama_cpp import llama_grammar
 
 from pipeinfer.cluster.messages.wire import encode
+from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.samplers import Samplers
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.stages.stage import StageWorker, room_for
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch, ConstraintFailed, FloatArray
 from pipeinfer.core.runs import KvOp, Opening, OpKind, Row, Run, Verdict

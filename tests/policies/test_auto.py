@@ -6,6 +6,8 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -199,16 +201,17 @@ def test_requests_of_a_session_share_what_was_learned_and_nothing_else() -> None
     first = Auto()
     second = first.begin()
     assert second.calibration is first.calibration and second == first and hash(second) == hash(first)
+    beside_others: Any = SimpleNamespace(is_alone=False)
     tree = TokenTree(1, 0)
     tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
     notices = []
     for _ in range(40):
         tree.root.verdict = 3  # never what was guessed
-        notices.append(first.settled(tree.settle()))
+        notices.append(first.settled(tree.settle(), beside_others))
         tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
     assert any("hardly any guess" in notice for notice in notices)
     assert first.keep(tree.root, [Guess(2, 0.9)])[0].probability < 0.5, "such confidence was never justified"
-    assert second.settled(Settled([tree.root], [])) or not second._backoff.holds
+    assert second.settled(Settled([tree.root], []), beside_others) or not second._backoff.holds
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])

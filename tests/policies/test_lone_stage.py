@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 
 import pytest
 
 from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, HoldUntil, Send
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.tree import Node, Settled, TokenTree
 from pipeinfer.policies import Auto
 from pipeinfer.policies.auto import best_run, pays_alone
@@ -27,7 +30,8 @@ class View:
         self.tree, self.costs, self.draft_s, self.is_alone = TokenTree(1, 7), costs, step_s, True
         self.fitting, self.verdict_in_s, self.may_branch = list, lambda node: 0.5, lambda node: True
         self.early: Callable[[float], HoldUntil | None] = lambda patience: None
-        self.drafting, self.on_way_s = ((), 0.0), 0.0
+        self.drafting, self.on_way_s, self.run_cost = ((), 0.0), 0.0, RunCost({1: 9.0})
+        self.clock = partial(next, count())
         self.end: Node = self.tree.root
         for token, hit in enumerate(hits):
             (self.end,) = self.tree.grow(self.end, [Guess(token, hit)], [math.log(hit)])
@@ -124,7 +128,7 @@ def test_the_draft_keeps_no_run_from_being_evaluated_at_the_head() -> None:
     assert auto.draft(view)  # type: ignore[arg-type]
     for number in range(HIT_MEMORY):
         guess = Node(number, 8, view.tree.root, math.log(0.9))
-        auto.settled(Settled([view.tree.root, guess], [number], 1, 1, [([guess], guess)]))
+        auto.settled(Settled([view.tree.root, guess], [number], 1, 1, [([guess], guess)]), view)  # type: ignore[arg-type]
     assert not auto.draft(view)  # type: ignore[arg-type]
     view.tree.root.run_id, view.n_inflight = None, 0
     assert auto.draft(view) and auto.send(view) == AwaitDraft(view.tree.root)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The `pipeinfer` command with one rank that comes late to a step which all ranks take together.
 
 `python -m tests.support.late STEP RANK FOLDER run …`: each rank leaves its process id in FOLDER when it comes to the
-step, a method of `Link`; RANK then sleeps for LATE_S. Clocks are compared as between hosts.
+step, a method of `Link` or `clock_offset_s`; RANK then sleeps for LATE_S. Clocks are compared as between hosts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
     from pipeinfer.cluster.hosts import cores
     from pipeinfer.cluster.transport import Link  # initialises MPI
+    from pipeinfer.job.launch import start
 
     cores.clock_name = str
 
     _, step, late_rank, folder, *arguments = sys.argv
-    take = getattr(Link, step)
+    owner: Any = start if step == "clock_offset_s" else Link
+    take = getattr(owner, step)
 
     def take_late(link: Link, *given: Any) -> Any:
         (Path(folder) / f"{link.rank}.new").write_text(str(os.getpid()))
@@ -32,7 +34,7 @@ def main() -> None:
             time.sleep(LATE_S)
         return take(link, *given)
 
-    setattr(Link, step, take_late)
+    setattr(owner, step, take_late)
     sys.argv[1:] = arguments
     pipeinfer()
 

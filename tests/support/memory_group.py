@@ -96,10 +96,10 @@ def missing() -> str:
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
     from pipeinfer.cluster.hosts import cores
-    from pipeinfer.cluster.hosts.room import Room
+    from pipeinfer.cluster.hosts.free_memory import FreeMemory
 
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(cores, "free_room", Room)
+    monkeypatch.setattr(cores, "free_memory", FreeMemory)
     pipeinfer()
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.wire import Transaction, decode_guess_verdict, decode_verdict, encode, encode_verdict
-from pipeinfer.cluster.stages.stage import DraftWorker, LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker, room_for
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
 from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyContext, Send
 from pipeinfer.core.requests import Request

@@ -1,4 +1,4 @@
-"""Which rank this process is, before MPI starts: launchers say it in the environment. Knows no MPI."""
+"""This process's rank before MPI starts, from the launcher's environment; how ranks end. Knows no MPI."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import NoReturn
 from pipeinfer.errors import UserError
 
 LAST_TO_LEAVE_S = 0.5
-"""Open MPI adds a banner to a failing rank unless it is the last to end."""
+"""Open MPI prints a banner for a failing rank unless it is the last to end."""
 
 LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 HYDRA_KILLS_S = 1.0
-"""How long hydra has to kill a rank that asked for the job's end."""
+"""Time for hydra to kill a rank that asked for the end of the job."""
 
 HYDRA_FORWARDS_S = 0.3
-"""How long hydra has to hand on what ranks have written; once it kills them it forgets the rest."""
+"""Time for hydra to forward what ranks have written; it drops the rest when it kills them."""
 
 HEAD_SPEAKS_S = 4.0
-"""How long rank 0 has to say what is wrong before another rank does."""
+"""Time for rank 0 to report an error before another rank does."""
 
 RANK_AND_SIZE = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun
@@ -34,21 +34,21 @@ RANK_AND_SIZE = (
     ("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),  # srun --mpi=pmix
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # any srun
 )
-"""In order of trust: under mpirun inside `sbatch` or `salloc`, Slurm's variables describe the batch step."""
+"""In order of precedence: under mpirun inside `sbatch` or `salloc`, Slurm's variables describe the batch step."""
 
 
 def rank_from_environment(environ: Mapping[str, str] | None = None) -> int:
-    """This process's rank as its launcher gives it; 0 when there is no launcher."""
+    """This process's rank by its launcher; 0 if there is none."""
     return _rank_and_size(environ)[0]
 
 
 def is_first_here() -> bool:
-    """Whether this is the first rank on its host, as far as the launcher says."""
+    """Whether this is the first rank on its host; True if the launcher does not say."""
     return next((os.environ[name] == "0" for name in LOCAL_RANK if name in os.environ), True)
 
 
 def n_ranks_here() -> int:
-    """How many ranks are on this host, as far as the launcher says; else 1."""
+    """The number of ranks on this host; 1 if the launcher does not say."""
     found = next((os.environ[name] for name in LOCAL_SIZE if name in os.environ), "")
     return int(found) if found.isdecimal() else 1
 
@@ -59,14 +59,14 @@ def is_launched() -> bool:
 
 
 def size_from_environment(environ: Mapping[str, str] | None = None) -> int:
-    """The number of ranks as the launcher gives it; 1 when there is no launcher."""
+    """The number of ranks by the launcher; 1 if there is none."""
     return _rank_and_size(environ)[1]
 
 
 def check_size(n_ranks: int, environ: Mapping[str, str] | None = None) -> None:
-    """Raises UserError when MPI sees this rank alone (`n_ranks` is 1) though its launcher started several.
+    """Raises UserError when MPI has one rank (`n_ranks` is 1) though the launcher started several.
 
-    Each of them would do the whole job: the launcher and MPI do not speak the same protocol.
+    Each of them would do the whole job: the launcher and MPI use different protocols.
     """
     n_started = size_from_environment(environ)
     if n_ranks == 1 < n_started:
@@ -77,7 +77,7 @@ def check_size(n_ranks: int, environ: Mapping[str, str] | None = None) -> None:
 
 
 def exit_together(code: int) -> NoReturn:
-    """End a job that all ranks leave here, with this exit code and without a word from the launcher.
+    """End this rank of a job that all ranks leave, with this exit code and without a message of the launcher.
 
     Either no rank has initialised MPI, or every rank has finalised it.
     """
@@ -89,10 +89,10 @@ def exit_together(code: int) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with all that it has written.
+    """Flush all output and end this process.
 
-    Not by way of the interpreter's end: threads of libllama and MPI may still call into what that takes down. But
-    through libc's: in an exit handler MPICH tells its launcher that the end is in order.
+    It skips the interpreter's shutdown, because threads of libllama and MPI may still call Python, but runs libc's exit
+    handlers, in which MPICH tells its launcher that the end is in order.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -102,10 +102,10 @@ def leave(code: int) -> NoReturn:
 
 
 def end_job(code: int, abort: Callable[[int], object] | None = None) -> NoReturn:
-    """End every rank at once with this exit code, without a word, at any moment: before, within and after MPI_Init.
+    """End every rank at once with this exit code and without a message, before, within or after MPI_Init.
 
-    hydra takes the request from any of its ranks. Under other launchers `abort`, which is MPI's, ends the others, or
-    the launcher does when this process ends, as Open MPI's, which has words of its own for an abort.
+    hydra takes the request from any of its ranks. Under other launchers MPI's `abort` ends the others. Open MPI's
+    launcher does so when this process ends, without the lines that it prints for an abort.
     """
     if (control := _hydra_socket()) is not None:
         time.sleep(HYDRA_FORWARDS_S)
@@ -118,9 +118,9 @@ def end_job(code: int, abort: Callable[[int], object] | None = None) -> NoReturn
 
 
 def fail_together(code: int, message: str) -> NoReturn:
-    """End a job whose input is wrong with one line: as a rule every rank has found the same and rank 0 says it.
+    """End a job with wrong input with one line. Usually every rank finds the same error, and rank 0 prints it.
 
-    A rank that finds what rank 0 does not, because its host has another version, speaks for itself.
+    A rank prints an error that rank 0 does not find, for instance because its host has another version.
     """
     rank, by_hydra = rank_from_environment(), _hydra_socket() is not None
     if rank > 0 and not by_hydra:

@@ -1,4 +1,4 @@
-"""How fast a rank is at a model's layers, in seconds of one row. Knows sizes; loads and times nothing."""
+"""A rank's speed at a model's layers, as seconds of one row. Knows sizes; loads and times nothing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NOW, BEFORE = "timed now", "timed before"
-"""Sources: the rank itself."""
+"""Sources of times."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpeed:
     """s_per_byte  of a layer's weights
-    output_s    of the output matrix; None: as long as layers of so many bytes
-    source      who says so
+    output_s    of the output matrix; None: the same as layers of so many bytes
+    source      where the times are from
     """
 
     s_per_byte: float
@@ -21,16 +21,16 @@ class LayerSpeed:
     source: str = ""
 
     def seconds(self, layer_bytes: Sequence[int], output_bytes: int) -> list[float]:
-        """Of each layer, the output matrix in the last one."""
+        """Seconds of each layer; the last one includes the output matrix."""
         *layers, last = (self.s_per_byte * n_bytes for n_bytes in layer_bytes)
         return [*layers, last + (self.s_per_byte * output_bytes if self.output_s is None else self.output_s)]
 
     def layer_s(self, layer_bytes: Sequence[int]) -> float:
-        """Of a layer of the model's mean size."""
+        """Seconds of a layer of the model's mean size."""
         return self.s_per_byte * sum(layer_bytes) / len(layer_bytes)
 
 
-def told_apart(speeds: Sequence[LayerSpeed | None]) -> list[LayerSpeed]:
-    """Those of all, where every one is known and they are not all alike; else none: then sizes say as much."""
+def distinct_speeds(speeds: Sequence[LayerSpeed | None]) -> list[LayerSpeed]:
+    """The speeds, if all are known and they differ; else none, and sizes alone decide."""
     known = [speed for speed in speeds if speed]
     return known if len(known) == len(speeds) and len(set(known)) > 1 else []

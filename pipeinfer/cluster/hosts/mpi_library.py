@@ -1,5 +1,5 @@
-"""Which MPI is installed: asked of its library in a process of its own, so that none starts here and a broken one harms
-nobody. Imports no MPI."""
+"""Which MPI is installed. Its library is loaded in a process of its own, so that no MPI starts here and a broken one
+does no harm. Imports no MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROBE_TIMEOUT_S = 20.0
 
 
 def describe_mpi() -> dict[str, Any]:
-    """Its library, the standard that it follows and mpi4py's version; `error` where it cannot be loaded."""
+    """Its library, its standard and mpi4py's version; `error` if it cannot be loaded."""
     try:
         done = subprocess.run(
             python_command(PROBE), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PROBE_TIMEOUT_S

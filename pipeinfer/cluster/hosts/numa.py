@@ -1,5 +1,4 @@
-"""NUMA nodes: which cores belong to each, and which of them each rank of a host has to itself. Knows no model and no
-MPI."""
+"""NUMA nodes: their cores, and which nodes each rank of a host is bound to. Knows no model and no MPI."""
 
 from __future__ import annotations
 
@@ -8,19 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeinfer.cluster.hosts.cores import Cores, Host
+from pipeinfer.cluster.hosts.cores import Cores, Host, ranks_there
 from pipeinfer.cluster.shares import share_of
 
 FOLDER = Path("/sys/devices/system/node")
 DISTRIBUTE, ISOLATE, NUMACTL = STRATEGIES = ("distribute", "isolate", "numactl")
-"""llama.cpp's: a rank's threads are spread over all nodes; ranks of a host share its nodes; each keeps the cores that
-numactl or the launcher gave it."""
+"""As in llama.cpp: threads are spread over all nodes; each rank has nodes of its own; ranks keep the cores that numactl
+or the launcher gave them."""
 
 RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 def with_nodes(host: Host, folder: Path | None = None) -> Host:
-    """This process's host, with the nodes that have some of its cores; none where the system does not say."""
+    """This process's host with the nodes of its cores; none if the system does not say."""
     paths = [path for path in (folder or FOLDER).glob("node[0-9]*") if path.name[4:].isdecimal()]
     nodes = sorted((int(path.name[4:]), _read_list(path / "cpulist")) for path in paths)
     own = tuple((number, cores & host.cores) for number, cores in nodes if cores & host.cores)
@@ -28,7 +27,7 @@ def with_nodes(host: Host, folder: Path | None = None) -> Host:
 
 
 def _read_list(path: Path) -> Cores:
-    """`0-3,8` as the system writes it."""
+    """Parses the system's `0-3,8`."""
     try:
         parts = [RANGE.fullmatch(part) for part in path.read_text().strip().split(",")]
     except (OSError, UnicodeDecodeError):
@@ -38,23 +37,19 @@ def _read_list(path: Path) -> Cores:
 
 
 def isolated(hosts: Sequence[Host]) -> list[Host]:
-    """The ranks' hosts, where several of one may use cores of several nodes each with its own: whole nodes, as many for
-    each, or where there are fewer than ranks one for neighbours together. Whom a launcher has bound keeps its cores."""
+    """The ranks' hosts, with whole nodes for each rank of a host that has several ranks and nodes. If there are fewer
+    nodes than ranks, neighbours share one. Ranks that a launcher has bound keep their cores."""
     return [_isolated(hosts, rank) for rank in range(len(hosts))]
 
 
 def _isolated(hosts: Sequence[Host], rank: int) -> Host:
-    host, beside = hosts[rank], _beside(hosts, rank)
+    host, beside = hosts[rank], ranks_there(hosts, rank)
     if _why_not(ISOLATE, hosts, rank):
         return host
     own = share_of(host.nodes, beside.index(rank), len(beside))
     cores = frozenset[int]().union(*(cores for _, cores in own))
-    n_cores = max(1, host.n_cores * len(cores) // len(host.cores))  # of what control groups allow its part
+    n_cores = max(1, host.n_cores * len(cores) // len(host.cores))  # its part of what control groups allow
     return replace(host, cores=cores, n_cores=n_cores, numa="+".join(str(number) for number, _ in own))
-
-
-def _beside(hosts: Sequence[Host], rank: int) -> list[int]:
-    return [other for other, each in enumerate(hosts) if each.name == hosts[rank].name]
 
 
 def is_distributed(hosts: Sequence[Host], rank: int) -> bool:
@@ -63,8 +58,8 @@ def is_distributed(hosts: Sequence[Host], rank: int) -> bool:
 
 
 def _why_not(strategy: str, hosts: Sequence[Host], rank: int) -> str:
-    """Why a rank's threads go where they would without. libllama's spreading lets them go to all cores of a host."""
-    host, beside = hosts[rank], _beside(hosts, rank)
+    """Why the strategy changes nothing for a rank. libllama's spreading uses all cores of a host."""
+    host, beside = hosts[rank], ranks_there(hosts, rank)
     if strategy == ISOLATE and len(beside) == 1:
         return "has one rank, which keeps all its cores"
     if strategy == DISTRIBUTE and len(beside) > 1:
@@ -75,7 +70,7 @@ def _why_not(strategy: str, hosts: Sequence[Host], rank: int) -> str:
 
 
 def unheeded(strategy: str, hosts: Sequence[Host]) -> Iterator[str]:
-    """A line for each host where what is asked for changes nothing."""
+    """A warning for each host where the strategy changes nothing."""
     said = set()
     for rank, host in enumerate(hosts if strategy != NUMACTL else ()):
         why = _why_not(strategy, hosts, rank)

@@ -1,4 +1,4 @@
-"""Who takes part in a job: what each rank says of itself at the start, and whether they fit together. Knows no MPI."""
+"""What each rank says of itself at the start of a job, and whether the ranks fit together. Knows no MPI."""
 
 from __future__ import annotations
 
@@ -9,49 +9,45 @@ from pathlib import Path
 from typing import Any
 
 import pipeinfer
-from pipeinfer.cluster.watch.meeting import Place, own_place
+from pipeinfer.cluster.watch.rendezvous import own_place
 from pipeinfer.errors import UserError
 
-Words = tuple[str, str, str, dict[str, str]]
-"""(version, host, where it is, what it was asked for by name): plain data, which another version can read too."""
+RankInfo = tuple[str, str, str, dict[str, str]]
+"""(version, host, place, settings by name): plain types, which another version of this program can unpickle."""
 
 SHOWN = 60
 
 COMMAND = "the command"
-"""Under this name stands the type of the settings, of which each command has its own."""
+"""The name of the entry with the settings' type, which differs between commands."""
 
 
-def own_words(settings: object) -> Words:
-    """What this rank says; `settings`: a dataclass of what it was asked for."""
+def own_info(settings: object) -> RankInfo:
+    """This rank's info; `settings`: a dataclass of what was asked for."""
     assert is_dataclass(settings)
     place = own_place()
     return version_text(), place.host, place.where, {COMMAND: type(settings).__name__, **dict(_named(settings))}
 
 
 def _named(settings: Any) -> Iterator[tuple[str, str]]:
-    """Every field of a dataclass as text, those of dataclasses in it under their own names."""
+    """Every field of a dataclass as text; dataclasses in it are flattened."""
     for field in fields(settings):
         value = getattr(settings, field.name)
         if field.name.startswith("_"):
-            continue  # what settings keep for themselves
+            continue  # internal
         if is_dataclass(value):
             yield field.name, type(value).__name__
             yield from _named(value)
-        elif field.compare:  # what is learned while running is asked by nobody
+        elif field.compare:  # else it is not asked for, but learned while running
             yield field.name, _text(value)
 
 
 def _text(value: Any) -> str:
-    """As the command line has it, nearly; of values that differ another one."""
+    """The value nearly as on the command line; different values have different texts."""
     return ",".join(map(_text, value)) if isinstance(value, tuple) and value else str(value)
 
 
-def places(all_words: Sequence[Words]) -> list[Place]:
-    return [Place(host, where) for _, host, where, _ in all_words]
-
-
 def version_text() -> str:
-    """The version and, as not every change gets one, a digest of the program's files."""
+    """The version and a digest of the program's files, because not every change has its own version."""
     root = Path(pipeinfer.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -59,10 +55,10 @@ def version_text() -> str:
     return f"{pipeinfer.__version__} ({digest.hexdigest()[:8]})"
 
 
-def check_alike(all_words: Sequence[Words]) -> None:
-    """Raises UserError when a rank has another version of the program than rank 0, or was asked something else."""
-    our_version, our_host, _, ours = all_words[0]
-    for rank, (version, host, _, theirs) in enumerate(all_words):
+def check_alike(infos: Sequence[RankInfo]) -> None:
+    """Raises UserError when a rank has another version of the program or other settings than rank 0."""
+    our_version, our_host, _, ours = infos[0]
+    for rank, (version, host, _, theirs) in enumerate(infos):
         if version != our_version:
             raise UserError(
                 f"rank {rank} (host {host}) runs pipeinfer {version} and rank 0 (host {our_host}) {our_version}; "

@@ -1,5 +1,5 @@
-"""How fast this host reads memory and multiplies, timed for a moment by as many threads as a rank will have. Knows no
-model and no MPI."""
+"""How fast this host reads memory and multiplies, timed with as many threads as a rank will have. Knows no model and no
+MPI."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import numpy as np
 from pipeinfer.core.interfaces import FloatArray
 
 N_BYTES = 1 << 25
-"""That each thread reads at a time: more than caches near a core hold."""
+"""Each thread's block: larger than the caches near a core."""
 
 N_SIDE = 384
-"""Of the matrices that are multiplied."""
+"""Size of the multiplied matrices."""
 
 TIMED_S = 0.15
 OF_READING, OF_MULTIPLYING = 0.77, 0.5
-"""What inference reaches of these: STREAM reaches 75 to 80% of a memory's peak and inference some 60%; quantised
-kernels reach half of what floats in matrices do."""
+"""The shares that inference reaches: STREAM reaches 75 to 80% of a memory's peak and inference about 60%; quantised
+kernels reach half of what float matrices do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What inference reaches, as far as such a test can tell."""
+    """Estimated speeds of inference."""
 
     bytes_per_s: float
     flop_per_s: float
 
 
 def measure_speed(n_threads: int) -> Speed:
-    """In some 0.3 s. The ranks of a host are to measure at the same time: what they reach together is the host's."""
+    """Takes about 0.3 s. The ranks of a host must measure at the same time: the sum of their speeds is the host's."""
     blocks = [np.ones(N_BYTES // 4, np.float32) for _ in range(n_threads)]
     squares = [np.ones((N_SIDE, N_SIDE), np.float32) for _ in range(n_threads)]
     with ThreadPoolExecutor(n_threads) as threads:
@@ -46,7 +46,7 @@ def measure_speed(n_threads: int) -> Speed:
 
 
 def _best_s(threads: ThreadPoolExecutor, work: Callable[[FloatArray], object], parts: Sequence[FloatArray]) -> float:
-    """Of the quickest of several rounds in which every thread does its part."""
+    """Seconds of the fastest of several rounds in which every thread does its part."""
     best_s, start_s = float("inf"), time.perf_counter()
     while time.perf_counter() - start_s < TIMED_S or best_s == float("inf"):
         round_s = time.perf_counter()

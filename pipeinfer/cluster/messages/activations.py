@@ -1,4 +1,4 @@
-"""How the residual stream lies in bytes between stages: as float32, or rounded to bf16. Knows no message."""
+"""The residual stream in bytes: as float32, or rounded to bf16. Knows no message."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.cluster.messages.records import Buffer
 from pipeinfer.core.interfaces import FloatArray
 
+Buffer = npt.NDArray[np.uint8]
+
 QUIET = 0x40
-"""The bit of a bf16 that keeps what is no number from becoming infinite when the lower half goes."""
+"""The bit of a bf16 that keeps a NaN from becoming infinite when its lower half is dropped."""
 
 
 class WireType(Enum):
-    """What activations travel as."""
+    """The type of activations in messages."""
 
     F32 = "f32"
     BF16 = "bf16"
@@ -25,12 +26,12 @@ class WireType(Enum):
 
     @property
     def n_bytes(self) -> int:
-        """Of one number."""
+        """Bytes of one number."""
         return 4 if self is WireType.F32 else 2
 
 
 def activation_bytes(n_rows: int, n_embd: int, wire_type: WireType) -> int:
-    """Of a run's rows."""
+    """Bytes of `n_rows` activations."""
     return n_rows * n_embd * wire_type.n_bytes
 
 
@@ -51,7 +52,7 @@ def write_activations(values: FloatArray, buffer: Buffer, wire_type: WireType) -
 
 
 def _rounded(values: FloatArray) -> npt.NDArray[np.uint32]:
-    """As bf16 in the lower half: the nearest one, of two that are as near the even one; NaN stays what it is."""
+    """The nearest bf16, ties to even, in the lower half; NaN stays NaN."""
     bits = values.view(np.uint32)
     upper = bits >> np.uint32(16)
     nearest = (bits + (np.uint32(0x7FFF) + (upper & np.uint32(1)))) >> np.uint32(16)

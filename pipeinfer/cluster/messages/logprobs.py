@@ -1,7 +1,4 @@
-"""Log-probabilities that the target gives tokens: from logits, and beside the token that was chosen.
-
-Knows no request and no message.
-"""
+"""Log-probabilities of the target's tokens. Knows no request and no message."""
 
 from __future__ import annotations
 
@@ -11,27 +8,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeinfer.cluster.messages.records import I32
 from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.sampling import largest, total_weight
 
 MAX_TOP = 20
-"""Likeliest tokens beside the chosen one, at most."""
+"""Most likely tokens that can be asked for."""
 
 LEAST = -9999.0
-"""Stands for what is less likely, for probability 0 too: JSON has no infinity."""
+"""The least log-probability, also of probability 0: JSON has no infinity."""
 
 
 class Likely(NamedTuple):
     """A token, and the natural logarithm of its probability."""
 
-    token: I32
+    token: int
     logprob: float
 
 
 class ScoredToken(int):
-    """A chosen token that brings its log-probability, and the likeliest tokens, likeliest first. Whoever does not ask
-    for these takes it for the token that it is: the way from the last stage through the tree is that of all tokens."""
+    """A chosen token with its log-probability and the most likely tokens, in order. It is an int, so that it passes
+    from the last stage through the tree like any other token."""
 
     logprob: float
     top: tuple[Likely, ...]
@@ -43,8 +39,8 @@ class ScoredToken(int):
 
 
 def scored(logits: FloatArray, token: int, n_top: int) -> ScoredToken:
-    """The token with what the log-softmax of logits (n_vocab,) says of it and of the `n_top` likeliest, ties by id. The
-    logits are as the model has them: neither temperature nor penalties, biases or grammars have been applied."""
+    """The token with the log-softmax of logits (n_vocab,) at it and at the `n_top` most likely, ties by id. The logits
+    are the model's own, before temperature, penalties, biases and grammars."""
     greatest = logits.max()
     log_total = float(greatest) + math.log(total_weight(logits, greatest))
 

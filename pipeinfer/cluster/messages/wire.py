@@ -1,45 +1,51 @@
-"""What ranks say to each other, and how it lies in bytes. Knows no MPI and no model.
+"""The messages between ranks and their layout in bytes. Knows no MPI and no model.
 
-| message   | from, to                | records, one kind behind the other                                         |
-|-----------|-------------------------|----------------------------------------------------------------------------|
-| a run     | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs, of each new request its id and the     |
-|           |                         | tokens of its prompt, int32, its SamplingParams and the bytes of its       |
-|           |                         | texts; these texts; then the activations (n_rows, n_embd), of a WireType   |
-| apart     | stage to stage          | the activations of the run before it, from a device's memory to another's  |
-| an order  | head, stage after stage | Header: to report, or to end                                               |
-| a verdict | last stage, head        | VerdictHeader, an int32 a row: its token, or how many guesses; the Guesses |
-|           |                         | of a draft; of each token with log-probabilities ScoredRow and its Likelys |
-| prunings  | head, every stage       | PruningsHeader, then of each run PrunedRun and its rows, int32             |
+| message     | from, to                | content                                                                    |
+|-------------|-------------------------|----------------------------------------------------------------------------|
+| run         | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs; the new requests, pickled; then the    |
+|             |                         | activations (n_rows, n_embd) of a WireType                                 |
+| out of band | stage to stage          | the activations of the run before it, from one device's memory to another  |
+| order       | head, stage after stage | Header: report, or shut down                                               |
+| verdict     | last stage, head        | VerdictHeader; an int32 a row: its token, or how many guesses; the Guesses |
+|             |                         | of a draft; a ScoredRow and its Likelys a token with log-probabilities     |
+| prunings    | head, every stage       | an int32: how many PrunedRows follow; 0 ends the pipeline                  |
 
-Activations are absent from what the head sends, from cancelled runs, and where they go apart. What a stage passes on
-differs from what it received in the header, in which rows are dropped and in the activations only, so it writes them in
-place.
+A run has no activations as the head sends it, when it is cancelled, and where they go out of band. A stage changes the
+header, which rows are dropped, and the activations in place, and sends the buffer on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, fields
 from enum import IntEnum
-from itertools import islice
+from itertools import islice, starmap
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.cluster.messages.activations import WireType, activation_bytes, read_activations, write_activations
-from pipeinfer.cluster.messages.logprobs import MAX_TOP, Likely, ScoredToken
-from pipeinfer.cluster.messages.records import I32, Buffer, Record
+from pipeinfer.cluster.messages.activations import (
+    Buffer,
+    WireType,
+    activation_bytes,
+    read_activations,
+    write_activations,
+)
+from pipeinfer.cluster.messages.logprobs import MAX_TOP, ScoredToken
 from pipeinfer.core.interfaces import DeviceRows, FloatArray
 from pipeinfer.core.kv.blocks import Span
-from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Opening, Run, Verdict
+from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Opening, OpKind, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 
-MAGIC = 0x50495046  # refuses a stray message early
+MAGIC = 0x50495046  # detects a stray message early
 MAX_US = 2**31 - 1
 ALL_ROWS = -1
-N_PRUNINGS_BYTES = 512  # of a message of prunings, at most
-N_ROWS_AT_ONCE = 32  # rows of a run in one of its entries, at most
+N_PRUNED_ROWS = 128  # of a message of prunings, at most
+N_OPEN_BYTES = 160  # of a new request, without its texts, at most
+N_SCORED_BYTES = 48 + 32 * MAX_TOP  # of a token with log-probabilities, at most
 
 
 class Kind(IntEnum):
@@ -48,145 +54,128 @@ class Kind(IntEnum):
     REPORT = 3  # tell what was done since the last one
 
 
-NO_SPAN = (0, 0)
-
-
-class Header(NamedTuple):
-    magic: I32
-    kind: I32
-    run_id: int
-    cancelled: I32
-    n_ops: I32
-    n_rows: I32
-    n_extra: I32
-    n_opens: I32
-    n_text: I32  # bytes of the texts of new requests
-    span_start: I32  # see Run
-    span_end: I32  # 0: there is none
-    slowest_us: I32  # of the stages that evaluated it, the one that it took longest
-    is_apart: I32  # its activations come in a message of their own, unless it is cancelled
-
-
 class SentRow(NamedTuple):
-    request: I32
-    token: I32
-    position: I32
-    seq: I32  # the one that it sees
-    n_wanted: I32  # answers
-    dropped: I32  # a stage had no cells for the guesses before it: it is dead, and its activations are void
+    request: int
+    token: int
+    position: int
+    seq: int  # the sequence that it sees
+    n_wanted: int  # answers
+    dropped: int  # dead: a stage lacked the cells before it; its activations are void
 
 
-class ExtraSeq(NamedTuple):
-    row: I32
-    seq: I32  # one more that receives its cell
+class PrunedRow(NamedTuple):
+    """A row that need not be evaluated."""
 
-
-class VerdictHeader(NamedTuple):
     run_id: int
-    cancelled: I32
-    slowest_us: I32
-    n_rows: I32
-    n_more: I32  # guesses of a draft; of the target, rows of requests that asked for log-probabilities
+    row: int  # or ALL_ROWS: the run is cancelled
 
 
-class ScoredRow(NamedTuple):
-    row: I32
-    n_top: I32  # Likelys that follow
-    logprob: float  # of the chosen token
+INT, LONG = np.dtype("<i4"), np.dtype("<i8")
+HEADER = np.dtype([
+    ("magic", INT),
+    ("kind", INT),
+    ("run_id", LONG),
+    ("cancelled", INT),
+    ("n_ops", INT),
+    ("n_rows", INT),
+    ("n_extra", INT),
+    ("n_open_bytes", INT),  # of the new requests
+    ("span_start", INT),  # see Run
+    ("span_end", INT),  # 0: there is none
+    ("slowest_us", INT),  # of the slowest stage so far
+    ("is_out_of_band", INT),  # its activations are in the next message, unless it is cancelled
+])  # fmt: skip
+NO_SPAN = (0, 0)
+OP = np.dtype([(field.name, LONG) for field in fields(KvOp)])
+op_values = attrgetter(*OP.names or ())
+ROW = np.dtype([(name, INT) for name in SentRow._fields])
+EXTRA = np.dtype([("row", INT), ("seq", INT)])  # another sequence that has the row's cell
+VERDICT = np.dtype([("run_id", LONG), ("cancelled", INT), ("slowest_us", INT), ("n_rows", INT), ("n_more", INT)])
+"""`n_more`: a draft's guesses, or the bytes of the target's log-probabilities."""
 
-
-class PruningsHeader(NamedTuple):
-    n_runs: I32
-    is_last: I32  # no other follows in this pipeline
-
-
-class PrunedRun(NamedTuple):
-    run_id: int
-    n_rows: I32  # or ALL_ROWS: it is cancelled
-
-
-HEADER, OP, ROW, EXTRA = Record(Header), Record(KvOp), Record(SentRow), Record(ExtraSeq)
+GUESS = np.dtype([("token", LONG), ("probability", "<f8")])
+PRUNED = np.dtype([("run_id", LONG), ("row", INT)])
+N_PRUNINGS_BYTES = INT.itemsize + PRUNED.itemsize * N_PRUNED_ROWS
 TEXTS = tuple(field.name for field in fields(SamplingParams) if field.type == "str")
-"""What requests say that has no fixed size."""
-
-SAMPLING, VERDICT, GUESS = Record(SamplingParams, TEXTS), Record(VerdictHeader), Record(Guess)
-SCORED, LIKELY = Record(ScoredRow), Record(Likely)
-PRUNINGS, PRUNED = Record(PruningsHeader), Record(PrunedRun)
-INT = np.dtype("<i4")
-N_OPEN_BYTES = 2 * INT.itemsize + SAMPLING.n_bytes + INT.itemsize * len(TEXTS)
 
 
 def bytes_before_activations(n_ops: int, n_rows: int, n_extra: int, n_opens: int, n_text: int = 0) -> int:
-    """Of a run's message."""
-    records = OP.n_bytes * n_ops + ROW.n_bytes * n_rows + EXTRA.n_bytes * n_extra
-    return HEADER.n_bytes + records + N_OPEN_BYTES * n_opens + n_text
+    """The size of a run's message without activations, at most; exact without new requests."""
+    records = OP.itemsize * n_ops + ROW.itemsize * n_rows + EXTRA.itemsize * n_extra
+    return HEADER.itemsize + records + N_OPEN_BYTES * n_opens + n_text
 
 
 def text_bytes(params: SamplingParams) -> int:
-    """What a request's texts take in a message, at most."""
-    return sum(len(getattr(params, name).encode()) for name in TEXTS) + INT.itemsize
+    """Of a request's texts."""
+    return sum(len(getattr(params, name).encode()) for name in TEXTS)
 
 
 def verdict_bytes(n_rows: int, n_guesses: int = 0, n_scored: int = 0) -> int:
     """`n_scored`: rows with as many log-probabilities as one can ask for."""
-    n_bytes = VERDICT.n_bytes + INT.itemsize * n_rows + GUESS.n_bytes * n_guesses
-    return n_bytes + (SCORED.n_bytes + LIKELY.n_bytes * MAX_TOP) * n_scored
+    n_bytes = VERDICT.itemsize + INT.itemsize * n_rows + GUESS.itemsize * n_guesses
+    return n_bytes + (N_SCORED_BYTES * (n_scored + 1) if n_scored else 0)
 
 
 class Transaction:
-    """A view on a run's message; nothing is copied. `buffer` may be longer than the message.
+    """A view of a run's message. `buffer` may be longer than the message.
 
-    `rows`: SentRows as a structured array, which may be written to. `apart`: activations that are on a device.
+    `rows`: SentRows as a structured array, which may be written to. `out_of_band`: activations on a device.
     """
 
-    __slots__ = ("_end", "_extra_at", "_header", "_opens_at", "_rows_at", "_texts_at", "apart", "buffer",
-                 "kind", "n_embd", "n_rows", "rows", "run_id", "span", "wire_type")  # fmt: skip
+    __slots__ = (
+        "_end",
+        "_extra",
+        "_header",
+        "_opens_at",
+        "_ops",
+        "buffer",
+        "kind",
+        "n_embd",
+        "n_rows",
+        "out_of_band",
+        "rows",
+        "run_id",
+        "span",
+        "wire_type",
+    )  # fmt: skip
 
     def __init__(self, buffer: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> None:
         self.buffer, self.n_embd, self.wire_type = buffer, n_embd, wire_type
-        self._header = header = HEADER.read(buffer, 0)
-        assert header.magic == MAGIC, f"not a transaction: starts with {header.magic:#x}"
-        self.kind, self.run_id = Kind(header.kind), header.run_id
-        self.apart: DeviceRows | None = None
-        self.n_rows = header.n_rows
-        self.span = Span(header.span_start, header.span_end) if header.span_end else None
-        self._rows_at = HEADER.n_bytes + OP.n_bytes * header.n_ops
-        self._extra_at = self._rows_at + ROW.n_bytes * header.n_rows
-        self._opens_at = self._extra_at + EXTRA.n_bytes * header.n_extra
-        self._texts_at = self._opens_at + N_OPEN_BYTES * header.n_opens
-        self._end = self._texts_at + header.n_text
-        self.rows: npt.NDArray[Any] = ROW.view(buffer, self._rows_at, header.n_rows)
+        self._header = np.ndarray((), HEADER, buffer)
+        magic, kind, self.run_id, _, n_ops, self.n_rows, n_extra, n_open_bytes, *span, _, _ = self._header.tolist()
+        assert magic == MAGIC, f"not a transaction: starts with {magic:#x}"
+        self.kind = Kind(kind)
+        self.out_of_band: DeviceRows | None = None
+        self.span = Span(*span) if span[1] else None
+        rows_at = HEADER.itemsize + OP.itemsize * n_ops
+        extra_at = rows_at + ROW.itemsize * self.n_rows
+        self._opens_at = extra_at + EXTRA.itemsize * n_extra
+        self._end = self._opens_at + n_open_bytes
+        self._ops = _view(buffer, OP, HEADER.itemsize, n_ops)
+        self.rows = _view(buffer, ROW, rows_at, self.n_rows)
+        self._extra = _view(buffer, EXTRA, extra_at, n_extra)
 
     @property
     def ops(self) -> list[KvOp]:
-        return list(OP.read_all(self.buffer, HEADER.n_bytes, self._header.n_ops))
+        return [KvOp(OpKind(kind), *values) for kind, *values in self._ops.tolist()]
 
     @property
     def sent_rows(self) -> Iterator[SentRow]:
-        """A copy of `rows`, one by one."""
-        return ROW.read_all(self.buffer, self._rows_at, self.n_rows)
+        """The rows as SentRows."""
+        return starmap(SentRow, self.rows.tolist())
 
     @property
     def seqs(self) -> list[tuple[int, ...]]:
-        """Each row's sequences, the one it sees first."""
+        """Each row's sequences; the one that it sees is the first."""
         owners: list[tuple[int, ...]] = [(seq,) for seq in self.rows["seq"].tolist()]
-        for row, seq in EXTRA.read_all(self.buffer, self._extra_at, self._header.n_extra):
+        for row, seq in self._extra.tolist():
             owners[row] += (seq,)
         return owners
 
     @property
     def opens(self) -> dict[int, Opening]:
-        found, text_at = dict[int, Opening](), self._texts_at
-        for at in range(self._opens_at, self._texts_at, N_OPEN_BYTES):
-            request, n_prompt = _ints(self.buffer, at, 2)
-            sampling_at = at + 2 * INT.itemsize
-            params, texts = SAMPLING.read(self.buffer, sampling_at), dict[str, Any]()
-            lengths_at = sampling_at + SAMPLING.n_bytes
-            for name, length in zip(TEXTS, _ints(self.buffer, lengths_at, len(TEXTS)), strict=True):
-                texts[name] = self.buffer[text_at : text_at + length].tobytes().decode()
-                text_at += length
-            found[request] = Opening(replace(params, **texts) if any(texts.values()) else params, n_prompt)
-        return found
+        opens = pickle.loads(self.buffer[self._opens_at : self._end].data) if self._end > self._opens_at else []
+        return {request: Opening(SamplingParams(*sampling), n_prompt) for request, n_prompt, *sampling in opens}
 
     @property
     def n_bytes_full(self) -> int:
@@ -194,19 +183,19 @@ class Transaction:
 
     @property
     def message(self) -> Buffer:
-        """What travels on: with the activations, unless these go apart, the run is cancelled or this is no run."""
-        has_activations = self.kind is Kind.RUN and not self.cancelled and not self._header.is_apart
+        """What is sent on: a run has its activations unless it is cancelled or they go out of band."""
+        has_activations = self.kind is Kind.RUN and not self.cancelled and not self._header["is_out_of_band"]
         return self.buffer[: self.n_bytes_full if has_activations else self._end]
 
     @property
-    def comes_apart(self) -> bool:
-        """Whether another message has the activations."""
-        return bool(self._header.is_apart) and not self.cancelled
+    def comes_out_of_band(self) -> bool:
+        """Whether the activations are in another message."""
+        return bool(self._header["is_out_of_band"]) and not self.cancelled
 
     @property
-    def apart_memory(self) -> Any:
-        """What that other message is; None if there is none."""
-        return self.apart.memory if self.apart is not None and self.comes_apart else None
+    def out_of_band_memory(self) -> Any:
+        """The memory to send as that other message; None if there is none."""
+        return self.out_of_band.memory if self.out_of_band is not None and self.comes_out_of_band else None
 
     @property
     def activations(self) -> FloatArray:
@@ -215,159 +204,112 @@ class Transaction:
 
     @activations.setter
     def activations(self, values: FloatArray) -> None:
-        self.leave_apart(None)
+        self.set_out_of_band(None)
         write_activations(values, self.buffer[self._end : self.n_bytes_full], self.wire_type)
 
-    def leave_apart(self, values: DeviceRows | None) -> None:
-        """From here on the activations are these."""
-        self.apart = values
-        if self._header.is_apart != (is_apart := values is not None):
-            self._change(self._header._replace(is_apart=is_apart))
+    def set_out_of_band(self, values: DeviceRows | None) -> None:
+        """Replace the activations by these; None: they are in the message."""
+        self.out_of_band = values
+        self._header["is_out_of_band"] = values is not None
 
     @property
     def slowest_s(self) -> float:
-        """Seconds that the run took the slowest of the stages that evaluated it."""
-        return 1e-6 * self._header.slowest_us
+        """Seconds that the run took in the slowest stage so far."""
+        return 1e-6 * int(self._header["slowest_us"])
 
     def took(self, seconds: float) -> None:
-        """A stage has evaluated the run in so long."""
-        if (us := _us(seconds)) > self._header.slowest_us:
-            self._change(self._header._replace(slowest_us=us))
+        """Note the time of a stage's evaluation."""
+        self._header["slowest_us"] = max(_us(seconds), self._header["slowest_us"])
 
     @property
     def cancelled(self) -> bool:
-        return bool(self._header.cancelled)
+        return bool(self._header["cancelled"])
 
     def cancel(self) -> None:
-        """From here on the transaction carries its operations only."""
-        self._change(self._header._replace(cancelled=1))
-
-    def _change(self, header: Header) -> None:
-        self._header = header
-        HEADER.write(header, self.buffer, 0)
+        """Drop the activations: only the operations still count."""
+        self._header["cancelled"] = True
 
 
 def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
-    """The transaction of a run as the head sends it: without activations."""
-    extra = [ExtraSeq(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
-    texts = {id: [getattr(new.sampling, name).encode() for name in TEXTS] for id, new in run.opens.items()}
-    text = b"".join(text for each in texts.values() for text in each)
-    text += bytes(-len(text) % INT.itemsize)  # activations are aligned
-    counts = len(run.ops), len(run.rows), len(extra), len(run.opens), len(text)
+    """A run's message as the head sends it: without activations."""
+    extra = [(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
+    opens = [(request, new.n_prompt, *astuple(new.sampling)) for request, new in run.opens.items()]
+    open_bytes = pickle.dumps(opens, protocol=3) if opens else b""
+    open_bytes += bytes(-len(open_bytes) % INT.itemsize)  # aligns the activations
+    rows = [(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0) for row in run.rows]
+    counts = len(run.ops), len(rows), len(extra), len(open_bytes)
     return _message(
-        HEADER.pack(Header(MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0, 0)),
-        *map(OP.pack, run.ops),
-        *(ROW.pack(SentRow(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0)) for row in run.rows),
-        *map(EXTRA.pack, extra),
-        *(
-            _packed([id, new.n_prompt]) + SAMPLING.pack(new.sampling) + _packed(map(len, texts[id]))
-            for id, new in run.opens.items()
-        ),
-        text,
-    )
+        _packed(HEADER, (MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0, 0)),
+        _packed(OP, list(map(op_values, run.ops))), _packed(ROW, rows), _packed(EXTRA, extra), open_bytes,
+    )  # fmt: skip
 
 
 def encode_order(kind: Kind) -> Buffer:
-    """A transaction that is no run; it comes behind all that was sent before."""
+    """A transaction that is not a run; it arrives after all that was sent before."""
     return encode(Run(0, []), kind)
 
 
 def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
     if isinstance(verdict, Verdict):
         numbers: Sequence[int] = verdict.tokens
-        guesses: list[Guess] = []
+        guesses = []
     else:
         numbers = list(map(len, verdict.guesses))
-        guesses = [guess for of_row in verdict.guesses for guess in of_row]
-    scored = [(row, token) for row, token in enumerate(numbers) if isinstance(token, ScoredToken)]
-    counts = len(numbers), len(guesses) + len(scored)  # one of these is 0
-    return _message(
-        VERDICT.pack(VerdictHeader(verdict.run_id, verdict.cancelled, _us(verdict.slowest_s), *counts)),
-        _packed(numbers), *map(GUESS.pack, guesses), *(_packed_scores(row, token) for row, token in scored),
-    )  # fmt: skip
+        guesses = [(guess.token, guess.probability) for of_row in verdict.guesses for guess in of_row]
+    scored = {row: (token.logprob, token.top) for row, token in enumerate(numbers) if isinstance(token, ScoredToken)}
+    scores = pickle.dumps(scored, protocol=3) if scored else b""
+    header = verdict.run_id, verdict.cancelled, _us(verdict.slowest_s), len(numbers), len(guesses) or len(scores)
+    return _message(_packed(VERDICT, header), _packed(INT, numbers), _packed(GUESS, guesses), scores)
 
 
 def decode_verdict(message: Buffer) -> Verdict:
     """Inverse of `encode_verdict` for a target's; the buffer may be longer than the message."""
-    header = VERDICT.read(message, 0)
-    tokens, at = _ints(message, VERDICT.n_bytes, header.n_rows), verdict_bytes(header.n_rows)
-    for _ in range(header.n_more):
-        row, n_top, logprob = SCORED.read(message, at)
-        top = LIKELY.read_all(message, at + SCORED.n_bytes, n_top)
-        tokens[row] = ScoredToken(tokens[row], logprob, list(top))
-        at += SCORED.n_bytes + LIKELY.n_bytes * n_top
-    return Verdict(header.run_id, tuple(tokens), bool(header.cancelled), 1e-6 * header.slowest_us)
+    run_id, cancelled, us, n_rows, n_score_bytes = np.ndarray((), VERDICT, message).tolist()
+    tokens: list[int] = _view(message, INT, VERDICT.itemsize, n_rows).tolist()
+    if n_score_bytes:
+        for row, (logprob, top) in pickle.loads(message[verdict_bytes(n_rows) :].data).items():
+            tokens[row] = ScoredToken(tokens[row], logprob, top)
+    return Verdict(run_id, tuple(tokens), bool(cancelled), 1e-6 * us)
 
 
 def decode_guess_verdict(message: Buffer) -> GuessVerdict:
     """The same for a draft's."""
-    header = VERDICT.read(message, 0)
-    guesses = GUESS.read_all(message, verdict_bytes(header.n_rows), header.n_more)
-    rows = tuple(list(islice(guesses, n)) for n in _ints(message, VERDICT.n_bytes, header.n_rows))
-    return GuessVerdict(header.run_id, rows, bool(header.cancelled), 1e-6 * header.slowest_us)
-
-
-@dataclass(frozen=True, slots=True)
-class Prunings:
-    """What need not be evaluated: (run id, rows, or None for all of them), in parts."""
-
-    runs: list[tuple[int, Sequence[int] | None]]
-    is_last: bool = False
+    run_id, cancelled, us, n_rows, n_guesses = np.ndarray((), VERDICT, message).tolist()
+    counts = _view(message, INT, VERDICT.itemsize, n_rows).tolist()
+    guesses = starmap(Guess, _view(message, GUESS, verdict_bytes(n_rows), n_guesses).tolist())
+    return GuessVerdict(run_id, tuple(list(islice(guesses, n)) for n in counts), bool(cancelled), 1e-6 * us)
 
 
 def encode_prunings(rows: Mapping[int, Sequence[int] | None]) -> list[Buffer]:
-    """Rows of runs (None: all of a run's) as messages of N_PRUNINGS_BYTES at most."""
-    messages, n_left = [list[bytes]()], N_PRUNINGS_BYTES - PRUNINGS.n_bytes
-    for entry in _pruned_runs(rows):
-        if len(entry) > n_left:
-            messages.append([])
-            n_left = N_PRUNINGS_BYTES - PRUNINGS.n_bytes
-        messages[-1].append(entry)
-        n_left -= len(entry)
-    return [_message(PRUNINGS.pack(PruningsHeader(len(entries), False)), *entries) for entries in messages]
+    """Run id -> dead rows, or None for all of them; in messages of N_PRUNINGS_BYTES at most."""
+    pruned = [(run_id, row) for run_id, dead in rows.items() for row in ((ALL_ROWS,) if dead is None else dead)]
+    parts = (pruned[start : start + N_PRUNED_ROWS] for start in range(0, len(pruned), N_PRUNED_ROWS))
+    return [_message(_packed(INT, [len(part)]), _packed(PRUNED, part)) for part in parts]
 
 
 def encode_last_prunings() -> Buffer:
-    """What ends them."""
-    return _message(PRUNINGS.pack(PruningsHeader(0, True)))
+    """Says that no prunings follow in this pipeline."""
+    return _message(_packed(INT, [0]))
 
 
-def decode_prunings(message: Buffer) -> Prunings:
-    header, at = PRUNINGS.read(message, 0), PRUNINGS.n_bytes
-    runs: list[tuple[int, Sequence[int] | None]] = []
-    for _ in range(header.n_runs):
-        run_id, n_rows = PRUNED.read(message, at)
-        at += PRUNED.n_bytes
-        runs.append((run_id, None if n_rows == ALL_ROWS else _ints(message, at, n_rows)))
-        at += INT.itemsize * max(0, n_rows)
-    return Prunings(runs, bool(header.is_last))
-
-
-def _pruned_runs(rows: Mapping[int, Sequence[int] | None]) -> Iterator[bytes]:
-    for run_id, dead in rows.items():
-        if dead is None:
-            yield PRUNED.pack(PrunedRun(run_id, ALL_ROWS))
-            continue
-        for start in range(0, len(dead), N_ROWS_AT_ONCE):
-            part = dead[start : start + N_ROWS_AT_ONCE]
-            yield PRUNED.pack(PrunedRun(run_id, len(part))) + _packed(part)
-
-
-def _packed_scores(row: int, token: ScoredToken) -> bytes:
-    return SCORED.pack(ScoredRow(row, len(token.top), token.logprob)) + b"".join(map(LIKELY.pack, token.top))
+def decode_prunings(message: Buffer) -> list[PrunedRow]:
+    """Empty for the last message."""
+    (n,) = _view(message, INT, 0, 1).tolist()
+    return list(starmap(PrunedRow, _view(message, PRUNED, INT.itemsize, n).tolist()))
 
 
 def _message(*parts: bytes) -> Buffer:
     return np.frombuffer(bytearray().join(parts), np.uint8)
 
 
-def _packed(numbers: Iterable[int]) -> bytes:
-    return np.array(list(numbers), INT).tobytes()
+def _packed(dtype: np.dtype[Any], values: Any) -> bytes:
+    """One value, or a sequence of them."""
+    return np.array(values, dtype).tobytes()
 
 
-def _ints(buffer: Buffer, at: int, n: int) -> list[int]:
-    numbers: list[int] = np.ndarray(n, INT, buffer, at).tolist()
-    return numbers
+def _view(buffer: Buffer, dtype: np.dtype[Any], at: int, n: int) -> npt.NDArray[Any]:
+    """`n` consecutive values; the array shares the buffer's memory."""
+    return np.ndarray(n, dtype, buffer, at)
 
 
 def _us(seconds: float) -> int:

@@ -1,4 +1,4 @@
-"""The tokens that each sequence sees, for samplers that look back. Follows the operations as a KV cache does."""
+"""The tokens of each sequence, for samplers that look back. Operations apply as to a KV cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeinfer.core.runs import KvOp, OpKind
 
 
 class TokenHistory:
-    """Sequence id -> the tokens of its cells, in the order of their positions."""
+    """Sequence id -> the tokens of its cells, by position."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, list[int]] = {}

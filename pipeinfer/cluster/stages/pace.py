@@ -1,6 +1,6 @@
-"""Slow real ranks down to a profile's costs: stages by sleeping between layers, messages by a stamp when they are due.
+"""Slow real ranks down to a profile's costs: stages sleep between layers, messages carry a stamp when they are due.
 
-The models, messages and cancellations stay real; only their times are stretched. Knows no MPI and no particular model.
+Models, messages and cancellations stay real; only their times are stretched. Knows no MPI and no particular model.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeinfer.cluster.messages.activations import WireType, activation_bytes
-from pipeinfer.cluster.messages.records import Buffer
+from pipeinfer.cluster.messages.activations import Buffer, WireType, activation_bytes
 from pipeinfer.cluster.messages.wire import Transaction
 from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost
 from pipeinfer.core.interfaces import Batch, Clock, FloatArray, LoadedModel
@@ -23,9 +22,9 @@ SHARE_OF_NEW = 0.3  # of the newest measurement in the running mean of the model
 
 
 class PacedStage:
-    """A model whose evaluations take what `cost` says. It sleeps first, layer by layer, asking `stop` in between as a
-    model does; the model's own work comes last, so that a run stopped before has left no trace in it. What a run costs
-    beyond the model (`run_s`) is real: it comes by itself."""
+    """A model whose evaluations take the time that `cost` says. It first sleeps, layer by layer, and calls `stop` in
+    between as a model does; the model's own work comes last, so that a stopped run leaves no trace in it. A run's cost
+    outside the model (`run_s`) is real and not added."""
 
     def __init__(
         self,
@@ -56,9 +55,9 @@ class PacedStage:
     def _sleep_through_layers(
         self, first_s: float, end_s: float, n_rows: int, context: int, stop: Callable[[], bool]
     ) -> bool:
-        """Sleep until `end_s`, the layers beginning at `first_s`; False when told to stop after one of them."""
+        """Sleep until `end_s`; the layers begin at `first_s`. False if stopped after one of them."""
         layer_s = self.cost.layer.at(n_rows, context)
-        n_asked = self.cost.layers - (self.cost.output is NOTHING)  # after the last one only if there is more to do
+        n_asked = self.cost.layers - (self.cost.output is NOTHING)  # after the last layer only if the output follows
         for index in range(1, n_asked + 1):
             if first_s + index * layer_s > end_s:
                 break
@@ -99,9 +98,9 @@ def _kind(batch: Batch) -> tuple[int, bool]:
 
 
 class Courier:
-    """Stamps messages with the time at which a link of `cost` would have brought them; `clock` is common to all ranks.
+    """Stamps messages with the time at which a link of `cost` would deliver them; `clock` is common to all ranks.
 
-    `n_embd` is the model's, `modelled_embd` the profile's: activations count as if they had that width.
+    `n_embd`: the model's; `modelled_embd`: the profile's width, with which activations are counted.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Courier:
         self._free_s: dict[tuple[int, bool], float] = {}
 
     def stamp(self, message: np.ndarray, dest: int, is_transaction: bool) -> Buffer:
-        """A copy of the message with its stamp behind it."""
+        """A copy of the message, followed by its stamp."""
         content = message.view(np.uint8)
         n_bytes = self._modelled_bytes(content) if is_transaction else content.nbytes
         key = (dest, is_transaction)

@@ -1,8 +1,8 @@
-"""Asynchronous progress: large messages go on moving while this rank computes. Knows no run and no MPI.
+"""Asynchronous progress: large messages move while this rank computes. Knows no run and no MPI.
 
-MPI moves a message only while somebody calls it, over TCP some 16 KB a call. A rank that evaluates a chunk of a prompt
-calls it between layers at best, and what comes meanwhile waits: over slow links both would follow each other. So a
-thread calls it in its place, and sleeps where there is nothing large to move.
+MPI moves a message only when it is called, over TCP about 16 KB a call. A rank that evaluates a chunk of a prompt calls
+it between layers at most, so over slow links transfers would wait for computation. A thread calls it instead, and
+sleeps when nothing large is on its way.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LARGE_BYTES = 128 << 10
-"""Of a run, beside which further ones may be on their way."""
+"""Size of a run from which the thread works: others of that size may be on their way."""
 
 N_LOOKS, PAUSE_S = 16, 1e-3
-"""A link of 1 Gbit/s brings 8 pieces in that time; it costs 2% of a core."""
+"""A link of 1 Gbit/s delivers 8 pieces in a pause; the thread costs 2% of a core."""
 
 
 class Progress:
-    """`look` lets MPI move what it can, from any thread; without it messages move when somebody asks for them."""
+    """`look` lets MPI move messages, from any thread; None: they move only when tested for."""
 
     def __init__(self, look: Callable[[], object] | None) -> None:
         self._look = look
@@ -29,7 +29,7 @@ class Progress:
 
     @contextmanager
     def beside(self, n_bytes: int) -> Iterator[None]:
-        """While the caller evaluates a run of so many bytes."""
+        """Move messages while the caller evaluates a run of so many bytes."""
         if self._look is None or n_bytes < LARGE_BYTES:
             yield
             return

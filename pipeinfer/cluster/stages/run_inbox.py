@@ -1,4 +1,4 @@
-"""What comes to a stage: runs, with their activations in the same message or, from a device, in one of its own."""
+"""Receive runs, whose activations are in the same message or, from a device, in a second one."""
 
 from __future__ import annotations
 
@@ -15,57 +15,56 @@ from pipeinfer.core.interfaces import DeviceRows
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A transaction that is here as a whole, in room that is the caller's until it is given back. `memory`: where its
-    activations came to, if they came apart."""
+    """A complete transaction, in memory that is the caller's until it is given back. `memory`: of its activations, if
+    they came out of band."""
 
     transaction: Transaction
     memory: Any = None
 
 
 class RunInbox:
-    """`apart`: receives into a device's memory, where activations may come apart; `rows`: what of it, by (memory,
-    n_rows), these are."""
+    """`out_of_band`: receives activations into a device's memory; `rows`: (memory, n_rows) -> the activations in it."""
 
     def __init__(
         self,
         inbox: Inbox,
         n_embd: int,
         wire_type: WireType,
-        apart: Inbox | None = None,
+        out_of_band: Inbox | None = None,
         rows: Callable[[Any, int], DeviceRows] | None = None,
     ) -> None:
         self._inbox, self._n_embd, self._wire_type = inbox, n_embd, wire_type
-        self._apart, self._rows = apart, rows
+        self._out_of_band, self._rows = out_of_band, rows
         self._waiting: Transaction | None = None  # for its activations
 
     def poll(self) -> Arrival | None:
-        """The next one."""
+        """The next run, if it is complete."""
         if self._waiting is None:
             buffer = self._inbox.poll()
             if buffer is None:
                 return None
             self._waiting = Transaction(buffer, self._n_embd, self._wire_type)
         transaction, memory = self._waiting, None
-        if transaction.comes_apart:
-            assert self._apart and self._rows, "activations come apart to a rank that has no room for them"
-            memory = self._apart.poll()
+        if transaction.comes_out_of_band:
+            assert self._out_of_band and self._rows, "activations out of band need memory for them"
+            memory = self._out_of_band.poll()
             if memory is None:
                 return None
-            transaction.apart = self._rows(memory, transaction.n_rows)
+            transaction.out_of_band = self._rows(memory, transaction.n_rows)
         self._waiting = None
         return Arrival(transaction, memory)
 
     def holds(self) -> bool:
-        """Whether one has come, or the first part of it."""
+        """Whether a run has come, or its first message."""
         return self._waiting is not None or self._inbox.holds()
 
     def give_back(self, arrival: Arrival, sent: Request = NOT_SENT) -> None:
-        """Nobody reads it any more, once its message, if that is being sent on, is out."""
+        """Reuse the run's memory, once its message, if that is being sent on, is sent."""
         self._inbox.give_back(arrival.transaction.buffer, sent)
-        if self._apart and arrival.memory is not None:
-            self._apart.give_back(arrival.memory)
+        if self._out_of_band and arrival.memory is not None:
+            self._out_of_band.give_back(arrival.memory)
 
     def close(self, idle: Idle) -> None:
-        """Take the receives back that no message will come for."""
-        for inbox in filter(None, (self._inbox, self._apart)):
+        """Cancel the receives that are still posted."""
+        for inbox in filter(None, (self._inbox, self._out_of_band)):
             inbox.close(idle)

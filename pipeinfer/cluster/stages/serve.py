@@ -1,6 +1,6 @@
-"""A stage's end of a pipeline: receive a run, evaluate it, pass it on; hear from the head what need not be evaluated.
+"""A stage's end of a pipeline: receive a run, evaluate it, send it on; receive prunings from the head.
 
-Knows ranks and messages; what is done with a run is `stage`'s.
+Knows ranks and messages; the evaluation itself is in `stage`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.messages.activations import WireType, activation_bytes
 from pipeinfer.cluster.messages.wire import (
+    ALL_ROWS,
     N_PRUNINGS_BYTES,
     Kind,
     Transaction,
@@ -21,78 +22,76 @@ from pipeinfer.cluster.messages.wire import (
     decode_prunings,
     encode_verdict,
 )
-from pipeinfer.cluster.stages.begun import BegunTransaction
 from pipeinfer.cluster.stages.pace import Courier
+from pipeinfer.cluster.stages.pending_run import PendingRun
 from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
+from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.run_inbox import Arrival, RunInbox
 from pipeinfer.cluster.stages.samplers import Samplers
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Comm, Inbox, Outbox, Tag
 from pipeinfer.cluster.watch.flow import Flow
-from pipeinfer.core.interfaces import LeavesOnDevice
+from pipeinfer.core.interfaces import DeviceStage
 from pipeinfer.core.runs import MAX_OPS
 from pipeinfer.observe.ledger import StageLedger
 
-N_EXTRA_MAX, N_OPENS_MAX = 8192, 256  # room in a transaction, far above what 256 sequences need
+N_EXTRA_MAX, N_OPENS_MAX = 8192, 256  # limits of a transaction, far above what 256 sequences need
 N_TEXT_MAX = 1 << 20
-"""Bytes of what requests that are open at a time say of sampling in texts, see `wire.text_bytes`."""
+"""Limit of `wire.text_bytes` of all open requests together."""
 
 
 N_UNDER_WAY = 2
-"""Runs that a model which `RunsAhead` may have begun: while it computes one, the next is prepared."""
+"""Runs that an AsyncStage may have begun: while it computes one, the next is prepared."""
 
 N_POSTED = 2
 """Receives of runs that are posted ahead."""
 
 
-class HeardPrunings:
-    """What this stage need not evaluate, as the head's messages have it."""
+class HeardPrunings(LocalPrunings):
+    """Pruned, told by the head's messages."""
 
     def __init__(self, comm: Comm, courier: Courier | None, listen: Callable[[], object]) -> None:
-        """`listen` is called between layers too."""
-        self.listen = listen
+        super().__init__(listen)
         self._inbox = Inbox(comm, 0, Tag.CANCEL, N_PRUNINGS_BYTES, courier=courier)
-        self._known = LocalPrunings()
         self._ended = False
 
     def is_cancelled(self, run_id: int) -> bool:
-        self.listen()
         self._hear(run_id)
-        return self._known.is_cancelled(run_id)
+        return super().is_cancelled(run_id)
 
     def rows(self, run_id: int) -> Sequence[int]:
         self._hear(run_id)
-        return self._known.rows(run_id)
+        return super().rows(run_id)
 
     def _hear(self, run_id: int) -> None:
         while (message := self._inbox.poll()) is not None:
-            self._known.forget_before(run_id)
+            self.forget_before(run_id)
             heard = decode_prunings(message)
             self._inbox.give_back(message)
-            self._ended = heard.is_last
-            for dead_id, rows in heard.runs:
-                if rows is None:
-                    self._known.cancel([dead_id])
+            self._ended = not heard
+            for dead in heard:
+                if dead.row == ALL_ROWS:
+                    self.cancel([dead.run_id])
                 else:
-                    self._known.prune({dead_id: rows})
+                    self.prune({dead.run_id: [dead.row]})
 
     def close(self, idle: Idle) -> None:
-        """Take every message meant for this pipeline: a late one must not cancel a run of the next."""
+        """Take every message of this pipeline: a late one must not cancel a run of the next."""
         idle.until(lambda: self.is_cancelled(0) or self._ended or None)
         self._inbox.close(idle)
 
 
 @dataclass(frozen=True, slots=True)
 class Pipe:
-    """What a stage's end of a pipeline is, and what comes through it.
+    """A stage's place in a pipeline, and the sizes of its messages.
 
-    previous, following   ranks; None follows the last stage, which answers the head instead
-    n_rows                of a run at most
-    n_embd, wire_type     of an activation
-    comes_apart           activations may come from another device's memory to that of this rank's model
+    previous, following   ranks; None follows the last stage, which sends verdicts to the head
+    n_rows                of a run, at most
+    n_embd, wire_type     of the activations
+    comes_out_of_band     activations may come from another device's memory to that of this rank's model
     courier               in paced jobs
-    n_samplers            threads that answer for the last stage while it evaluates its next run
-    n_under_way           runs that a model which `RunsAhead` has begun at most, 1 or 2
+    n_samplers            threads that choose tokens on the last stage while it evaluates its next run
+    n_under_way           runs that an AsyncStage may have begun, 1 or 2
     n_posted              receives of runs that are posted ahead
     """
 
@@ -105,7 +104,7 @@ class Pipe:
     n_samplers: int = 0
     n_under_way: int = N_UNDER_WAY
     n_posted: int = N_POSTED
-    comes_apart: bool = False
+    comes_out_of_band: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -120,17 +119,17 @@ class Pipe:
 
 def _run_inbox(comm: Comm, pipe: Pipe, worker: StageWorker | None) -> RunInbox:
     inbox = Inbox(comm, pipe.previous, Tag.PIPELINE, pipe.n_bytes, pipe.n_posted, pipe.courier)
-    if not (worker and pipe.comes_apart):
+    if not (worker and pipe.comes_out_of_band):
         return RunInbox(inbox, pipe.n_embd, pipe.wire_type)
     model, rounded = worker.model, pipe.wire_type is not WireType.F32
-    assert isinstance(model, LeavesOnDevice), "activations were to come to a device that there is not"
+    assert isinstance(model, DeviceStage), "activations out of band need a device"
     n_bytes = activation_bytes(pipe.n_rows, pipe.n_embd, pipe.wire_type)
-    apart = Inbox(comm, pipe.previous, Tag.APART, n_bytes, pipe.n_posted, room=model.device_memory)
-    return RunInbox(inbox, pipe.n_embd, pipe.wire_type, apart, partial(model.device_rows, rounded=rounded))
+    out_of_band = Inbox(comm, pipe.previous, Tag.OUT_OF_BAND, n_bytes, pipe.n_posted, allocate=model.device_memory)
+    return RunInbox(inbox, pipe.n_embd, pipe.wire_type, out_of_band, partial(model.device_rows, rounded=rounded))
 
 
 class StageLoop:
-    """Receive a run, evaluate it, pass it on; until the shutdown, which is passed on too."""
+    """Receive runs, evaluate them and send them on, until the shutdown, which is sent on too."""
 
     def __init__(
         self,
@@ -142,16 +141,15 @@ class StageLoop:
         flow: Flow | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> None:
-        """Without a worker (its model did not load) the rank only waits for the shutdown. `report` is called, once the
-        order to do so has been passed on, with what was sent and how the time was spent since the last time. The first
-        wait begins at `since_s`, or now. `flow`: of this rank, for the watch. `progress`: of messages while it
-        evaluates."""
+        """`worker`: None if its model did not load; then the rank waits for the shutdown. `report`: called on the order
+        to report, with what was sent and how time was spent since the last report. `since_s`: when the first wait
+        began; None: now. `flow`: this rank's, for the watch. `progress`: moves messages during evaluation."""
         self.pipe, self.worker, self.report, self.progress = pipe, worker, report, progress
         self.flow = flow or Flow()
         self.flow.source, self.flow.dest = pipe.previous, -1 if pipe.following is None else pipe.following
         self._inbox = _run_inbox(comm, pipe, worker)
         self._outbox, self._idle, self._ledger = Outbox(comm, pipe.courier), Idle(), StageLedger()
-        self._under_way: deque[tuple[Arrival, BegunTransaction, float]] = deque()
+        self._under_way: deque[tuple[Arrival, PendingRun, float]] = deque()
         self._samplers: Samplers | None = None
         if pipe.n_samplers and pipe.is_last:
             self._samplers = Samplers(pipe.n_samplers, lambda: bool(self._under_way) or self._inbox.holds())
@@ -175,7 +173,7 @@ class StageLoop:
         self._close()
 
     def _answer(self) -> None:
-        """What samplers have chosen."""
+        """Send the verdicts that samplers have completed."""
         while self._samplers and (verdict := self._samplers.ready()) is not None:
             self._outbox.send(encode_verdict(verdict), 0, Tag.VERDICT)
 
@@ -184,8 +182,8 @@ class StageLoop:
         return self._inbox.poll()
 
     def _run_or_result(self) -> Arrival | None:
-        """The next run, or None once the oldest that is under way is done. Whatever comes first: a device must not
-        stand still because this rank waits for it alone."""
+        """The next run, or None once the oldest that is under way is done, whichever comes first: a device must not
+        idle because this rank waits for a result only."""
 
         def look() -> tuple[Arrival | None] | None:
             arrival = self._next_run()
@@ -208,7 +206,7 @@ class StageLoop:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait for its result and pass that on; what samplers choose meanwhile goes out too."""
+        """Wait for the oldest result and send it on; verdicts of samplers are sent meanwhile."""
         assert self.worker
         arrival, begun, start_s = self._under_way.popleft()
 
@@ -218,9 +216,9 @@ class StageLoop:
 
         self._idle.until(is_done)
         verdict, transaction = self.worker.finish(begun), begun.transaction
-        end_s = time.monotonic()  # before it is sent: whoever gets it may be quicker than this rank
+        end_s = time.monotonic()  # before the send: the receiver may be quicker than this rank
         if self.pipe.following is not None:
-            sent = self._outbox.send_run(transaction.message, self.pipe.following, transaction.apart_memory)
+            sent = self._outbox.send_run(transaction.message, self.pipe.following, transaction.out_of_band_memory)
             self._inbox.give_back(arrival, sent)
             self.flow.n_passed += 1
         else:
@@ -235,7 +233,7 @@ class StageLoop:
         self._wait_s = end_s
 
     def _obey(self, order: Transaction, start_s: float) -> bool:
-        """Pass it on, behind all runs before it; whether it is the shutdown."""
+        """Send an order on, after all runs before it. True for the shutdown."""
         while self._under_way:
             self._finish_oldest()
         start_s = max(start_s, self._wait_s)

@@ -1,88 +1,50 @@
-"""What one stage does with a transaction: apply operations, evaluate, fill in the result. Knows no MPI."""
+"""One stage's work on a run: apply its operations, evaluate its rows, fill in the result. Knows no MPI."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.messages.activations import Buffer, WireType
 from pipeinfer.cluster.messages.logprobs import scored
-from pipeinfer.cluster.messages.records import Buffer
 from pipeinfer.cluster.messages.wire import SentRow, Transaction
-from pipeinfer.cluster.stages.begun import BegunTransaction, Evaluated, Question
 from pipeinfer.cluster.stages.history import TokenHistory
+from pipeinfer.cluster.stages.pending_run import Evaluated, PendingRun, Question
+from pipeinfer.cluster.stages.prunings import Pruned
 from pipeinfer.cluster.stages.samplers import Samplers
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import (
     Allowed,
+    AsyncStage,
     Batch,
     Constraint,
     ConstraintFailed,
     DeviceRows,
+    DeviceStage,
     FloatArray,
-    LeavesOnDevice,
-    RunsAhead,
+    StageFuture,
     StageModel,
-    UnderWay,
 )
 from pipeinfer.core.runs import FAILED, NO_TOKEN, Guess, GuessVerdict, Opening, OpKind, Verdict
 from pipeinfer.core.sampling import choose
 from pipeinfer.observe.trace import NO_TRACE, Tracer
 
 
-class Pruned(Protocol):
-    """What the head says need not be evaluated. It may say so late, or never."""
-
-    def is_cancelled(self, run_id: int) -> bool:
-        """Asked before a run and between its layers."""
-        ...
-
-    def rows(self, run_id: int) -> Sequence[int]:
-        """Asked before a run: the indices of its rows that nobody needs."""
-        ...
-
-
-class LocalPrunings:
-    """Pruned, told in this process."""
-
-    def __init__(self) -> None:
-        self.cancelled: set[int] = set()
-        self.pruned: dict[int, set[int]] = {}
-
-    def cancel(self, run_ids: Iterable[int]) -> None:
-        self.cancelled.update(run_ids)
-
-    def prune(self, rows: Mapping[int, Iterable[int]]) -> None:
-        for run_id, dead in rows.items():
-            self.pruned.setdefault(run_id, set()).update(dead)
-
-    def is_cancelled(self, run_id: int) -> bool:
-        return run_id in self.cancelled
-
-    def rows(self, run_id: int) -> Sequence[int]:
-        return sorted(self.pruned.get(run_id, ()))
-
-    def forget_before(self, run_id: int) -> None:
-        """Runs come in the order of their ids: what concerns older ones is of no use."""
-        self.cancelled = {known for known in self.cancelled if known >= run_id}
-        self.pruned = {known: rows for known, rows in self.pruned.items() if known >= run_id}
-
-
 @dataclass(slots=True)
 class StageStats:
-    """What a stage did, for the statistics at the end."""
+    """Statistics of a stage."""
 
     n_runs: int = 0
     n_skipped: int = 0  # cancelled runs that it never began
     n_stopped: int = 0  # cancelled runs that it left between layers
     n_layers_saved: int = 0  # layers that cancellation spared it
-    n_left: int = 0  # runs whose answers were left to samplers
-    n_rows_pruned: int = 0  # dead rows that it left out of runs it evaluated
+    n_left: int = 0  # runs whose tokens were left to samplers
+    n_rows_pruned: int = 0  # dead rows left out of runs that it evaluated
     busy_s: float = 0.0
 
 
@@ -90,12 +52,12 @@ NO_LOGITS = np.empty((0, 0), np.float32)
 
 
 class StageWorker:
-    """One stage, first or not, last or not. `n_layers` is the model's, for the statistics. `constrain`: makes a
-    Constraint of a request's grammar; without it, as for drafts, grammars are passed over. `leaves_as`: activations
-    are left on the model's device, as this; None: they go to the host."""
+    """One stage. `n_layers`: of the model, for the statistics. `constrain`: makes a Constraint of a request's grammar;
+    None, as for drafts: grammars are ignored. `leaves_as`: activations stay on the model's device in this type; None:
+    they go to the host."""
 
     UNIT = "run"
-    """What a timeline calls a transaction."""
+    """A transaction's name in timelines."""
 
     def __init__(
         self,
@@ -119,13 +81,13 @@ class StageWorker:
         self._history: TokenHistory | None = None  # kept only once a request looks back
 
     def process(self, transaction: Transaction) -> Verdict | GuessVerdict | None:
-        """Both `begin` and `finish`."""
+        """`begin` and `finish`."""
         return self.finish(self.begin(transaction))
 
-    def begin(self, transaction: Transaction) -> BegunTransaction:
-        """Begin to bring the transaction to the state in which the next stage wants it. Another may begin before this
-        one is finished, in the same order, where the model `RunsAhead`; elsewhere it is done when this returns."""
-        begun = BegunTransaction(transaction, self.clock())
+    def begin(self, transaction: Transaction) -> PendingRun:
+        """Begin to evaluate the transaction. If the model is an AsyncStage, the next one may begin before this one is
+        finished, and both finish in order; else it is done when this returns."""
+        begun = PendingRun(transaction, self.clock())
         self._keep_books(transaction)
         if not transaction.cancelled and self.pruned.is_cancelled(transaction.run_id):
             transaction.cancel()
@@ -140,12 +102,9 @@ class StageWorker:
                 self.stats.n_layers_saved += max(0, self.n_layers - self._n_asked)
         return begun
 
-    def finish(self, begun: BegunTransaction) -> Verdict | GuessVerdict | None:
-        """Wait for the result. The last stage returns the verdict, if that is not left to its samplers.
-
-        A cancellation is in `transaction.cancelled`; then the verdict says nothing of the rows. Other stages return
-        None and leave the residual in `activations`.
-        """
+    def finish(self, begun: PendingRun) -> Verdict | GuessVerdict | None:
+        """Wait for the result. The last stage returns the verdict, unless that is left to its samplers; the verdict of
+        a cancelled run has no rows. Other stages return None and put the residual stream into `activations`."""
         transaction, questions, logits = begun.transaction, begun.questions, NO_LOGITS
         if not transaction.cancelled:
             logits = self._result(begun)
@@ -162,7 +121,7 @@ class StageWorker:
             else:
                 answer(index, logits[index])
         self.stats.n_runs += 1
-        # of runs that are under way at a time, the later one has taken what came after the first
+        # of two overlapping runs, the later one took the time after the end of the first
         end_s, start_s = self.clock(), max(begun.start_s, self._free_s)
         self._free_s, busy_s = end_s, end_s - start_s
         transaction.took(busy_s)
@@ -178,7 +137,7 @@ class StageWorker:
         return None
 
     def _keep_books(self, transaction: Transaction) -> None:
-        """Requests that begin and end, and what happens to sequences."""
+        """Note which requests begin and end, and apply the operations on sequences."""
         ops = transaction.ops
         for op in ops:
             if op.kind is OpKind.CLOSE:
@@ -195,7 +154,7 @@ class StageWorker:
         if self._history:
             self._history.apply(ops)
 
-    def _evaluate(self, begun: BegunTransaction) -> None:
+    def _evaluate(self, begun: PendingRun) -> None:
         transaction = begun.transaction
         seqs = transaction.seqs
         if pruned := self.pruned.rows(transaction.run_id):
@@ -212,8 +171,8 @@ class StageWorker:
         if self.model.is_last:
             begun.questions = self._questions(transaction, seqs)
 
-    def _result(self, begun: BegunTransaction) -> FloatArray:
-        """On the last stage the logits for each question."""
+    def _result(self, begun: PendingRun) -> FloatArray:
+        """The logits of each question on the last stage; else nothing, and the activations are in the transaction."""
         transaction, alive = begun.transaction, begun.alive
         result = begun.rows.result() if begun.rows else np.empty((0, self.model.n_embd), np.float32)
         if self.model.is_last:
@@ -224,13 +183,13 @@ class StageWorker:
         if isinstance(result, np.ndarray):
             transaction.activations = result
         else:
-            transaction.leave_apart(result)
+            transaction.set_out_of_band(result)
         return NO_LOGITS
 
     def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
-        """Rows that can be evaluated here: not dropped before, and their prefix was evaluated on this stage.
+        """Rows to evaluate here: not dropped before, and with their prefix evaluated on this stage.
 
-        A row lacks its prefix only if that was cancelled or pruned, and then it descends from dead guesses.
+        A row without its prefix, which was cancelled or pruned, descends from dead guesses.
         """
         ends: dict[int, int] = {}
         alive = []
@@ -246,26 +205,26 @@ class StageWorker:
 
     def _begin_rows(
         self, transaction: Transaction, alive: list[int], seqs: Sequence[tuple[int, ...]]
-    ) -> UnderWay[FloatArray] | UnderWay[DeviceRows] | None:
-        rows, apart = transaction.rows, transaction.apart
-        hidden = None if self.is_first or apart else transaction.activations
+    ) -> StageFuture[FloatArray] | StageFuture[DeviceRows] | None:
+        rows, out_of_band = transaction.rows, transaction.out_of_band
+        hidden = None if self.is_first or out_of_band else transaction.activations
         if len(alive) < transaction.n_rows:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
-            apart = apart.pick(alive) if apart else None
+            out_of_band = out_of_band.pick(alive) if out_of_band else None
         wanted = rows["n_wanted"] > 0
-        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span, apart)
+        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span, out_of_band)
         stop = partial(self._asked, transaction.run_id)
         if self.leaves_as:
-            assert isinstance(self.model, LeavesOnDevice), "there is no device to leave activations on"
-            return self.model.begin_apart(batch, stop, self.leaves_as is not WireType.F32)
-        if isinstance(self.model, RunsAhead):
+            assert isinstance(self.model, DeviceStage), "there is no device to leave activations on"
+            return self.model.begin_on_device(batch, stop, self.leaves_as is not WireType.F32)
+        if isinstance(self.model, AsyncStage):
             return self.model.begin(batch, stop)
         result = self.model.evaluate(batch, stop)
         return None if result is None else Evaluated(result)
 
     def _asked(self, run_id: int) -> bool:
-        """Between two layers: is the run cancelled?"""
+        """Whether the run is cancelled; called between layers."""
         self._n_asked += 1
         return self.pruned.is_cancelled(run_id)
 
@@ -284,7 +243,7 @@ class StageWorker:
         return questions
 
     def _allowed(self, row: SentRow) -> Allowed:
-        """What may follow a row."""
+        """The tokens that may follow a row."""
         assert self._history
         position = row.position + 1
         n_output = position - self._opened[row.request].n_prompt
@@ -293,7 +252,7 @@ class StageWorker:
     _no_answer: Any = NO_TOKEN
 
     def _answer(self, logits: FloatArray, asked: Question) -> Any:
-        """What the verdict says of one row: the target's token at the position asked about."""
+        """One row's part of the verdict: the target's token at the position after it."""
         params = asked.params
         own = logits.copy() if params.n_logprobs >= 0 else logits
         try:
@@ -308,7 +267,7 @@ class StageWorker:
 
 
 def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -> FloatArray | DeviceRows:
-    """Of `n_rows` rows these; the others are zero."""
+    """`n_rows` rows: `values` at the indices `rows`, else zeros."""
     if not isinstance(values, np.ndarray):
         return values.spread(rows, n_rows)
     found = np.zeros((n_rows, values.shape[1]), np.float32)
@@ -317,23 +276,13 @@ def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -
 
 
 class DraftWorker(StageWorker):
-    """A stage of a draft that is asked by messages: its verdicts have as many guesses for a row as are wanted.
-    `couple`: as for a drafter."""
+    """A stage of a draft on other ranks: its verdicts have as many guesses for a row as are wanted. `couple`: see
+    `guess_next`."""
 
     UNIT = "question"
 
-    def __init__(
-        self,
-        model: StageModel,
-        pruned: Pruned,
-        clock: Callable[[], float],
-        is_first: bool,
-        tracer: Tracer = NO_TRACE,
-        n_layers: int = 0,
-        *,
-        couple: bool,
-    ) -> None:
-        super().__init__(model, pruned, clock, is_first, tracer, n_layers)
+    def __init__(self, *args: Any, couple: bool, **others: Any) -> None:
+        super().__init__(*args, **others)
         self.couple = couple
 
     _no_answer: Any = ()
@@ -347,7 +296,7 @@ class DraftWorker(StageWorker):
 
 
 def room_for(message: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> Transaction:
-    """A transaction with the message's content and room for the activations that a first stage adds."""
+    """A transaction with the message's content, and memory for the activations that a first stage adds."""
     n_bytes = Transaction(message, n_embd, wire_type).n_bytes_full
     buffer = np.empty(n_bytes, np.uint8)
     buffer[: len(message)] = message

@@ -11,38 +11,39 @@ from pipeinfer.cluster.timing.timed_runs import evaluate, forget, in_turns
 from pipeinfer.core.interfaces import StageModel
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.scheduling.run_cost import RunCost
-from pipeinfer.kept import Kept
+from pipeinfer.disk_cache import DiskCache
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 DEAR = 3.0
-"""Beyond so many times a single row no run is chosen, and larger ones need not be timed."""
+"""Runs that take so many times a single row's time are never chosen, so larger sizes need not be timed."""
 
 MOST_A_ROW = 1.5
-"""A further row takes no longer than so many single ones; a size that seems to was disturbed whenever it was timed."""
+"""A further row takes at most so many times a single row's time. If a size seems to take longer, its timing was
+disturbed."""
 
 QUESTION_ROWS_MIN = 4
-CREDIBLE = 0.8  # of the kept time of one row: a host that is faster now was busy then
+CREDIBLE = 0.8  # of the stored time of one row: if the host is faster now, it was busy then
 N_CHECKS = 3  # times that one row is timed to compare
 N_PASSES, PASSES_S = 10, 0.2
-"""Further times that each size is timed, as long as no more time has passed: short runs vary the most."""
+"""Further timings of each size, while less than PASSES_S has passed: short runs vary the most."""
 
 CONTEXT_ROWS = 4
-"""Of a run that is timed after others: more rows tell attention from noise."""
+"""Rows of a run that is timed behind a context: more rows separate attention from noise."""
 
 CONTEXT_S = 0.3
-"""What it may take to fill a cache for timing runs after it."""
+"""Seconds that filling a cache for that may take."""
 
 CONTEXTS = 64, 256
-"""Tokens that a cache is filled with for that, at least and at most: where fewer are all that can be had in the time,
-only long contexts cost what counts, and those are learned of in the first few runs after them."""
+"""Tokens of that context, at least and at most. If fewer fit into the time, only long contexts matter, and their cost
+is learned from the first few runs."""
 
 
 def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1.0) -> dict[int, float]:
-    """Rows of a run -> seconds, the best of some; at least for one row, for more while the budget lasts and they are
+    """Rows of a run -> seconds, the best of some; always for one row, for more while the budget lasts and they are
     cheap.
 
-    The cache must be empty and is empty afterwards. The first evaluation, which maps the weights in, is not counted.
+    The cache must be empty and is empty afterwards. The first evaluation, which reads the weights in, is not counted.
     """
     start_s = clock()
     _time(model, 1, clock)
@@ -60,11 +61,12 @@ def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1
 
 
 def recall_rows(
-    model: StageModel, clock: Callable[[], float], kept: Kept, name: str, budget_s: float = 1.0
+    model: StageModel, clock: Callable[[], float], kept: DiskCache, name: str, budget_s: float = 1.0
 ) -> dict[int, float]:
-    """The same as `time_rows`, kept under a name that says all it depends on.
+    """`time_rows`, cached under a name that says all that the times depend on.
 
-    What was kept is scaled to a single row's time now; it is timed anew when that was longer then: the host was busy.
+    Cached times are scaled to a single row's time now. If that was longer then, the host was busy, and all is timed
+    again.
     """
     known = _read(kept.get(name))
     if known:
@@ -74,7 +76,7 @@ def recall_rows(
             return {n_rows: seconds * row_s / known[1] for n_rows, seconds in known.items()}
     start_s = clock()
     found = time_rows(model, clock, budget_s)
-    # a disturbance may look like a size that is too dear: that table ends too early to be kept
+    # a disturbed size may look too expensive: a table that ends early for no reason is not cached
     if _is_credible(found) and (
         len(found) == len(ROWS) or max(found.values()) > DEAR * found[1] or clock() - start_s > budget_s
     ):
@@ -83,7 +85,7 @@ def recall_rows(
 
 
 def _read(value: Any) -> dict[int, float]:
-    """What `recall_rows` has kept; empty when it is anything else."""
+    """A value that `recall_rows` has cached; empty for anything else."""
     if not isinstance(value, dict) or "1" not in value or not value.keys() <= set(map(str, ROWS)):
         return {}
     if not all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in value.values()):
@@ -102,7 +104,7 @@ def _is_credible(found: Mapping[int, float]) -> bool:
 def time_context(
     model: StageModel, row_times: Mapping[int, float], n_cells: int, clock: Callable[[], float]
 ) -> float | None:
-    """Seconds that a row takes longer for each token before it; None where it would take long to find out.
+    """Seconds that each token before a row adds to it; None if timing that would take long.
 
     `row_times`: see `time_rows`. The cache, of `n_cells`, must be empty and is empty afterwards.
     """
@@ -120,9 +122,14 @@ def time_context(
 
 
 def recall_context(
-    model: StageModel, row_times: Mapping[int, float], n_cells: int, clock: Callable[[], float], kept: Kept, name: str
+    model: StageModel,
+    row_times: Mapping[int, float],
+    n_cells: int,
+    clock: Callable[[], float],
+    kept: DiskCache,
+    name: str,
 ) -> float | None:
-    """The same as `time_context`, kept under a name that says all it depends on, in units of a single row's time."""
+    """`time_context`, cached under a name that says all that it depends on, in units of a single row's time."""
     known = kept.get(name)
     if isinstance(known, float) and 0 <= known < 1:
         return known * row_times[1]
@@ -133,14 +140,14 @@ def recall_context(
 
 
 def affordable_context(row_times: Mapping[int, float], n_cells: int) -> int:
-    """Tokens of a cache that runs are timed after; 0: none."""
+    """Tokens of the context behind which runs are timed; 0: none."""
     row_s = min(seconds / n_rows for n_rows, seconds in row_times.items())
     n_context = min(CONTEXTS[1], n_cells, int(CONTEXT_S / row_s))
     return n_context if n_context >= CONTEXTS[0] else 0
 
 
 def _time(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
-    """Of a run and of forgetting it: real ones carry operations on the cache too."""
+    """Seconds of a run and of removing its cells: real runs have operations on the cache too."""
     start_s = clock()
     evaluate(model, n_rows)
     forget(model)
@@ -148,7 +155,7 @@ def _time(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
 
 
 def _time_at(model: StageModel, n_rows: int, position: int, clock: Callable[[], float]) -> float:
-    """Of a run alone, the best of some: to pack a cache takes time by what is in it, and runs seldom do."""
+    """Seconds of a run alone, the best of some: packing a cache takes time by its contents, and is rare."""
     times = []
     for _ in range(N_CHECKS):
         start_s = clock()
@@ -159,7 +166,7 @@ def _time_at(model: StageModel, n_rows: int, position: int, clock: Callable[[], 
 
 
 def time_chunk(model: StageModel, n_rows: int, blocks: bool, clock: Callable[[], float]) -> float:
-    """Seconds of so many rows of a prompt, the best of two; `blocks`: they are a block, behind another one.
+    """Seconds of so many rows of a prompt, the best of two; `blocks`: as a block behind another one.
 
     The cache must be empty and is empty afterwards.
     """
@@ -176,11 +183,11 @@ def time_chunk(model: StageModel, n_rows: int, blocks: bool, clock: Callable[[],
 
 
 def slowest_stage(costs: Sequence[dict[int, float]]) -> dict[int, float]:
-    """Rows of a run -> seconds in the slowest stage, for the sizes that every stage has timed."""
+    """Rows of a run -> seconds in the slowest stage, for the sizes that all stages have timed."""
     sizes = set.intersection(*map(set, costs)) if costs else set()
     return {n_rows: max(cost[n_rows] for cost in costs) for n_rows in sorted(sizes)}
 
 
 def largest_question(cost: dict[int, float]) -> int:
-    """Nodes a larger draft is asked about at once: by the cost of rows, but enough to get ahead of the target."""
+    """Nodes of a question to a larger draft: by the cost of rows, but enough to get ahead of the target."""
     return max(QUESTION_ROWS_MIN, RunCost(cost).n_cheap_rows(0) if cost else 1)

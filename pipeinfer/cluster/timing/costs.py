@@ -1,4 +1,4 @@
-"""What things cost on a cluster: stages, links, draft, head. Seconds and bytes; knows no file and no model."""
+"""Costs of a cluster's stages, links, drafts and head, in seconds and bytes. Knows no file and no model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MANY_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How long something takes: `seconds[i]` for `rows[i]` rows, straight lines between, the last one continued.
+    """A duration by rows: `seconds[i]` for `rows[i]` rows, linear in between, and the last line continued.
 
-    `context_s` comes on top for every row and token before the run: attention. One number, or one for each of `rows`:
-    a chunk of a prompt is worked on in another way than single rows.
+    `context_s`, attention, is added for every row and every token before the run. It is one number, or one for each of
+    `rows`, because chunks of prompts are computed in another way than single rows.
     """
 
     rows: tuple[float, ...]
@@ -27,7 +27,7 @@ class Work:
         """`context`: tokens before the run."""
         token_s = self.context_s[0]
         if len(self.context_s) > 1:
-            # beyond the sizes that were timed it is that of the largest
+            # beyond the timed sizes it is that of the largest
             token_s = interpolate(self.rows, self.context_s, min(n_rows, int(self.rows[-1])))
         return interpolate(self.rows, self.seconds, n_rows) + token_s * n_rows * context
 
@@ -36,7 +36,7 @@ NOTHING = Work((1.0,), (0.0,))
 
 
 def roofline(n_bytes: float, flop_per_row: float, bytes_per_s: float, flop_per_s: float, fixed_s: float = 0.0) -> Work:
-    """Reading the weights once, or computing every row, whichever takes longer (Williams et al. 2009)."""
+    """The longer of reading the weights once and computing every row (Williams et al. 2009)."""
     read_s, row_s = n_bytes / bytes_per_s, flop_per_row / flop_per_s
     knee = max(1.0, read_s / row_s)
     first_s = max(read_s, row_s) + fixed_s
@@ -44,8 +44,7 @@ def roofline(n_bytes: float, flop_per_row: float, bytes_per_s: float, flop_per_s
 
 
 def fastest(ways: Sequence[Work]) -> Work:
-    """For each number of rows whichever way is the fastest; of very many rows that is the first one. Attention is its
-    own."""
+    """The fastest way for each number of rows; for very many rows that is the first. Attention is the first way's."""
     first = ways[0]
     if len(ways) == 1:
         return first
@@ -62,11 +61,12 @@ def fastest(ways: Sequence[Work]) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """A slice of a model on one node: `layers` alike, each `layer`, then `output` (the vocabulary), and `run_s` a run.
+    """A slice of a model on one node: `layers` equal layers, each `layer`, then `output` (the vocabulary), and `run_s`
+    a run. A whole draft model is such a slice too.
 
-    `reshape_s` comes on top when a run has another number of rows than the one before: libllama builds its graph anew;
-    `rest_s` when the stage had nothing to do before it: its threads are woken; `prompt_s` when it begins a prompt in
-    blocks, which gets a context of its own. A whole draft model is such a slice too.
+    Added to that: `reshape_s` when a run has another number of rows than the one before, because libllama rebuilds its
+    graph; `rest_s` when the stage was idle, because its threads are woken; `prompt_s` when a run begins a prompt in
+    blocks, which gets a context of its own.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ModelCost:
     rest_s: float = 0.0
     prompt_s: float = 0.0
     host: str = ""
-    """Whose cores and memory it shares with others of that name, where the profile says by how much that slows down."""
+    """Slices of one host share its cores and memory, if the profile has the slowdown."""
 
     def before_layers_s(self, reshapes: bool, rested: bool = False, begins: bool = False) -> float:
         return self.run_s + self.reshape_s * reshapes + self.rest_s * rested + self.prompt_s * begins
@@ -93,7 +93,7 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """A message: `latency_s` on its way, and the link is taken for its bytes / `bytes_per_s`."""
+    """A message has `latency_s`, and occupies the link for its bytes / `bytes_per_s`."""
 
     latency_s: float
     bytes_per_s: float
@@ -113,12 +113,11 @@ class HeadCost:
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """What processors do beside every stage's evaluation (SiPipe, section 3.1), and what of it holds no stage up.
+    """CPU work beside every stage's evaluation (SiPipe, section 3.1), and which of it overlaps.
 
-    `prepare_s` a run and `prepare_row_s` a row go before it; `ahead`: for the next run while one is evaluated (section
-    5.2). `sample_s` a row comes after the last stage's, or in so many `samplers` beside it (section 5.1). `meet_s`:
-    two stages agree on what a message holds, for which the one must have time when the other is done; `posted`: that is
-    known before (section 5.3).
+    `prepare_s` a run and `prepare_row_s` a row come before it; `ahead`: while the run before is evaluated (section
+    5.2). `sample_s` a row comes after the last stage, or in so many `samplers` beside it (section 5.1). `meet_s`: two
+    stages agree on a message's layout, when both have time; `posted`: it is known before (section 5.3).
     """
 
     prepare_s: float = 0.0
@@ -130,15 +129,15 @@ class HostWork:
     posted: bool = True
 
     def before_s(self, n_rows: int) -> float:
-        """What a run's input takes."""
+        """Seconds to prepare a run's input."""
         return self.prepare_s + self.prepare_row_s * n_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A cluster with its models laid out. `stages` in pipeline order; `head_is_first`: the head hosts the first.
+    """A cluster with its models placed. `stages`: in pipeline order; `head_is_first`: the head hosts the first.
 
-    `drafts`: the smallest first, which is the head's unless that has a stage; each other one has a rank to itself.
+    `drafts`: the smallest first, which is on the head unless that has a stage; each other one has its own rank.
     """
 
     name: str
@@ -149,26 +148,25 @@ class Profile:
     head: HeadCost
     head_is_first: bool = False
     sleeps: bool = False
-    """Waiting ranks sleep between looks, as `Idle` does; measured costs have that in them already."""
+    """Waiting ranks sleep between polls, as in `Idle`; measured costs include that already."""
     slowdown: tuple[float, ...] = ()
-    """Of ranks that share a host: how many times as long a row takes when 1, 2, … of them compute. Empty:
-    undisturbed."""
+    """A row's slowdown when 1, 2, … ranks of a host compute. Empty: none."""
     slowdown_of_many: tuple[float, ...] = ()
-    """The same of MANY_ROWS rows and more, which keep a core's arithmetic busy, not its memory. Empty: as one row."""
+    """The same for MANY_ROWS rows and more, which are bound by arithmetic, not by memory. Empty: as one row."""
     acceptance: tuple[float, ...] = ()
-    """How often each draft's best guess is the target's token, as published for the pair."""
+    """Each draft's published acceptance rate with the target."""
     host: HostWork = HostWork()
     slowdowns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """The same of hosts that are named and have others."""
+    """Host -> its own `slowdown`, where that differs."""
     blocks: bool = False
     """Prompts are cut into blocks; see `pipeinfer.core.kv.blocks`."""
     parked: bool = False
-    """Rejected cells stay taken until all are packed, as with libllama's exact numerics."""
+    """Rejected cells stay occupied until the cache is packed, as with libllama's exact numerics."""
     wire_type: WireType = WireType.F32
-    """What activations travel as."""
+    """The type of activations in messages."""
 
     def crowding(self, n_busy: int, n_rows: int, host: str = "") -> float:
-        """By how much a run takes longer when `n_busy` ranks of its host compute, itself among them."""
+        """A run's slowdown when `n_busy` ranks of its host compute, its own included."""
         of_one = self.slowdowns.get(host, self.slowdown)
         if not of_one:
             return 1.0

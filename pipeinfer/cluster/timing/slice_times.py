@@ -1,5 +1,5 @@
-"""How long runs of a few rows take on a rank, as it was timed, and what a slice of other layers costs by that. Knows
-sizes; loads and times nothing."""
+"""Measured times of small runs on a rank, and the cost of a slice of other layers by these. Knows sizes; loads and
+times nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipeinfer.core.kv.blocks import BLOCK
 
 @dataclass(frozen=True, slots=True)
 class SliceTimes:
-    """rows        of the runs that were timed, ascending from 1
+    """rows        of the timed runs, ascending from 1
     s_per_byte  of a layer's weights, for each of `rows`
-    output_s    of the output matrix, for each of `rows`; empty: it takes as long as layers of so many bytes
-    context_s   a row takes on top for each token before it and each layer; None: there was no time to find out
-    run_s       a run takes on top; reshape_s: one of another number of rows than before; rest_s: one after a rest
+    output_s    of the output matrix, for each of `rows`; empty: the same as layers of so many bytes
+    context_s   added to a row by each token before it, in each layer; None: not timed
+    run_s       added by a run; reshape_s: by a change of the number of rows; rest_s: by a rest before it
     """
 
     rows: tuple[float, ...]
@@ -29,7 +29,7 @@ class SliceTimes:
     rest_s: float = 0.0
 
     def times(self, factor: float) -> SliceTimes:
-        """Of a rank where all takes so many times as long."""
+        """The times of a rank that is so many times as slow."""
         return SliceTimes(
             self.rows,
             tuple(factor * each for each in self.s_per_byte),
@@ -41,11 +41,10 @@ class SliceTimes:
         )
 
     def slice_of(self, estimate: ModelCost, layer_bytes: float, output_bytes: float) -> ModelCost:
-        """What `estimate` is of, by what was timed; what was not is the estimate's: chunks of prompts, and what a run
-        costs besides its evaluation.
+        """The estimate with measured times in it; chunks of prompts, and a run's cost outside its evaluation, stay as
+        estimated.
 
-        `layer_bytes`: of a layer, on average; `output_bytes`: of the output matrix, which counts where the estimate has
-        one.
+        `layer_bytes`: of a layer, on average; `output_bytes`: of the output matrix, if the estimate has one.
         """
         few_s = [each * layer_bytes for each in self.s_per_byte]
         token_s = estimate.layer.context_s[0]
@@ -66,13 +65,12 @@ class SliceTimes:
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """What was timed on one rank while no other of its host computed.
+    """Times of one rank while no other rank of its host computed.
 
-    target    of the target's layers
-    draft     of those of the draft that it would have, if any: number `draft_number`, the smallest is 0
-    beside    how many times as long a row took when `n_beside` ranks of the host computed at once; 1 where this one did
-              not
-    source    who says so
+    target    the target's layers
+    draft     layers of draft number `draft_number` (the smallest is 0), if the rank would host one
+    beside    a row's slowdown when `n_beside` ranks of the host computed at once; 1 if this rank did not
+    source    where the times are from
     """
 
     target: SliceTimes
@@ -84,8 +82,8 @@ class RankTimes:
 
 
 def slowdowns_beside(found: Sequence[RankTimes], threads: Sequence[int], n_cores: int) -> tuple[float, ...]:
-    """Of a host, by what its ranks found: how many times as long a row takes when 1, 2, … of them compute. As many as
-    there are cores for were timed together; more take turns."""
+    """A row's slowdown when 1, 2, … ranks of a host compute. As many as the host has cores for were timed together;
+    more than that take turns."""
     timed = [each.beside for each in found if each.n_beside > 1]
     most, n_fit = max(1.0, statistics.median(timed)) if timed else 1.0, max(each.n_beside for each in found)
     waits = statistics.fmean(threads) / n_cores if n_cores else 0.0

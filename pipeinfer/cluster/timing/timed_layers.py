@@ -1,4 +1,4 @@
-"""How long rows take in the layers of a loaded slice, and after them. Knows sizes, no MPI."""
+"""Time rows in the layers of a loaded slice, and in its output. Knows sizes, no MPI."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from pipeinfer.core.interfaces import StageModel
 from pipeinfer.errors import ModelFault
 
 SETTLED_S, TIMED_S = 0.1, 0.25
-"""Rows that begin so early do not count: a rank has yet to find out for how many threads there are cores. Those after
-them are evaluated for so long."""
+"""Rows in the first SETTLED_S do not count: the rank still tries numbers of threads. TIMED_S: time of the others."""
 
 N_ROWS, MOST_S = 4, 0.8
-"""Rows that count, at least, and longer if need be, but not for ever: one that waited for cores takes half a second."""
+"""At least N_ROWS rows count, within MOST_S: a row that waits for cores takes half a second."""
 
 ROWS = (1, 2, 4, 8)
-"""Of runs of which it is asked what they cost."""
+"""Sizes of the timed runs."""
 CHUNK = ROWS[-1]
 
 N_TURNS, N_RESTS, REST_S, RESTS_S = 12, 10, 0.003, 0.1
 CONTEXT, FILLED_S = 128, 0.2
-"""Tokens before a row of which it is asked what they cost, unless evaluating so many takes longer than this."""
+"""Tokens before a row whose cost is timed, unless evaluating so many takes longer than FILLED_S."""
 
 N_BEST, BEST_S = 25, 0.06
 
@@ -36,12 +35,11 @@ N_BEST, BEST_S = 25, 0.06
 def time_layers(
     model: StageModel, layer_bytes: Sequence[int], output_bytes: int, clock: Callable[[], float], asks: bool
 ) -> LayerSpeed:
-    """Of each layer the best of rows one after another: what other ranks of the host take for themselves is taken from
-    every row, what disturbs for a moment is not the rank's. The cache must be empty and is empty afterwards.
+    """The best time of each layer, of consecutive rows: the load of the host's other ranks slows down every row, short
+    disturbances do not count. The cache must be empty and is empty afterwards.
 
-    `layer_bytes`: of its layers; `output_bytes`: of the output matrix behind them, 0 where it is another stage's.
-    `asks`: what the model calls between layers it calls when they are computed. Else, and where it calls nothing, all
-    bytes are taken to be equally fast.
+    `layer_bytes`: of its layers; `output_bytes`: of the output matrix, 0 if that is another stage's. `asks`: the model
+    calls back between layers once they are computed. Else, or if it never calls, all bytes count as equally fast.
     """
     found: list[_Run] = []
     start_s = clock()
@@ -62,8 +60,8 @@ def time_slice(
     model: StageModel, layer_bytes: Sequence[int], output_bytes: int, clock: Callable[[], float], asks: bool,
     sleep: Callable[[float], object] = time.sleep,
 ) -> SliceTimes:  # fmt: skip
-    """What runs of ROWS take at best, while nothing else computes; of the larger ones as many as there is time for. The
-    rest is as in `time_layers`."""
+    """The best times of runs of ROWS, while nothing else computes; larger sizes while there is time. Otherwise as
+    `time_layers`."""
 
     def once(n_rows: int) -> _Run:
         return _time_run(model, n_rows, layer_bytes, output_bytes, clock, asks)
@@ -98,7 +96,7 @@ def time_slice(
 
 
 def _time_context(model: StageModel, n_layers: int, clock: Callable[[], float]) -> float | None:
-    """What a token before a row costs in each layer; None where there was no time to evaluate so many."""
+    """Seconds that a token before a row adds in each layer; None if there was no time to evaluate so many."""
     row_s = _best_row(model, 0, clock)
     forget(model)
     start_s, n_before = clock(), 0
@@ -111,8 +109,8 @@ def _time_context(model: StageModel, n_layers: int, clock: Callable[[], float]) 
 
 
 def _best_row(model: StageModel, n_before: int, clock: Callable[[], float]) -> float:
-    """Seconds of a row after so many and one, or after further such rows, of the quickest: a difference of two such is
-    looked for. None is taken back: layers with states could not."""
+    """Seconds of the fastest row behind `n_before` tokens and a few rows. No cells are removed in between: layers with
+    states cannot do that."""
     _evaluate(model, 1, n_before)  # it has another size than the run before
     start_s, best_s = clock(), math.inf
     for number in range(1, 1 + N_BEST):
@@ -125,13 +123,13 @@ def _best_row(model: StageModel, n_before: int, clock: Callable[[], float]) -> f
 
 
 def _evaluate(model: StageModel, n_rows: int, position: int) -> None:
-    with contextlib.suppress(ModelFault):  # what blank weights compute is no model's answer
+    with contextlib.suppress(ModelFault):  # blank weights may compute anything
         evaluate(model, n_rows, position)
 
 
 class _Run(NamedTuple):
-    """Seconds of its parts, single layers where they are known, which have `n_bytes`; of what follows the last, of all,
-    and of the first layer where that is none of the parts, with what a run costs on top."""
+    """Seconds of its parts, which are single layers if these are known, and their bytes; of the output; of all; and of
+    the first layer with a run's fixed cost, if that is not one of the parts."""
 
     parts_s: list[float]
     n_bytes: int
@@ -141,7 +139,7 @@ class _Run(NamedTuple):
 
 
 def time_rows_for(model: StageModel, clock: Callable[[], float], seconds: float) -> float:
-    """Seconds of a single row at best, evaluated one after the other for so long."""
+    """Seconds of the fastest of single rows that are evaluated for so long."""
     start_s, found = clock(), list[_Run]()
     while not found or clock() - start_s < seconds:
         found.append(_time_run(model, 1, (1,), 0, clock, False))
@@ -149,7 +147,7 @@ def time_rows_for(model: StageModel, clock: Callable[[], float], seconds: float)
 
 
 def _layers_s(runs: Sequence[_Run]) -> float:
-    """Of each layer the best."""
+    """The sum of each layer's best time."""
     return sum(map(min, zip(*(run.parts_s for run in runs), strict=True)))
 
 
@@ -173,7 +171,7 @@ def _time_run(
         return False
 
     start_s = clock()
-    with contextlib.suppress(ModelFault):  # what blank weights compute is no model's answer
+    with contextlib.suppress(ModelFault):  # blank weights may compute anything
         evaluate(model, n_rows, between=mark)
     end_s = clock()
     forget(model)

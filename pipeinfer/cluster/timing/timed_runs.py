@@ -1,4 +1,4 @@
-"""Made-up runs on a loaded model, a few sizes in turns. Knows no MPI, and not what is timed of them or why."""
+"""Artificial runs on a loaded model, of a few sizes in turns. Knows no MPI, and not what is timed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ def in_turns(
     sizes: Iterable[int], n_turns: int, time_size: Callable[[int], T], over: Callable[[Mapping[int, list[T]]], bool],
     whole_turns: bool = False,
 ) -> dict[int, list[T]]:  # fmt: skip
-    """Of each size what `time_size` found, once a turn. In turns, so that what disturbs for a moment does not disturb
-    all that is known of one size.
+    """Size -> the results of `time_size`, one a turn. Turns spread a short disturbance over all sizes.
 
-    `over`: of what was found, whether that is all; asked before each size, with `whole_turns` before each turn.
+    `over`: whether the results so far are enough; called before each size, or with `whole_turns` before each turn.
     """
     found: dict[int, list[T]] = {}
     for turn in range(n_turns):
@@ -36,8 +35,8 @@ def evaluate(
     model: StageModel, n_rows: int, position: int = 0, n_wanted: int | None = None, n_blocks: int = 0,
     between: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
-    """Rows at `position` and after it; the last `n_wanted` want logits, or all. `n_blocks`: more than 0:
-    these are blocks of a prompt that has so many rows in blocks. `between`: asked between layers, to answer False."""
+    """Evaluate rows from `position` on, of which the last `n_wanted`, or all, want logits. `n_blocks` > 0: they are
+    blocks of a prompt with so many rows in blocks. `between`: called between layers; must return False."""
     batch = Batch(
         tokens=np.zeros(n_rows, np.int32),
         positions=np.arange(position, position + n_rows, dtype=np.int32),
@@ -50,5 +49,5 @@ def evaluate(
 
 
 def forget(model: StageModel, first: int = 0) -> None:
-    """What is at position `first` and after it."""
+    """Remove the cells from position `first` on."""
     model.apply([KvOp(OpKind.REMOVE, 0, first=first), KvOp(OpKind.COMPACT, 0)])

@@ -1,4 +1,4 @@
-"""How a process of this host ended, and which ranks live here. Knows /proc and pidfds; standard library alone."""
+"""How a process of this host ended, and which ranks run here. Knows /proc and pidfds; standard library alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import resource
 import select
 import signal
-import socket
 import struct
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
@@ -25,7 +25,7 @@ N_SPARE_FILES = 8
 
 
 class Process:
-    """A process of this host that somebody else waits for."""
+    """A process of this host that is not a child of this one."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -34,15 +34,15 @@ class Process:
             self._fd = os.pidfd_open(pid)
 
     def fileno(self) -> int:
-        """Of the pidfd, which becomes readable when the process ends; negative where there is none."""
+        """The pidfd, which becomes readable when the process ends; -1 if there is none."""
         return self._fd
 
     def wait(self) -> bool:
-        """Until it has ended; False at once where that cannot be waited for."""
+        """Wait until it has ended. False at once if that is not possible."""
         return self._fd >= 0 and bool(select.select([self._fd], [], []))
 
     def how_it_ended(self) -> str:
-        """` of SIGKILL`, ` with exit code 3`, or nothing where it cannot be known, or it lives."""
+        """` of SIGKILL`, ` with exit code 3`; empty if unknown or still running."""
         if self._fd < 0 or not select.select([self._fd], [], [], LOOK_S)[0]:
             return ""
         deadline = time.monotonic() + LOOK_S
@@ -51,7 +51,7 @@ class Process:
         return "" if status is None else _in_words(status)
 
     def _status(self) -> int | None:
-        """Its wait status: before its parent has asked for it from /proc, then from the kernel's memory of it."""
+        """Its wait status: from /proc until its parent has reaped it, then from the pidfd."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             if fields[0] in "ZX" and self.pid:
@@ -65,23 +65,21 @@ class Process:
         return None
 
 
-def first_to_close(link: socket.socket) -> socket.socket:
-    """The same socket under a number above those of all other files, which Linux closes first when a process dies.
+def first_to_close(link: Connection) -> Connection:
+    """The same connection under a number above those of all other files, which Linux closes first when a process dies.
 
-    Were the launcher's files closed first, it could kill the other ranks while a busy host keeps the dead one from
-    closing this, and another rank's death would be heard before.
+    If the launcher's files were closed first, it could kill other ranks, whose deaths could be heard before this one.
     """
     highest = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], HIGHEST_FILE)
     with contextlib.suppress(OSError, ValueError):
         moved = fcntl.fcntl(link.fileno(), fcntl.F_DUPFD_CLOEXEC, highest - N_SPARE_FILES)
         link.close()
-        return socket.socket(fileno=moved)
+        return Connection(moved)
     return link
 
 
 def ranks_beside(pid: int) -> dict[int, int]:
-    """The process ids of the ranks of the same job that live on this host: processes with the same launcher as `pid`,
-    which is one of them."""
+    """Rank -> process id of the job's ranks on this host: processes with the same parent as `pid`, one of them."""
     parent, found = _parent(pid), dict[int, int]()
     for folder in Path("/proc").glob("[0-9]*"):
         other = int(folder.name)

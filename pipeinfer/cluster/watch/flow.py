@@ -1,7 +1,7 @@
-"""Whether what one rank passes on reaches the next one. Knows what ranks say of themselves; no socket and no clock.
+"""Whether the messages of one rank reach the next. Knows the counts that ranks report; no socket and no clock.
 
-Ranks hold connections to the sentinel, not to each other, so a way between two of them may be cut that only MPI takes,
-which waits for ever.
+Ranks have watch connections to the sentinel, not to each other. If the link between two ranks is cut, only MPI notices,
+and it waits forever.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True)
 class Flow:
-    """A rank's part in a pipeline: how many messages it has taken in from `source` and passed on to `dest`, and whether
-    it waits for the next one, so that MPI can move them. Of the head, which is not in it, nothing is known."""
+    """A rank's part in a pipeline: how many messages it has received from `source` and passed on to `dest`, and whether
+    it waits for the next one, so that MPI moves messages. The head reports none."""
 
     source: int = -1
     dest: int = -1
@@ -22,17 +22,17 @@ class Flow:
 
 
 class Flows:
-    """What all ranks have said last."""
+    """The last report of every rank."""
 
     def __init__(self, n_beats: int) -> None:
-        """`n_beats`: a message is lost that is not there after its rank has said so often that it waits. Not after a
-        time: a job may be suspended."""
+        """`n_beats`: a message is lost if it has not arrived after so many heartbeats of the waiting rank. Heartbeats
+        are counted, not seconds, because a job may be suspended."""
         self._n_beats = n_beats
         self._said: dict[int, Flow] = {}
         self._n_waited: dict[int, int] = {}
 
     def hear(self, rank: int, flow: Flow) -> tuple[int, int] | None:
-        """(rank, next rank) between which a message is lost, as the latter has just shown."""
+        """(rank, next rank) between which a message is lost, if the latter's report shows one."""
         before, self._said[rank] = self._said.get(rank), replace(flow)
         source = self._said.get(flow.source)
         lacks = (

@@ -1,5 +1,4 @@
-"""How long the watch waits: for ranks that have not come, and for those that say nothing any more. Standard library
-alone."""
+"""How long the watch waits for ranks to join, and for silent ones. Standard library alone."""
 
 from __future__ import annotations
 
@@ -8,39 +7,39 @@ import os
 from dataclasses import dataclass
 
 JOIN_S = 60.0
-"""How long ranks wait for each other at the start; the environment variable may say otherwise."""
+"""How long ranks wait for each other at the start, unless the environment variable JOIN_VARIABLE is set."""
 
 JOIN_VARIABLE = "PIPEINFER_JOIN_TIMEOUT"
 
 BEATS = 6
-"""So many times in `silent_s` a rank says that it is there."""
+"""Heartbeats of a rank in `silent_s`."""
 
 LEAST_S, MOST_S = 3, 86400
-"""What may be asked for: a host that is busy starting a large model says nothing for a second now and then."""
+"""Range of --rank-timeout: a host that loads a large model is sometimes silent for a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`link_s`: until a host of which the network brings no sign is given up; `silent_s`: until a process is that says
-    nothing though it is there. It may be slow without being lost, so unless told it has more time."""
+    """`link_s`: time without network packets after which a host is lost; `silent_s`: time without heartbeats after
+    which a process is. A slow process is not lost, so the latter's default is longer."""
 
     link_s: float = 6.0
     silent_s: float = 60.0
 
     @classmethod
     def of(cls, timeout_s: float | None) -> Limits:
-        """Both as asked for; None: as usual."""
+        """Both limits set to `timeout_s`; None: the defaults."""
         return cls() if timeout_s is None else cls(timeout_s, timeout_s)
 
     @property
     def beat_s(self) -> float:
-        """A rank says so often that it is there."""
+        """Seconds between heartbeats."""
         return self.silent_s / BEATS
 
     @property
     def keepalive(self) -> dict[str, int]:
-        """The kernel's settings of a connection that ends when `link_s` have brought nothing: it asks after a third of
-        them, then in sixths, in whole seconds, and what is never acknowledged is given up as soon."""
+        """Socket options of a connection that fails after `link_s` without packets: the first probe after a third of
+        it, then one every sixth, in whole seconds; unacknowledged data fails it as soon."""
         idle_s = max(1, round(self.link_s / 3))
         every_s = max(1, round(self.link_s / 6))
         count = max(1, round((self.link_s - idle_s) / every_s))
@@ -53,7 +52,7 @@ class Limits:
 
 
 def join_limit_s() -> float:
-    """Seconds that ranks wait for each other at the start."""
+    """The value of JOIN_VARIABLE, or JOIN_S."""
     with contextlib.suppress(ValueError):
         return max(1.0, float(os.environ.get(JOIN_VARIABLE, JOIN_S)))
     return JOIN_S

@@ -1,8 +1,8 @@
-"""Shared memory that MPI leaves in /dev/shm when its ranks are killed, about 1 MB a rank: marked, found and removed.
+"""Mark, find and remove the shared memory that MPI leaves in /dev/shm when its ranks are killed, about 1 MB a rank.
 
-Every rank marks the segments it uses, so that a later start on this host knows them as this program's; those that have
-a name only while MPI starts are known by it. Nothing is removed that a living process maps or has open. Knows /proc and
-the kernel's leases; standard library alone.
+Every rank marks the segments it uses, so that a later start on this host recognises them; those with a name only while
+MPI starts are recognised by it. Nothing is removed that a running process maps or has open. Knows /proc and file
+leases; standard library alone.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ MARK = "user.pipeinfer"  # an extended attribute; tmpfs has them since Linux 6.6
 LOOK_EVERY_S = 0.003
 
 BRIEF_NAMES = ("ucx_shm_posix_*", "mpich_shar_tmp*")
-"""What UCX and MPICH 4 make while MPI starts: some have names for milliseconds only, before anybody marks them."""
+"""Segments of UCX and MPICH 4 while MPI starts: some have names for milliseconds only, too short to be marked."""
 
-BRIEF_AGE_S = 0.2  # how old one must be: its maker may not have it open yet
-
+BRIEF_AGE_S = 0.2  # younger ones stay: their creator may not have opened them yet
 
 RANK_BYTES = 1_400_000
-"""What MPICH takes of it for a rank; where there is less a bus error ends ranks (measured: 3 ranks want 4 MB)."""
+"""MPICH's need for a rank; with less a bus error ends ranks (measured: 4 MB for 3 ranks)."""
 
 
 def short_of_room(n_ranks: int) -> str:
-    """A line where so many ranks will find too little shared memory here; else empty."""
+    """A warning if this host has too little shared memory for so many ranks; else empty."""
     with contextlib.suppress(OSError):
         found = os.statvfs(FOLDER)
         free = found.f_bavail * found.f_frsize
@@ -46,7 +45,7 @@ def short_of_room(n_ranks: int) -> str:
 
 
 def segments_of(pid: int) -> set[Path]:
-    """The segments that a process of this user maps or has open now."""
+    """The segments that a process of this user maps or has open."""
     names = []
     with contextlib.suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
@@ -59,7 +58,7 @@ def segments_of(pid: int) -> set[Path]:
 
 
 def mark_own() -> None:
-    """Mark what this process uses as this program's, in this process namespace: in others we cannot see who uses it."""
+    """Mark the segments of this process with its process namespace: users in other namespaces cannot be seen."""
     with contextlib.suppress(OSError, AttributeError):
         for path in segments_of(os.getpid()):
             os.setxattr(path, MARK, _namespace())
@@ -67,7 +66,7 @@ def mark_own() -> None:
 
 @contextlib.contextmanager
 def marking() -> Iterator[None]:
-    """Mark what this process uses as soon as it does, and at the end of the block: it may be killed at any moment."""
+    """Mark the segments of this process throughout the block, because it may be killed at any moment."""
     over = threading.Event()
 
     def look() -> None:
@@ -83,7 +82,7 @@ def marking() -> Iterator[None]:
 
 
 def sweep() -> None:
-    """Remove what killed jobs of this user left on this host."""
+    """Remove the segments that killed jobs of this user left on this host."""
     with contextlib.suppress(OSError, AttributeError):
         remove_dead(path for path in FOLDER.iterdir() if _is_marked(path))
     for path in (path for name in BRIEF_NAMES for path in FOLDER.glob(name)):
@@ -92,7 +91,7 @@ def sweep() -> None:
 
 
 def remove_dead(paths: Iterable[Path]) -> bool:
-    """Remove those that no living process uses; True when all of them are gone."""
+    """Remove the segments that no process uses. True when all of them are gone."""
     left = {path for path in paths if path.exists()}
     if not left:
         return True
@@ -104,15 +103,15 @@ def remove_dead(paths: Iterable[Path]) -> bool:
 
 
 def _remove_unopened(path: Path) -> None:
-    """Remove a file of this user's that no process maps or has open, in other namespaces neither.
+    """Remove a file of this user's that no process maps or has open, in any namespace.
 
-    The kernel says so: it leases a file to write only to whoever alone has it. Raises OSError if it does not.
+    The kernel grants a write lease only if nobody else has the file open. Raises OSError if it does not.
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         state = os.fstat(file)
         if state.st_uid == os.getuid() and time.time() - state.st_ctime > BRIEF_AGE_S:
-            # whoever opens it now waits, and we get a signal: not the one that would end us
+            # if another process opens it now, this one gets a signal: SIGURG, which is ignored by default
             fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             path.unlink()

@@ -1,4 +1,4 @@
-"""A step of Slurm, whose tasks srun leaves alone when one of them has died. Standard library alone."""
+"""End a Slurm step: srun leaves its tasks running when one of them has died. Standard library alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SCANCEL_TIMEOUT_S = 5.0
 
 
 def end_step() -> None:
-    """Kill all tasks of the step that this process belongs to, if it does; it may be killed too. Raises nothing."""
+    """Kill all tasks of this process's step, if it is in one; this process may be killed too. Raises nothing."""
     step = os.environ.get("SLURM_STEP_ID")
     jobs = {value for name, value in os.environ.items() if name.startswith("SLURM_JOB_ID")}  # each group is a job
     if step and jobs:

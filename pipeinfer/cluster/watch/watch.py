@@ -1,11 +1,11 @@
-"""A rank's end of the watch: notice that a rank died, say which one in one line, and end the job. Knows no MPI.
+"""A rank's end of the watch: detect that a rank died, report it in one line, and end the job. Knows no MPI.
 
-Launchers kill the rest of a job when a rank dies, but say neither which machine nor which layers are gone, and they
-would kill a thread of ours before it could. So rank 0 starts a *sentinel*, a small process of its own, before MPI,
-which may wait for a rank that never comes. Every rank holds a TCP connection to it (rank 0 a socket pair) on which the
-kernel reports a death at once; keepalive reports a vanished host. A process that stands still is one that does not say
-any more that it is there, which each rank does a few times in the time that it is given; it also says what it has taken
-in and passed on, so that a way is noticed that is cut between two others (`flow`).
+Launchers kill the rest of a job when a rank dies, but do not say which host and layers are lost, and may kill the
+process that would say so. So rank 0 starts a *sentinel*, a small process of its own, before MPI, which may wait for a
+rank that never comes. Every rank holds a TCP connection to the sentinel (rank 0 a socket pair), on which the kernel
+reports a death at once; keepalive reports a vanished host. Each rank sends heartbeats, which reveal a process that
+hangs. A heartbeat has the numbers of messages received and passed on, which reveal a cut link between two ranks
+(`flow`).
 
     rank 1..n ── TCP ──> sentinel <── socket pair ── rank 0
 """
@@ -22,20 +22,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.watch.deaths import Process, first_to_close
 from pipeinfer.cluster.watch.flow import Flow
-from pipeinfer.cluster.watch.handshake import Message, encode, messages, title, write_line
 from pipeinfer.cluster.watch.limits import Limits, join_limit_s
-from pipeinfer.cluster.watch.meeting import Meeting, Place, go_to, open_door
+from pipeinfer.cluster.watch.protocol import Message, receive, send, title, write_line
+from pipeinfer.cluster.watch.rendezvous import Place, Rendezvous, connect, open_listener
 from pipeinfer.cluster.watch.sentinel import ABORT_GRACE_S, EXIT_CODE
 from pipeinfer.errors import UserError
 
 HEAD_FIRST_S = 3.0
-"""How much longer the others wait than rank 0, which can name who did not come."""
+"""How much longer the others wait than rank 0, which can name the missing ranks."""
 
 START = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
@@ -44,26 +47,26 @@ START = (
 
 
 class Watch:
-    """One rank's link to the sentinel, made before MPI starts; `join` is the rest of it, once MPI has started.
+    """One rank's connection to the sentinel: `open` before MPI starts, `join` once it has started.
 
-    As a context manager it says goodbye at the end of the block, and reports an exception that leaves the block as this
-    rank's fault; `SystemExit` and `KeyboardInterrupt` are goodbyes.
+    As a context manager it leaves in order at the end of the block, also on `SystemExit` and `KeyboardInterrupt`; any
+    other exception is reported as this rank's fault.
     """
 
     def __init__(
         self, rank: int, size: int, end: Callable[[int], object], on_stop: Callable[[str], object],
         limits: Limits = Limits(),  # noqa: B008 (it is frozen)
     ) -> None:  # fmt: skip
-        """`end(code)` ends all ranks, is called from a thread and may return; `on_stop` is called on rank 0, from a
-        thread, when a rank asks for an orderly stop. `limits`: the same on every rank."""
+        """`end(code)` ends all ranks; it is called from a thread and may return. `on_stop` is called on rank 0, from a
+        thread, when a rank asks for an orderly stop. `limits` must be the same on every rank."""
         self.rank, self._size, self._limits = rank, size, limits
         self._end_all = end
         self._on_stop = on_stop
-        self._link: socket.socket | None = None
+        self._link: Connection | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._about = ""
         self.flow = Flow()
-        """What this rank does in a pipeline, which the others are told with every sign of life."""
+        """This rank's part in a pipeline, which is sent with every heartbeat."""
         self._about_head = title(0, "", "")
         self._closing = False
         self._sending = threading.RLock()  # a signal's thread may send too
@@ -71,11 +74,11 @@ class Watch:
         self._closed = threading.Event()
 
     def open(self) -> Watch:
-        """From now on the launcher's death is noticed; rank 0 starts the sentinel, which hears at once what is sent."""
+        """Watch the launcher's process from now on, and on rank 0 start the sentinel."""
         if is_launched():
             self._start(self._await_launcher, Process(os.getppid()))
         if self.rank == 0:
-            ours, theirs = socket.socketpair()
+            ours, theirs = Pipe()
             self._link = first_to_close(ours)
             self._sentinel = _start_sentinel(theirs, self._size, self._limits)
             self._start(self._listen, self._link)
@@ -85,18 +88,18 @@ class Watch:
 
     @property
     def joined(self) -> bool:
-        """Whether every rank has come, and the others may be told what happens here."""
+        """Whether this rank has joined, so that the others can be told what happens here."""
         return self._joined.is_set()
 
-    def join(self, places: Sequence[Place], broadcast: Callable[[Meeting | None], Meeting]) -> None:
-        """Meet the others, on every rank together, before anything slow: loading is watched too.
+    def join(self, places: Sequence[Place], broadcast: Callable[[Rendezvous | None], Rendezvous]) -> None:
+        """Connect to the sentinel. Collective, to be called before anything slow, such as loading.
 
-        `places`: of every rank; `broadcast` hands rank 0's argument to all ranks.
+        `places`: of every rank; `broadcast` returns rank 0's argument on all ranks.
         """
         if self.rank == 0:
             broadcast(self._invite(places))
         else:
-            link = go_to(broadcast(None), self.rank, self._limits)
+            link = connect(broadcast(None), self.rank, self._limits)
             if link:
                 self._link = first_to_close(link)
                 self._start(self._listen, self._link)
@@ -104,12 +107,12 @@ class Watch:
         self._joined.set()
 
     def describe(self, about: str) -> None:
-        """What this rank does, for the line about its death: `stage 1, layers 8-15`."""
+        """Set what this rank does, for the line about its death: `stage 1, layers 8-15`."""
         self._about = about
         self._send({"about": about})
 
     def ask_stop(self, reason: str) -> None:
-        """Ask rank 0 to stop the job in an orderly way: its `on_stop` is called. Later deaths are not reported."""
+        """Ask rank 0 to stop the job in order: its `on_stop` is called. Later deaths are not reported."""
         self._send({"stop": reason})
 
     def fault(self, message: str) -> None:
@@ -121,7 +124,7 @@ class Watch:
         self._end()
 
     def close(self) -> None:
-        """Say goodbye: from now on this rank may end. Rank 0 calls it last, after the others were told to leave."""
+        """Leave: from now on this rank may end. Rank 0 calls it last, after the others were told to leave."""
         if self._closing:
             return
         self._closing = True
@@ -140,35 +143,30 @@ class Watch:
             self.fault(str(error) if issubclass(kind, UserError) else f"{kind.__name__}: {error}")
         self.close()
 
-    def _invite(self, places: Sequence[Place]) -> Meeting:
-        """Open the door and hand it, with the key to it, to the sentinel."""
-        assert self._link
-        meeting, door = open_door(places)
-        word = {"key": meeting.key, "size": len(places), "hosts": [place.host for place in places]}
-        with door:
-            socket.send_fds(self._link, [encode(word)], [door.fileno()])
-        return meeting
+    def _invite(self, places: Sequence[Place]) -> Rendezvous:
+        """Open the listening socket and hand it, with the key, to the sentinel."""
+        assert self._link and self._sentinel
+        rendezvous, listener = open_listener(places)
+        with listener, self._sending:
+            send(self._link, {"key": rendezvous.key, "size": len(places), "hosts": [place.host for place in places]})
+            send_handle(self._link, listener.fileno(), self._sentinel.pid)
+        return rendezvous
 
     def _start(self, what: Callable[..., object], *arguments: Any) -> None:
         threading.Thread(target=what, args=arguments, name="watch", daemon=True).start()
 
     def _send(self, message: Message) -> bool:
-        if self._link is None:
-            return False
-        try:
-            with self._sending:
-                self._link.sendall(encode(message))
-        except OSError:
-            return False
-        return True
+        with self._sending:
+            return self._link is not None and send(self._link, message)
 
     def _beat(self) -> None:
-        """Say now and then that this process runs: any thread of it that holds the interpreter's lock lets it go."""
+        """Send heartbeats. They stop only with the process: no thread holds the interpreter's lock for long."""
         while not self._closed.wait(self._limits.beat_s) and self._send({"flow": astuple(self.flow)}):
             pass
 
     def _await_joining(self) -> None:
-        """MPI may wait for ever for a rank that ended before: rank 0's sentinel says so, if rank 0 has come."""
+        """MPI may wait forever for a rank that has ended. Rank 0's sentinel reports that first, if rank 0 has
+        started."""
         limit_s = join_limit_s() + HEAD_FIRST_S
         if not self._joined.wait(limit_s):
             here = title(self.rank, socket.gethostname(), "")
@@ -178,29 +176,29 @@ class Watch:
             self._end()
 
     def _await_launcher(self, launcher: Process) -> None:
-        """Without its process on this host nobody would end this one, nor hear of its end."""
+        """Without the launcher's process on this host nothing would end this rank, or report its end."""
         if launcher.wait() and not self._closing:
             self.fault(f"the launcher's process on this host died{launcher.how_it_ended()}; ending the job")
 
-    def _listen(self, link: socket.socket) -> None:
-        lost = "ended"
+    def _listen(self, link: Connection) -> None:
         try:
-            for message in messages(link):
+            while "bye" not in (message := receive(link)):
                 if "stop" in message:
                     self._on_stop(message["stop"])
                 elif "head" in message:
                     self._about_head = message["head"]
-                elif "bye" in message:
-                    return
                 elif "end" in message:
                     self._leave()
+            return
+        except EOFError:
+            lost = "ended"
         except OSError as error:
             lost = f"cannot be reached any more ({error.strerror or error})"
         if not self._closing:
             self._lost_sentinel(lost)
 
     def _lost_sentinel(self, how: str) -> None:
-        """Rank 0 says what became of its sentinel; the others only when rank 0 does not."""
+        """Rank 0 reports what became of its sentinel; the others do so only if rank 0 does not."""
         if self.rank == 0:
             write_line(f"the watch, the process that notices dead ranks,{self._sentinel_end()}; ending the job")
             self._end()
@@ -217,14 +215,14 @@ class Watch:
         return " does not answer"
 
     def _leave(self) -> None:
-        """The job ends: rank 0 does it through MPI; the others wait for that, but not for long."""
+        """The job ends: rank 0 ends it through MPI; the others wait for that, with a limit."""
         if self.rank > 0:
             time.sleep(2 * ABORT_GRACE_S)
             os._exit(EXIT_CODE)
         self._end()
 
     def _end(self) -> None:
-        with contextlib.suppress(OSError):  # MPI_Abort prints a line of its own; ours has been printed
+        with contextlib.suppress(OSError):  # hides the line of MPI_Abort; ours has been printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
             self._end_all(EXIT_CODE)
@@ -232,7 +230,7 @@ class Watch:
             os._exit(EXIT_CODE)
 
 
-def _start_sentinel(theirs: socket.socket, size: int, limits: Limits) -> subprocess.Popen[bytes]:
+def _start_sentinel(theirs: Connection, size: int, limits: Limits) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[3])
     about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s(), limits.link_s, limits.silent_s]
     with theirs:

@@ -41,18 +41,19 @@ class RunCost:
     """Seconds of a run of n rows after a context: scale × (timed(n) + timed slope × n × context) + slope × n × context.
 
     `timed`: rows -> seconds at an empty cache, in the slowest stage; 1 must be among the rows. Runs of other sizes:
-    straight lines, the last one continued. `crowding`: threads that compute on each core. `chunk`: rows and seconds of
-    a chunk of a prompt, whose kernels are others; without it chunks are thought to be as any run. `context_s`: seconds
-    that a row takes longer for each token before it, as timed; 0 where that is not known. The scale is how much
+    straight lines, the last one continued. `crowding`: threads that compute on each core. `n_sharing`: ranks that
+    compute on one host at most; together they may have been slower at loading by that factor. `chunk`: rows and seconds
+    of a chunk of a prompt, whose kernels are others; without it chunks are thought to be as any run. `context_s`:
+    seconds that a row takes longer for each token before it, as timed; 0 where that is not known. The scale is how much
     slower than at loading everything is now, the slope what attention takes besides; both are fitted to what was
     observed by recursive least squares with forgetting.
     """
 
     def __init__(
         self, timed: Mapping[int, float], crowding: float = 1.0, chunk: tuple[int, float] | None = None,
-        context_s: float = 0.0,
+        context_s: float = 0.0, n_sharing: int = 1,
     ) -> None:  # fmt: skip
-        self._row_s, self._crowding = timed[1], crowding
+        self._row_s, self._crowding, self._n_sharing = timed[1], crowding, n_sharing
         self._rows = tuple(timed)
         self._known: dict[int, float] = {}  # what `_timed` said
         self._shares = tuple(seconds / self._row_s for seconds in timed.values())  # in units of one row's time
@@ -68,6 +69,10 @@ class RunCost:
     def seconds(self, n_rows: int, context: int) -> float:
         """`context`: tokens before the run."""
         return self._row_s * self._expected(self._timed(n_rows), n_rows * context / PER_TOKENS)
+
+    def undisturbed_s(self, context: int) -> float:
+        """The least that a single row takes when no other rank of its host computes."""
+        return self._row_s * (1 + self._timed_slope * context / PER_TOKENS) / self._n_sharing
 
     def n_cheap_rows(self, context: int) -> int:
         """The most rows, of the sizes timed, that a run may have without costing much more than one."""

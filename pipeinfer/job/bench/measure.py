@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeinfer.cluster.timing.costs import MANY_ROWS
+from pipeinfer.cluster.timing.link_times import bandwidth_gbit
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
@@ -55,7 +56,7 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
     deployment = link.agree(plan)
     context = crew.context(replace(options, trace=Path()), deployment)
     context.tracer.on = True
-    gbit_per_s = link.bandwidth_gbit()
+    gbit_per_s = bandwidth_gbit(link)
     models = link.agree_all(lambda: _load_own(context, deployment))
     times = link.all_gather(_time_own_models(crew, context, deployment, *models))
     extra = _run_plainly(context, deployment, request, times)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.cluster.hosts.free_memory import UNLIMITED
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.hosts.mpi_library import describe_mpi
-from pipeinfer.cluster.hosts.room import UNLIMITED
 from pipeinfer.cluster.hosts.roster import version_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import DEFAULT
@@ -94,7 +94,7 @@ def host_facts() -> dict[str, Any]:
         "processor": _processor(),
         "n_cores": host.n_cores,
         "n_cores_of_host": os.cpu_count(),
-        "memory_bytes": host.room.host if host.room.host < UNLIMITED else None,
+        "memory_bytes": host.memory.host if host.memory.host < UNLIMITED else None,
         "mpi": describe_mpi() | {"gpu_aware": None, "mpirun": _launcher("mpirun"), "srun": _launcher("srun")},
         "llama": _llama(),
         "torch": _torch(),

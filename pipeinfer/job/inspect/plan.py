@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.hosts.cores import this_host
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.timing.costs import LinkCost
+from pipeinfer.cluster.timing.link_times import bandwidth_gbit
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.plan_report import plan_report
@@ -99,7 +100,7 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     link = crew.link
     speeds = known_speeds(link, crew.hosts)
     gpus = link.all_gather(gpu_names())
-    cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * link.bandwidth_gbit()) if link.size > 1 else ETHERNET
+    cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * bandwidth_gbit(link)) if link.size > 1 else ETHERNET
     options, hosts = find_hosts(crew, options)
     times, untimed = known_run_times(crew, hosts, options)
     nodes = timed_nodes(with_speeds(speeds, hosts, gpus), times)

@@ -56,7 +56,7 @@ class Context:
         if worker:
             stats, worker.stats = worker.stats, stats
         spans, self.tracer.spans = self.tracer.spans, []
-        n_messages, n_bytes, n_apart = outbox.take_counts()
+        n_messages, n_bytes, n_out_of_band = outbox.take_counts()
         return {
             "runs_skipped": stats.n_skipped,
             "runs_stopped": stats.n_stopped,
@@ -67,7 +67,7 @@ class Context:
             "open_files": count_open_files(),
             "n_messages": n_messages,
             "n_bytes": n_bytes,
-            "n_apart": n_apart,
+            "n_out_of_band": n_out_of_band,
             "runs": ledger.moved(self.clock_offset_s) if ledger else [],
             "spans": pack_spans(spans, self.clock_offset_s),
         }

@@ -21,10 +21,12 @@ from pipeinfer.cluster.hosts.launch import (
     size_from_environment,
 )
 from pipeinfer.cluster.hosts.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
-from pipeinfer.cluster.hosts.roster import check_alike, own_words, places
+from pipeinfer.cluster.hosts.roster import check_alike, own_info
 from pipeinfer.cluster.idle import sleep_on_time
+from pipeinfer.cluster.timing.link_times import clock_offset_s
 from pipeinfer.cluster.transport import Link, abort
 from pipeinfer.cluster.watch.limits import Limits
+from pipeinfer.cluster.watch.rendezvous import Place
 from pipeinfer.cluster.watch.segments import marking, short_of_room, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import JobError, UserError
@@ -54,7 +56,7 @@ class Crew:
         """What this rank needs for its part of a plan. Collective: clocks that may differ are compared."""
         self.watch.describe(deployment.plan.describe(self.link.rank))
         tracer = Tracer(CLOCK, on=options.trace is not None)
-        offset_s = self.link.clock_offset_s(CLOCK, other_clocks(self.hosts))
+        offset_s = clock_offset_s(self.link, CLOCK, other_clocks(self.hosts))
         return Context(options, self.link, self.flag, tracer, self.watch.flow, offset_s)
 
 
@@ -103,13 +105,13 @@ def _meet(link: Link, watch: Watch, settings: object) -> None:
     """Join the watch, if the ranks fit together."""
     try:
         check_size(link.size)
-        all_words = link.all_gather(own_words(settings))
-        check_alike(all_words)
+        infos = link.all_gather(own_info(settings))
+        check_alike(infos)
     except UserError:
         link.finalize()
         watch.close()
         raise
-    watch.join(places(all_words), link.broadcast)
+    watch.join([Place(host, where) for _, host, where, _ in infos], link.broadcast)
 
 
 def _places(link: Link, options: RunOptions) -> list[Host]:

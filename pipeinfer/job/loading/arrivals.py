@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeinfer.cluster.messages.streams import receive_stream, send_stream
+from pipeinfer.cluster.messages.chunked_transfer import receive_chunks, send_chunks
 from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.transport import Link
 from pipeinfer.errors import UserError
@@ -174,7 +174,7 @@ class _Fetching:
         return [Want(number, what, first, last, contents(model.info, what, first, last)[0]) for what in model.wants()]
 
     def _receive(self, model: RemoteModel, want: Want) -> None:
-        feed = StreamFeed(receive_stream(self.link, 0, want.n_bytes))
+        feed = StreamFeed(receive_chunks(self.link, 0, want.n_bytes))
         try:
             model.take(want.what, feed)
         except UserError as error:
@@ -195,7 +195,7 @@ class _Fetching:
 
     def _send(self, rank: int, want: Want) -> None:
         assert self.progress
-        send_stream(self.link, rank, _pieces(model_file(self.deployment, want.number), want), self.progress.advance)
+        send_chunks(self.link, rank, _pieces(model_file(self.deployment, want.number), want), self.progress.advance)
 
 
 def _pieces(file: ModelFile, want: Want) -> Iterator[bytes | memoryview]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pipeinfer.cluster.messages.wire import verdict_bytes
 from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.stages.pace import Courier, PacedStage
-from pipeinfer.cluster.stages.stage import DraftWorker, LocalPrunings, StageWorker
+from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.kv.sequences import SequencePool
@@ -127,7 +128,7 @@ def make_worker(context: Context, deployment: Deployment, model: LoadedModel) ->
     n_layers = deployment.pace.stages[index].layers if deployment.pace else stage.last - stage.first
     constrain = open_grammars(context) if context.vocabulary else None
     following = deployment.plan.stages[index + 1].rank if index + 1 < len(deployment.plan.stages) else None
-    leaves_as = context.options.wire_type if deployment.hop_is_apart(context.rank, following) else None
+    leaves_as = context.options.wire_type if deployment.hop_is_out_of_band(context.rank, following) else None
     return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers, constrain, leaves_as)
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from pipeinfer.cluster.hosts.cores import sharers
 from pipeinfer.cluster.timing.calibrate import (
     recall_context,
     recall_rows,
@@ -18,11 +19,11 @@ from pipeinfer.cluster.timing.calibrate import (
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.disk_cache import user_cache
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.draft_place import options_of_draft
-from pipeinfer.kept import user_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def time_stage(context: Context, deployment: Deployment, model: LoadedModel) -> 
     if deployment.model.rewinds and deployment.pace:
         context_s = time_context(model, rows, deployment.n_cells, CLOCK)
     elif deployment.model.rewinds:
-        context_s = recall_context(model, rows, deployment.n_cells, CLOCK, user_kept(), f"context: {key}")
+        context_s = recall_context(model, rows, deployment.n_cells, CLOCK, user_cache(), f"context: {key}")
     chunk = None
     if 0 < context.options.max_delay_s < math.inf:
         n_rows = BLOCK if deployment.blocks else min(BLOCK, deployment.n_batch)
@@ -69,13 +70,14 @@ def time_draft(context: Context, deployment: Deployment, model: LoadedModel, num
 
 
 def _rows(deployment: Deployment, model: LoadedModel, key: str) -> dict[int, float]:
-    return time_rows(model, CLOCK) if deployment.pace else recall_rows(model, CLOCK, user_kept(), f"rows: {key}")
+    return time_rows(model, CLOCK) if deployment.pace else recall_rows(model, CLOCK, user_cache(), f"rows: {key}")
 
 
-def run_cost(stages: Collection[RunCosts], crowding: float) -> RunCost | None:
-    """Of a pipeline of these stages, the slowest of which decides; None where they were not timed. `crowding`: see
-    `RunCost`."""
+def run_cost(stages: Collection[RunCosts], deployment: Deployment) -> RunCost | None:
+    """Of a pipeline of these stages, the slowest of which decides; None where they were not timed."""
     rows = slowest_stage([stage.rows for stage in stages])
     chunk = max(filter(None, (stage.chunk for stage in stages)), default=None)  # all have as many rows
     context_s = max((stage.context_s for stage in stages), default=0.0)
-    return RunCost(rows, crowding, chunk, context_s) if rows else None
+    computing, hosts = deployment.plan.computing, deployment.hosts
+    n_sharing = 1 if deployment.pace else max(sharers(hosts, computing, rank) for rank in computing)
+    return RunCost(rows, deployment.crowding, chunk, context_s, n_sharing) if rows else None

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
-from pipeinfer.cluster.hosts.gpu_room import check_gpus
-from pipeinfer.cluster.hosts.room import Memory, Room, check_room, paging_lines
+from pipeinfer.cluster.hosts.free_memory import FreeMemory, Memory, check_fits, paging_lines
+from pipeinfer.cluster.hosts.gpu_memory import check_gpus
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split
 from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.kv.blocks import LARGEST, rows_in_blocks
@@ -118,16 +118,16 @@ class Deployment:
         drafts = [self.drafts[number] for number in self.plan.drafts_on(rank)]
         return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.model.n_embd)
 
-    def hop_is_apart(self, source: int | None, dest: int | None) -> bool:
+    def hop_is_out_of_band(self, source: int | None, dest: int | None) -> bool:
         """Whether activations of this hop go from device to device: between stages of the target that torch
         computes."""
         ends = [rank for rank in (source, dest) if rank is not None and self.plan.stage_of(rank) is not None]
         return len(ends) == 2 and all(self.hosts[rank].device_messages for rank in ends)
 
     @property
-    def rooms(self) -> tuple[list[str], list[Room]]:
+    def free_memory(self) -> tuple[list[str], list[FreeMemory]]:
         """Of every rank its host's name, and what memory is left there."""
-        return self.host_names, [host.room for host in self.hosts]
+        return self.host_names, [host.memory for host in self.hosts]
 
     @property
     def host_names(self) -> list[str]:
@@ -148,7 +148,7 @@ class Deployment:
             for rank, host in enumerate(self.hosts)
             if host.untimed
         ]
-        paged = paging_lines(*self.rooms, self.memory)
+        paged = paging_lines(*self.free_memory, self.memory)
         return [*filter(None, notes), *untimed, *crowded_hosts(self.hosts, self.plan.computing, self.threads), *paged,
                 *self.unused, *self.notes]  # fmt: skip
 
@@ -175,7 +175,7 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
 
 def check_memory(deployment: Deployment, way_out: str) -> None:
     """Raises UserError when a host, or a GPU there, lacks memory for what its ranks shall hold."""
-    check_room(*deployment.rooms, deployment.memory, way_out)
+    check_fits(*deployment.free_memory, deployment.memory, way_out)
     check_gpus(deployment.hosts, deployment.on_gpus, way_out)
 
 
@@ -238,7 +238,7 @@ def _unused(options: RunOptions, deployment: Deployment) -> Iterator[str]:
     plan = deployment.plan
     yield from without_effect(options, max(map(len, (plan.stages, *plan.drafts))))
     hops = pairwise(stage.rank for stage in plan.stages)
-    if options.gpu_aware == ON and not any(deployment.hop_is_apart(*hop) for hop in hops):
+    if options.gpu_aware == ON and not any(deployment.hop_is_out_of_band(*hop) for hop in hops):
         paced = options.pace is not None
         why = "messages are paced" if paced else "no two stages that torch computes follow each other"
         yield f"--gpu-aware {ON} is without effect: {why}"

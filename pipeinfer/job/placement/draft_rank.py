@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.layer_speed import told_apart
+from pipeinfer.cluster.hosts.layer_speed import distinct_speeds
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, stage_ranks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS
@@ -54,7 +54,7 @@ def choose_draft_rank(
 ) -> int:
     """The rank whose loss slows the pipeline least; rank 0 where that is not clear. `plan_with`: the plan if a rank
     drafts."""
-    speeds = told_apart([host.speed for host in hosts])
+    speeds = distinct_speeds([host.speed for host in hosts])
     if not may_choose(options) or not speeds:
         return options.fixed_draft_rank
 

@@ -8,8 +8,8 @@ from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.gpu_room import left_on_gpus
-from pipeinfer.cluster.hosts.room import Memory, check_room, free_room
+from pipeinfer.cluster.hosts.free_memory import Memory, check_fits, free_memory
+from pipeinfer.cluster.hosts.gpu_memory import left_on_gpus
 from pipeinfer.cluster.plan import Plan, Stages
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.cluster.stages.samplers import N_BUFFERS
@@ -82,7 +82,7 @@ class MemoryNeeds:
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
         """What is left on `ranks`, one host a rank, for the next draft, or for the target after all drafts."""
         number, besides = len(placed), self._with_drafts(len(hosts), placed)
-        left = {host.name: min(other.room.host for other in hosts if other.name == host.name) for host in hosts}
+        left = {host.name: min(other.memory.host for other in hosts if other.name == host.name) for host in hosts}
         for rank, host in enumerate(hosts):
             left[host.name] -= 0 if rank in ranks else besides[rank].needed
         by = [self._computed_by(rank, number < len(self.drafts)) for rank in ranks]
@@ -93,7 +93,7 @@ class MemoryNeeds:
             needed=lambda stage, first, last: (besides[ranks[stage]] + memory(by[stage], first, last)).needed,
             hosts=tuple(hosts[rank].name for rank in ranks),
             left=left | left_there,
-            own=tuple(hosts[rank].room.own for rank in ranks),
+            own=tuple(hosts[rank].memory.own for rank in ranks),
             on_gpus=lambda stage, first, last: (
                 placed_there[ranks[stage]] + self._of_gpu(number, by[stage], first, last)
             ),
@@ -181,7 +181,7 @@ def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: 
     total = Memory()
     for info, exact in models:
         total += slice_memory(info, 0, info.n_layer, n_cells, n_rows, n_rows, exact, in_file=True)
-    check_room(["this host"], [free_room()], [total], "use a smaller -n")
+    check_fits(["this host"], [free_memory()], [total], "use a smaller -n")
 
 
 def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int) -> Memory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from pipeinfer.cluster.hosts.room import Memory
+from pipeinfer.cluster.hosts.free_memory import Memory
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.gguf.slice import slice_bytes

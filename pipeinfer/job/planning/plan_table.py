@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from pipeinfer.cluster.hosts.cores import sharers
-from pipeinfer.cluster.hosts.gpu_room import spare_on_gpus
-from pipeinfer.cluster.hosts.room import UNLIMITED, spare_room
+from pipeinfer.cluster.hosts.free_memory import UNLIMITED, spare_memory
+from pipeinfer.cluster.hosts.gpu_memory import spare_on_gpus
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.observe.report import show_table
 from pipeinfer.observe.texts.plan_text import ALWAYS, CELLS, plan_cells
@@ -41,11 +41,11 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
     spare_bytes           what is left there when all ranks of the host have theirs; negative: so much is missing
     """
     hosts, memories = deployment.hosts, deployment.memory
-    spare = spare_room(*deployment.rooms, memories)
+    spare = spare_memory(*deployment.free_memory, memories)
     on_gpus = spare_on_gpus(hosts, deployment.on_gpus)
     rows = []
     for rank, (node, memory, left) in enumerate(zip(nodes, memories, spare, strict=True)):
-        roles, room = deployment.plan.roles(rank), node.host.room
+        roles, room = deployment.plan.roles(rank), node.host.memory
         share = sharers(hosts, deployment.plan.computing, rank)
         speed = hosts[rank].speed
         room_bytes = min(room.host, room.own)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pipeinfer.cluster.hosts.gpu_room import spare_on_gpus
-from pipeinfer.cluster.hosts.room import spare_room
+from pipeinfer.cluster.hosts.free_memory import spare_memory
+from pipeinfer.cluster.hosts.gpu_memory import spare_on_gpus
 from pipeinfer.cluster.timing.costs import LinkCost, Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
@@ -96,7 +96,7 @@ class Planner:
     @property
     def shortage(self) -> int:
         """Bytes that are missing where most are; 0: it fits."""
-        spare = spare_room(*self.deployment.rooms, self.deployment.memory)
+        spare = spare_memory(*self.deployment.free_memory, self.deployment.memory)
         on_gpus = spare_on_gpus(self.deployment.hosts, self.deployment.on_gpus)
         return max(0, max((-each for each in (*spare, *on_gpus) if each is not None), default=0))
 

@@ -163,7 +163,7 @@ def _kind(node: Node) -> tuple[object, ...]:
     machine, host = node.machine, node.host
     if node.source in (MEASURED, NOW, BEFORE):
         return host.processor, host.n_cores
-    return machine and (machine.bytes_per_s, machine.flop_per_s), host.n_cores, host.room
+    return machine and (machine.bytes_per_s, machine.flop_per_s), host.n_cores, host.memory
 
 
 def _enough(wider: Callable[[int], Planner]) -> int:

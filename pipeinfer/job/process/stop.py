@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeinfer.cluster.watch.handshake import write_line
+from pipeinfer.cluster.watch.protocol import write_line
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.process.signals import HEAD_FIRST_S, show_cursor

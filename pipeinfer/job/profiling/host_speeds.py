@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host, share_cores
+from pipeinfer.cluster.hosts.cores import Host, ranks_there, share_cores
 from pipeinfer.cluster.hosts.speed import Speed, measure_speed
 from pipeinfer.cluster.timing.slice_times import RankTimes
 from pipeinfer.job.profiling.known_times import known, read_speed
-from pipeinfer.job.profiling.schedule import ranks_there
 from pipeinfer.virtual.nodes import Node, estimated_machine
 
 if TYPE_CHECKING:  # imports MPI
@@ -39,7 +38,7 @@ def with_speeds(speeds: Sequence[Speed], hosts: Sequence[Host], gpus: Sequence[S
     for rank, host in enumerate(hosts):
         here = [speed for speed, other in zip(speeds, hosts, strict=True) if other.name == host.name]
         read, compute = sum(speed.bytes_per_s for speed in here), sum(speed.flop_per_s for speed in here)
-        machine = estimated_machine(host.name, host.n_cores, read, compute, host.room.host)
+        machine = estimated_machine(host.name, host.n_cores, read, compute, host.memory.host)
         nodes.append(Node(host, machine, MEASURED, ", ".join(gpus[rank]) if gpus else ""))
     return nodes
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pipeinfer.cluster.hosts.layer_speed import BEFORE, LayerSpeed
 from pipeinfer.cluster.hosts.speed import Speed
 from pipeinfer.cluster.timing.slice_times import RankTimes, SliceTimes
-from pipeinfer.kept import user_kept
+from pipeinfer.disk_cache import user_cache
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
@@ -28,7 +28,7 @@ def known(
 
     `key`: empty on ranks that have nothing to find. `find`: collective; it returns the value, or None and the reason.
     """
-    kept = user_kept()
+    kept = user_cache()
     found = link.all_gather((read(kept.get(key)) if key else None, ""))
     if all(found[rank][0] for rank in ranks):
         return found

@@ -156,7 +156,7 @@ def _load_blank(
 
 def _check_room(n_bytes: int, hosts: Sequence[Host], rank: int) -> None:
     """Raises UserError where the ranks of a host, all of which load as much, would leave it no memory."""
-    room = hosts[rank].room
+    room = hosts[rank].memory
     left = min(room.own, room.host // sum(host.name == hosts[rank].name for host in hosts))
     if n_bytes > left:
         raise UserError(f"{n_bytes / 1e6:.0f} MB of layers are more than the {left / 1e6:.0f} MB that it has")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 
-from pipeinfer.cluster.hosts.cores import Host, spare_cores
+from pipeinfer.cluster.hosts.cores import Host, ranks_there, spare_cores
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import Sizes
 from pipeinfer.errors import UserError
@@ -129,11 +129,6 @@ def one_at_a_time(hosts: Sequence[Host], ranks: Collection[int]) -> dict[int, in
     return {
         rank: sum(hosts[other].name == hosts[rank].name for other in ranks if other < rank) for rank in sorted(ranks)
     }
-
-
-def ranks_there(hosts: Sequence[Host], rank: int) -> list[int]:
-    """All ranks of a rank's host."""
-    return [other for other, each in enumerate(hosts) if each.name == hosts[rank].name]
 
 
 def ranks_beside(hosts: Sequence[Host], threads: Sequence[int], rank: int) -> list[int]:

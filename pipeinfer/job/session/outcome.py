@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # these import MPI
     from pipeinfer.job.session.session import Figures, Generation
 
 SHOWN = ("policy", "variant", "settings", "options", *SAMPLING, "numerics", "pace")  # of what was asked
-OWN_FIGURES = ("spans", "n_messages", "n_bytes", "n_apart", "runs")
+OWN_FIGURES = ("spans", "n_messages", "n_bytes", "n_out_of_band", "runs")
 """Of a rank's figures, those that go elsewhere than its row."""
 
 
@@ -45,7 +45,7 @@ def _wire(generation: Generation, deployment: Deployment) -> dict[str, Any]:
             "to": following,
             "messages": figures[rank]["n_messages"],
             "bytes": figures[rank]["n_bytes"],
-            "from_device": figures[rank]["n_apart"],
+            "from_device": figures[rank]["n_out_of_band"],
         }
         for rank, following in pairwise(ranks)
     ]

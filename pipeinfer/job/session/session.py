@@ -181,7 +181,7 @@ class Session:
         engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
-            run_cost=run_cost(self._costs.values(), deployment.crowding),
+            run_cost=run_cost(self._costs.values(), deployment),
             n_prompts=options.n_prompts, max_delay_s=options.max_delay_s,
         )  # fmt: skip
         for each in self._pipelines:

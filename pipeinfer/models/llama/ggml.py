@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.core.interfaces import FloatArray, IntArray
+from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
-from pipeinfer.kept import user_kept
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.llama.threads import spin_briefly
@@ -89,7 +89,7 @@ def amx_works() -> bool:
     if b"AMX_INT8 = 1" not in library.llama_print_system_info():
         return True
     folder = Path(str(library.__file__)).parent / "lib"
-    name, kept = f"amx: {folder} of {folder.stat().st_mtime_ns} on {os.uname().nodename}", user_kept()
+    name, kept = f"amx: {folder} of {folder.stat().st_mtime_ns} on {os.uname().nodename}", user_cache()
     works = kept.get(name)
     if not isinstance(works, bool):
         works = probe_amx(folder)

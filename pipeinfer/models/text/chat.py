@@ -1,4 +1,4 @@
-"""Messages -> the text and the tokens that a model continues, by its chat template. Knows no MPI and runs no model."""
+"""Render messages by a chat template to text and tokens. Knows no MPI and runs no model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ PLAIN_TEMPLATE = (
     "{% else %}Assistant:{{ message.content }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For a model without one."""
+"""For a model without a template."""
 
 PLAIN_STOP = "\nUser:"
-"""Where a model that knows no turns begins to speak for the user."""
+"""Where a model without turns begins to write the user's message."""
 
 
 class TemplateFault(UserError):
-    """A template does not render: `what` is wrong, without the name of its file. `is_broken`: whatever it is given."""
+    """A template does not render. `what`: the error, without the file's name. `is_broken`: it fails with any
+    messages."""
 
     def __init__(self, name: str, what: str, is_broken: bool) -> None:
         super().__init__(f"{name} {what}; give another with --chat-template-file FILE")
@@ -39,28 +40,28 @@ class Message:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`source`: in Jinja. `name`: where it comes from, for errors. `variables`: further ones that it may look at.
+    """`source`: in Jinja. `name`: where it is from, for errors. `variables`: further ones for the template.
 
-    What it asks for the time is always told the same, so that what it says of a conversation stays as it was.
+    The template always sees the same time, so that earlier turns of a conversation render the same.
     """
 
     source: str
     name: str
     variables: Mapping[str, Any] = field(default_factory=dict)
     n_characters: int = 1 << 26
-    """Of a rendered text, at most."""
+    """The largest rendered text."""
     now_s: float = field(default_factory=time.time)
     process: LimitedProcess = field(default=LimitedProcess("pipeinfer.models.text.template_child"), compare=False)
 
     def check(self) -> None:
-        """Raises TemplateFault when the template cannot be parsed, and so could render nothing."""
+        """Raises TemplateFault when the template cannot be parsed."""
         found = self._ask([])
         if "answers" not in found:
             raise self._fault(found)
 
     def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
-        """The text up to where the assistant's next answer begins. Raises TemplateFault when the template fails, takes
-        more than the limits, or refuses the messages."""
+        """The text up to the assistant's next answer. Raises TemplateFault when the template fails, exceeds the limits
+        or refuses the messages."""
         (found,) = self.render_all([messages], tokenizer)
         if isinstance(found, TemplateFault):
             raise found
@@ -69,7 +70,7 @@ class ChatTemplate:
     def render_all(
         self, conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer
     ) -> Sequence[str | TemplateFault]:
-        """The same of several conversations, for little more than one; of each its text, or what is wrong with it."""
+        """The text, or the fault, of each of several conversations, in about the time of one."""
         common = {
             "add_generation_prompt": True,
             "bos_token": _text_of(tokenizer, tokenizer.bos),
@@ -87,7 +88,7 @@ class ChatTemplate:
         return TemplateFault(self.name, " ".join(said.split())[:300], "broken" in answer)
 
     def _answers(self, contexts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """One for each. What is too much for all of them may be so for one alone, or for none."""
+        """One for each context. If all together exceed the limits, each is rendered by itself."""
         found = self._ask(contexts)
         if "answers" in found:
             return list(found["answers"])
@@ -102,7 +103,7 @@ class ChatTemplate:
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a rendered text: its markers are tokens. One that begins texts of this model is there once."""
+    """Tokens of a rendered text; its markers are tokens. It begins with one bos, if the model adds one."""
     tokens = tokenizer.encode(text, add_special=False, parse_special=True)
     if tokenizer.adds_bos and tokens[:1] != [tokenizer.bos]:
         tokens.insert(0, tokenizer.bos)
@@ -110,12 +111,12 @@ def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int] | None:
-    """Tokens of what follows other text; None where the vocabulary cannot tell it from a text that begins."""
+    """Tokens of a text that continues another; None if the vocabulary adds a space to it."""
     tokens = tokenizer.encode(text, add_special=False, parse_special=True)
     shown = b"".join(tokenizer.decode_piece(token, special=True) for token in tokens)
     if len(shown) - len(shown.lstrip(b" ")) == len(text) - len(text.lstrip(" ")):
         return tokens
-    # some vocabularies begin every text with a space
+    # some vocabularies add a space before every text
     return tokens[1:] if tokenizer.decode_piece(tokens[0]) == b" " else None
 
 

@@ -1,4 +1,4 @@
-"""Which chat templates a model's file has. Knows headers; renders nothing."""
+"""The chat templates in a model file's header. Renders nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ KEY = "tokenizer.chat_template"
 
 
 def template_of(metadata: Mapping[str, Value]) -> str | None:
-    """The template that the model is to be talked to with, in Jinja; None if its file has none."""
+    """The default template, in Jinja; None if the file has none."""
     value = metadata[KEY].value if KEY in metadata else None
     return value if isinstance(value, str) and value.strip() else None
 
 
 def named_templates(metadata: Mapping[str, Value]) -> dict[str, str]:
-    """Further templates of the file, for other uses such as tools, by their names."""
+    """Name -> further templates of the file, for uses such as tools."""
     found = {key.removeprefix(f"{KEY}."): value.value for key, value in metadata.items() if key.startswith(f"{KEY}.")}
     return {name: text for name, text in found.items() if isinstance(text, str)}

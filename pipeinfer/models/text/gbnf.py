@@ -1,7 +1,8 @@
-"""llama.cpp's grammars (GBNF) in the form that llguidance reads (Lark). Knows no vocabulary, and checks no limits.
+"""Convert llama.cpp's grammars (GBNF) to llguidance's Lark. Knows no vocabulary, and checks no limits.
 
-Every terminal is one character: llguidance matches terminals greedily, so that longer ones would change what a grammar
-means. Groups become rules of their own, so that nothing is nested.
+Every terminal is one character: llguidance matches terminals greedily, so longer ones would change a grammar's meaning.
+llguidance's own `gbnf_to_lark` makes such terminals, and rejects valid escapes, names and line breaks. Groups become
+rules of their own, so that nothing is nested.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ ROOT = "root"
 MAX_REPETITIONS = 100_000
 
 MAX_TAILS = 8
-"""Groups in each other that are looked through for a rule's own name at the end of the rule."""
+"""Depth of nested groups that are searched for a rule's own name at the end of the rule."""
 
 Item = tuple[str, str]
-"""What is matched, and how often: a rule's key or a terminal, and its repetition."""
+"""A rule's key or a terminal, and its repetition."""
 Alternatives = list[list[Item]]
 
 
 class GbnfReader:
-    """Reads one grammar. `token_names`: of the vocabulary's tokens that it names, each as `<name>`."""
+    """Reads one grammar. `token_names`: the tokens of the vocabulary that it names, as `<name>`."""
 
     def __init__(self, text: str) -> None:
-        """Raises UserError for what is no grammar."""
+        """Raises UserError for an invalid grammar."""
         self.token_names: set[str] = set()
-        self._rules: dict[str, Alternatives] = {}  # by key: a name, of a group a number
+        self._rules: dict[str, Alternatives] = {}  # the key is a name, or a group's number
         self._literals: dict[str, str] = {}
         self._read(text)
         if ROOT not in self._rules:
@@ -52,7 +53,7 @@ class GbnfReader:
             self._iterate(key)
 
     def lark(self, token_ids: dict[str, int]) -> str:
-        """The grammar for llguidance. `token_ids`: of each of `token_names`."""
+        """The grammar in Lark. `token_ids`: the id of each of `token_names`."""
         names = {key: f"r{at}" for at, key in enumerate(self._rules)} | {ROOT: "start"}
         names |= {name: f"<[{id}]>" for name, id in token_ids.items()}
 
@@ -141,8 +142,8 @@ class GbnfReader:
             items.append((what, re.sub(r"\s", "", repetition)))
 
     def _iterate(self, key: str) -> None:
-        """Write a rule that ends with itself, as lists do, as a repetition: Earley's parser takes more and more time
-        for the former."""
+        """Rewrite a rule that ends with itself, as lists do, as a repetition: an Earley parser's time grows with the
+        former."""
         tails = [*self._tails(self._rules[key], key, MAX_TAILS)]
         again = [items[:-1] for items in tails if items[-1:] == [(key, "")]]
         last = [items for items in tails if items[-1:] != [(key, "")]]
@@ -150,7 +151,7 @@ class GbnfReader:
             self._rules[key] = [[(self._group(again), "*"), (self._group(last), "")]]
 
     def _tails(self, alternatives: Alternatives, key: str, depth: int) -> Iterator[list[Item]]:
-        """The same alternatives, without groups at their ends that end with the rule `key`."""
+        """The same alternatives, with groups at their ends expanded if these end with the rule `key`."""
         for items in alternatives:
             what, often = items[-1] if items else ("", "")
             group = self._rules[what] if depth and what.startswith(" ") and often in ("", "?") else []

@@ -1,4 +1,4 @@
-"""Which tokens a grammar lets follow a text, by llguidance. Knows a vocabulary; no stage and no request."""
+"""The tokens that a grammar allows after a text, by llguidance. Knows a vocabulary; no stage and no request."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 N_THREADS = 4
-"""That make matchers: one large grammar keeps no other waiting."""
+"""Threads that make matchers: a large grammar does not delay others."""
 
 N_KEPT = 8
-"""Matchers at the beginnings of texts: the texts of one request have the same."""
+"""Cached matchers at the beginning of a text: the texts of one request share one."""
 
 ATTR_CONTROL = 8
 CONTROL = b"\xff"
-"""What begins with this is no text to llguidance."""
+"""The prefix of tokens that are not text, for llguidance."""
 
 
 class Grammar:
-    """A Constraint: the outputs that it lets pass, and then the end of the text.
+    """A Constraint: an output of the grammar, then the end of the text.
 
-    `making`: gives the matcher at the beginning of a text. Another thread makes it, as large grammars take some time.
+    `making`: the matcher at the beginning of a text. Another thread makes it, because large grammars take time.
     """
 
     def __init__(self, tokenizer: Tokenizer, making: Future[LLMatcher]) -> None:
@@ -64,20 +64,20 @@ class Grammar:
             allowed[:n] = mask[:n] & ~np.isneginf(logits[:n])
         if not allowed.any():
             allowed[ends] = True
-            logits[ends] = np.maximum(logits[ends], np.finfo(np.float32).min)  # a bias may have been -inf
+            logits[ends] = np.maximum(logits[ends], np.finfo(np.float32).min)  # a bias may be -inf
         logits[~allowed] = -np.inf
 
     def _mask(self, at: LLMatcher) -> npt.NDArray[np.bool_]:
-        """(n_vocab,) whether each token may follow."""
+        """(n_vocab,) bool: whether each token may follow."""
         bits = np.frombuffer(at.compute_bitmask(), np.uint8)
         found = np.unpackbits(bits, count=self.tokenizer.n_vocab, bitorder="little").astype(bool)
         found[self.ends] = at.is_accepting()
         return found
 
     def _ask(self, output: tuple[int, ...], question: Callable[[LLMatcher], T]) -> T | None:
-        """What the matcher says behind an output; None where the grammar refuses it, or it has ended.
+        """The matcher's answer after an output; None if the grammar refuses the output, or it has ended.
 
-        Raises ConstraintFailed for what fails also without what was asked before: no guess changes an answer.
+        Raises ConstraintFailed if that also fails with a fresh matcher: guesses asked before change no answer.
         """
         with self._lock:
             for _ in range(2):
@@ -92,7 +92,7 @@ class Grammar:
         raise ConstraintFailed
 
     def _move(self, at: LLMatcher, output: tuple[int, ...]) -> bool:
-        """Go behind an output, or as far as the grammar lets it pass; whether that is all of it."""
+        """Move to the end of an output, or as far as the grammar allows; whether that is all of it."""
         n = common(self._path, output)
         at.rollback(len(self._path) - n)
         n_text = next((index for index, token in enumerate(output[n:], n) if token in self.ends), len(output))
@@ -102,7 +102,7 @@ class Grammar:
 
 
 class Following:
-    """Allowed: what may follow one output."""
+    """Allowed: the tokens that may follow one output."""
 
     def __init__(self, grammar: Grammar, output: tuple[int, ...]) -> None:
         self.grammar, self.output = grammar, output
@@ -136,7 +136,7 @@ class Grammars:
         return open_tokens([piece_of(tokenizer, token) for token in range(tokenizer.n_vocab)], tokenizer.ends[0])
 
     def __call__(self, text: str) -> Grammar:
-        """Of a text that `check_grammar` has found right."""
+        """`text`: accepted by `check_grammar`."""
         return Grammar(self._tokenizer, self._making(text))
 
     def _make(self, text: str) -> LLMatcher:

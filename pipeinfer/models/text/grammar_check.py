@@ -1,4 +1,4 @@
-"""Whether a grammar can be used, found out in a process with little time and memory. Chooses no token."""
+"""Check a grammar, in a process with limited time and memory. Chooses no token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeinfer.models.text.limited_process import LimitedProcess, Limits
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 MAX_BYTES = 128 << 10
-"""Of a grammar's or schema's text."""
+"""The largest text of a grammar or schema."""
 
 PROCESS = LimitedProcess(
     "pipeinfer.models.text.grammar_child", Limits(cpu_s=1, wall_s=12.0, n_bytes=2 << 30, niceness=10)
@@ -24,7 +24,7 @@ IS_LIMIT = re.compile("panic|too (large|big|many items)|items; max|limit", re.IG
 
 
 def check_grammar(tokenizer: Tokenizer, text: str) -> None:
-    """Raises UserError for what is no grammar, or none that can be used with this vocabulary."""
+    """Raises UserError for a grammar that is invalid, or cannot be used with this vocabulary."""
     if (n_bytes := len(text.encode("utf-8", "replace"))) > MAX_BYTES:
         raise UserError(f"a grammar or JSON schema of {n_bytes} bytes is too long; {MAX_BYTES} are possible, "
                         "give a shorter one")  # fmt: skip
@@ -36,7 +36,7 @@ def check_grammar(tokenizer: Tokenizer, text: str) -> None:
 
 
 def token_id(tokenizer: Tokenizer, name: str) -> int:
-    """Raises UserError for a name of a grammar that is no token of the vocabulary."""
+    """The id of a token that a grammar names. Raises UserError if the vocabulary does not have it."""
     tokens = tokenizer.encode(name, add_special=False, parse_special=True)
     if len(tokens) != 1:
         raise UserError(f"the grammar names the token {name[:60]}, which the vocabulary does not have; "
@@ -45,7 +45,7 @@ def token_id(tokenizer: Tokenizer, name: str) -> int:
 
 
 def fault_of(text: str, error: str) -> str:
-    """What to say of a grammar where llguidance says this."""
+    """The message for llguidance's error."""
     if IS_LIMIT.search(error):
         return TOO_MUCH
     said = re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", error.split("\n   1 |")[0].strip())
@@ -55,7 +55,7 @@ def fault_of(text: str, error: str) -> str:
 
 @lru_cache(maxsize=64)
 def _token_names(text: str, n_vocab: int) -> tuple[str, ...]:
-    """Tokens that a grammar names. Raises UserError for what is wrong with it."""
+    """Tokens that a grammar names. Raises UserError for an invalid grammar."""
     try:
         text.encode()
     except UnicodeEncodeError:

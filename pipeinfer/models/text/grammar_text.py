@@ -1,4 +1,4 @@
-"""A grammar's text, in GBNF or a JSON schema, as llguidance reads it; what it may take. Knows no vocabulary."""
+"""Convert a grammar, in GBNF or a JSON schema, for llguidance, and limit its resources. Knows no vocabulary."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 ANY_TOKENS = '%llguidance {"no_forcing": true}\n'
-"""A text that can be written in one way only may still be made of any tokens, as in llama.cpp."""
+"""Forced text may be made of any tokens, as in llama.cpp."""
 
 MAX_SYMBOLS = 50_000
-"""Of a grammar's rules together."""
+"""Symbols of all rules of a grammar."""
 
 MAX_ITEMS = 2000
-"""Ways to read the text so far, behind one token. What they take grows with their square."""
+"""Parses of the text so far, behind one token. Time grows with their square."""
 
 ITEMS_A_STEP = 50_000, 3
-"""Items of Earley's parser in one step at most: so many, and so many more for each token of the vocabulary."""
+"""The limit of Earley items in one step: a constant, and an amount for each token of the vocabulary."""
 
 
 def lark_of(text: str, token_id: Callable[[str], int]) -> str:
-    """`token_id`: of a token that the grammar names, as `<name>`. Raises UserError for what is no grammar."""
+    """`token_id`: the id of a token that the grammar names as `<name>`. Raises UserError for an invalid grammar."""
     if text.startswith("{"):
         return ANY_TOKENS + lark_of_schema(text)
     reader = GbnfReader(text)
@@ -33,7 +33,7 @@ def lark_of(text: str, token_id: Callable[[str], int]) -> str:
 
 
 def matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
-    """At the beginning of a text, within the limits; it may be in error."""
+    """A matcher at the beginning of a text, within the limits; it may be in error."""
     from llguidance import LLMatcher, LLParserLimits
 
     least, per_token = ITEMS_A_STEP
@@ -45,7 +45,7 @@ def matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 
 def open_tokens(pieces: list[bytes], end: int, n_vocab: int | None = None) -> LLTokenizer:
-    """A vocabulary of these tokens, and empty ones up to `n_vocab`. `end`: one that ends a text."""
+    """A vocabulary of these tokens, padded with empty ones to `n_vocab`. `end`: the token that ends a text."""
     from llguidance import LLTokenizer
 
     tokens: Any = _Tokens(pieces, end)
@@ -53,7 +53,7 @@ def open_tokens(pieces: list[bytes], end: int, n_vocab: int | None = None) -> LL
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer."""
+    """The interface that llguidance expects of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -63,5 +63,5 @@ class _Tokens:
         self.tokens, self.eos_token_id = pieces, end
 
     def __call__(self, text: bytes) -> list[int]:
-        """Its tokens, for texts that are forced, which none is."""
+        """Tokens of a forced text, of which there are none."""
         return []

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars for llguidance, with llama.cpp's habits. Knows no vocabulary, and checks no limits."""
+"""JSON schemas as grammars for llguidance, interpreted as in llama.cpp. Knows no vocabulary, and checks no limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pipeinfer.errors import UserError
 
 WHITESPACE = r"\x20|\n{1,2}[\x20\t]{0,20}"
-"""Between the parts of a JSON text, llama.cpp's: small models write spaces without end where they may."""
+"""llama.cpp's whitespace between the parts of a JSON text: small models would write spaces without end."""
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 MERGED = ("allOf", "anyOf", "oneOf", "$ref")
@@ -17,7 +17,7 @@ VALUES = ("const", "enum", "default", "examples")
 
 
 def read_schema(text: str) -> Any:
-    """Raises UserError for what is no JSON."""
+    """Raises UserError for invalid JSON."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -25,7 +25,7 @@ def read_schema(text: str) -> Any:
 
 
 def schema_grammar(schema: Any) -> str:
-    """The schema as the text of a grammar; {}: any object. Raises UserError for what is no schema."""
+    """The schema as the text of a grammar; {}: any object. Raises UserError for an invalid schema."""
     if not isinstance(schema, dict):
         raise UserError('a JSON schema is an object, such as {"type": "object"}')
     try:
@@ -35,8 +35,8 @@ def schema_grammar(schema: Any) -> str:
 
 
 def lark_of_schema(text: str) -> str:
-    """The grammar for llguidance. As in llama.cpp, objects whose properties are given have no others, unless they are
-    allowed, or the schema is a part of another one.
+    """The grammar in Lark. As in llama.cpp, objects with given properties have no others, unless the schema allows them
+    or is a part of another one.
 
     Raises RecursionError for a schema that is too deep.
     """
@@ -47,7 +47,7 @@ def lark_of_schema(text: str) -> str:
 
 
 def _parts(schema: Any, is_part: bool = False) -> Iterator[str]:
-    """What schemas refer to that are joined with others."""
+    """References of schemas that are combined with others."""
     if isinstance(schema, list):
         for each in schema:
             yield from _parts(each, is_part)
@@ -60,7 +60,7 @@ def _parts(schema: Any, is_part: bool = False) -> Iterator[str]:
 
 
 def _closed(schema: Any, open_places: set[str], place: str, is_part: bool = False, is_map: bool = False) -> Any:
-    """The same schema, in which objects say that they have no further properties. `place`: where it is in the whole."""
+    """The schema with `additionalProperties: false` where it applies. `place`: its path in the whole schema."""
     if isinstance(schema, list):
         return [_closed(each, open_places, f"{place}/{at}", is_part) for at, each in enumerate(schema)]
     if not isinstance(schema, dict):

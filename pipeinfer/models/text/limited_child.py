@@ -1,5 +1,4 @@
-"""The inside of a `limited_process`: one JSON object is read from standard input, the answer is written to standard
-output."""
+"""The child of a `limited_process`: reads one JSON object from standard input, writes the answer to standard output."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from importlib import import_module
 
 
 def main(module: str, cpu_s: str, n_bytes: str) -> None:
-    work = import_module(module)  # while nobody waits: it may have been started ahead
+    work = import_module(module)  # before the question comes: the process may be started ahead
     asked = json.load(sys.stdin)
     limits = ((resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, n_bytes), (resource.RLIMIT_CORE, 0))
     for name, most in limits:

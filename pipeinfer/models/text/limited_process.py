@@ -1,4 +1,4 @@
-"""Work on what strangers give, in a process with little time and memory. Knows not what is done there."""
+"""Process untrusted input in a child with limited time and memory. Does not know what is done there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 from pipeinfer.child import python_command
 
 N_TRIES = 2
-"""Of work whose process was killed or stopped by somebody else."""
+"""Attempts, if the process is killed or stopped from outside."""
 
 LOOK_EVERY_S = 1.0
-"""So often it is looked whether a process was stopped."""
+"""Seconds between checks whether the process was stopped."""
 
 START = (
     "import os; os.nice(int(sys.argv[1])); from pipeinfer.models.text.limited_child import main; main(*sys.argv[2:])"
@@ -38,20 +38,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class LimitedProcess:
-    """`module`: has the function `answer`, which is given a JSON object and returns one. Threads may ask."""
+    """`module`: its function `answer` takes a JSON object and returns one. Thread-safe."""
 
     module: str
     limits: Limits = Limits()
     ahead: list[subprocess.Popen[bytes]] = field(default_factory=list, compare=False, repr=False)
 
     def start_ahead(self) -> None:
-        """Start the next process now: that takes longer than most work does."""
+        """Start the next process now: that takes longer than most work."""
         if not self.ahead:
-            with contextlib.suppress(OSError):  # who asks will say so
+            with contextlib.suppress(OSError):  # `ask` reports it
                 self.ahead.append(self._start())
 
     def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer. Else `error` says what is too much, or `broken` what is wrong with this host."""
+        """The answer; or `error`: the limit that was exceeded; or `broken`: what is wrong with this host."""
         limits = self.limits
         for _ in range(N_TRIES):
             start_s = time.monotonic()
@@ -69,10 +69,10 @@ class LimitedProcess:
             except OSError as error:
                 return {"error": f"cannot be done: {error.strerror}"}
             except ValueError:
-                # at its limit of time the system kills it too, but no sooner
+                # at its CPU limit the system kills it too, but not before
                 if process.returncode == -signal.SIGKILL and time.monotonic() - start_s < limits.cpu_s:
                     continue
-                # or it could not even say that there is no memory left
+                # or it had no memory left to report an error
                 return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
             return found if isinstance(found, dict) else {}
         return {"broken": f"is not done: its process was killed or stopped, {N_TRIES} times; the host may be short of "
@@ -91,14 +91,14 @@ class LimitedProcess:
 
 
 def _said(process: subprocess.Popen[bytes], asked: bytes, end_s: float) -> bytes | None:
-    """What the process writes until it ends; None if somebody has stopped it. Raises TimeoutExpired."""
+    """What the process writes until it ends; None if it was stopped from outside. Raises TimeoutExpired."""
     given: bytes | None = asked
     while True:
         left_s = end_s - time.monotonic()
         try:
             return process.communicate(given, min(LOOK_EVERY_S, max(left_s, 0.0)))[0]
         except subprocess.TimeoutExpired:
-            given = None  # it has that
+            given = None  # already sent
             if _is_stopped(process.pid):
                 return None
             if left_s <= LOOK_EVERY_S:

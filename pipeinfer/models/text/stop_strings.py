@@ -1,4 +1,4 @@
-"""Texts that end a text where they stand in it. Knows no tokens."""
+"""Stop strings: texts that end a generated text where they occur. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pipeinfer.errors import UserError
 
 MAX_STOPS, MAX_CHARACTERS = 32, 256
-"""Stop strings of a request, and characters of each: every piece of a text is compared with all of them."""
+"""Limits of a request's stop strings: every piece of a text is compared with all of them."""
 
 
 def check_stops(name: str, stops: Sequence[str]) -> None:
-    """`name`: what gives them. Raises UserError for too many or too long ones, and for one that ends every text."""
+    """`name`: of the option or field. Raises UserError for too many, too long and empty ones."""
     if len(stops) > MAX_STOPS:
         raise UserError(f"{name} has {len(stops)} texts, and at most {MAX_STOPS} are possible; give fewer")
     for stop in stops:
@@ -25,9 +25,9 @@ def check_stops(name: str, stops: Sequence[str]) -> None:
 
 
 class StopStrings:
-    """Text in, piece by piece; text out as soon as no stop string can begin in it.
+    """Filters a text piece by piece; holds back what may be the beginning of a stop string.
 
-    `hit`: one of them has come. It and all after it are dropped.
+    `hit`: a stop string has occurred. It and all after it are dropped.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class StopStrings:
         return self._let_go(min(found)) if found else self._let_go(len(self._held) - self._n_begun())
 
     def flush(self) -> str:
-        """What is left of a text that ends here."""
+        """The text held back, at the end of the text."""
         return "" if self.hit else self._let_go(len(self._held))
 
     def _let_go(self, n: int) -> str:
@@ -53,7 +53,7 @@ class StopStrings:
         return text
 
     def _n_begun(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """The number of characters at the end that may begin a stop string."""
         longest = min(len(self._held), max(map(len, self.stops)) - 1)
         ends = (self._held[-n:] for n in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self.stops)), 0)

@@ -1,6 +1,6 @@
-"""What is done in the process in which chat templates are rendered: a sandbox. Knows no model.
+"""Render chat templates, in a process of its own: a sandbox. Knows no model.
 
-A template comes with a model file, from anywhere: it may loop for ever, or try to leave the sandbox.
+A template comes with a model file, from anywhere: it may loop forever, or try to leave the sandbox.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 T = TypeVar("T")
 
 CHAT_S = 1.0
-"""Seconds of a core that one text may take, so that others beside it are rendered all the same."""
+"""CPU seconds for one text, so that the others of the same question are rendered in any case."""
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """`answers` has of each of the `contexts` its `text`, or `error` with what is wrong; else there is `broken`: what
-    is wrong with the template whatever it is given."""
+    """`answers`: for each of the `contexts` its `text`, or `error`; or `broken`: what is wrong with the template for
+    any context."""
     signal.signal(signal.SIGVTALRM, _give_up)
     n_characters = asked["n_characters"]
 
@@ -50,7 +50,7 @@ def _give_up(number: int, frame: FrameType | None) -> None:
 
 
 def _attempt(name: str, work: Callable[[], T]) -> T | dict[str, str]:
-    """What comes of it; else, by this name, what is wrong."""
+    """The result of `work`; else {name: what is wrong}."""
     try:
         return work()
     except TimeoutError:
@@ -64,10 +64,10 @@ def _attempt(name: str, work: Callable[[], T]) -> T | dict[str, str]:
 
 
 def parse(source: str, now_s: float) -> Template:
-    """The template, with the functions and tags that templates of chats expect. Raises whatever jinja2 does."""
+    """The template, with the functions and tags that chat templates use. Raises what jinja2 raises."""
 
     class Generation(Extension):
-        """`{% generation %}…{% endgeneration %}` marks, for training, what the assistant says. Here it is just said."""
+        """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; it has no effect here."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2's)
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back with a model's own vocabulary. Loads no weights."""
+"""Text to tokens and back with a model's vocabulary. Loads no weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NO_VOCABULARY, SENTENCE_PIECE = 0, 1
 
 
 Piece = tuple[bytes, bool]
-"""How a token is spelled, and whether it is a byte: then what it is spelled like is not its text."""
+"""A token's spelling, and whether it is a byte token, whose spelling is not its text."""
 
 
 class Tokenizer:
-    """A vocabulary. bos, eos and eot (which ends a turn) are -1 where the model has none."""
+    """A vocabulary. bos, eos and eot (end of turn) are -1 if the model has none."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -32,7 +32,7 @@ class Tokenizer:
         options.vocab_only = True
         self._model = lib.llama_model_load_from_file(str(path).encode(), options)
         if not self._model:
-            read_header(self.path)  # knows better what is wrong with a file that is cut off
+            read_header(self.path)  # has a better message for a truncated file
             raise UserError(f"the vocabulary of {path} cannot be loaded: {ggml.last_errors()}")
         self._vocab = lib.llama_model_get_vocab(self._model)
         if self.kind() == NO_VOCABULARY:
@@ -47,7 +47,8 @@ class Tokenizer:
         self.adds_eos = bool(lib.llama_vocab_get_add_eos(self._vocab))
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of a text. add_special: bos/eos as the model wants them; parse_special: `<|…|>` are tokens.
+        """Token ids of a text. `add_special`: add bos and eos as the model expects; `parse_special`: `<|…|>` are
+        tokens.
 
         Raises UserError when the vocabulary has no tokens for it.
         """
@@ -65,7 +66,7 @@ class Tokenizer:
         return tokens[:n]
 
     def decode_piece(self, token: int, special: bool = False) -> bytes:
-        """A token's bytes, maybe part of a character. Control tokens are empty unless `special`. Threads may ask."""
+        """A token's bytes, maybe part of a character. Control tokens are empty unless `special`. Thread-safe."""
         piece = ctypes.create_string_buffer(64)
         n = self._lib.llama_token_to_piece(self._vocab, token, piece, len(piece), 0, special)
         if n < 0:
@@ -112,9 +113,9 @@ class Tokenizer:
 
 
 class TextStream:
-    """Tokens in, text out as soon as its characters are whole.
+    """Decodes tokens, and returns text once its characters are complete.
 
-    `markers`: control tokens are spelled, such as those around reasoning and calls of tools; not those that end a text.
+    `markers`: control tokens are included, such as those around reasoning and tool calls, except those that end a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: bool = False) -> None:
@@ -126,5 +127,5 @@ class TextStream:
         return self._decoder.decode(self._tokenizer.decode_piece(token, special))
 
     def flush(self) -> str:
-        """What is left: U+FFFD for a character that never became whole."""
+        """The rest: U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", final=True)

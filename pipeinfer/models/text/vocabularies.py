@@ -1,4 +1,4 @@
-"""What two vocabularies have in common: which token of a draft is which of the target's. Says nothing to anybody."""
+"""Compare two vocabularies: which token of a draft is which of the target's. Prints nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeinfer.models.text.tokenizer import NO_TOKEN_ID, Piece, Tokenizer
 ATTR_UNKNOWN, ATTR_UNUSED = 1, 2
 NONE = -1
 LEAST_SHARED = 0.5
-"""Of the larger vocabulary's tokens so many must be the draft's and the target's: with fewer, texts fall into tokens at
-other places, and a draft is hardly ever right."""
+"""The least share of the larger vocabulary's tokens that both must have. With fewer, texts are tokenised differently,
+and guesses are hardly ever right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Why a draft's tokens mean something else to the target. `token`: the id that does, if it is one."""
+    """A reason why a draft's ids differ from the target's. `token`: the id, if it is about one."""
 
     what: str
     token: int | None = None
@@ -30,9 +30,9 @@ class Difference:
 class Translation:
     """From a target's token ids to a draft's.
 
-    heard  (n_target,) int32: what the draft reads in the place of each of the target's tokens
-    said   (n_target,) int32: which of the draft's tokens is a guess of each of the target's; NONE: none is
-    alike  whether it is the padding alone that differs
+    heard  (n_target,) int32: the token that the draft reads for each of the target's
+    said   (n_target,) int32: the draft's token that is a guess of each of the target's; NONE if there is none
+    alike  whether only the padding differs
     """
 
     heard: IntArray
@@ -46,10 +46,10 @@ class Translation:
 
 
 def find_translation(target: Tokenizer, draft: Tokenizer) -> Translation | None:
-    """None where the ids mean the same. Raises UserError where too few of the draft's tokens are the target's.
+    """None if the ids are the same. Raises UserError when the vocabularies share too few tokens.
 
-    Tokens are the same that are spelled alike, and the beginning of a text, its end and that of a turn whatever they
-    are called. What else the target has is heard by the draft as the longest end of its spelling that the draft has.
+    Tokens match by their spelling; bos, eos and eot match in any case. For other tokens of the target the draft reads
+    the longest suffix of the spelling that it has.
     """
     alike = next(vocabulary_differences(target, draft), None) is None
     if alike and target.n_vocab == draft.n_vocab:
@@ -72,7 +72,7 @@ def _cannot(target: Tokenizer, draft: Tokenizer, why: str) -> UserError:
 
 
 def _n_words(tokenizer: Tokenizer, tokens: Sequence[int] | None = None) -> int:
-    """How many tokens, of these or of all, are no padding."""
+    """The number of tokens, of these or of all, that are not padding."""
     among = range(tokenizer.n_vocab) if tokens is None else tokens
     return sum(not _is_padding(tokenizer, token) for token in among)
 
@@ -82,7 +82,7 @@ def _heard(target: Tokenizer, draft: Tokenizer, ids: Mapping[Piece, int], said: 
     for token in np.flatnonzero(said == NONE).tolist():
         is_end = target.is_end(token) and draft.eos != NO_TOKEN_ID
         heard[token] = draft.eos if is_end else _longest_end(target.text_of(token), ids)
-    if target.bos != NO_TOKEN_ID and draft.bos != NO_TOKEN_ID:  # a text begins as the draft knows it
+    if target.bos != NO_TOKEN_ID and draft.bos != NO_TOKEN_ID:  # the draft's own bos
         heard[target.bos] = draft.bos
     return heard
 
@@ -93,12 +93,12 @@ def _longest_end(text: bytes, ids: Mapping[Piece, int]) -> int:
 
 
 def vocabulary_differences(target: Tokenizer, draft: Tokenizer) -> Iterator[Difference]:
-    """All for which a draft's ids do not mean to the target what they mean to the draft; nothing if they do.
+    """The differences between a draft's ids and the target's; none if they mean the same.
 
-    Every id that both have must have the same text and be a byte token in both or in neither. The larger vocabulary
-    may go on with padding (tokens the model marks unused or unknown, or calls `[PAD…]`), as checkpoints of one family
-    are padded differently. bos and eos must be equal where a tokenizer adds them by itself, as in llama.cpp: which of
-    its end tokens a model prefers does not matter, the target alone decides.
+    Every id that both have must have the same text and be a byte token in both or in neither. The larger vocabulary may
+    end with padding (tokens that are marked unused or unknown, or named `[PAD…]`), because checkpoints of one family
+    are padded differently. As in llama.cpp, bos and eos must be equal if a tokenizer adds them: which end token a model
+    prefers does not matter, because the target decides.
     """
     if target.kind() != draft.kind():
         yield Difference(f"tokenizer types {target.kind()} and {draft.kind()}")

@@ -1,5 +1,4 @@
-"""A model's vocabulary where only a slice of it is loaded: the file's header, held open until it is needed. Loads no
-weights."""
+"""A model's vocabulary without its weights: the file is held open until the vocabulary is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 
 
 class VocabularyFile:
-    """Of a model, the first file of one in parts, or of what has the same header. It may be removed meanwhile."""
+    """`path`: a model, the first file of a split one, or a file with the same header. It may be removed meanwhile."""
 
     def __init__(self, path: Path) -> None:
         """Raises UserError when it cannot be read."""
@@ -25,7 +24,7 @@ class VocabularyFile:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
     def open(self) -> Tokenizer:
-        """Always the same. Raises UserError."""
+        """The tokenizer, always the same. Raises UserError."""
         self._tokenizer = self._tokenizer or self._open()
         return self._tokenizer
 
@@ -44,7 +43,7 @@ class VocabularyFile:
 
 
 def metadata_only(path: Path) -> bytes:
-    """A model file's header without its tensors, as a file that libllama reads a vocabulary from."""
+    """A model file's header without tensors, from which libllama can load the vocabulary."""
     entries = []
     with path.open("rb") as file:
         for key, (start, end) in metadata_spans(path).items():

@@ -1,4 +1,4 @@
-"""What a model's vocabulary is: its kind, its size, its special tokens. Compares nothing and encodes nothing."""
+"""A vocabulary's kind, size and special tokens. Compares nothing and encodes nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SpecialToken:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyInfo:
-    """kind, preset   the tokenizer and how it cuts texts beforehand, as the file calls them
-    special       by their uses: bos, eos, …
-    ends          those that end a generation
+    """kind, preset   the file's names of the tokenizer and of its pre-tokenizer
+    special       use (bos, eos, …) -> token
+    ends          tokens that end a generation
     """
 
     kind: str
@@ -36,7 +36,7 @@ class VocabularyInfo:
 
 
 def read_vocabulary_info(path: Path, metadata: Mapping[str, Value]) -> VocabularyInfo:
-    """Of a model file with this metadata. Raises UserError when it has no vocabulary or one that cannot be loaded."""
+    """`metadata`: the model file's. Raises UserError when its vocabulary is missing or cannot be loaded."""
     tokenizer = Tokenizer(path)
     try:
 

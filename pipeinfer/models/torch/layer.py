@@ -15,7 +15,7 @@ from pipeinfer.models.torch.experts import of_experts
 from pipeinfer.models.torch.groups import gated_apart, in_groups
 from pipeinfer.models.torch.hyperparameters import Hyperparameters
 from pipeinfer.models.torch.matrices import Weight, multiply
-from pipeinfer.models.torch.rope import apart_order, rotate
+from pipeinfer.models.torch.rope import deinterleaved_order, rotate
 from pipeinfer.models.torch.weights import Weights
 
 LEAST_SUM = 6.103515625e-5
@@ -141,4 +141,4 @@ def _head_order(numbers: Hyperparameters, name: str) -> torch.Tensor | None:
     if not numbers.interleaved or "attn_v" in name:
         return None
     n_heads = numbers.n_head if "attn_q" in name else numbers.n_head_kv
-    return apart_order(n_heads, numbers.head_dim, numbers.n_rot)
+    return deinterleaved_order(n_heads, numbers.head_dim, numbers.n_rot)

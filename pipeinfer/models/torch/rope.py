@@ -45,7 +45,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     turned.mul_(cos).add_(crossed)
 
 
-def apart_order(n_heads: int, head_dim: int, n_rot: int) -> torch.Tensor:
+def deinterleaved_order(n_heads: int, head_dim: int, n_rot: int) -> torch.Tensor:
     """Of the rows of queries or keys with pairs side by side, the order in which pairs are half of n_rot apart."""
     own = torch.cat([torch.arange(0, n_rot, 2), torch.arange(1, n_rot, 2), torch.arange(n_rot, head_dim)])
     return (torch.arange(n_heads)[:, None] * head_dim + own).flatten()

@@ -148,13 +148,13 @@ class TorchStage:
         return None if begun is None else begun.result()
 
     def begin(self, batch: Batch, stop: Callable[[], bool]) -> BegunRun[FloatArray] | None:
-        """See RunsAhead. On a CPU the run is done when this returns."""
+        """See AsyncStage. On a CPU the run is done when this returns."""
         result = OnHost(self._queue)
         done = self._begin(batch, stop, result)
         return None if done is None else BegunRun(result, done, self._check_result)
 
-    def begin_apart(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> BegunRun[OwnDeviceRows] | None:
-        """See LeavesOnDevice."""
+    def begin_on_device(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> BegunRun[OwnDeviceRows] | None:
+        """See DeviceStage."""
         assert not self.is_last, "logits are the host's"
         result = OnDevice(self._queue, WIRE_TYPES[rounded])
         done = self._begin(batch, stop, result)
@@ -289,11 +289,11 @@ class TorchStage:
         return self._head(torch.nn.functional.rms_norm(rows, rows.shape[1:], self._norm, self._numbers.epsilon))
 
     def device_memory(self, n_bytes: int) -> torch.Tensor:
-        """See LeavesOnDevice."""
+        """See DeviceStage."""
         return self._queue.device_memory(n_bytes)
 
     def device_rows(self, memory: torch.Tensor, n_rows: int, rounded: bool) -> OwnDeviceRows:
-        """See LeavesOnDevice."""
+        """See DeviceStage."""
         dtype = WIRE_TYPES[rounded]
         values = memory[: n_rows * self.n_embd * dtype.itemsize].view(dtype).view(n_rows, self.n_embd)
         return OwnDeviceRows(values, self._queue)

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.plan import plan_command
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.gpu_room import left_on_gpus, spare_on_gpus
-from pipeinfer.cluster.hosts.room import Memory, Room, spare_room
+from pipeinfer.cluster.hosts.free_memory import FreeMemory, Memory, spare_memory
+from pipeinfer.cluster.hosts.gpu_memory import left_on_gpus, spare_on_gpus
 from pipeinfer.cluster.hosts.speed import Speed, measure_speed
 from pipeinfer.cluster.timing.costs import NOTHING, Profile
 from pipeinfer.cluster.timing.slice_times import RankTimes, SliceTimes
@@ -91,7 +91,7 @@ def test_both_forms_of_hosts_files_and_what_is_added(tmp_path: Path) -> None:
     )
     assert [node.host.name for node in nodes] == ["a", "a", "b", "c.example", "a"]
     last = nodes[3]
-    assert last.host.n_cores == 36 and last.host.room.host == 3 << 29 and last.gpu == "H100"
+    assert last.host.n_cores == 36 and last.host.memory.host == 3 << 29 and last.gpu == "H100"
     assert last.machine and last.machine.bytes_per_s == 1e11 and last.source == "hosts file"
     assert nodes[0].machine is None and nodes[0].host.n_cores == 0, "nobody says"
 
@@ -156,8 +156,8 @@ def test_layers_on_gpus_are_said_rank_by_rank(tmp_path: Path) -> None:
 
 def test_spare_room_is_the_hosts_or_the_ranks_own() -> None:
     needed = Memory(kv=100).needed
-    rooms = [Room(3 * needed), Room(3 * needed, own=needed - 1), Room()]
-    assert spare_room(["a", "a", "b"], rooms, [Memory(kv=100)] * 3) == [needed, -1, None]
+    rooms = [FreeMemory(3 * needed), FreeMemory(3 * needed, own=needed - 1), FreeMemory()]
+    assert spare_memory(["a", "a", "b"], rooms, [Memory(kv=100)] * 3) == [needed, -1, None]
 
 
 def test_what_does_not_fit_is_refused_with_ways_out_that_fit(tmp_path: Path, wide: Path) -> None:

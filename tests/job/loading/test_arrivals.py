@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeinfer.cluster.hosts.cores import Host, this_host
-from pipeinfer.cluster.hosts.room import Memory
+from pipeinfer.cluster.hosts.free_memory import Memory
 from pipeinfer.errors import UserError
 from pipeinfer.job.loading.arrivals import TARGET as TARGET_MODEL
 from pipeinfer.job.loading.arrivals import Want, _pieces
@@ -161,11 +161,11 @@ STREAMS = """
 from types import SimpleNamespace
 from zlib import crc32
 
-from pipeinfer.cluster.messages import streams
+from pipeinfer.cluster.messages import chunked_transfer
 from pipeinfer.cluster.transport import Link
 from pipeinfer.errors import UserError
 
-streams.CHUNK_BYTES = 1000
+chunked_transfer.CHUNK_BYTES = 1000
 link = Link()
 
 
@@ -179,35 +179,35 @@ def pieces(n, fails=False):
 for n in (0, 1, 999, 1000, 1001, 5000):
     if link.rank == 0:
         counts = []
-        streams.send_stream(link, 1, pieces(n), counts.append)
+        chunked_transfer.send_chunks(link, 1, pieces(n), counts.append)
         assert sum(counts) == n
     else:
-        got = b"".join(map(bytes, streams.receive_stream(link, 0, n)))
+        got = b"".join(map(bytes, chunked_transfer.receive_chunks(link, 0, n)))
         assert got == bytes(at % 251 for at in range(n)), n
     failed = ""
     try:
         if link.rank == 0:
-            streams.send_stream(link, 1, pieces(n, fails=True), lambda n: None)
+            chunked_transfer.send_chunks(link, 1, pieces(n, fails=True), lambda n: None)
         else:
-            for piece in streams.receive_stream(link, 0, n + 700):
+            for piece in chunked_transfer.receive_chunks(link, 0, n + 700):
                 pass
     except UserError as error:
         failed = str(error)
     assert failed.startswith(["the file is gone", "what rank 0 sends of the model is not whole"][link.rank]), failed
     if link.rank == 0:
-        streams.send_stream(link, 1, pieces(n), lambda n: None)
+        chunked_transfer.send_chunks(link, 1, pieces(n), lambda n: None)
     else:
-        stream = streams.receive_stream(link, 0, n)
+        stream = chunked_transfer.receive_chunks(link, 0, n)
         for piece in stream:
             break
         stream.close()  # who gives up leaves nothing behind
 if link.rank:
-    streams.zlib = SimpleNamespace(crc32=lambda data, before: crc32(data, before) ^ 1)  # as if a bit had changed
+    chunked_transfer.zlib = SimpleNamespace(crc32=lambda data: crc32(data) ^ 1)  # a bit is wrong
 try:
     if link.rank == 0:
-        streams.send_stream(link, 1, pieces(1700), lambda n: None)
+        chunked_transfer.send_chunks(link, 1, pieces(1700), lambda n: None)
     else:
-        b"".join(map(bytes, streams.receive_stream(link, 0, 1700)))
+        b"".join(map(bytes, chunked_transfer.receive_chunks(link, 0, 1700)))
         raise SystemExit("nobody noticed")
 except UserError as error:
     assert link.rank == 1 and "not whole" in str(error)

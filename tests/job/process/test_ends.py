@@ -12,13 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from pipeinfer.cluster.hosts.launch import rank_from_environment
-from pipeinfer.cluster.hosts.roster import check_alike, own_words
+from pipeinfer.cluster.hosts.roster import check_alike, own_info
 from pipeinfer.cluster.watch.deaths import first_to_close
 from pipeinfer.cluster.watch.segments import BRIEF_AGE_S, FOLDER, MARK, mark_own, remove_dead, segments_of, sweep
 from pipeinfer.cluster.watch.watch import Watch
@@ -234,7 +236,7 @@ def test_ranks_with_other_options_are_refused_by_name() -> None:
 
 
 def test_another_version_is_refused_by_name() -> None:
-    ours = own_words(SamplingParams())
+    ours = own_info(SamplingParams())
     check_alike([ours, ours])
     with pytest.raises(UserError, match=r"rank 1 \(host b\) runs pipeinfer 0\.0\.9 and rank 0 "):
         check_alike([ours, ("0.0.9", "b", ours[2], ours[3])])
@@ -243,12 +245,12 @@ def test_another_version_is_refused_by_name() -> None:
 def test_what_was_asked_otherwise_is_said_as_it_is_asked() -> None:
     asked = [RunOptions(model=Path("a.gguf"), backend=backend) for backend in ((Backend(),), (Backend("torch"),) * 2)]
     with pytest.raises(UserError, match=r"was started with backend torch,torch and rank 0 \(host .*\) with llama; "):
-        check_alike([own_words(each) for each in asked])
+        check_alike([own_info(each) for each in asked])
 
 
 def test_another_command_is_refused_as_such() -> None:
     with pytest.raises(UserError, match="was started with another command than rank 0"):
-        check_alike([own_words(SamplingParams()), own_words(ChatOptions())])
+        check_alike([own_info(SamplingParams()), own_info(ChatOptions())])
 
 
 # -- leftovers
@@ -407,7 +409,7 @@ def test_a_killed_job_leaves_nothing(with_sentinel: bool) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the order in which others close files is not known")
 def test_the_link_of_a_killed_process_closes_before_its_other_files() -> None:
     """So a busy host does not let the launcher kill others before the first death is heard."""
-    watched, link = socket.socketpair()
+    watched, link = Pipe()
     before, after = socket.socketpair(), socket.socketpair()
     child = os.fork()
     if not child:
@@ -417,7 +419,7 @@ def test_the_link_of_a_killed_process_closes_before_its_other_files() -> None:
             kept = first_to_close(link)
             time.sleep(60 + kept.fileno())
         os._exit(0)
-    order = [watched, before[0], after[0]]
+    order: list[Connection | socket.socket] = [watched, before[0], after[0]]
     for end in (link, before[1], after[1]):
         end.close()
     heard = select.epoll()

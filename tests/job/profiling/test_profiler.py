@@ -16,6 +16,7 @@ from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.hosts.speed import Speed
+from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.options.options import RunOptions, gpu_layers_asked
 from pipeinfer.job.placement import gpus
@@ -24,7 +25,6 @@ from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.planning.planner import ETHERNET, open_planner
 from pipeinfer.job.profiling.host_speeds import timed_nodes as with_run_times
 from pipeinfer.job.profiling.host_speeds import with_speeds
-from pipeinfer.kept import Kept
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.build import describe_build
@@ -259,7 +259,7 @@ def pair_and_one() -> list[Played]:
 def keep(folder: Path, values: dict[str, Any]) -> None:
     for name, value in values.items():
         build = "" if name.startswith("speed") else f", {describe_build()}"
-        Kept(folder / "pipeinfer" / "kept").put(name.replace("@", f", pipeinfer {__version__}{build}"), value)
+        DiskCache(folder / "pipeinfer" / "kept").put(name.replace("@", f", pipeinfer {__version__}{build}"), value)
 
 
 def test_what_was_kept_is_read(tmp_path: Path) -> None:

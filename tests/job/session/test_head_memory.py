@@ -16,7 +16,8 @@ import pytest
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
 from pipeinfer.cluster.messages.wire import decode_verdict
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker
+from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Comm
 from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.core.engine import Engine

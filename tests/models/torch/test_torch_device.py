@@ -86,7 +86,7 @@ def test_layers_on_a_device_meet_nothing_of_the_hosts(tmp_path: Path, dtype: str
         assert rows_of(last.begin(batch, never)).shape == (batch.wanted.sum(), info.n_vocab)
         for stage in (first, last):  # once more, from device to device
             stage.apply([KvOp(OpKind.REMOVE, 0, first=at)])
-        left = rows_of(first.begin_apart(batch, never, rounded))
+        left = rows_of(first.begin_on_device(batch, never, rounded))
         assert left.shape == (n, info.n_embd) and left.dtype == (torch.bfloat16 if rounded else torch.float32)
         memory = OwnDeviceRows(left, first._queue).memory
         batch.hidden, batch.on_device = None, last.device_rows(memory, n, rounded)

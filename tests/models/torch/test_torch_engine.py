@@ -14,7 +14,7 @@ import pytest
 
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.wire import Transaction, encode_verdict
-from pipeinfer.cluster.stages.begun import BegunTransaction
+from pipeinfer.cluster.stages.pending_run import PendingRun
 from pipeinfer.cluster.stages.stage import room_for
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
@@ -129,7 +129,7 @@ class AheadPipeline(ToyPipeline):
 
     def __init__(self, stages: Sequence[TorchStage], rng: random.Random, late: float) -> None:
         super().__init__(stages, rng, late)
-        self.begun: list[deque[BegunTransaction]] = [deque() for _ in stages]
+        self.begun: list[deque[PendingRun]] = [deque() for _ in stages]
 
     def advance(self) -> None:
         index = self.rng.choice([index for index in range(self.n_stages) if self.queues[index]] or [-1])
@@ -145,10 +145,10 @@ class AheadPipeline(ToyPipeline):
         done = encode_verdict(verdict) if verdict else oldest.transaction.message.copy()
         self.queues[index + 1].append(done)
 
-    def begin(self, index: int, message: Any) -> BegunTransaction:
+    def begin(self, index: int, message: Any) -> PendingRun:
         return self.workers[index].begin((Transaction if index else room_for)(message, self.n_embd, self.wire_type))
 
-    def finish(self, index: int, begun: BegunTransaction) -> Any:
+    def finish(self, index: int, begun: PendingRun) -> Any:
         return self.workers[index].finish(begun)
 
 
@@ -169,33 +169,33 @@ def test_runs_begun_ahead_on_late_devices_give_the_plain_text(
 # --- activations from device to device --------------------------------------------------------------------------------
 
 
-class ApartPipeline(AheadPipeline):
-    """The same with activations that come apart: in room that is written over as soon as this run is done, as MPI does.
+class OutOfBandPipeline(AheadPipeline):
+    """The same with activations out of band, in memory that is written over as soon as this run is done, as by MPI.
     Now and then a stage leaves its result with the host instead."""
 
-    n_apart = 0
+    n_out_of_band = 0
 
     def __init__(self, stages: Sequence[TorchStage], rng: random.Random, late: float) -> None:
         super().__init__(stages, rng, late)
         self.memories: list[deque[Any]] = [deque() for _ in stages]
         self.rooms: dict[int, Any] = {}
 
-    def begin(self, index: int, message: Any) -> BegunTransaction:
+    def begin(self, index: int, message: Any) -> PendingRun:
         worker, transaction = self.workers[index], room_for(message, self.n_embd)
         worker.leaves_as = self.rng.choice([WireType.F32] * 3 + [None]) if index + 1 < self.n_stages else None
-        if transaction.comes_apart:
+        if transaction.comes_out_of_band:
             memory = self.memories[index].popleft()
             assert isinstance(worker.model, TorchStage)
-            transaction.apart = worker.model.device_rows(memory, transaction.n_rows, rounded=False)
+            transaction.out_of_band = worker.model.device_rows(memory, transaction.n_rows, rounded=False)
             self.rooms[id(transaction)] = memory
         return worker.begin(transaction)
 
-    def finish(self, index: int, begun: BegunTransaction) -> Any:
+    def finish(self, index: int, begun: PendingRun) -> Any:
         verdict = self.workers[index].finish(begun)
         if (room := self.rooms.pop(id(begun.transaction), None)) is not None:
             room.fill_(255)  # no numbers
-        if index + 1 < self.n_stages and (memory := begun.transaction.apart_memory) is not None:
-            ApartPipeline.n_apart += 1
+        if index + 1 < self.n_stages and (memory := begun.transaction.out_of_band_memory) is not None:
+            OutOfBandPipeline.n_out_of_band += 1
             room = torch.full((len(memory) + 64,), 255, dtype=torch.uint8)
             room[: len(memory)] = memory
             self.memories[index + 1].append(room)
@@ -209,13 +209,13 @@ def test_activations_from_device_to_device_give_the_plain_text(
     if late:
         monkeypatch.setattr("pipeinfer.models.torch.stage.DeviceQueue", lambda device: LateQueue())
     stages = open_stages(tiny, [1, 2], N_CELLS, exact=not late, padded=late)
-    before = ApartPipeline.n_apart
+    before = OutOfBandPipeline.n_out_of_band
     for seed in range(50, 62):
         plain, other = make_request(seed), make_request(seed)
         write_text(chains[1], plain, Iterative(), seed, [])
-        write_text(stages, other, random_policy(random.Random(seed)), seed, plain.tokens, ApartPipeline)
+        write_text(stages, other, random_policy(random.Random(seed)), seed, plain.tokens, OutOfBandPipeline)
         assert other.tokens == plain.tokens, f"seed {seed}"
-    assert ApartPipeline.n_apart > before + 300
+    assert OutOfBandPipeline.n_out_of_band > before + 300
 
 
 # --- every policy on the shipped pair ---------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def evaluate_all(first: TorchStage, last: TorchStage, rounded: bool) -> None:
         assert rows_of(last.begin(batch, never)).shape == (batch.wanted.sum(), last.n_vocab)
         for stage in (first, last):
             stage.apply([KvOp(OpKind.REMOVE, 0, first=at)])
-        left = rows_of(first.begin_apart(batch, never, rounded))
+        left = rows_of(first.begin_on_device(batch, never, rounded))
         batch.hidden = None
         batch.on_device = OwnDeviceRows(left, first._queue).pick(range(n)).spread(range(n), n)
         assert rows_of(last.begin(batch, never)).shape == (batch.wanted.sum(), last.n_vocab)

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the door that rank 0 opens and its sentinel keeps, and a rank's way to it.
+"""Where the ranks of a job find the sentinel: the socket that rank 0 opens for it, and how a rank connects.
 
 Knows sockets and hosts, no MPI.
 """
@@ -13,18 +13,19 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from pipeinfer.cluster.watch.door import keep_alive
-from pipeinfer.cluster.watch.handshake import encode, introduce, new_key
 from pipeinfer.cluster.watch.limits import Limits
+from pipeinfer.cluster.watch.listener import keep_alive
+from pipeinfer.cluster.watch.protocol import authenticate_sentinel, new_key, send
 
 CONNECT_TIMEOUT_S = 20.0
 HELLO_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the sentinel listens; rank 0 broadcasts it."""
 
     place: str
@@ -48,40 +49,52 @@ def own_place() -> Place:
     return Place(socket.gethostname(), where)
 
 
-def open_door(places: Sequence[Place]) -> tuple[Meeting, socket.socket]:
-    """What to tell the others, and the socket on which they come: on this host alone if all ranks are here."""
+def open_listener(places: Sequence[Place]) -> tuple[Rendezvous, socket.socket]:
+    """What to broadcast, and the listening socket: on the loopback interface alone if all ranks are on this host."""
     alone = len({place.where for place in places}) == 1
-    listener = _listener(len(places), alone)
+    listener = _listen(len(places), alone)
     addresses = ("127.0.0.1",) if alone else (*_own_addresses(), places[0].host)
-    return Meeting(places[0].where, addresses, listener.getsockname()[1], new_key()), listener
+    return Rendezvous(places[0].where, addresses, listener.getsockname()[1], new_key()), listener
 
 
-def go_to(meeting: Meeting, rank: int, limits: Limits) -> socket.socket | None:
-    """A link on which each end has proved to the other that it is of this job; None when there is no way to it."""
-    here = own_place().where == meeting.place
-    addresses = tuple(dict.fromkeys(("127.0.0.1",) * here + meeting.addresses))
+def connect(rendezvous: Rendezvous, rank: int, limits: Limits) -> Connection | None:
+    """An authenticated connection to the sentinel; None if it cannot be reached."""
+    here = own_place().where == rendezvous.place
+    addresses = tuple(dict.fromkeys(("127.0.0.1",) * here + rendezvous.addresses))
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    refused: set[str] = set()  # for good: the sentinel has listened since before the meeting was broadcast
+    refused: set[str] = set()  # for good: the sentinel has listened since before the broadcast
     while time.monotonic() < deadline and not refused.issuperset(addresses):
         for address in addresses:
             try:
-                link = socket.create_connection((address, meeting.port), timeout=HELLO_TIMEOUT_S)
-                if introduce(link, meeting.key, rank):
-                    keep_alive(link, limits)
-                    link.settimeout(None)
-                    if here:
-                        link.sendall(encode({"pid": os.getpid()}))
-                    return link
-                link.close()
+                link = _connect(address, rendezvous, rank, limits)
             except ConnectionRefusedError:
                 refused.add(address)
-            except OSError:
+            except Exception:  # lost, too slow, or not the sentinel
                 pass
+            else:
+                if here:
+                    send(link, {"pid": os.getpid()})
+                return link
         time.sleep(0.2)
     return None
 
 
-def _listener(size: int, alone: bool) -> socket.socket:
+def _connect(address: str, rendezvous: Rendezvous, rank: int, limits: Limits) -> Connection:
+    with socket.create_connection((address, rendezvous.port), timeout=HELLO_TIMEOUT_S) as link:
+        keep_alive(link, limits)
+        link.settimeout(None)  # Connection needs a blocking socket; the kernel ends a read that takes too long
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(HELLO_TIMEOUT_S), 0))
+        connection = Connection(link.dup().detach())
+        try:
+            authenticate_sentinel(connection, rendezvous.key, rank)
+        except BaseException:
+            connection.close()
+            raise
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        return connection
+
+
+def _listen(size: int, alone: bool) -> socket.socket:
     if alone:
         return socket.create_server(("127.0.0.1", 0), backlog=size + 16)
     if socket.has_dualstack_ipv6():

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.room import UNLIMITED, Memory, Room, check_room, free_room, paging_lines
+from pipeinfer.cluster.hosts.free_memory import (
+    UNLIMITED,
+    FreeMemory,
+    Memory,
+    check_fits,
+    free_memory,
+    paging_lines,
+)
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, deploy
@@ -25,19 +32,19 @@ GB = 10**9
 
 def test_a_hosts_ranks_are_added_up() -> None:
     names, memory = ["a", "a", "b"], [Memory(weights=2 * GB, kv=GB), Memory(kv=3 * GB), Memory(weights=9 * GB)]
-    check_room(names, [Room(7 * GB)] * 2 + [Room(10 * GB)], memory, "")
+    check_fits(names, [FreeMemory(7 * GB)] * 2 + [FreeMemory(10 * GB)], memory, "")
     with pytest.raises(
         UserError, match=r"a has 6\.1 GB .* needs 6\.2 GB \(rank 0: 3\.1 GB, weights 2\.0 GB, KV 1\.0 GB"
     ):
-        check_room(names, [Room(7 * GB), Room(61 * GB // 10), Room(10 * GB)], memory, "do this")
+        check_fits(names, [FreeMemory(7 * GB), FreeMemory(61 * GB // 10), FreeMemory(10 * GB)], memory, "do this")
     with pytest.raises(
         UserError, match=r"rank 2 on b needs 9\.1 GB.* \(ulimit -v\) leaves 8\.0 GB; raise it, or do this"
     ):
-        check_room(names, [Room()] * 2 + [Room(own=8 * GB)], memory, "do this")
+        check_fits(names, [FreeMemory()] * 2 + [FreeMemory(own=8 * GB)], memory, "do this")
 
 
 def test_mapped_weights_need_no_room_and_loading_needs_it_once() -> None:
-    check_room(["a"], [Room(GB)], [Memory(mapped=50 * GB)], "")
+    check_fits(["a"], [FreeMemory(GB)], [Memory(mapped=50 * GB)], "")
     both = Memory(weights=GB, loading=GB) + Memory(kv=2 * GB)
     assert both.needed == 3 * GB + both.runtime, "the contexts come after the loading"
     assert (Memory(weights=GB, loading=GB) + Memory()).needed == 2 * GB + both.runtime
@@ -45,14 +52,14 @@ def test_mapped_weights_need_no_room_and_loading_needs_it_once() -> None:
 
 def test_weights_that_will_not_stay_are_told() -> None:
     memory = [Memory(mapped=3 * GB, kv=GB), Memory(mapped=3 * GB, kv=GB), Memory(mapped=9 * GB)]
-    names, rooms = ["a", "a", "b"], [Room(4 * GB)] * 2 + [Room(10 * GB)]
+    names, rooms = ["a", "a", "b"], [FreeMemory(4 * GB)] * 2 + [FreeMemory(10 * GB)]
     (line,) = paging_lines(names, rooms, memory)
     assert line.startswith("a has 1.9 GB of memory for 6.0 GB of weights that are mapped")
-    assert not paging_lines(names, [Room(9 * GB)] * 2 + [Room()], memory)
-    assert not paging_lines(names[:1], [Room(GB)], memory[:1]), "which is refused, with other words"
+    assert not paging_lines(names, [FreeMemory(9 * GB)] * 2 + [FreeMemory()], memory)
+    assert not paging_lines(names[:1], [FreeMemory(GB)], memory[:1]), "which is refused, with other words"
 
 
-def make_system(folder: Path, cgroup: str, groups: dict[str, dict[str, str]]) -> Room:
+def make_system(folder: Path, cgroup: str, groups: dict[str, dict[str, str]]) -> FreeMemory:
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   5000 kB\nSwapFree:   1000 kB\n")
     (folder / "proc/self/cgroup").write_text(cgroup)
@@ -61,7 +68,7 @@ def make_system(folder: Path, cgroup: str, groups: dict[str, dict[str, str]]) ->
         (folder / "groups" / name).mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             (folder / "groups" / name / file).write_text(text)
-    return free_room(folder / "proc", folder / "groups")
+    return free_memory(folder / "proc", folder / "groups")
 
 
 def test_control_groups_and_those_above_them(tmp_path: Path) -> None:
@@ -83,9 +90,9 @@ def test_control_groups_and_those_above_them(tmp_path: Path) -> None:
 
 def test_this_machine_says_what_it_has() -> None:
     if sys.platform == "linux":
-        assert 0 < free_room().host < UNLIMITED
+        assert 0 < free_memory().host < UNLIMITED
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    assert (free_room().own < UNLIMITED) == limited
+    assert (free_memory().own < UNLIMITED) == limited
 
 
 # -- plans
@@ -95,7 +102,7 @@ def plan_on(rooms: Sequence[int], split: str | None = None) -> Deployment:
     options = RunOptions(
         model=TARGET, drafts=(DRAFT,), policy=PipeInfer(), predict=8, ctx_size=100_000, layer_split=split
     )
-    hosts = [Host(f"h{rank}", frozenset({rank}), 1, Room(host=room)) for rank, room in enumerate(rooms)]
+    hosts = [Host(f"h{rank}", frozenset({rank}), 1, FreeMemory(host=room)) for rank, room in enumerate(rooms)]
     return deploy(options, hosts, open_models(options)[0], 100_000, n_prompt=3)
 
 
@@ -123,7 +130,7 @@ def test_a_larger_draft_is_cut_to_what_its_hosts_hold() -> None:
         options = RunOptions(
             model=TARGET, drafts=(TARGET, DRAFT), policy=PipeInfer(), predict=8, ctx_size=100_000, draft_split=(2,)
         )
-        hosts = [Host(f"h{rank}", frozenset({rank}), 1, Room(host=room)) for rank, room in enumerate(rooms)]
+        hosts = [Host(f"h{rank}", frozenset({rank}), 1, FreeMemory(host=room)) for rank, room in enumerate(rooms)]
         return deploy(options, hosts, open_models(options)[0], 100_000, n_prompt=3)
 
     even = plan([GB] * 4)

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.kept import BYTES_MAX, N_KEPT, Kept, user_kept
+from pipeinfer.disk_cache import BYTES_MAX, N_KEPT, DiskCache, user_cache
 
 
 def test_a_value_comes_back(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "new" / "folder")
+    kept = DiskCache(tmp_path / "new" / "folder")
     assert kept.get("a") is None
     kept.put("a", {"1": 0.5})
     kept.put("b", False)
-    assert Kept(tmp_path / "new" / "folder").get("a") == {"1": 0.5} and kept.get("b") is False
+    assert DiskCache(tmp_path / "new" / "folder").get("a") == {"1": 0.5} and kept.get("b") is False
 
 
 @pytest.mark.parametrize("junk", [b"", b"{", b"\xff\x00", b"[1]", b'{"name": "other", "value": 1}', b"[" * 60_000])
 def test_junk_is_no_value_and_is_replaced(tmp_path: Path, junk: bytes) -> None:
-    kept = Kept(tmp_path)
+    kept = DiskCache(tmp_path)
     kept.put("a", 1)
     (file,) = tmp_path.iterdir()
     file.write_bytes(junk)
@@ -31,7 +31,7 @@ def test_junk_is_no_value_and_is_replaced(tmp_path: Path, junk: bytes) -> None:
 
 
 def test_only_regular_files_of_a_sane_size_are_read(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
+    kept = DiskCache(tmp_path)
     kept.put("a", 1)
     (file,) = tmp_path.iterdir()
     file.write_bytes(b" " * BYTES_MAX + file.read_bytes())
@@ -44,13 +44,13 @@ def test_only_regular_files_of_a_sane_size_are_read(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
-        kept = Kept(folder)
+        kept = DiskCache(folder)
         kept.put("a", 1)
         assert kept.get("a") is None
 
 
 def test_the_folder_does_not_grow_for_ever(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
+    kept = DiskCache(tmp_path)
     for number in range(N_KEPT + 20):
         kept.put(str(number), number)
     assert len(list(tmp_path.iterdir())) == N_KEPT
@@ -59,8 +59,8 @@ def test_the_folder_does_not_grow_for_ever(tmp_path: Path) -> None:
 def test_writers_at_once(tmp_path: Path) -> None:
     def write(number: int) -> None:
         for _ in range(20):
-            Kept(tmp_path).put("a", number)
-            assert Kept(tmp_path).get("a") in range(4)
+            DiskCache(tmp_path).put("a", number)
+            assert DiskCache(tmp_path).get("a") in range(4)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -71,6 +71,6 @@ def test_writers_at_once(tmp_path: Path) -> None:
 
 
 def test_where_it_is(tmp_path: Path) -> None:
-    user_kept({"XDG_CACHE_HOME": str(tmp_path)}).put("a", 1)
+    user_cache({"XDG_CACHE_HOME": str(tmp_path)}).put("a", 1)
     assert (tmp_path / "pipeinfer" / "kept").is_dir()
-    assert str(user_kept({"XDG_CACHE_HOME": "relative"})._folder).endswith(".cache/pipeinfer/kept")
+    assert str(user_cache({"XDG_CACHE_HOME": "relative"})._folder).endswith(".cache/pipeinfer/kept")

@@ -1,4 +1,4 @@
-"""Memory of GPUs: what ranks put there, and a refusal with the numbers when it is more than is free.
+"""The memory that ranks need on GPUs, and an error with the numbers when it is more than is free.
 
 Knows bytes, no model and no device.
 """
@@ -14,7 +14,7 @@ from pipeinfer.sizes import size_text
 
 
 class _Shared(NamedTuple):
-    """Ranks whose layers go to the same devices, what is free there, and what they need together."""
+    """Ranks that share devices, the bytes free there, and the bytes that they need together."""
 
     ranks: list[int]
     free: int
@@ -22,7 +22,7 @@ class _Shared(NamedTuple):
 
 
 def _shared(hosts: Sequence[Host], needed: Sequence[int]) -> Iterator[_Shared]:
-    """Where somebody knows what is free."""
+    """Groups of ranks that share devices, if the free memory is known."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[int]] = {}
     for rank, host in enumerate(hosts):
         names = tuple(name for name, _ in host.gpus)
@@ -33,8 +33,8 @@ def _shared(hosts: Sequence[Host], needed: Sequence[int]) -> Iterator[_Shared]:
 
 
 def spare_on_gpus(hosts: Sequence[Host], needed: Sequence[int]) -> list[int | None]:
-    """Bytes that are left on the devices of each rank once all ranks that share them have theirs; negative: so many are
-    missing; None: it needs none, or nobody knows what is free. One entry a rank."""
+    """Bytes left on each rank's devices once all ranks that share them have theirs; negative if too few; None if it
+    needs none, or the free memory is unknown. One entry a rank."""
     found: list[int | None] = [None] * len(hosts)
     for ranks, free, together in _shared(hosts, needed):
         for rank in filter(needed.__getitem__, ranks):
@@ -45,8 +45,8 @@ def spare_on_gpus(hosts: Sequence[Host], needed: Sequence[int]) -> list[int | No
 def left_on_gpus(
     hosts: Sequence[Host], ranks: Sequence[int], taken: Sequence[int]
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Of each of `ranks` the devices that it uses, by a name for all who share them, and what others than these ranks
-    leave there. An empty name where nobody knows what is free. `hosts`, `taken`: one entry a rank."""
+    """A name for the devices of each of `ranks`, the same for all that share them, and the bytes that other ranks leave
+    there. The name is empty if the free memory is unknown. `hosts`, `taken`: one entry a rank."""
     names, left = dict.fromkeys(ranks, ""), {}
     for here, free, _ in _shared(hosts, taken):
         name = f"GPUs of rank {here[0]}"
@@ -56,7 +56,7 @@ def left_on_gpus(
 
 
 def check_gpus(hosts: Sequence[Host], needed: Sequence[int], way_out: str) -> None:
-    """Raises UserError where ranks' layers do not fit onto their GPUs. One entry a rank."""
+    """Raises UserError when ranks' layers do not fit into their GPUs' memory. One entry a rank."""
     short = [shared for shared in _shared(hosts, needed) if shared.needed > shared.free]
     for rank, free, together in sorted((min(filter(needed.__getitem__, each.ranks)), *each[1:]) for each in short):
         names, others = ", ".join(name for name, _ in hosts[rank].gpus), together - needed[rank]

@@ -1,15 +1,15 @@
-"""Which rank has said nothing for too long. Knows times that it is told; no socket and no clock."""
+"""Which rank has sent nothing for too long. Knows the times that it is given; no socket and no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
-class Silence:
-    """Of ranks that are to be heard several times in `limit_s`.
+class HeartbeatMonitor:
+    """For ranks that should be heard several times within `limit_s`.
 
-    When nobody is heard, or who listens has not looked, the job was suspended (Ctrl-Z, a laptop that was closed) and no
-    rank is at fault: all have their time anew once somebody speaks.
+    When no rank is heard, or `look` was not called in time, the whole job was suspended (Ctrl-Z, a closed laptop). Then
+    no rank is at fault, and every rank's time starts again when one is heard.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -20,11 +20,11 @@ class Silence:
 
     @property
     def look_s(self) -> float:
-        """`look` is to be called so often."""
+        """Seconds between calls of `look`."""
         return self.limit_s / 12
 
     def begin(self, ranks: Iterable[int], now_s: float) -> None:
-        """From now on these are listened to."""
+        """Monitor these ranks from now on."""
         self._heard_s = dict.fromkeys(ranks, now_s)
         self._looked_s = now_s
 
@@ -33,11 +33,11 @@ class Silence:
             self._heard_s[rank] = now_s
 
     def forget(self, rank: int) -> None:
-        """It has said goodbye."""
+        """Stop monitoring a rank that leaves in order."""
         self._heard_s.pop(rank, None)
 
     def look(self, now_s: float) -> int | None:
-        """A rank that has been silent for `limit_s` while another one spoke; of several the one that was so first."""
+        """The rank that has been silent the longest, if for `limit_s` while another one was heard; else None."""
         was_away = now_s - self._looked_s > self.limit_s / 2
         self._looked_s = now_s
         if not self._heard_s:

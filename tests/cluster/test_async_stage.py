@@ -24,8 +24,9 @@ from pipeinfer.cluster.messages.wire import (
     encode_order,
     encode_prunings,
 )
+from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.serve import Pipe, StageLoop
-from pipeinfer.cluster.stages.stage import LocalPrunings, StageWorker, room_for
+from pipeinfer.cluster.stages.stage import StageWorker, room_for
 from pipeinfer.cluster.transport import Comm, Inbox, Tag
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, Opening, Row, Run

@@ -22,7 +22,7 @@ N_KEPT = 256
 BYTES_MAX = 64 * 1024
 
 
-class Kept:
+class DiskCache:
     """Values in a folder that several processes and hosts may share."""
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class Kept:
             Path(path).unlink(missing_ok=True)
 
 
-def user_kept(environ: Mapping[str, str] = os.environ) -> Kept:
+def user_cache(environ: Mapping[str, str] = os.environ) -> DiskCache:
     """The user's own: under XDG_CACHE_HOME, or ~/.cache."""
     base = environ.get("XDG_CACHE_HOME", "")
-    return Kept((Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "pipeinfer" / "kept")
+    return DiskCache((Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "pipeinfer" / "kept")

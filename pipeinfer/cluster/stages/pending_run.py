@@ -1,4 +1,4 @@
-"""A transaction that a stage has begun and whose result may not be there yet. Knows no MPI, and computes nothing."""
+"""A transaction that a stage has begun and whose result may be pending. Knows no MPI, and computes nothing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeinfer.cluster.messages.wire import Transaction
-from pipeinfer.core.interfaces import Allowed, DeviceRows, FloatArray, UnderWay
+from pipeinfer.core.interfaces import Allowed, DeviceRows, FloatArray, StageFuture
 from pipeinfer.core.sampling import SamplingParams
 
 
 class Question(NamedTuple):
-    """What follows a row of a run?"""
+    """Asks for the token after a row of a run."""
 
     row: int
     params: SamplingParams
@@ -24,7 +24,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """UnderWay, of a model that has waited for the result."""
+    """StageFuture of a model that evaluates synchronously."""
 
     rows: FloatArray
     is_done = True
@@ -34,13 +34,13 @@ class Evaluated:
 
 
 @dataclass(slots=True, eq=False)
-class BegunTransaction:
-    """A transaction whose result may not be there yet. `rows`: those `alive`, if any are evaluated."""
+class PendingRun:
+    """A transaction whose result may be pending. `rows`: the result of the rows `alive`; None if there are none."""
 
     transaction: Transaction
     start_s: float
     alive: list[int] = field(default_factory=list)
-    rows: UnderWay[FloatArray] | UnderWay[DeviceRows] | None = None
+    rows: StageFuture[FloatArray] | StageFuture[DeviceRows] | None = None
     questions: list[Question] = field(default_factory=list)
 
     @property

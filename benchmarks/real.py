@@ -1,0 +1,153 @@
+"""Real models on this machine: `python benchmarks/real.py -m TARGET -md DRAFT --prompts FOLDER`.
+
+Runs every policy on each question set of a folder (.jsonl with `turns`), on 1, 2 and 3 ranks, with exact and fast
+numerics, beside libllama alone: one token at a time, the whole model in one process, repacked weights. Rounds take
+turns. Prints a page (docs/results/real.md with -o).
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, median
+
+import click
+import llama_cpp
+import numpy as np
+from harness import in_turns, job
+
+from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.observe.texts.markdown import markdown_table
+from tests.support.plain_llama import SILENT
+
+COLUMNS = ("ranks", "numerics", "policy", "n", "tokens/s", "of libllama", "of iterative", "acceptance")
+
+N_PROMPT = 32
+"""Tokens that libllama has before it decodes, as if it were a prompt: what they are costs nothing."""
+
+PAGE = """# Real models
+
+Measured by `python benchmarks/real.py` on {machine}: {models}. {rounds} rounds in turns, {n_questions} questions of
+each set ({sets}), {n_predict} tokens each, greedy. Speeds are of decoding, without the prompt.
+
+* `of libllama`: beside libllama alone (llama-cpp-python {version}, {n_threads} threads): {plain:.1f} tokens/s
+  ({plain_least:.1f} to {plain_most:.1f}).
+* `of iterative`: beside no guesses on the same ranks, with the same numerics; the mean of the sets, and the worst.
+
+"""
+
+
+@dataclass
+class Found:
+    """Tokens a second of each policy, by question set."""
+
+    speeds: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    acceptance: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def ratios(self, policy: str, base: str) -> list[float]:
+        """One a set: medians over rounds and questions."""
+        sets = {name for _, name in self.speeds}
+        return [median(self.speeds[policy, name]) / median(self.speeds[base, name]) for name in sets]
+
+
+def plain(path: Path, n_threads: int, n_predict: int) -> float:
+    """Tokens a second of libllama: decode, take the likeliest, again."""
+    llama_cpp.llama_log_set(SILENT, None)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_threads, params.n_threads_batch = N_PROMPT + n_predict, n_threads, n_threads
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    context = llama_cpp.llama_init_from_model(model, params)
+    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    tokens, begin_s = [1] * N_PROMPT, 0.0
+    for _ in range(n_predict + 1):
+        array = (llama_cpp.llama_token * len(tokens))(*tokens)
+        assert not llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(tokens)))
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,))
+        tokens = [int(logits.argmax())]
+        begin_s = begin_s or time.perf_counter()
+    return n_predict / (time.perf_counter() - begin_s)
+
+
+def apart(path: Path, n_threads: int, n_predict: int) -> float:
+    """The same in a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(plain, path, n_threads, n_predict).result()
+
+
+def bench(found: Found, n_ranks: int, sets: Sequence[Path], words: Sequence[str]) -> None:
+    """One round on so many ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.csv"
+        prompts = [word for path in sets for word in ("-p", str(path))]
+        job(n_ranks, ["bench", "-r", "1", "--results", str(results), *prompts, *words])
+        for row in csv.DictReader(results.open()):
+            kind = "lookup" if "lookup" in row["settings"] else row["policy"]
+            found.speeds[kind, row["prompt"].split("/")[0]].append(float(row["predicted_per_second"]))
+            if row["acceptance_rate"]:
+                found.acceptance[kind].append(float(row["acceptance_rate"]))
+
+
+def rows(found: dict[tuple[int, str], Found], plain_speed: float) -> Iterator[list[str]]:
+    for (n_ranks, numerics), own in found.items():
+        for policy in sorted({policy for policy, _ in own.speeds}, key=lambda name: (name != "iterative", name)):
+            speeds = [speed for (of, _), values in own.speeds.items() if of == policy for speed in values]
+            ratios, acceptance = own.ratios(policy, "iterative"), own.acceptance[policy]
+            yield [
+                str(n_ranks), numerics, policy, str(len(speeds)),
+                f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})", f"{median(speeds) / plain_speed:.2f}",
+                f"{fmean(ratios):.2f}, {min(ratios):.2f}", f"{fmean(acceptance):.2f}" if acceptance else "-",
+            ]  # fmt: skip
+
+
+@click.command(help=__doc__)
+@click.option("-m", "--model", "target", type=click.Path(exists=True, path_type=Path), required=True)
+@click.option("-md", "--model-draft", "draft", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--prompts", type=click.Path(exists=True, path_type=Path), required=True, help="A folder of question sets."
+)
+@click.option("--ranks", default="1,2,3", show_default=True)
+@click.option("--numerics", default="exact,fast", show_default=True)
+@click.option("--policies", default="iterative,speculative,pipeinfer,pipedec,flowspec,auto", show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--questions", default=1, show_default=True, help="Of each set.")
+@click.option("-n", "--predict", "n_predict", default=64, show_default=True)
+@click.option("-t", "--threads", "n_threads", default=2, show_default=True, help="Of libllama and of one rank.")
+@click.option("-o", "--output", type=click.File("w"), default="-")
+def main(
+    target: Path, draft: Path | None, prompts: Path, ranks: str, numerics: str, policies: str, rounds: int,
+    questions: int, n_predict: int, n_threads: int, output: click.utils.LazyFile,
+) -> None:  # fmt: skip
+    sets = sorted(prompts.glob("*.jsonl"))
+    common = ["-m", str(target), "-n", str(n_predict), "--questions", str(questions), "--turns", "1", "--cut", "256"]
+    ways = [["-md", str(draft), "--policy", policies]] if draft else []
+    ways.append(["--lookup", "--policy", "iterative,auto" if not draft else "auto"])
+    found = {key: Found() for key in product(map(int, ranks.split(",")), numerics.split(","))}
+
+    def trial(n_ranks: int, kind: str) -> float:
+        for way in ways:
+            bench(found[n_ranks, kind], n_ranks, sets, [*common, "--numerics", kind, *way])
+        return 0.0
+
+    trials = {f"{n_ranks} ranks, {kind}": partial(trial, n_ranks, kind) for n_ranks, kind in found}
+    speeds = in_turns({"libllama": partial(apart, target, n_threads, n_predict), **trials}, rounds)["libllama"]
+    with_draft = f" with {draft.name} as its draft" if draft else ""
+    head = PAGE.format(
+        machine=f"{this_host('').processor}, {n_threads} threads", models=target.name + with_draft, rounds=rounds,
+        n_questions=questions, sets=", ".join(path.stem for path in sets), n_predict=n_predict, n_threads=n_threads,
+        version=llama_cpp.__version__, plain=median(speeds), plain_least=min(speeds), plain_most=max(speeds),
+    )  # fmt: skip
+    print(head + "\n".join(markdown_table(COLUMNS, rows(found, median(speeds)), COLUMNS[3:])), file=output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

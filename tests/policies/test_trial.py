@@ -1,0 +1,95 @@
+"""Guesses that cost more time than they save rest, and are tried again now and then."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.policy import Policy
+from pipeinfer.policies import Auto, Iterative
+from pipeinfer.policies.trial import LEAST_REST, LONGEST_REST, N_WITH, N_WITHOUT, SpeculationTrial
+from pipeinfer.virtual.choices import ranks_for, synthetic_team
+from pipeinfer.virtual.simulation import simulate
+
+
+def told(trial: SpeculationTrial, n_tokens: int, with_s: float, without_s: float = 1.0) -> tuple[list[bool], list[str]]:
+    """Of so many tokens, one a verdict: whether each was made without guesses, and what was said."""
+    rested, said = [], []
+    for _ in range(n_tokens):
+        rested.append(trial.rests)
+        if line := trial.settled(1, without_s if trial.rests else with_s, without_s):
+            said.append(line)
+    return rested, said
+
+
+def test_guesses_that_cost_time_rest_within_some_tens_of_tokens() -> None:
+    trial = SpeculationTrial()
+    rested, said = told(trial, 4000, with_s=1.2)
+    assert not any(rested[:N_WITH]) and all(rested[2 * N_WITH : 2 * N_WITH + LEAST_REST])
+    assert len(said) == 1 and "0.8 tokens/s with them, 1.0 without" in said[0]
+    tries = [at for at in range(1, 4000) if rested[at - 1] and not rested[at]]
+    rests = [second - first for first, second in pairwise(tries)]
+    assert 2 <= len(tries) <= 8 and rests == sorted(rests) and rests[-1] <= LONGEST_REST + 2 * N_WITH
+    assert sum(rested) > 0.97 * len(rested)
+
+
+def test_the_longer_a_try_takes_the_longer_they_rest() -> None:
+    little, much = SpeculationTrial(), SpeculationTrial()
+    assert sum(told(much, 400, with_s=3.0)[0]) > sum(told(little, 400, with_s=1.1)[0]) + N_WITH
+
+
+def test_guesses_that_surely_save_time_are_not_put_to_the_test() -> None:
+    rested, said = told(SpeculationTrial(), 2000, with_s=0.5)
+    assert not any(rested) and not said
+
+
+def test_guesses_that_save_little_are_tested_and_go_on() -> None:
+    rested, said = told(SpeculationTrial(), 1000, with_s=0.93)
+    assert 0 < sum(rested) <= 5 * (N_WITHOUT + 2) and not said
+
+
+def test_guesses_that_save_time_again_go_on() -> None:
+    trial = SpeculationTrial()
+    told(trial, 200, with_s=1.5)
+    assert trial.rests
+    rested, said = told(trial, 3000, with_s=0.6)
+    assert said == ["guesses save time again: speculation goes on"] and not any(rested[-500:])
+
+
+# -- in virtual time
+
+
+def profile(n_stages: int, row_share: float, slowdown: tuple[float, ...], elsewhere: bool) -> Profile:
+    """A token takes 30 ms, a step of the draft 10 ms, further rows `row_share` of the first. All ranks share a host."""
+    rows = (1.0, 2.0, 8.0)
+    shares = tuple(1 + row_share * (n_rows - 1) for n_rows in rows)
+    stage = ModelCost("stage", 1, Work(rows, tuple(0.03 / n_stages * each for each in shares)))
+    draft = ModelCost("d", 1, Work(rows, (0.01, 0.015, 0.045)))
+    return Profile(
+        "one host", 1536, (stage,) * n_stages, (draft,), LinkCost(3e-5, 1e9), HeadCost(), head_is_first=elsewhere,
+        sleeps=True, slowdown=slowdown,
+    )  # fmt: skip
+
+
+def tokens_a_second(policy: Policy, cluster: Profile, acceptance: float) -> float:
+    (choices,) = synthetic_team([ranks_for(acceptance)], 1, 600)
+    token_s = simulate(cluster, choices, policy, 512).metrics.token_s
+    return (len(token_s) - 1) / (token_s[-1] - token_s[0])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.85])
+def test_auto_hardly_loses_where_a_draft_takes_the_stages_cores(
+    n_stages: int, elsewhere: bool, acceptance: float
+) -> None:
+    """Without trials it made down to 0.4 as many tokens a second as without guesses."""
+    cluster = profile(n_stages, 1.0, (1.0, 1.7, 2.6, 3.5), elsewhere)
+    assert tokens_a_second(Auto(), cluster, acceptance) > 0.88 * tokens_a_second(Iterative(), cluster, acceptance)
+
+
+def test_auto_still_gains_where_guesses_do() -> None:
+    cluster = profile(3, 0.3, (), True)
+    assert tokens_a_second(Auto(), cluster, 0.85) > 2.1 * tokens_a_second(Iterative(), cluster, 0.85)
