@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Draw the figures of an evaluation from results.csv or load.csv: `python plot.py [results.csv] [-o FOLDER]`.
+"""Draw the figures of an evaluation from results.csv, load.csv or a trace: `python plot.py [results.csv] [-o FOLDER]`.
 
 Writes PNG, SVG and PDF files of every figure that the table has the data for. Of results.csv: generation speed, time to
 first token, inter-token latency, speed per memory, ablations, prompts, distributions of the latencies and each rank's
 time. Of load.csv (docs/how-to/measure.md): throughput and latencies over concurrency or rate, their distributions, how
-busy the stages were. Rows that differ in what was asked (docs/reference/results-csv.md) are in different panels. A
-table of the original PipeInfer works too: no header, four columns, rows in threes (sequential, speculative, pipeinfer).
+busy the stages were. Of a trace (`run --trace trace.json`): what each rank did. Rows that differ in what was asked
+(docs/reference/results-csv.md) are in different panels. A table of the original PipeInfer works too: no header, four
+columns, rows in threes (sequential, speculative, pipeinfer).
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from typing import Any
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import take_streams
-from pipeinfer.observe.columns import COLUMNS
-from pipeinfer.observe.load_columns import LOAD_COLUMNS, LOADS
-from pipeinfer.observe.results import read_results
+from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS
+from pipeinfer.observe.results import LOADS, RESULTS
 from pipeinfer.observe.table import Record, lines_of
 from pipeinfer.outputs import whole_file
 
@@ -32,10 +32,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("results", nargs="?", type=Path, default=Path("results.csv"), help="[default: results.csv]")
     parser.add_argument("-o", "--output", type=Path, help="Folder for the pictures. [default: beside the table]")
+    parser.add_argument("--from", dest="from_ms", type=float, help="Of a trace: begin here (ms).")
+    parser.add_argument("--for", dest="for_ms", type=float, help="Of a trace: draw this long (ms).")
     take_streams()  # the files are written even where nobody reads their names
     options = parser.parse_args()
     try:
-        write_figures(options.results, options.output or options.results.parent)
+        source, folder = options.results, options.output or options.results.parent
+        if source.suffix == ".json":
+            write_timeline(source, folder, options.from_ms, options.for_ms)
+        else:
+            write_figures(source, folder)
         return
     except ImportError as error:
         why = f"figures need matplotlib and pandas ({error}): pip install 'pipeinfer[plot]'"
@@ -50,19 +56,37 @@ def main() -> None:
 def write_figures(results: Path, folder: Path) -> None:
     """Raises UserError for a table that cannot be read, OSError for a folder that cannot be written, ImportError
     without matplotlib and pandas."""
+    from plots.original import is_original, original_rows
+
     lines = list(lines_of(results))
     has_loads = LOADS.has_header(lines)
-    rows = LOADS.rows(results, lines) if has_loads else read_results(results)
+    if lines and is_original(lines):
+        rows = original_rows(results, lines)
+    else:
+        rows = (LOADS if has_loads else RESULTS).read(results)
     if not rows:
         raise UserError(f"{results} has a header and no rows; nothing to draw")
     drawn = draw(rows, has_loads)
-    folder.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn:
-        for suffix in ("png", "svg", "pdf"):
-            path = folder / f"{name}.{suffix}"
-            with whole_file(path, "the figure") as file:
-                figure.savefig(file, format=suffix, dpi=150, metadata=UNDATED.get(suffix))
-            print(path)
+        write_figure(name, figure, folder)
+
+
+def write_timeline(trace: Path, folder: Path, from_ms: float | None, for_ms: float | None) -> None:
+    """The same of a trace, in files of its name."""
+    from plots.timeline import draw_timeline
+
+    if (from_ms is not None and from_ms < 0) or (for_ms is not None and for_ms <= 0):
+        raise UserError("--from is 0 or more, and --for above 0, both in milliseconds")
+    write_figure(trace.stem, draw_timeline(trace, from_ms, for_ms), folder)
+
+
+def write_figure(name: str, figure: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix in ("png", "svg", "pdf"):
+        path = folder / f"{name}.{suffix}"
+        with whole_file(path, "the figure") as file:
+            figure.savefig(file, format=suffix, dpi=150, metadata=UNDATED.get(suffix))
+        print(path)
 
 
 def draw(rows: Iterable[Record], has_loads: bool) -> Iterator[tuple[str, Any]]:

@@ -44,7 +44,7 @@ from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.torch.library import load_torch
 from pipeinfer.models.torch.params import BF16, F32, TorchParams
-from tests.support.jobs import COMMAND, environment, launcher
+from tests.support.jobs import COMMAND, ROOT, environment, launcher
 
 N_CELLS, N_CONTEXT, N_ROWS = 512, 64, 32
 PROMPT = "the token of the model"
@@ -151,7 +151,7 @@ def speeds(
         }
     trace = folder / f"{model.stem}-{backend.replace(':', '-')}.json"
     guessed = run(2, ["run", *common, *one, "-md", str(draft), "--policy", "auto", "--trace", str(trace)])
-    subprocess.run([*COMMAND, "timeline", str(trace), "-o", str(trace.with_suffix(".png"))], check=False,
+    subprocess.run([sys.executable, str(ROOT / "plot.py"), str(trace)], check=False,
                    env=environment(), stdout=subprocess.DEVNULL)  # fmt: skip
     rates = {name: guessed["speculation"][name] for name in ("acceptance_rate", "hit_rate")}
     found = figure("auto with a draft", backend, 2, guessed)

@@ -26,11 +26,10 @@ import click
 from harness import grown
 from policies import BOUND, TUNED, speed
 
-from pipeinfer.job.bench.record import record_pair
+from experiments.recording import RecordedChoices, record_pair
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.observe.texts.markdown import markdown_table
-from pipeinfer.virtual.choices import RecordedChoices
 from pipeinfer.virtual.profile import load_profile
 
 CLUSTERS = (
@@ -115,7 +114,7 @@ def recorded(folder: Path, questions: Path, n_tokens: int) -> Iterator[Text]:
     for (pair, models), (kind, number, prompt) in product(pairs.items(), list(prompts(questions))):
         path = folder / f"{pair}-{kind}-{number}-{n_tokens}.json".replace(" ", "")
         if not path.exists():
-            record_pair(*models, prompt, n_tokens + 1, 1, 0.0, 0, path)
+            record_pair(*models, prompt, n_tokens + 1, n_threads=1).save(path)
         yield Text(pair, kind, path, RecordedChoices.load(path).acceptance)
 
 

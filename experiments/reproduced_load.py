@@ -10,8 +10,8 @@ from typing import Any
 from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies.registry import make_policy
 from pipeinfer.virtual.choices import ranks_for
-from pipeinfer.virtual.load import Load, simulate_load
 from pipeinfer.virtual.profile import load_profile
+from pipeinfer.virtual.traffic import Load, simulate_load
 
 SAMPLERS = 8
 WAYS = {  # what of the stages' host work holds nobody up

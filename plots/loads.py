@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from pipeinfer.observe.load_columns import LOADS
-from pipeinfer.observe.loads import busiest
+from pipeinfer.observe.results import LOADS
+from pipeinfer.observe.traffic import busiest
 from plots.charts import distributions, finish, lines, looks_of, panels
 from plots.frames import SHOWN, layout, means_text, points, pooled_text
 

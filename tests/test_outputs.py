@@ -18,7 +18,6 @@ from pipeinfer.errors import UserError
 from pipeinfer.observe.results import append_result, check_results, read_results
 from pipeinfer.observe.trace import Span, write_chrome_trace
 from pipeinfer.outputs import check_separate, check_writable, temporary_folder, whole_file, write_file
-from pipeinfer.virtual.choices import RecordedChoices
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import environment, finish
 from tests.support.rows import make_row
@@ -136,15 +135,11 @@ def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_traces_and_choices_are_replaced_as_a_whole(tmp_path: Path) -> None:
-    for name in ("trace", "choices"):
-        (tmp_path / name).write_text("before")
-    with room_for(100):
-        with pytest.raises(UserError, match="trace"):
-            write_chrome_trace(tmp_path / "trace", [("rank 0", [Span("draft", 0.0, 1.0)] * 99)])
-        with pytest.raises(UserError, match="choices"):
-            RecordedChoices([1] * 99, [2] * 99, {}).save(tmp_path / "choices")
-    assert {(tmp_path / name).read_text() for name in ("trace", "choices")} == {"before"}
+def test_a_trace_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("before")
+    with room_for(100), pytest.raises(UserError, match="trace"):
+        write_chrome_trace(tmp_path / "trace", [("rank 0", [Span("draft", 0.0, 1.0)] * 99)])
+    assert (tmp_path / "trace").read_text() == "before"
 
 
 # -- commands
@@ -163,11 +158,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["run", "-m", "{model}", "-p", "x", "--trace", "{link}"],
         ["run", "-f", "{model}", "--trace", "{model}"],
         ["bench", "-m", "{model}", "--results", "{model}"],
-        ["record", "-m", "{model}", "-md", "{link}", "-p", "x", "-o", "{model}"],
-        ["record", "-md", "{link}", "-p", "x", "-o", "{model}"],
-        ["simulate", "--profile", "pipeinfer-c", "--choices", "{model}", "--trace", "{model}"],
         ["simulate", "--profile", "{model}", "--results", "{model}"],
-        ["timeline", "{model}", "-o", "{model}"],
     ],
 )
 def test_no_command_writes_over_what_it_reads(tmp_path: Path, target: Path, arguments: list[str]) -> None:

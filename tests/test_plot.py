@@ -21,8 +21,10 @@ from matplotlib.text import Text
 from pipeinfer.observe.columns import ASKED, COLUMNS
 from pipeinfer.observe.results import Record, append_result, as_read
 from pipeinfer.observe.summary import markdown, summarise
+from pipeinfer.observe.table import lines_of
 from plot import draw
 from plots.frames import SHOWN, frame_of, points
+from plots.original import original_rows
 from plots.results import FACETS, FIGURES
 from tests.support.jobs import ROOT, environment
 from tests.support.rows import SPEEDS, make_row
@@ -353,6 +355,14 @@ def test_the_original_table(tmp_path: Path) -> None:
     done = plot(tmp_path / "results.csv")
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["itl.png", "speed.png", "ttft.png"]
+    rows = original_rows(tmp_path / "results.csv", list(lines_of(tmp_path / "results.csv")))[:3]
+    assert [(row["policy"], row["predicted_per_second"]) for row in rows] == [
+        ("iterative", 3.0), ("speculative", 4.0), ("pipeinfer", 5.0)
+    ]  # fmt: skip
+    for extra, words in (("1,2,3,4\n", "threes"), ("1,2,3\n", "line 4"), ("1,2,x,4\n", "line 4")):
+        (tmp_path / "results.csv").write_text("1,2,3,4\n" * 3 + extra)
+        done = plot(tmp_path / "results.csv")
+        assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
 def test_a_bad_table_is_one_line(tmp_path: Path) -> None:
@@ -366,14 +376,14 @@ def test_a_bad_table_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["matplotlib", "pandas"])
 def test_what_is_missing_is_one_line(tmp_path: Path, missing: str) -> None:
-    """Of plot.py and of the commands that draw; before anything is measured in experiments.sh."""
+    """Before anything is measured in experiments.sh."""
     (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{missing}'\")")
-    results, picture = tmp_path / "results.csv", tmp_path / "picture.png"
+    results = tmp_path / "results.csv"
     append_result(results, make_row())
-    python = [sys.executable, "-m", "pipeinfer"]
-    commands = [[sys.executable, str(ROOT / "plot.py"), str(results)], [str(ROOT / "experiments.sh")]]
+    plot = [sys.executable, str(ROOT / "plot.py")]
+    commands = [[*plot, str(results)], [str(ROOT / "experiments.sh")]]
     if missing == "matplotlib":
-        commands += [[*python, "timeline", str(tmp_path / "trace.json"), "-o", str(picture)]]
+        commands += [[*plot, str(tmp_path / "trace.json")]]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     settings = environment() | {"PYTHONPATH": str(tmp_path), "PATH": path, "RESULTS": str(tmp_path / "new.csv")}
     for command in commands:

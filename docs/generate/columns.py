@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from docs.generate.markdown import table
-from pipeinfer.observe.columns import COLUMNS, Column
-from pipeinfer.observe.load_columns import LOAD_COLUMNS
+from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS, Column
 
 
 def result_columns() -> str:

@@ -1,27 +1,16 @@
-"""llama.cpp's options beside ours, for the reference page llama-cpp.md.
-
-`llama_arguments.txt` has a line for each option of the pinned llama.cpp: its variable or -, then its spellings.
-"""
+"""llama.cpp's options beside ours, for the reference page llama-cpp.md."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from pathlib import Path
 
 import click
 
 from pipeinfer.cli.chat import chat_command
+from pipeinfer.cli.options.environment import arguments
 from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run
 from pipeinfer.cli.serve import serve_command
-
-
-def arguments() -> Iterator[tuple[str, list[str]]]:
-    """(variable or empty, spellings) of each option of llama.cpp."""
-    for line in Path(__file__).with_name("llama_arguments.txt").read_text().splitlines():
-        variable, *flags = line.split()
-        yield ("" if variable == "-" else variable), flags
 
 
 def own_options() -> dict[str, click.Parameter]:

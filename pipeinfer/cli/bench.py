@@ -1,26 +1,26 @@
-"""`pipeinfer bench`: its options. What is measured is in `job.sweep`, how in `job.bench` and `job.bench_load`."""
+"""`pipeinfer bench`: its options. What is measured, and how, is in `job.bench`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeinfer.cli.options.given import take_token
-from pipeinfer.cli.options.load_options import LoadOptions
-from pipeinfer.cli.options.load_rules import check_once
+from pipeinfer.cli.options.given import check_sequences, take_token
 from pipeinfer.cli.options.setting_options import command, take, take_policies
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.sweep import Sweep
+from pipeinfer.job.options.loads import Loads, check_once
 from pipeinfer.job.options.options import RunOptions, choose_drafts, choose_policy
 from pipeinfer.job.options.sections import Experiments, Guesses, HubAccess, Loading, Numerics, Placement
 from pipeinfer.job.options.text_sections import Context, Traffic
-from pipeinfer.job.options.values import File, Listed, Split, Text, Whole
+from pipeinfer.job.options.values import SPLIT, File, Listed, Text, Whole
 from pipeinfer.job.requests.conversation import Prompt, read_prompts
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -57,7 +57,7 @@ class BenchOptions:
         (128,), "--predict", "--n-predict", "-n", type=Listed(Whole(1)), first=True, help="Tokens to generate: 64,128."
     )
     splits: tuple[str, ...] = setting(
-        (), "--layer-split", type=Split(), repeated=True, help="As for run; used where it has one part a stage."
+        (), "--layer-split", type=SPLIT, repeated=True, help="As for run; used where it has one part a stage."
     )
     ablate: tuple[str, ...] = setting(
         (), "--ablate", type=Listed(click.Choice(ABLATIONS)),
@@ -84,7 +84,7 @@ class BenchOptions:
 
 
 @command(
-    "bench", BenchOptions, LoadOptions, HubAccess, Loading, Context, Traffic, Placement, Numerics, SamplingParams,
+    "bench", BenchOptions, Loads, HubAccess, Loading, Context, Traffic, Placement, Numerics, SamplingParams,
     Guesses, Policy, Experiments, without=("layer_split", "continuous", "asynchronous"), defaults=DEFAULTS,
 )  # fmt: skip
 def bench(**others: Any) -> int:
@@ -97,7 +97,7 @@ def bench(**others: Any) -> int:
     asked = take(BenchOptions, others)
     if asked.resume and not asked.results:
         raise UserError("--resume needs --results: the file that has what was measured before")
-    loads = take(LoadOptions, others).loads(others["sequences"], others["max_delay_s"])
+    loads = _loads(others)
     if loads and asked.turns > 1:
         raise UserError(f"--turns {asked.turns}: a load's requests do not wait for answers; it has the first turn of "
                         "each question, leave --turns out")  # fmt: skip
@@ -109,8 +109,7 @@ def bench(**others: Any) -> int:
     chosen = take_policies(names, others)
     teams_shown = [",".join(map(str, team)) or "none" for team in teams]
     lists = {"-m": asked.models, "-md": teams_shown, "--policy": names, "-n": asked.predicts,
-             "--layer-split": asked.splits, "--ablate": asked.ablate,
-             "--concurrency": loads.concurrencies if loads else (), "--rate": loads.rates if loads else ()}  # fmt: skip
+             "--layer-split": asked.splits, "--ablate": asked.ablate}  # fmt: skip
     for option, given in lists.items():
         check_once(option, given)
     base = RunOptions(
@@ -127,14 +126,30 @@ def bench(**others: Any) -> int:
         ablations=asked.ablate,
         repetitions=asked.repetitions or (1 if loads else REPETITIONS),
         cut=asked.cut,
+        loads=loads,
+        warm_up=asked.warm_up,
+        output=asked.output,
+        resume=asked.resume,
     )
     if loads:
         from pipeinfer.job.bench.bench_load import run_loads  # initialises MPI
 
-        return run_loads(sweep, loads, asked.warm_up, asked.output, asked.resume)
+        return run_loads(sweep)
     from pipeinfer.job.bench.bench import run_sweep  # initialises MPI
 
-    return run_sweep(sweep, asked.warm_up, asked.output, asked.resume)
+    return run_sweep(sweep)
+
+
+def _loads(others: dict[str, Any]) -> Loads | None:
+    """None where no loads are measured. Raises UserError for options that do not go together."""
+    given = take(Loads, others)
+    if given.concurrencies or given.rates:
+        loads = given.checked()
+        check_sequences(others["sequences"], loads.parallel or 0)
+        return loads
+    if given.requests or given.parallel or others["max_delay_s"] < math.inf:
+        raise UserError("--requests, --parallel and --max-delay are of loads; give --concurrency or --rate too")
+    return None
 
 
 def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[Prompt, ...]:

@@ -24,12 +24,10 @@ COMMANDS = {
     "serve": "serve:serve_command",
     "models": "models:models",
     "simulate": "simulate:simulate_command",
-    "record": "record:record_command",
     "plan": "plan:plan_command",
     "info": "info:info_command",
     "measure": "measure:measure_command",
     "submit": "submit:submit_command",
-    "timeline": "timeline:timeline",
 }
 """Of each command the module in `pipeinfer.cli` and its function."""
 

@@ -1,4 +1,4 @@
-"""`pipeinfer info`: its options. What it tells is in `job.info`."""
+"""`pipeinfer info`: its options. Its report is in `job.inspect.info`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pipeinfer measure`: its options, and the sections that it takes. What it does is in `job.measure`."""
+"""`pipeinfer measure`: its options, and the sections that it takes. What it does is in `job.bench.measure`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELP = {
 
 @command(
     "measure", Models, HubAccess, Loading, Placement, Numerics, Output, helps=HELP,
-    without=("samplers", "draft_rank", "gpu_aware", "json"),
+    without=("samplers", "draft_rank", "draft_split", "gpu_aware", "json"),
 )  # fmt: skip
 @click.option("-o", "--output", type=File(), required=True, help="The profile to write, TOML.")
 def measure_command(output: Path, **given: Any) -> int:
@@ -48,8 +48,3 @@ def measure_command(output: Path, **given: Any) -> int:
     from pipeinfer.job.bench.measure import measure  # initialises MPI
 
     return measure(options, output)
-
-
-for option in measure_command.params:
-    if isinstance(option, click.Option) and option.name == "draft_split":
-        option.hidden = True  # is refused, with the reason: a profile has each draft on one rank

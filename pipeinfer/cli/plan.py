@@ -1,4 +1,4 @@
-"""`pipeinfer plan`: its options, and the sections that it takes. What it tells is in `job.plan_report`."""
+"""`pipeinfer plan`: its options, and the sections that it takes. Its report is in `job.inspect`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`pipeinfer submit`: a folder for a job, its script in it, into Slurm's queue, and what it writes as it writes it.
-Loads nothing and starts no MPI."""
+"""`pipeinfer submit`: make a job's folder and script, queue it, and follow its output. Starts no MPI."""
 
 from __future__ import annotations
 
@@ -28,10 +27,7 @@ VERSION_TIMEOUT_S = 20.0
 
 
 def submit(job: SlurmJob, wait: bool) -> int:
-    """`job.folder` is where jobs have theirs: this one's is made in it. Returns the exit code: with `wait` the job's.
-
-    Raises UserError when the folder cannot be made, or Slurm does not take the job.
-    """
+    """Make the job's folder in `job.folder`; returns the exit code, with `wait` the job's. Raises UserError."""
     job = in_folder(job, _new_folder(job.folder, job.name))
     script = job.folder / "job.sh"
     try:
@@ -84,9 +80,8 @@ def _new_folder(base: Path, name: str) -> Path:
 
 
 def follow(number: str, text: Path, log: Path, state_of: Callable[[str], JobState] = job_state) -> int:
-    """Hand on what a job writes to its files until it has ended. Returns its exit code; 128 and the signal's number if
-    one ended it; 1 where Slurm says neither but that it failed. Raises UserError when Slurm does not answer any more.
-    """
+    """Copy a job's output until it has ended. Returns its exit code, or 128 + its signal, or 1 where Slurm knows
+    neither. Raises UserError when Slurm does not answer any more."""
     tails = [_Tail(text, sys.stdout), _Tail(log, sys.stderr)]
     said, asked_s, answered_s = "", float("-inf"), time.monotonic()
     state = JobState("PENDING")

@@ -23,8 +23,8 @@ def digest(value: object) -> str:
 
 
 def settings_text(policy: Policy, couple: bool = True, drafting: Sequence[str] = ()) -> str:
-    """What steers the policy, for the tables: `draft 4, width 3`, and what else is not as by default; `drafting`: how
-    its guesses are made."""
+    """The policy's main settings, and those that are not defaults: `draft 4, width 3`. `drafting`: how guesses are
+    made."""
     if not policy.drafts:
         return ""
     shown = [

@@ -17,8 +17,8 @@ Window = tuple[float, float]
 
 @dataclass(slots=True)
 class StageLedger:
-    """A stage's day: for each run when the stage began to wait for it, had it and was done with it, passing it on
-    included. Five numbers a run, so that it can always be kept."""
+    """For each run when the stage began to wait, to work, and was done. Five numbers a run, so it can always be
+    kept."""
 
     entries: array[float] = field(default_factory=lambda: array("d"))
 

@@ -21,8 +21,8 @@ UNGUESSED_MIN = 32
 
 @dataclass
 class RequestMetrics(Observer):
-    """Counts while the request runs; `tracer` draws its timeline, `on_prompt` hears of its prompt, `on_turn` whether it
-    is worked on from now on, or waits again."""
+    """Counts events of a request. `on_prompt`: called with rows of its prompt; `on_turn`: when it starts or stops
+    running."""
 
     tracer: Tracer | None = None
     on_prompt: Callable[[int], None] | None = None
@@ -132,8 +132,7 @@ class RequestMetrics(Observer):
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies, one for each token after the first. The tokens of a verdict share the gap before it:
-        none is 0 because tokens came together, and the mean is the time per output token."""
+        """Gaps between tokens, one for each token after the first. Tokens of one verdict share the gap before it."""
         found, before_s = list[float](), math.nan
         for now_s, tokens in groupby(self.token_s):
             n = len(list(tokens))
@@ -194,8 +193,7 @@ def timings(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def speeds(metrics: RequestMetrics) -> dict[str, Any]:
-    """Of these what costs next to nothing: no percentiles. `prompt_n`: tokens of the prompt that were evaluated;
-    `cache_n`: the others."""
+    """The figures without percentiles. `prompt_n`: evaluated tokens of the prompt; `cache_n`: the others."""
     n, n_evaluated = len(metrics.token_s), metrics.n_prompt - metrics.n_kept
     generation_s = metrics.token_s[-1] - metrics.token_s[0] if n else float("nan")
     return {
@@ -213,8 +211,8 @@ def speeds(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
-    """What an answer of a service tells: speeds, and what guesses were worth, by llama.cpp's names; how long it waited
-    before its first run, in `ttft_s` and not in what its prompt took; how often it was preempted."""
+    """Timings in answers of a service, by llama.cpp's names. `prompt_ms` is without the time before the first run,
+    `queued_s`."""
     queued_s = metrics.begun_s - metrics.submitted_s
     prompt_s = metrics.ttft_s - queued_s
     found = speeds(metrics)

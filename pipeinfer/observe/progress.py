@@ -38,8 +38,8 @@ class ProgressBar:
         columns: tuple[ProgressColumn, ...] = (MofNCompleteColumn(),),
         stays: bool = False,
     ) -> None:
-        """It begins now. `n_total` is `n_total / per_unit` of `unit` in lines; `columns`: of a bar, which `stays` when
-        all is done, or disappears."""
+        """It begins now. Lines count `n_total / per_unit` of `unit`; `columns`: of a bar, which `stays` at the end or
+        not."""
         self.console, self.clock, self.what, self.n_total = console, clock, what, n_total
         self._unit, self._per_unit, self._columns, self._stays = unit, per_unit, columns, stays
         self._n_done = self._n_tokens = 0

@@ -93,17 +93,16 @@ def _apart(hop: dict[str, Any]) -> str:
     return f" ({hop['from_device']} from device to device)" if hop["from_device"] else ""
 
 
-def show_ranks(console: Console, result: dict[str, Any]) -> None:
+def show_ranks(console: Console, ranks: Sequence[dict[str, Any]]) -> None:
+    """How each rank spent its time, and what it was spared, where that is known."""
+    saved = ["runs saved", "layers saved"] if "layers_saved" in ranks[0] else []
     rows = [
         [
-            str(r["rank"]),
-            r["host"],
-            r["role"],
-            *(f"{100 * r[f'{use}_s'] / max(r['wall_s'], 1e-9):.0f}%" for use in USES),
-            str(r["runs_skipped"] + r["runs_stopped"]),
-            str(r["layers_saved"]),
-            size_text(r["peak_rss_bytes"]),
+            str(rank["rank"]), rank["host"], rank["role"],
+            *(f"{100 * rank[f'{use}_s'] / max(rank['wall_s'], 1e-9):.0f}%" for use in USES),
+            *([str(rank["runs_skipped"] + rank["runs_stopped"]), str(rank["layers_saved"])] if saved else []),
+            size_text(rank["peak_rss_bytes"]),
         ]
-        for r in result["ranks"]
-    ]
-    show_table(console, ["rank", "host", "role", *USES, "runs saved", "layers saved", "peak memory"], rows)
+        for rank in ranks
+    ]  # fmt: skip
+    show_table(console, ["rank", "host", "role", *USES, *saved, "peak memory"], rows)

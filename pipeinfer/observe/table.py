@@ -1,5 +1,4 @@
-"""A table of measurements in a CSV file, a row a line: appended whole, read back as it was. Knows files, not what the
-columns are about."""
+"""A table of measurements in a CSV file: rows are appended whole and read back. Knows no column's meaning."""
 
 from __future__ import annotations
 
@@ -73,15 +72,20 @@ class Table:
             _write_whole(file, size, self._encode(row, with_header=not size))
 
     def as_read(self, row: Record) -> Record:
-        """A row as `rows` would give it after it was appended."""
+        """A row as `read` would give it after it was appended."""
         return self._row(Path("row"), 1, [str(_cell(row.get(name, ""))) for name in self.names])
 
     def has_header(self, lines: Sequence[Line]) -> bool:
         return bool(lines) and tuple(lines[0][1]) == self.names
 
-    def rows(self, path: Path, lines: Sequence[Line]) -> list[Record]:
-        """Those of a file with this header, each cell of its column's kind, lists as tuples; a number is NaN where its
-        cell is empty. Raises UserError, naming the line, for whatever is no such row."""
+    def read(self, path: Path) -> list[Record]:
+        """All rows, each cell of its column's kind, NaN for an empty number. Raises UserError with the line of a wrong
+        row."""
+        lines = list(lines_of(path))
+        if not lines:
+            raise UserError(f"{path} is empty; measure first, for instance with `pipeinfer bench --results {path}`")
+        if not self.has_header(lines):
+            raise UserError(f"{path}, line 1: not the header of this table; name another file")
         return [self._row(path, number, cells) for number, cells in lines[1:]]
 
     def check_count(self, path: Path, number: int, cells: Sequence[str]) -> None:

@@ -1,5 +1,4 @@
-"""Many requests -> throughput, percentiles of latencies, what drafts were worth. Keeps two numbers a request, and a
-number a token where gaps between tokens are asked for."""
+"""Throughput and latencies of many requests. Keeps two numbers a request; with `itl_s` also one a token."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from pipeinfer.observe.metrics import RequestMetrics, percentiles
-from pipeinfer.observe.report import USES, milliseconds, number, show_table
-from pipeinfer.sizes import size_text
+from pipeinfer.observe.report import milliseconds, number, show_ranks
 
 SHARES = (50, 90, 95, 99)
 
@@ -112,12 +110,4 @@ def show_throughput(console: Console, summary: dict[str, Any]) -> None:
             f"speculation acceptance {number(s['acceptance_rate'])} ({s['draft_n_accepted']} of {s['draft_n_judged']} "
             "guesses right)"
         )
-    rows = [
-        [
-            str(rank["rank"]), rank["host"], rank["role"],
-            *(f"{100 * rank[f'{use}_s'] / max(rank['wall_s'], 1e-9):.0f}%" for use in USES),
-            size_text(rank["peak_rss_bytes"]),
-        ]
-        for rank in s["ranks"]
-    ]  # fmt: skip
-    show_table(console, ["rank", "host", "role", *USES, "peak memory"], rows)
+    show_ranks(console, s["ranks"])

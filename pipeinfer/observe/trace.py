@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.observe.ledger import HeadLedger
 from pipeinfer.outputs import write_file
 
 
@@ -62,10 +63,8 @@ class Message:
 def write_chrome_trace(
     path: Path, tracks: Sequence[tuple[str, Sequence[Span]]], messages: Sequence[Message] = ()
 ) -> None:
-    """Write one track for each (label, spans); all times on one clock. Opens in Perfetto and chrome://tracing.
-
-    Raises UserError when the file cannot be written.
-    """
+    """One track for each (label, spans), on one clock, for Perfetto. Raises UserError when the file cannot be
+    written."""
     zero = min((span.start_s for _, spans in tracks for span in spans), default=0.0)
     events = [event for index, message in enumerate(messages) for event in _arrow(index, message, zero)]
     for track, (label, spans) in enumerate(tracks):
@@ -90,3 +89,44 @@ def _arrow(index: int, message: Message, zero: float) -> list[dict[str, Any]]:
 def pack_spans(spans: Sequence[Span], offset_s: float) -> list[dict[str, Any]]:
     """Spans as plain data, moved to another clock."""
     return [asdict(span) | {"start_s": span.start_s + offset_s} for span in spans]
+
+
+MOMENT_S = 1e-6  # a span as short as that, where an arrow needs one to end at
+StageRun = tuple[int, float, float, float, bool]
+
+
+def head_spans(ledger: HeadLedger) -> list[Span]:
+    return [
+        *(Span("send", at_s, MOMENT_S, {"run": run_id}) for run_id, at_s in ledger.submitted_s.items()),
+        *(Span("verdict", at_s, MOMENT_S, {"run": run_id}) for at_s, run_id in ledger.verdicts),
+        *(Span("cancel", at_s, 0.0, {"runs": n_runs}) for at_s, n_runs in ledger.cancels),
+        *(Span("waiting", start_s, end_s - start_s) for start_s, end_s in ledger.waits),
+        *(Span("idle", start_s, end_s - start_s) for start_s, end_s in ledger.idles),
+    ]
+
+
+def gaps(runs: Sequence[StageRun], ledger: HeadLedger, unit: str = "run") -> Iterator[Span]:
+    """The time between a stage's runs: idle until the next one leaves the head, then waiting for it."""
+    for run_id, wait_s, start_s, _, _ in runs:
+        if run_id not in ledger.submitted_s:
+            continue  # the end of the pipeline, for which nobody waited
+        left_s = min(max(ledger.submitted_s[run_id], wait_s), start_s)
+        if left_s > wait_s and run_id > 1:  # before the first run there was nothing to be idle in
+            yield Span("idle", wait_s, left_s - wait_s)
+        if start_s > left_s:
+            yield Span("waiting", left_s, start_s - left_s, {unit: run_id})
+
+
+def messages(
+    stages: Sequence[tuple[int, Sequence[StageRun]]], ledger: HeadLedger, unit: str = "run"
+) -> Iterator[Message]:
+    """Every run (or question) from the head through the remote stages and back, one message a hop."""
+    source, sent_s = 0, dict(ledger.submitted_s)
+    for rank, runs in stages:
+        for run_id, _, start_s, _, _ in runs:
+            if run_id in sent_s:
+                yield Message(run_id, source, sent_s[run_id], rank, start_s, unit)
+        source, sent_s = rank, {run_id: end_s for run_id, _, _, end_s, _ in runs if run_id in ledger.submitted_s}
+    for received_s, run_id in ledger.verdicts:
+        if source and run_id in sent_s:
+            yield Message(run_id, source, sent_s[run_id], 0, received_s, unit)

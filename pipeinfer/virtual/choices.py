@@ -1,4 +1,4 @@
-"""What target and draft would say, without computing it: recorded from real models, or synthetic. Knows no time.
+"""What target and draft would say, without computing it: synthetic choices. Knows no time.
 
 A context is named by `start`, the position of the last token that is on the target's own path, and `branch`, the wrong
 tokens after it. The target is only asked on its own path: what descends from a wrong guess is dead before its verdict.
@@ -6,19 +6,15 @@ tokens after it. The target is only asked on its own path: what descends from a 
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from pipeinfer.core.runs import Guess
 from pipeinfer.errors import UserError
-from pipeinfer.outputs import write_file
 from pipeinfer.policies.limits import MAX_WIDTH
 
 Branch = tuple[int, ...]
@@ -42,8 +38,6 @@ class Choices(Protocol):
         ...
 
 
-# -- synthetic
-
 SPREAD = 2.0
 """alpha + beta of the Beta distribution of the draft's confidence; 2.3 for the shipped pair of models, less for drafts
 that are surer of themselves."""
@@ -54,10 +48,8 @@ shipped pair (0.66) has 0.35 for the second and 0.18 for the third guess; PipeDe
 
 
 def ranks_for(acceptance: float, n_ranks: int = MAX_WIDTH) -> tuple[float, ...]:
-    """How often the right token is the draft's first, second, … guess, if it is the first one `acceptance` of the time.
-
-    Raises UserError unless it is a probability.
-    """
+    """Shares of tokens that are the draft's first, second, … guess. Raises UserError if `acceptance` is no
+    probability."""
     if not 0 <= acceptance <= 1:
         raise UserError(f"an acceptance of {acceptance:g} is no probability; give a number from 0 to 1")
     again = FURTHER * acceptance
@@ -158,99 +150,3 @@ def synthetic_team(by_rank: Sequence[Sequence[float]], seed: int = 0, n_prompt: 
     """One target and several drafts, one for each of `by_rank`. Raises UserError as SyntheticChoices does."""
     first = SyntheticChoices(by_rank[0], seed, n_prompt)
     return [first, *(SyntheticChoices(ranks, seed, n_prompt, beside=first) for ranks in by_rank[1:])]
-
-
-# -- recorded
-
-FORMAT = "pipeinfer choices 1"
-
-
-@dataclass(slots=True)
-class RecordedChoices:
-    """Choices as they were made: the target's path, and for each context the draft's guesses.
-
-    A context that was never recorded is asked of `draft`, which then is recorded too; without it, a wrong branch gets
-    the guesses of some right context: nothing ever comes of them, only their distribution counts.
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    known: dict[tuple[int, Branch], list[tuple[int, float]]]
-    about: dict[str, Any] = field(default_factory=dict)
-    draft: Callable[[list[int]], list[Guess]] | None = None
-    """Guesses after all these tokens."""
-
-    _cache: dict[tuple[int, Branch], list[Guess]] = field(default_factory=dict, init=False)
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.prompt) + len(self.tokens)
-
-    @property
-    def acceptance(self) -> float:
-        """The share of tokens for which the draft's best guess is right."""
-        starts = range(len(self.prompt) - 1, self.n_tokens - 1)
-        right = sum(self.guesses(start, (), 1)[0].token == self.target(start + 1) for start in starts)
-        return right / len(self.tokens)
-
-    def target(self, position: int) -> int:
-        index = position - len(self.prompt)
-        if index >= len(self.tokens):
-            return 0  # beyond the end of the text: guesses there are of no use to anybody
-        return self.tokens[index] if index >= 0 else self.prompt[position]
-
-    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
-        key = (start, branch)
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = [Guess(token, probability) for token, probability in self._look_up(key)]
-        return found[:width]
-
-    def _look_up(self, key: tuple[int, Branch]) -> list[tuple[int, float]]:
-        if key not in self.known:
-            start, branch = key
-            if self.draft is not None:
-                path = [self.target(position) for position in range(start + 1)]
-                found = self.draft([*path, *branch])
-                self.known[key] = [(guess.token, guess.probability) for guess in found]
-            else:
-                first = len(self.prompt) - 1
-                other = (first + hash(key) % max(1, len(self.tokens)), ()) if branch else (first, ())
-                return self.known.get(other, [(0, 1e-6)])
-        return self.known[key]
-
-    # -- files
-
-    def save(self, path: Path) -> None:
-        """Raises UserError when the file cannot be written."""
-        contexts = [[start, list(branch), found] for (start, branch), found in sorted(self.known.items())]
-        content = {
-            "format": FORMAT, "about": self.about, "prompt": self.prompt, "tokens": self.tokens, "guesses": contexts,
-        }  # fmt: skip
-        write_file(path, "choices", json.dumps(content, separators=(",", ":")).encode())
-
-    @staticmethod
-    def load(path: Path) -> RecordedChoices:
-        """Raises UserError when the file cannot be read or is something else."""
-        try:
-            content = json.loads(path.read_text())
-        except OSError as error:
-            raise UserError(f"choices {path}: {error.strerror}") from None
-        except (ValueError, RecursionError):
-            raise UserError(f"choices {path}: not JSON; record it anew with `pipeinfer record`") from None
-        try:
-            if content["format"] != FORMAT:
-                raise ValueError
-            known = {
-                (int(start), tuple(map(int, branch))): [(int(token), float(share)) for token, share in found]
-                for start, branch, found in content["guesses"]
-            }
-            prompt, tokens = [int(token) for token in content["prompt"]], [int(token) for token in content["tokens"]]
-            shares = [share for found in known.values() for _, share in found]
-            if not prompt or not tokens or not all(0 <= share <= 1 for share in shares):
-                raise ValueError
-            return RecordedChoices(prompt, tokens, known, content["about"])
-        except (KeyError, TypeError, ValueError, OverflowError):
-            raise UserError(
-                f"choices {path}: not a file of {FORMAT!r}; record it anew with `pipeinfer record`"
-            ) from None

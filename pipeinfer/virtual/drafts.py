@@ -30,8 +30,8 @@ class _Cache:
 
 
 class SimDrafter:
-    """A Drafter that takes its guesses from `choices`, by request id, and the time a draft model would need from the
-    profile. `pipelines`: whose verdicts interrupt it, the target's first."""
+    """A Drafter with guesses from `choices`, by request id, and times of the profile. `pipelines`: their verdicts
+    interrupt it."""
 
     def __init__(
         self, profile: Profile, choices: Sequence[Choices], pipelines: Sequence[SimPipeline], n_batch: int = 32
@@ -70,10 +70,7 @@ class SimDrafter:
         return [guesses_after(node, choices, width) if node in cache.nodes else None for node, width in widths.items()]
 
     def _catch_up(self, request: Request, cache: _Cache, interrupted: Callable[[], bool]) -> bool:
-        """Evaluate the committed tokens below the root that the draft lacks; False when the root moved meanwhile.
-
-        As ModelDrafter does it, to the end of each run.
-        """
+        """Evaluate the committed tokens below the root that the draft lacks. False when the root moved meanwhile."""
         root = request.tree.root
         while root not in cache.nodes and cache.end < root.position:
             n_rows = min(self.n_batch, root.position - cache.end)
@@ -84,8 +81,8 @@ class SimDrafter:
         return True
 
     def _compute(self, n_rows: int, context: int, interrupted: Callable[[], bool]) -> bool:
-        """Let the time of one evaluation pass; between layers verdicts that come meanwhile are seen, and sent what is
-        due."""
+        """Let the time of one evaluation pass, hearing verdicts and sending runs between layers. False when
+        interrupted."""
         self.n_rows += n_rows
         cost, clock = self.cost, self.clock
         self.pipeline.drafting = True

@@ -1,20 +1,9 @@
-"""A hosts file: MPICH's or Open MPI's, with what is known of each host added to its line.
+"""A hosts file of MPICH (`node1:2`) or Open MPI (`node1 slots=2 max_slots=4`), with what is known of each host:
 
-    node1:2                                       # MPICH: two ranks
-    node2 slots=2 max_slots=4                     # Open MPI: the same
     node3 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325
     node4 slots=1 cores=64 memory=500GiB gpu=H100 gpu_memory=78G
 
-slots        ranks there, 1 if not given; ranks go to the hosts in the order of the lines
-cores        that the ranks of the host share
-memory       that models may take of it, all ranks of the host together: 64G is 64 x 10^9 bytes, 64Gi 64 x 2^30,
-             a number without a unit bytes
-gb_per_s     of its memory bandwidth what inference reaches, in all ranks of the host together
-gflop_per_s  likewise of its arithmetic
-gpu          a name, to be shown
-gpu_memory   that models may take of its GPUs, all ranks of the host together
-
-What is left out is not known: memory without end, no speed.
+All values are of all ranks of the host together; docs/how-to/measure.md explains them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The ranks of a job that need not be there yet: where each would run, how fast that is, and who says so. Knows no
-model and no MPI."""
+"""Ranks that need not exist yet: their hosts, and how fast those are. Knows no model and no MPI."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def described_host(name: str, n_cores: int, memory_bytes: float) -> Host:
 
 
 def estimated_machine(name: str, n_cores: int, bytes_per_s: float, flop_per_s: float, memory_bytes: float) -> Machine:
-    """Of a host of which only the speed is known. What a layer and a run cost on top is estimated as in the shipped
-    profiles: some 25 barriers a layer among all threads, of which there are as many as pay."""
+    """A host of known speed. Costs of a layer and a run are estimated as in the shipped profiles."""
     layer_s = LAYER_S_A_CORE * n_cores if n_cores != UNKNOWN_CORES else LAYER_S
     return Machine(name, bytes_per_s, flop_per_s, layer_s, RUN_S, memory_bytes, max(1, n_cores))
 

@@ -14,8 +14,7 @@ from pipeinfer.observe.experiment import SAMPLING, digest, model_columns
 from pipeinfer.observe.ledger import head_time, stage_time
 from pipeinfer.observe.results import result_object
 from pipeinfer.observe.table import Record
-from pipeinfer.observe.trace import Message, Span, write_chrome_trace
-from pipeinfer.observe.tracks import gaps, head_spans, messages
+from pipeinfer.observe.trace import Message, Span, gaps, head_spans, messages, write_chrome_trace
 from pipeinfer.virtual.pipeline import SimPipeline, SimStage
 from pipeinfer.virtual.simulation import Simulated
 

@@ -1,30 +1,4 @@
-"""Clusters described in TOML, by their hardware or by what was measured on them -> a `Profile` of costs.
-
-    [link]              latency_us, gbit_per_s
-    [head]              run_us, verdict_us, draft_us: the engine's own work (optional)
-    [host_work]         of each stage's processors: prepare_us a run, prepare_row_us a row, sample_us a row of the last
-                        stage's, meet_us a message whose shape is not known before (optional)
-
-By hardware, as published:
-
-    [nodes.NAME]        gb_per_s, gflop_per_s: what inference reaches; layer_us, run_us: overheads; memory_gb (optional)
-    [[cluster]]         node, count: in pipeline order; the first hosts the head and the draft
-    [models.NAME]       layers, embd, layer_mb, layer_mparam, output_mb, output_mparam; kv_kb: a token and layer
-    [pairs.NAME]        target, draft, acceptance; or drafts and acceptance as lists, the smallest draft first
-
-By measurement:
-
-    embd; blocks: whether prompts are cut into blocks; parked: whether rejected cells stay taken until all are packed;
-                        both as with exact numerics (optional)
-    [target]            layer_bytes: of each layer; output_bytes: of the vocabulary at its end; by them the target is
-                        split where it has the draft's rank too (optional)
-    [host]              slowdown: of a host that all ranks share: how many times as long a row takes when 1, 2, … of
-                        them compute; slowdown_of_many: the same of 32 rows and more (optional)
-    [[stages]], [draft] layers, rows, layer_ms (one for each number of rows), output_ms, run_us, reshape_us,
-                        rest_us; prompt_us: once a prompt in blocks, with its first run; context_ns: a row
-                        and token before the run (one, or one for each number of rows)
-    [[refiners]]        the same, of larger drafts on ranks of their own (optional)
-"""
+"""Clusters in TOML, by hardware or by measured times -> a `Profile`. The keys are in docs/reference/profiles.md."""
 
 from __future__ import annotations
 
@@ -191,10 +165,8 @@ class ProfileFile:
         )
 
     def _sizes(self, stages: Sequence[ModelCost]) -> list[float]:
-        """Of each layer, the output table in the last; where they are not known, all alike, and the output by its time.
-
-        Raises UserError when there are more or fewer than the stages have.
-        """
+        """Of each layer, the output table in the last; by time where no sizes are known. Raises UserError for a wrong
+        number."""
         n_layers, last = sum(stage.layers for stage in stages), stages[-1]
         if "target" not in self.top.values:
             return [last.layer.at(1)] * (n_layers - 1) + [last.layer.at(1) + last.output.at(1)]
@@ -313,10 +285,8 @@ def share_layers(machines: Sequence[Machine], model: Model) -> list[int]:
 
 
 def spread_over(stages: Sequence[ModelCost], n_ranks: int, sizes: Sequence[float]) -> tuple[ModelCost, ...]:
-    """The same layers on all `n_ranks` ranks, the drafts' too, which are taken to be like the first stage's.
-
-    Split as `run` would split them, which knows the layers' sizes and takes all ranks to be equally fast.
-    """
+    """The same layers on all `n_ranks` ranks, split by size as `run` does. A draft's rank is as fast as the first
+    stage."""
     n_layers = sum(stage.layers for stage in stages)
     if n_layers < n_ranks:
         raise UserError(f"{n_layers} layers were measured: no {n_ranks} stages without a draft")

@@ -6,11 +6,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from docs.generate.llama_cpp import arguments, own_options
+from docs.generate.llama_cpp import own_options
 from pipeinfer.cli.batch import batch_command
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
-from pipeinfer.cli.options.environment import VARIABLES, ignored_variables
+from pipeinfer.cli.options.environment import arguments, ignored_variables
 from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run, run_options
 from pipeinfer.cli.serve import serve_command
@@ -23,11 +23,6 @@ def test_every_option_of_llama_cpp_is_answered() -> None:
     ours = own_options()
     for _, flags in arguments():
         assert [flag for flag in flags if flag not in ours and flag not in INSTEAD and flag not in HARMLESS] == []
-
-
-def test_every_variable_of_llama_cpp_stands_for_its_flag() -> None:
-    for variable, flags in arguments():
-        assert not variable.startswith("LLAMA_ARG_") or VARIABLES[variable] in flags
 
 
 def parsed(

@@ -24,7 +24,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.loading.load import inexact_line
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions, unescape, without_effect
-from pipeinfer.job.options.values import TYPES, File, GpuLayers, Listed, Number, Split, Text, Whole
+from pipeinfer.job.options.values import TYPES, File, Listed, Number, Text, Whole
 from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import POLICIES
 from tests.support.jobs import COMMAND, environment, finish, run_json
@@ -34,7 +34,7 @@ ODD = (
     "0x10", "1,", ",", "1,,2", "nan,1", "\u0661", "\u2603", "caf\u00e9", "\udcff", "--", "-x", "-", "1e-400", "+1",
     "1.5",
 )  # fmt: skip
-PLAIN = {Whole: "1", Number: "0.5", Split: "1", Listed: "1", GpuLayers: "0", File: "some.file", Text: "text"}
+PLAIN = {Whole: "1", Number: "0.5", Listed: "1", File: "some.file", Text: "text"}
 
 
 def leaves(command: click.Command, ctx: click.Context, path: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -70,7 +70,7 @@ def parse(name: str, words: list[str], given: click.Parameter | None = None) -> 
 
 
 def test_every_command_reads_its_words_the_same_way() -> None:
-    assert {"run", "bench", "simulate", "measure", "record", "timeline", "models split"} <= set(COMMANDS)
+    assert {"run", "bench", "simulate", "measure", "models split"} <= set(COMMANDS)
     assert [name for name, command in COMMANDS.items() if not isinstance(command, Command)] == []
     assert isinstance(cli, Group)
 
@@ -206,8 +206,6 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["simulate", "--profile", "pipeinfer-a", "--gbit", "nan"], "--gbit"),
         (["simulate", "--profile", "pipeinfer-a", "--acceptance", "nan"], "--acceptance"),
         (["simulate", "--profile", "/tmp"], "/tmp"),
-        (["timeline", "--for", "-5", "x", "-o", "y.png"], "--for"),
-        (["timeline", "/tmp", "-o", "y.png"], "/tmp"),
         # a text in the place of a file's name
         (["run", "-p", "x", "-sys", "You are"], "--chat"),
         (["run", "-p", "x", "--chat", "-sys", "a", "-sysf", "b"], "one of them"),
@@ -223,7 +221,6 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["run", "-p", "x", "--pace", "x" * 300], "too long"),
         (["simulate", "--profile", "x" * 300], "too long"),
         (["simulate", "--profile", "x" * 300 + ".toml"], "too long"),
-        (["timeline", "x" * 300, "-o", "y.png"], "too long"),
     ],
 )
 def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pipeinfer.cluster.hosts.cores import Host, _quota, crowded_hosts, other_clocks, share_cores, this_host
 from pipeinfer.cluster.plan import Sizes, make_plan
-from pipeinfer.job.placement.deployment import spread_threads
+from pipeinfer.job.placement.deployment import threads_of_ranks
 from tests.support.jobs import environment, finish, launcher
 
 
@@ -27,11 +27,11 @@ SIZES = Sizes((8,) * 8, 0)
 
 def test_the_draft_is_counted() -> None:
     plan = make_plan(3, [SIZES], SIZES, None)  # rank 0 drafts, 1 and 2 are stages
-    assert spread_threads((), plan, [host("a", *range(8))] * 3) == (2, 2, 2)
-    assert spread_threads((), make_plan(2, [SIZES], SIZES, None), [TWO] * 2) == (1, 1)
-    assert spread_threads((4,), plan, [TWO] * 3) == (4, 4, 4)
+    assert threads_of_ranks((), plan.computing, [host("a", *range(8))] * 3) == (2, 2, 2)
+    assert threads_of_ranks((), make_plan(2, [SIZES], SIZES, None).computing, [TWO] * 2) == (1, 1)
+    assert threads_of_ranks((4,), plan.computing, [TWO] * 3) == (4, 4, 4)
     lone = make_plan(1, [SIZES], SIZES, None)
-    assert spread_threads((), lone, [TWO]) == (2,)
+    assert threads_of_ranks((), lone.computing, [TWO]) == (2,)
 
 
 def test_ranks_share_only_the_cores_that_they_have_in_common() -> None:

@@ -16,11 +16,11 @@ from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, NO_DEVICE
-from pipeinfer.job.options.options import DEFAULT, RunOptions, check_devices, gpu_layers_asked
+from pipeinfer.job.options.options import DEFAULT, RunOptions, check_by_rank, gpu_layers_asked
 from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.job.placement.gpus import check_own_devices, check_present, rank_devices
-from pipeinfer.job.planning.plan_rows import plan_rows
+from pipeinfer.job.planning.plan_table import plan_rows
 from pipeinfer.job.requests.asked import options_text
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
@@ -69,7 +69,7 @@ def test_devices_are_given_once_or_once_a_rank() -> None:
 )
 def test_what_does_not_go_together_is_refused(text: str, others: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_devices(asked(text, **others), 3)
+        check_by_rank(asked(text, **others), 3)
 
 
 @pytest.mark.parametrize("n_layers", ["1,2", "all,auto"])
@@ -80,9 +80,9 @@ def test_a_wrong_number_of_values_is_refused_before_devices_are_looked_for(n_lay
 
 def test_no_device_is_no_layer_on_one_and_a_lone_rank_takes_commas() -> None:
     options = asked("none,CUDA0,auto")
-    check_devices(options, 3)
+    check_by_rank(options, 3)
     assert [gpu_layers_asked(options, rank) for rank in range(3)] == [0, ALL_LAYERS, ALL_LAYERS]
-    check_devices(alone := asked("CUDA0,CUDA1"), 1)
+    check_by_rank(alone := asked("CUDA0,CUDA1"), 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpus, "gpus", lambda: FOUR)
         assert rank_devices(alone, hosts("a"), 0) == ("CUDA0", "CUDA1")

@@ -166,12 +166,6 @@ def test_a_context_beyond_what_the_model_was_trained_for_is_taken_with_a_note() 
         assert done.returncode == 0 and len(notes) == int(noted), done.stderr
 
 
-def test_a_text_that_cannot_be_held_is_not_recorded(tmp_path: Path) -> None:
-    done = finish(1, ["record", "-p", "x", "-n", "2000000000", "-o", str(tmp_path / "out")])
-    assert done.returncode == 2 and "this host has" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_plan_says_what_ranks_will_hold(tmp_path: Path) -> None:
     """Within 15% or 30 MB, for the shipped pair, for a context that counts, and for weights that count.
 

@@ -56,8 +56,6 @@ def choose(number: int, interrupt: bool) -> Trial:
     commands.append(["bench", "-p", "64", "-n", "64", "-r", "200", "--results", "results.csv"])
     if n_ranks > 1:
         commands.append(["measure", "-o", "half.toml"])
-    else:
-        commands.append(["record", *LONG[:2], "-n", "3000", "-o", "half.json"])
     return Trial(n_ranks, rng.choice(commands), rng.uniform(0, LATEST_S), interrupt, rng.random())
 
 

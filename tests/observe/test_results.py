@@ -142,19 +142,6 @@ def test_names_cannot_break_a_row(tmp_path: Path) -> None:
     assert row["prompt"] == 'a "tale", of  two lines'
 
 
-def test_the_original_file_without_a_header(tmp_path: Path) -> None:
-    path = tmp_path / "results.csv"
-    path.write_text("12.5, 3.0, 0.33, 1.1\n12.4,4.0,0.25,1.9\n12.3,5.0,0.2,1.2\n")
-    rows = read_results(path)
-    assert [(row["policy"], row["predicted_per_second"]) for row in rows] == [
-        ("iterative", 3.0), ("speculative", 4.0), ("pipeinfer", 5.0)
-    ]  # fmt: skip
-    for extra, words in (("1,2,3,4\n", "threes"), ("1,2,3\n", "line 4"), ("1,2,x,4\n", "line 4")):
-        path.write_text("1,2,3,4\n" * 3 + extra)
-        with pytest.raises(UserError, match=words):
-            read_results(path)
-
-
 def test_rows_that_were_asked_otherwise_have_other_keys() -> None:
     keys = {key_of(as_read(make_row()))}
     for column in COLUMNS:

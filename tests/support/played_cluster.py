@@ -19,8 +19,8 @@ from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.profiling.found_hosts import with_times
 from pipeinfer.job.profiling.host_speeds import known_speeds
+from pipeinfer.job.profiling.hosts import with_times
 from pipeinfer.job.profiling.run_times import known_run_times
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.params import LlamaParams

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeinfer.observe.load_columns import LOADS
-from pipeinfer.observe.results import Record, result_row
+from pipeinfer.observe.results import LOADS, Record, result_row
 
 SPEEDS = {"iterative": 10.0, "speculative": 14.0, "pipeinfer": 20.0}
 

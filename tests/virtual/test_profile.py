@@ -20,12 +20,12 @@ from pipeinfer.core.runs import KvOp
 from pipeinfer.errors import UserError
 from pipeinfer.job.profiling.timing import StageRun, overheads, slowdowns, time_model
 from pipeinfer.observe.ledger import HeadLedger
-from pipeinfer.observe.timeline import read_trace
 from pipeinfer.policies import PipeInfer
-from pipeinfer.virtual.choices import RecordedChoices, ranks_for, synthetic_team
+from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.measured import ModelTimes, Overheads, disturbed_line, profile_toml
 from pipeinfer.virtual.profile import SHIPPED, load_profile, share_layers, shipped_profiles
 from pipeinfer.virtual.simulation import simulate
+from plots.timeline import read_trace
 from tests.support.jobs import environment, finish, launcher, run_json
 from tests.support.toy import check_blocks
 
@@ -204,7 +204,7 @@ def test_odd_numbers_anywhere_are_refused_or_simulated(tmp_path: Path, text: str
 
 def test_files_that_are_deep_nests_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "embd = " + "[" * 100_000)
-    for read in (load_profile, lambda name: RecordedChoices.load(Path(name)), lambda name: read_trace(Path(name))):
+    for read in (load_profile, lambda name: read_trace(Path(name))):
         with pytest.raises(UserError, match=r"profile\.toml"):
             read(path)
         write(tmp_path, "[" * 100_000)

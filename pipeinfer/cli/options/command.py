@@ -1,5 +1,4 @@
-"""How a command reads its words: options of several letters behind one dash, as llama.cpp has them, and llama.cpp's own
-flags recognised. click would take `-fa` for `-f a`. Knows no command."""
+"""How a command reads its words: llama.cpp's spellings, such as `-fa`, and its flags that have no effect here."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")
 
 
 class Command(click.Command):
-    """Raises click.NoSuchOption or UsageError for words that are no option here, with the way out. Its help has
-    first the options that most users need, then the command's own, then the others under the headings of their
-    sections."""
+    """Raises click.UsageError for unknown options, with the way out. Help has usual options first, then a section
+    each."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = self.get_params(ctx)
@@ -95,8 +93,7 @@ class Group(click.Group):
 
 
 def read_words(args: list[str], params: list[click.Parameter], interspersed: bool = True) -> Iterator[str]:
-    """The words that click shall parse: llama.cpp's spellings in ours, its harmless flags left out. Unless options may
-    stand between arguments (`interspersed`), all from the first argument on are left as they are."""
+    """The words that click parses. Unless `interspersed`, all words from the first argument on are left as they are."""
     known = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     words = iter(args)
     for word in words:

@@ -1,5 +1,4 @@
-"""What a command line says in words of its own, as the options of a job: models, policy, chat, constraints. Checks how
-options go together."""
+"""Options of a job from the words of a command line. Checks how options go together."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from pipeinfer.cli.options.command import is_from_environment, variable_of
 from pipeinfer.cli.options.environment import ignored_variables
 from pipeinfer.cli.options.setting_options import asks_for_guesses, policy_meant, take, take_policies
 from pipeinfer.cluster.hosts.launch import rank_from_environment
-from pipeinfer.core.logit_bias import bias_text, read_one
+from pipeinfer.core.logit_bias import bias_text
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
@@ -71,8 +70,7 @@ def take_token(given: dict[str, Any]) -> None:
 
 
 def take_chat(given: dict[str, Any], is_chat: bool, escape: bool) -> ChatOptions | None:
-    """None where there is no chat. Raises click.UsageError for options that only a chat has, and for two system
-    messages."""
+    """None where there is no chat. Raises click.UsageError for options of chats alone, and for two system messages."""
     chat = take(ChatOptions, given)
     if not is_chat:
         ctx = click.get_current_context(silent=True)
@@ -88,7 +86,7 @@ def take_chat(given: dict[str, Any], is_chat: bool, escape: bool) -> ChatOptions
 def take_biases(given: dict[str, Any]) -> str:
     """Raises click.UsageError for too many."""
     try:
-        return bias_text(map(read_one, given.pop("biases")))
+        return bias_text(given.pop("biases"))
     except ValueError as error:
         raise click.UsageError(f"--logit-bias {error}") from None
 

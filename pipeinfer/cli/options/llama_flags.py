@@ -1,7 +1,4 @@
-"""llama.cpp's flags that no command here has: what to write instead, and those that ask for what happens anyway.
-
-The names are those of the pinned llama.cpp and of a few older ones. Knows no click.
-"""
+"""llama.cpp's flags that no command here has: what to use instead, and those without effect. Knows no click."""
 
 from __future__ import annotations
 

@@ -114,10 +114,7 @@ def asks_for_guesses(given: Mapping[str, Any]) -> bool:
 
 
 def take_policies(names: Iterable[str], given: dict[str, Any]) -> tuple[Policy, ...]:
-    """Move the options' values out of a command's keyword arguments; each of the named policies takes its own.
-
-    Raises UserError for an option that none of them has.
-    """
+    """Each named policy with its own options out of `given`. Raises UserError for an option that none of them has."""
     found = {name: value for name in _owners() if (value := given.pop(name, None)) is not None}
     chosen = tuple(names)
     for name in found:

@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
+from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch.batch_file import BatchRequest
-from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, prepare_batch
-from pipeinfer.job.batch.batch_prompts import Ready
+from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, Ready, prepare_batch
 from pipeinfer.job.batch.batch_results import refusal_of, result_of
-from pipeinfer.job.batch.batch_summary import Summary
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.plan_table import show_plan
 from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
+from pipeinfer.job.requests.asked import describe_drafts, describe_model
 from pipeinfer.job.requests.logprobs import Entry, speller
-from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
 from pipeinfer.job.session.open_session import open_session
+from pipeinfer.job.session.rank_uses import RankUses
 from pipeinfer.job.session.session import N_NOTED
 from pipeinfer.models.text.grammar_check import TOO_MUCH
 from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import stderr_console
 from pipeinfer.observe.texts.json_text import json_text
-from pipeinfer.observe.throughput import show_throughput
+from pipeinfer.observe.throughput import Throughput, show_throughput
 
 
 def run_batch(asked: BatchOptions) -> int:
@@ -47,8 +48,9 @@ class Batch:
     def __init__(self, context: Context, deployment: Deployment, work: BatchWork) -> None:
         self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
         self.console = stderr_console()
-        self.summary = Summary(deployment, work)
-        self._asked: dict[Open, Ready] = {}
+        self.throughput = Throughput()
+        self.n_completed = self.n_failed = self.open_max = 0
+        self._asked: dict[Open, BatchRequest] = {}
         self._entries: dict[Open, list[Entry]] = {}
         self._spell = speller(work.prompts.tokenizer)
         self._coming = work.ready()
@@ -61,7 +63,8 @@ class Batch:
         with closing(work), open_session(self.context, self.deployment) as self.session:
             self.progress = ProgressBar(self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)
             self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx, self._take)
-            self.summary.begin(CLOCK())
+            self.start_s = CLOCK()
+            self.uses = RankUses(self.deployment, self.start_s)
             try:
                 self._serve()
             except StopRequested:
@@ -70,7 +73,8 @@ class Batch:
                 self.context.flag.note(str(error), 2)
             self.requests.stop_all()  # it is asked again when the batch is resumed
             self.progress.close()
-            self.summary.end(CLOCK(), self.session.take_figures())
+            self.end_s = CLOCK()
+            self.uses.note(self.session.take_figures(), self.end_s)
         return self._report()
 
     def _about(self) -> str:
@@ -88,25 +92,29 @@ class Batch:
         while self.requests.engine.busy:
             self.requests.step()
             if self.session.n_noted >= N_NOTED:
-                self.summary.note(self.session.take_figures(), CLOCK())
+                self.uses.note(self.session.take_figures(), CLOCK())
 
     def _admit(self) -> None:
         """Open those that come next in the file, while there is room."""
-        while self._next and (isinstance(self._next.asked, UserError) or self.requests.has_room(self._next.asked)):
-            ready, asked = self._next, self._next.asked
+        while self._next:
+            request, asked = self._next
             if isinstance(asked, UserError):
-                self._refuse(ready.request, str(asked))
+                self._refuse(request, str(asked))
+            elif self.requests.has_room(asked):
+                self._asked[self.requests.begin(asked, self.options.policy.begin())] = request
+                self.open_max = max(self.open_max, len(self.requests))
             else:
-                self._open(ready, asked)
+                return
             self._next = next(self._coming, None)
 
-    def _open(self, ready: Ready, asked: GenerationRequest) -> None:
-        self._asked[self.requests.begin(asked, self.options.policy.begin())] = ready
-        self.summary.open_max = max(self.summary.open_max, len(self.requests))
+    @property
+    def _n_written(self) -> int:
+        """Results in the file."""
+        return self.work.n_done + self.n_completed + self.n_failed
 
     def _take(self, news: Sequence[News]) -> None:
         for each in news:
-            self.progress.update(self.summary.n_written, each.n_tokens)
+            self.progress.update(self._n_written, each.n_tokens)
             if each.entries:
                 self._entries.setdefault(each.opened, []).extend(each.entries)
             if each.ended:
@@ -115,27 +123,46 @@ class Batch:
 
     def _write(self, opened: Open) -> None:
         """The request has ended: keep its result, and forget it."""
-        asked, model = self._asked.pop(opened).request, self.deployment.model.path.name
+        asked, model = self._asked.pop(opened), self.deployment.model.path.name
         entries = self._entries.pop(opened, [])
         if opened.request.finish is Finish.FAILED:
             self._refuse(asked, TOO_MUCH)
             return
         self.work.output.write(result_of(self.work.id(asked), asked, opened, entries, self._spell, model))
-        self.summary.completed(opened.metrics)
-        self.progress.update(self.summary.n_written, 0)
+        self.n_completed += 1
+        self.throughput.add(opened.metrics)
+        self.progress.update(self._n_written, 0)
 
     def _refuse(self, asked: BatchRequest, message: str) -> None:
         self.work.output.write(refusal_of(self.work.id(asked), asked, message))
-        self.summary.n_failed += 1
+        self.n_failed += 1
 
     # -- the end
 
     def _report(self) -> int:
         """Returns the exit code."""
-        flag, result = self.context.flag, self.summary.figures()
+        flag, result = self.context.flag, self._figures()
         show_throughput(self.console, result)
         if self.options.json:
             print(json_text(result), flush=True)
         if flag.reason:
             complain(f"{flag.reason}; {self.work.output.path} has what is complete, the same command goes on from it")
         return flag.exit_code
+
+    def _figures(self) -> dict[str, Any]:
+        """The object that --json prints and the statistics show."""
+        work, drafts = self.work, self.deployment.drafts
+        return {
+            "requests": work.n_requests,
+            "done_before": work.n_done,
+            "completed": self.n_completed,
+            "failed": self.n_failed,
+            "left": work.n_requests - self._n_written,
+            "open_max": self.open_max,
+            "preempted_n": self.throughput.n_preempted,
+            **self.throughput.figures(self.end_s - self.start_s, self.n_completed),
+            "version": __version__,
+            "model": describe_model(self.deployment.model),
+            "model_draft": describe_drafts(drafts) if drafts else None,
+            "ranks": self.uses.ranks(),
+        }

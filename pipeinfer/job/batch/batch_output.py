@@ -67,8 +67,7 @@ class BatchOutput:
                 yield number, id
 
     def go_on(self) -> None:
-        """Make the file end with a whole line, after all its `ids` and before a result is added: the torn end is
-        cut off, the newline that is missing added. Raises UserError when there is no room."""
+        """Make the file end with a whole line, before a result is added. Raises UserError when there is no room."""
         if self._n_torn:
             complain(f"{self.path}: what stands behind the last whole line, {self._n_torn} bytes, is cut off")
             os.ftruncate(self._fd, self._n_whole)

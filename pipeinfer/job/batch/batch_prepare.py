@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.batch.batch_file import BatchFile, BatchRequest
 from pipeinfer.job.batch.batch_output import WHAT, BatchOutput
-from pipeinfer.job.batch.batch_prompts import Ready, ready
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.model_files import open_models
@@ -19,10 +19,16 @@ from pipeinfer.job.planning.prepare import check_outputs, deploy_largest, inputs
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.constraints import constrained
+from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.texts.json_text import json_text
 from pipeinfer.outputs import check_separate
+
+N_AT_ONCE = 64
+"""Requests whose templates are rendered together: a process is started for them."""
+
+Ready = tuple[BatchRequest, GenerationRequest | UserError]
 
 PATIENCE_S = 2.0
 """How long requests are checked without a word."""
@@ -30,8 +36,7 @@ PATIENCE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """`run`: what holds for all requests; its prompt and length are those of each. `as_chat`: plain prompts are what a
-    user says."""
+    """`run`: what holds for all requests. `as_chat`: plain prompts are what a user says."""
 
     run: RunOptions
     source: Path
@@ -64,7 +69,10 @@ class BatchWork:
                 yield request
 
     def ready(self) -> Iterator[Ready]:
-        return ready(self.requests(), self.prompts)
+        """Of each of them what is to be generated, or what is wrong with it. Raises UserError where all chats fail."""
+        rest = self.requests()
+        while group := list(islice(rest, N_AT_ONCE)):
+            yield from zip(group, self.prompts.ask([each.body for each in group]), strict=True)
 
     def id(self, request: BatchRequest) -> str:
         return request.id(self.file.defaults.salt)
@@ -140,13 +148,13 @@ def _deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, work: B
     """Where -c does not say, as much context as --parallel of the longest request take, or as much as fits."""
     longest = longest_prompt = n_total = 1
     start_s, told_s = time.monotonic(), PATIENCE_S
-    for n_checked, each in enumerate(work.ready()):
+    for n_checked, (_, asked) in enumerate(work.ready()):
         if time.monotonic() - start_s > told_s:
             complain(f"{work.file.path}: {n_checked} of {work.n_left} requests are checked after {told_s:g} s")
             told_s *= 2
-        if not isinstance(each.asked, UserError):
-            longest, n_total = max(longest, each.asked.n_ctx), n_total + each.asked.n_ctx
-            longest_prompt = max(longest_prompt, len(each.asked.prompt))
+        if not isinstance(asked, UserError):
+            longest, n_total = max(longest, asked.n_ctx), n_total + asked.n_ctx
+            longest_prompt = max(longest_prompt, len(asked.prompt))
     n_ctx = options.ctx_size or max(longest, min(n_total, options.parallel * longest))
     deployment, work.n_ctx = deploy_largest(options, hosts, info, n_ctx, longest, longest_prompt)
     return deployment

@@ -2,61 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.job.bench.sweep import Case, Group, Sweep, group_of, plan_groups
-from pipeinfer.job.bench.sweep_job import SweepHead, start_sweep
-from pipeinfer.job.launch.start import Crew
+from pipeinfer.core.policy import Policy
+from pipeinfer.errors import UserError
+from pipeinfer.job.bench.sweep import Group, Key, Sweep, describe, variants_of
+from pipeinfer.job.bench.sweep_job import WARM_UP_TOKENS, SweepHead, start_sweep
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.planning.prepare import check_outputs
-from pipeinfer.job.requests.conversation import Turn
-from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.placement.deployment import Deployment, deploy
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.requests.asked import asked_of
+from pipeinfer.job.requests.conversation import Conversation, Turn, conversation_of
+from pipeinfer.job.requests.request import GenerationRequest, fit_context, make_request
 from pipeinfer.job.session.outcome import make_result
 from pipeinfer.job.session.session import Generation, Session
-from pipeinfer.observe.experiment import variant_text
+from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.report import number
-from pipeinfer.observe.results import RESULTS, key_of, read_results, result_row
+from pipeinfer.observe.results import RESULTS, as_read, key_of, result_row
 from pipeinfer.observe.summary import print_summary
+from pipeinfer.observe.table import Record
 
-WARM_UP_TOKENS = 16
 
-
-def run_sweep(sweep: Sweep, warm_up: int, output: str, resume: bool) -> int:
+def run_sweep(sweep: Sweep) -> int:
     """`pipeinfer bench`, on every rank; returns the exit code."""
-
-    def plan(sweep: Sweep, hosts_of: Sequence[Sequence[Host]]) -> list[Group]:
-        return _plan(sweep, hosts_of, resume)
-
-    return start_sweep(sweep, sweep, plan, lambda crew, groups: Bench(crew, groups, warm_up).run(output))
+    return start_sweep(sweep, RESULTS, group_of, Bench)
 
 
-def _plan(sweep: Sweep, hosts_of: Sequence[Sequence[Host]], resume: bool) -> list[Group]:
-    check_outputs(sweep.base)
-    groups = plan_groups(sweep, hosts_of, group_of)
-    path = sweep.base.results
-    if not resume or not path or not path.exists() or not path.stat().st_size:
-        return groups
-    known = {key_of(row) for row in read_results(path)}
-    return [left for left in (group.without(known) for group in groups) if left.cases]
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A conversation to measure: one generation a turn, each from an empty cache."""
+
+    options: RunOptions
+    request: GenerationRequest  # its prompt is the first turn's
+    conversation: Conversation
+    repetition: int
+
+    @property
+    def n_left(self) -> int:
+        """Generations to measure."""
+        return sum(not turn.measured for turn in self.conversation.turns)
+
+    def without(self, deployment: Deployment, known: Set[Key]) -> Case | None:
+        """With the turns that are `known` marked, and none after the last that is to be measured."""
+        lengths = self.conversation.lengths(self.request.n_predict)
+        turns = [
+            replace(turn, measured=key_of(as_read(self.asked(deployment, turn, length))) in known)
+            for turn, length in zip(self.conversation.turns, lengths, strict=True)
+        ]
+        while turns and turns[-1].measured:
+            turns.pop()
+        return replace(self, conversation=replace(self.conversation, turns=tuple(turns))) if turns else None
+
+    def asked(self, deployment: Deployment, turn: Turn, n_prompt: int = 0) -> Record:
+        """The columns that say what is asked of a turn. `n_prompt`: as it will be; without it the generation tells."""
+        row = asked_of(deployment, self.request, self.options, turn.name, turn.digest, self.repetition)
+        return row | {"prompt_n": n_prompt}
 
 
-class Bench(SweepHead[Group]):
+def group_of(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group[Case]:
+    """What is measured of some policies on what they share, a generation at a time."""
+    info, tokenizer = open_models(options)
+    conversations = [conversation_of(prompt, tokenizer, sweep.cut) for prompt in sweep.prompts]
+    n_predict = max(sweep.predicts)
+    longest = replace(options, predict=n_predict)
+    n_prompt = _longest_prompt(longest, info, conversations)
+    request = make_request(longest, info, tokenizer, conversations[0].turns[0].tokens, n_prompt)
+    deployment = deploy(options, hosts, info, request.n_ctx, n_prompt)
+    measured = variants_of(options, policies, sweep.ablations)
+    cases = tuple(
+        Case(
+            chosen,
+            replace(request, prompt=conversation.turns[0].tokens, n_predict=n),
+            conversation,
+            repetition,
+        )
+        for repetition in range(1, sweep.repetitions + 1)
+        for conversation in conversations
+        for n in sweep.predicts
+        for chosen in measured
+    )
+    return Group(options, deployment, cases, request.n_ctx)
+
+
+def _longest_prompt(options: RunOptions, info: ModelInfo, conversations: Sequence[Conversation]) -> int:
+    """Tokens of the longest prompt. Raises UserError when only first turns fit into the context."""
+    lengths = [conversation.lengths(options.predict) for conversation in conversations]
+    first, longest = max(turns[0] for turns in lengths), max(map(max, lengths))
+    if longest > first:
+        fit_context(options, info, first)
+        try:
+            fit_context(options, info, longest)
+        except UserError as error:
+            raise UserError(f"with the answers before its last turn {error}, or take fewer --turns") from None
+    return longest
+
+
+class Bench(SweepHead[Case]):
     """Rank 0's part of a sweep."""
 
-    def __init__(self, crew: Crew, groups: list[Group], warm_up: int) -> None:
-        super().__init__(crew, groups, RESULTS)
-        self.warm_up = warm_up
-
-    def run(self, output: str) -> int:
+    def run(self) -> int:
         """Returns the exit code."""
         n_left = sum(case.n_left for group in self.groups for case in group.cases)
-        return self.run_all(f"{n_left} generations to measure", n_left, lambda rows: print_summary(rows, output))
+        return self.run_all(f"{n_left} generations to measure", n_left, print_summary)
 
-    def measure(self, session: Session, group: Group) -> None:
-        for case in [*[_warm_up(group.cases[0])] * self.warm_up, *group.cases]:
+    def measure(self, session: Session, group: Group[Case]) -> None:
+        for case in [*[_warm_up(group.cases[0])] * self.sweep.warm_up, *group.cases]:
             self._measure(session, case)
 
     def _measure(self, session: Session, case: Case) -> None:
@@ -65,7 +117,7 @@ class Bench(SweepHead[Group]):
         for turn in case.conversation.turns:
             if self.crew.flag.reason:
                 return
-            self.progress.update(self.task, description=_describe(case, turn))
+            self.progress.update(self.task, description=describe(case.options, case.repetition, *_about(case, turn)))
             request = replace(case.request, prompt=case.conversation.prompt(said, turn))
             generation = self._generate(session, request, case.options)
             said = generation.request.tokens
@@ -79,11 +131,12 @@ class Bench(SweepHead[Group]):
         asked = case.asked(deployment, turn)
         row = self.keep(case.options, result_row(make_result("", generation, deployment, asked), asked))
         self.progress.advance(self.task)
+        about = describe(case.options, case.repetition, *_about(case, turn))
         if self.progress.disable:
             speed, accepted = number(row["predicted_per_second"]), number(row["acceptance_rate"])
             figures = f"{speed} tokens/s" + ("" if accepted == "-" else f", acceptance {accepted}")
-            self.console.print(f"[{len(self.rows)}] {_describe(case, turn)}: {figures}", markup=False)
-        name = _named(case, turn)
+            self.console.print(f"[{len(self.rows)}] {about}: {figures}", markup=False)
+        name = about.rpartition(", ")[0]  # whichever repetition
         self.notice(name, [f"{name}: {notice}" for notice in generation.metrics.notices])
 
 
@@ -95,14 +148,6 @@ def _warm_up(case: Case) -> Case:
     )
 
 
-def _describe(case: Case, turn: Turn) -> str:
-    about = f"repetition {case.repetition}" if case.repetition else "warm-up"
+def _about(case: Case, turn: Turn) -> list[str]:
     again = ["again, for its answer"] if case.repetition and turn.measured else []
-    return ", ".join([_named(case, turn), about, *again])
-
-
-def _named(case: Case, turn: Turn) -> str:
-    """A measurement, whichever of its repetitions."""
-    options = case.options
-    variant = variant_text(options.policy, options.cancel, options.partitions)
-    return ", ".join(filter(None, (options.policy.name, variant, turn.name, f"n {case.request.n_predict}")))
+    return [turn.name, f"n {case.request.n_predict}", *again]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -12,58 +13,121 @@ from typing import Any
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import StopRequested
-from pipeinfer.job.bench.load_sweep import LoadCase, LoadGroup, Loads, LoadSweep, load_group
-from pipeinfer.job.bench.sweep import Sweep, plan_groups
-from pipeinfer.job.bench.sweep_job import SweepHead, start_sweep
+from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.job.bench.sweep import Group, Key, Sweep, describe, variants_of
+from pipeinfer.job.bench.sweep_job import WARM_UP_TOKENS, SweepHead, start_sweep
 from pipeinfer.job.launch.context import CLOCK
-from pipeinfer.job.launch.start import Crew
+from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.planning.prepare import check_outputs, inputs_of
+from pipeinfer.job.placement.deployment import Deployment, deploy
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.requests.asked import asked_of
+from pipeinfer.job.requests.conversation import first_turns
+from pipeinfer.job.requests.request import GenerationRequest, make_request
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
 from pipeinfer.job.session.rank_uses import RankUses
 from pipeinfer.job.session.session import N_NOTED, Session
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.experiment import variant_text
-from pipeinfer.observe.load_columns import LATENCIES, LOADS
-from pipeinfer.observe.loads import come_text, falls_behind, print_loads
+from pipeinfer.observe.columns import LATENCIES
+from pipeinfer.observe.experiment import digest
 from pipeinfer.observe.metrics import percentiles
 from pipeinfer.observe.report import milliseconds, number
-from pipeinfer.observe.table import Record, lines_of
+from pipeinfer.observe.results import LOADS
+from pipeinfer.observe.table import Record
 from pipeinfer.observe.throughput import NOT_OFFERED, Throughput, offered_and_served
-from pipeinfer.outputs import check_separate
+from pipeinfer.observe.traffic import come_text, falls_behind, print_loads
+from pipeinfer.virtual.traffic import arrivals_s
 
-WARM_UP_TOKENS = 16
+SEED_END = 2**32
 USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s", "peak_rss_bytes")
 
 
-def run_loads(sweep: Sweep, loads: Loads, warm_up: int, output: str, resume: bool) -> int:
+def run_loads(sweep: Sweep) -> int:
     """`pipeinfer bench --concurrency` and `--rate`, on every rank; returns the exit code."""
-    sweep = replace(sweep, base=replace(sweep.base, parallel=loads.parallel))
+    assert sweep.loads
+    sweep = replace(sweep, base=replace(sweep.base, parallel=sweep.loads.parallel or 1))
+    return start_sweep(sweep, LOADS, load_group, LoadBench)
 
-    def plan(sweep: Sweep, hosts_of: Sequence[Sequence[Host]]) -> list[LoadGroup]:
-        return _plan(sweep, loads, hosts_of, resume)
 
-    return start_sweep(
-        LoadSweep(sweep, loads), sweep, plan, lambda crew, groups: LoadBench(crew, groups, warm_up).run(output)
+@dataclass(frozen=True, slots=True)
+class LoadCase:
+    """One load to measure. `concurrency` 0: its requests come at a `rate`. `prompt`: whose texts they continue."""
+
+    options: RunOptions
+    requests: tuple[GenerationRequest, ...]
+    prompt: str
+    concurrency: int
+    rate: float
+    repetition: int
+
+    @property
+    def seed(self) -> int:
+        return self.requests[0].sampling.seed
+
+    def without(self, deployment: Deployment, known: Set[Key]) -> LoadCase | None:
+        return None if LOADS.key_of(LOADS.as_read(self.asked(deployment))) in known else self
+
+    def arrivals_s(self) -> list[float]:
+        """When its requests come, from the first one on, where clients do not say."""
+        return arrivals_s(len(self.requests), self.rate, self.seed)
+
+    def asked(self, deployment: Deployment) -> Record:
+        """The columns that say what is asked."""
+        first = self.requests[0]
+        tokens = [request.prompt for request in self.requests]
+        row = asked_of(deployment, first, self.options, self.prompt, digest(tokens), self.repetition)
+        load = {"n_requests": len(tokens), "predict": first.n_predict, "concurrency": self.concurrency,
+                "rate": math.nan if self.concurrency else self.rate, "parallel": self.options.parallel}  # fmt: skip
+        return {name: value for name, value in row.items() if name in LOADS.asked} | load
+
+
+def n_requests(loads: Loads, n_prompts: int) -> int:
+    """Of a load: every prompt once, but twice the largest concurrency at least, where --requests does not say."""
+    return loads.requests or max(n_prompts, 2 * loads.most_clients)
+
+
+def load_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group[LoadCase]:
+    """What is measured of some policies on what they share. Raises UserError for what does not fit."""
+    info, tokenizer, loads = *open_models(options), sweep.loads or Loads()
+    asked = first_turns(sweep.prompts, n_requests(loads, len(sweep.prompts)), tokenizer, sweep.cut)
+    n_predict, n_prompt = max(sweep.predicts), max(map(len, asked))
+    request = make_request(replace(options, predict=n_predict, ctx_size=0), info, tokenizer, asked[0], n_prompt)
+    n_ctx = options.ctx_size or min(len(asked), options.parallel) * (n_prompt + n_predict)
+    _check_room(options, n_ctx, n_prompt + n_predict, loads)
+    deployment = deploy(options, hosts, info, n_ctx, n_prompt)
+    name = "+".join(dict.fromkeys(prompt.name.partition("/")[0] for prompt in sweep.prompts))
+    points = [(count, math.nan) for count in loads.concurrencies] + [(0, rate) for rate in loads.rates]
+    cases = tuple(
+        LoadCase(chosen, _requests(request, asked, n, repetition), name, *point, repetition)
+        for repetition in range(1, sweep.repetitions + 1)
+        for n in sweep.predicts
+        for point in points
+        for chosen in variants_of(options, policies, sweep.ablations)
     )
+    return Group(options, deployment, cases, n_ctx)
 
 
-def _plan(sweep: Sweep, loads: Loads, hosts_of: Sequence[Sequence[Host]], resume: bool) -> list[LoadGroup]:
-    path = sweep.base.results
-    check_outputs(replace(sweep.base, results=None))
-    check_separate({"--results": path}, inputs_of(sweep.base))
-    if path:
-        LOADS.check(path)
+def _requests(
+    like: GenerationRequest, prompts: Sequence[tuple[int, ...]], n_predict: int, repetition: int
+) -> tuple[GenerationRequest, ...]:
+    """One for each prompt, each with the seed after that of the one before it; a repetition has other seeds."""
+    first = like.sampling.seed + (repetition - 1) * len(prompts)
+    return tuple(
+        replace(
+            like, prompt=prompt, n_predict=n_predict, n_ctx=len(prompt) + n_predict,
+            sampling=replace(like.sampling, seed=(first + number) % SEED_END),
+        )
+        for number, prompt in enumerate(prompts)
+    )  # fmt: skip
 
-    def group_of(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> LoadGroup:
-        return load_group(options, policies, sweep, hosts, loads)
 
-    groups = plan_groups(sweep, hosts_of, group_of)
-    if not resume or not path or not path.exists() or not path.stat().st_size:
-        return groups
-    known = {LOADS.key_of(row) for row in LOADS.rows(path, list(lines_of(path)))}
-    return [left for left in (group.without(known) for group in groups) if left.cases]
+def _check_room(options: RunOptions, n_ctx: int, longest: int, loads: Loads) -> None:
+    """Raises UserError where not as many could be open as clients ask."""
+    most = max(loads.concurrencies, default=1)
+    if n_ctx < most * longest:
+        clients = f"{most} requests" if most > 1 else "a request"
+        raise UserError(f"-c {options.ctx_size} has no room for {clients} of up to {longest} tokens, prompt and text; "
+                        f"use -c {most * longest}, or leave it out")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -89,29 +153,25 @@ class Coming:
         return bool(self.due_s) and self.due_s[0] <= now_s
 
 
-class LoadBench(SweepHead[LoadGroup]):
+class LoadBench(SweepHead[LoadCase]):
     """Rank 0's part."""
 
-    def __init__(self, crew: Crew, groups: list[LoadGroup], warm_up: int) -> None:
-        super().__init__(crew, groups, LOADS)
-        self.warm_up = warm_up
-        self._coming: Coming | None = None
-        self._requests: OpenRequests | None = None
-        self._news = deque[News]()
+    _coming: Coming | None = None
+    _requests: OpenRequests | None = None
 
-    def run(self, output: str) -> int:
+    def run(self) -> int:
         """Returns the exit code."""
         cases = [case for group in self.groups for case in group.cases]
         n_requests = sum(len(case.requests) for case in cases)
         about = f"{len(cases)} loads to measure, {n_requests} requests"
-        return self.run_all(about, n_requests, lambda rows: print_loads(rows, output))
+        return self.run_all(about, n_requests, print_loads)
 
     def called(self) -> bool:
         return self._next_can_begin()
 
-    def measure(self, session: Session, group: LoadGroup) -> None:
-        tokenizer = Tokenizer(group.options.model)
-        for case in [*[_warm_up(group.cases[0])] * self.warm_up, *group.cases]:
+    def measure(self, session: Session, group: Group[LoadCase]) -> None:
+        tokenizer, self._news = Tokenizer(group.options.model), deque[News]()
+        for case in [*[_warm_up(group.cases[0])] * self.sweep.warm_up, *group.cases]:
             if self.crew.flag.reason:
                 return
             self.progress.update(self.task, description=_describe(case))
@@ -220,8 +280,5 @@ def _warm_up(case: LoadCase) -> LoadCase:
 
 
 def _describe(case: LoadCase) -> str:
-    options = case.options
-    variant = variant_text(options.policy, options.cancel, options.partitions)
-    come = come_text({"concurrency": case.concurrency, "rate": case.rate, "parallel": options.parallel})
-    about = f"repetition {case.repetition}" if case.repetition else "warm-up"
-    return ", ".join(filter(None, (options.policy.name, variant, come, f"n {case.requests[0].n_predict}", about)))
+    come = come_text({"concurrency": case.concurrency, "rate": case.rate, "parallel": case.options.parallel})
+    return describe(case.options, case.repetition, come, f"n {case.requests[0].n_predict}")

@@ -16,10 +16,10 @@ from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.loading.own_models import load_own
 from pipeinfer.job.loading.worker import run_stage
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
-from pipeinfer.job.placement.deployment import Deployment, check_profiled
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.prepare import inputs_of, prepare
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.profiling.found_hosts import find_hosts
+from pipeinfer.job.profiling.hosts import find_hosts
 from pipeinfer.job.profiling.timing import overheads, slowdowns, time_model, time_over_and_over
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.session import Session
@@ -51,7 +51,6 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
         check_separate({"--output": output}, inputs_of(options))
         check_writable(output, "--output")
         deployment, (request, _) = prepare(options, hosts)
-        check_profiled("measure", deployment.plan)
         return deployment
 
     deployment = link.agree(plan)
@@ -78,8 +77,7 @@ def _load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | N
 def _time_own_models(
     crew: Crew, context: Context, deployment: Deployment, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
 ) -> dict[str, ModelTimes]:
-    """Time and free this rank's models; ranks of one host in turns, the others asleep, then 2, 3, … of them at
-    once."""
+    """Time and free this rank's models: ranks of one host in turns, then 2, 3, … of them at once."""
     start_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
     names = [host.name for host in crew.hosts]
     n_here, n_most = names.count(names[context.rank]), max(map(names.count, names))
@@ -128,10 +126,7 @@ def _sleep_until(when_s: float) -> None:
 def _run_plainly(
     context: Context, deployment: Deployment, request: GenerationRequest | None, times: list[dict[str, ModelTimes]]
 ) -> Overheads | None:
-    """A real job without speculation, then one for the draft's steps, during which all else rests.
-
-    Rank 0, which knows the request, gets what they cost on top of the models' own times.
-    """
+    """A job without speculation, then the draft's steps. Rank 0 gets what they cost beyond the models' own times."""
     if not request:
         run_stage(context, deployment)
         return None
@@ -168,7 +163,7 @@ def _write(
     slowdown = {size: slowdowns([by_size[size] for by_size in beside_s]) for size in beside_s[0]} if beside_s else {}
     drafts = [times[draft.rank]["draft"] for (draft,) in deployment.plan.drafts]
     text = profile_toml(
-        title, deployment.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
+        title, deployment.model.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
         deployment.blocks, deployment.parked,
     )  # fmt: skip
     if line := disturbed_line([*stages, *drafts]):

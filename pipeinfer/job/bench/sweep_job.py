@@ -1,62 +1,53 @@
-"""A sweep in one MPI job: what is loaded together is loaded once, one group after another. What is measured of a group,
-and how, is not known here."""
+"""A sweep in one MPI job: groups of cases, each loaded once. Measures nothing itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import JobError, UserError
-from pipeinfer.job.bench.sweep import Sweep, loads_of
+from pipeinfer.job.bench.sweep import Group, Key, M, MakeGroup, Sweep, loaded_together, plan_groups
 from pipeinfer.job.launch.context import forget_peak
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.loading.worker import run_stage
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.placement.fetch import fetch_files
+from pipeinfer.job.placement.model_files import fetch_files
+from pipeinfer.job.planning.prepare import check_outputs
 from pipeinfer.job.planning.prepared import get_ready
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.profiling.found_hosts import with_own_gpus, with_times
+from pipeinfer.job.profiling.hosts import with_own_gpus, with_times
 from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.session import Session
 from pipeinfer.observe.report import stderr_console
 from pipeinfer.observe.table import Record, Table
 
-
-class Loaded(Protocol):
-    """What is measured on models that are loaded once; `options` and `deployment` say what to load, on every rank."""
-
-    @property
-    def options(self) -> RunOptions: ...
-
-    @property
-    def deployment(self) -> Deployment: ...
+WARM_UP_TOKENS = 16
 
 
-G = TypeVar("G", bound=Loaded)
-Planner = Callable[[Sweep, Sequence[Sequence[Host]]], list[G]]
+def start_sweep(sweep: Sweep, table: Table, group_of: MakeGroup[M], head: type[SweepHead[M]]) -> int:
+    """A job, on every rank; returns the exit code. `table`: where --results are; `head`: rank 0's part."""
+    return start_job(lambda crew: _run(crew, sweep, table, group_of, head), sweep, sweep.base)
 
 
-def start_sweep(settings: object, sweep: Sweep, plan: Planner[G], lead: Callable[[Crew, list[G]], int]) -> int:
-    """A job, on every rank; returns the exit code. `settings`: must be alike on all. On rank 0 `plan` says what there
-    is to measure on which hosts, or raises UserError, and `lead` measures it."""
-    return start_job(lambda crew: _run(crew, sweep, plan, lead), settings, sweep.base)
-
-
-def _run(crew: Crew, sweep: Sweep, plan: Planner[G], lead: Callable[[Crew, list[G]], int]) -> int:
-    link, groups = crew.link, list[G]()
+def _run(crew: Crew, sweep: Sweep, table: Table, group_of: MakeGroup[M], head: type[SweepHead[M]]) -> int:
+    link, groups = crew.link, list[Group[M]]()
     if link.rank:
         get_ready()
     hosts = with_own_gpus(crew, crew.hosts, sweep.base)
-    # which splits fit, rank 0 finds out: where some are given nothing is timed
-    hosts_of = [hosts if sweep.splits else with_times(crew, hosts, each) for each, _ in loads_of(sweep)]
+    # rank 0 finds out which splits fit: where some are given nothing is timed
+    hosts_of = [hosts if sweep.splits else with_times(crew, hosts, each) for each, _ in loaded_together(sweep)]
 
     def plan_all() -> list[tuple[RunOptions, Deployment]]:
-        groups.extend(plan(_fetched(sweep), hosts_of))
+        fetched = _fetched(sweep)
+        check_outputs(fetched.base, table)
+        known = _known(sweep, table)
+        groups.extend(
+            left for group in plan_groups(fetched, hosts_of, group_of) if (left := group.without(known)).cases
+        )
         return [(group.options, group.deployment) for group in groups]
 
     loads = link.agree(plan_all)
@@ -64,7 +55,15 @@ def _run(crew: Crew, sweep: Sweep, plan: Planner[G], lead: Callable[[Crew, list[
         if link.rank == 0:
             complain(f"nothing left to measure: {sweep.base.results} has it all")
         return 0
-    return _serve(crew, loads) if link.rank else lead(crew, groups)
+    return _serve(crew, loads) if link.rank else head(crew, sweep, groups, table).run()
+
+
+def _known(sweep: Sweep, table: Table) -> set[Key]:
+    """What was measured before, where --resume leaves it out."""
+    path = sweep.base.results
+    if not sweep.resume or not path or not path.exists() or not path.stat().st_size:
+        return set()
+    return {table.key_of(row) for row in table.read(path)}
 
 
 def _fetched(sweep: Sweep) -> Sweep:
@@ -87,11 +86,11 @@ def _serve(crew: Crew, loads: list[tuple[RunOptions, Deployment]]) -> int:
     return code
 
 
-class SweepHead(Generic[G]):
+class SweepHead(Generic[M]):
     """Rank 0's part. `table`: that of the rows which are measured."""
 
-    def __init__(self, crew: Crew, groups: list[G], table: Table) -> None:
-        self.crew, self.groups, self.table = crew, groups, table
+    def __init__(self, crew: Crew, sweep: Sweep, groups: list[Group[M]], table: Table) -> None:
+        self.crew, self.sweep, self.groups, self.table = crew, sweep, groups, table
         self.rows: list[Record] = []
         self.n_kept = 0  # of them in --results
         self.noticed: set[str] = set()
@@ -103,15 +102,19 @@ class SweepHead(Generic[G]):
             console=self.console, disable=not self.console.is_terminal,
         )  # fmt: skip
 
+    def run(self) -> int:
+        """Measure everything. Returns the exit code."""
+        raise NotImplementedError
+
     def called(self) -> bool:
-        """Whether there is something to do that is no run's: it ends the engine's waits."""
+        """Polled while the engine waits; True returns control to the caller."""
         return False
 
-    def measure(self, session: Session, group: G) -> None:
+    def measure(self, session: Session, group: Group[M]) -> None:
         """All of a group, until the job shall stop."""
         raise NotImplementedError
 
-    def run_all(self, about: str, n_steps: int, show: Callable[[Sequence[Record]], Any]) -> int:
+    def run_all(self, about: str, n_steps: int, show: Callable[[Sequence[Record], str], None]) -> int:
         """Measure, and `show` the rows; also what there is after an interruption. Returns the exit code."""
         self.console.print(f"{about}, {self.crew.link.size} ranks")
         flag, code = self.crew.flag, 0
@@ -124,7 +127,7 @@ class SweepHead(Generic[G]):
                 if not go_on:
                     break
                 code = self._measure_group(group)
-        show(self.rows)
+        show(self.rows, self.sweep.output)
         if flag.reason:
             complain(f"{flag.reason}; {self._kept()}")
         return code or flag.exit_code
@@ -140,7 +143,7 @@ class SweepHead(Generic[G]):
             return f"the table has what was measured, {results} has nothing of it"
         return f"what was measured is in {results}, --resume goes on from it"
 
-    def _measure_group(self, group: G) -> int:
+    def _measure_group(self, group: Group[M]) -> int:
         forget_peak()
         context = self.crew.context(group.options, group.deployment)
         try:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
-from pipeinfer.job.chat.dialogue import Dialogue
+from pipeinfer.job.chat.history import History
 from pipeinfer.job.chat.interrupts import Interrupts
-from pipeinfer.job.chat.lines import PipedLines, open_lines
+from pipeinfer.job.chat.line_input import PipedLines, open_lines
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
@@ -55,7 +55,7 @@ class Chat:
     def __init__(self, context: Context, deployment: Deployment, setup: ChatSetup) -> None:
         self.context, self.deployment, self.setup, self.options = context, deployment, setup, context.options
         self.console = stderr_console()
-        self.dialogue = Dialogue(setup.format)
+        self.history = History(setup.format)
         self.sampling = setup.request.sampling
         self.n_asked = self.n_refused = 0  # turns
         self.interrupts = Interrupts(lambda: self.lines.next_is(STOP))
@@ -109,7 +109,7 @@ class Chat:
         """A command, or what the model is to answer."""
         word = said.strip()
         if word == "/clear":
-            self.dialogue.clear()
+            self.history.clear()
         elif word == "/regen":
             self._answer_again()
         elif word == "/help" or (word.startswith("/") and word not in HELP and " " not in word):
@@ -121,7 +121,7 @@ class Chat:
             self._answer(said)
 
     def _answer_again(self) -> None:
-        said = self.dialogue.take_back()
+        said = self.history.take_back()
         if said is None:
             complain("/regen: there is no answer to take back")
             return
@@ -133,7 +133,7 @@ class Chat:
     def _answer(self, said: str) -> None:
         request = self.setup.request
         try:
-            asked = self.dialogue.ask(said, request.n_ctx)
+            asked = self.history.ask(said, request.n_ctx)
         except UserError as error:
             self.n_refused += 1
             complain(str(error))
@@ -147,7 +147,7 @@ class Chat:
         found = self.session.generate(request, self.options, policy, printer.push, progress.update)
         progress.close()
         printer.finish()
-        self.dialogue.answered(found.request.tokens, printer.text, whole=not printer.was_cut)
+        self.history.answered(found.request.tokens, printer.text, whole=not printer.was_cut)
         self._report(found, request, printer.text)
 
     def _report(self, found: Generation, request: GenerationRequest, text: str) -> None:

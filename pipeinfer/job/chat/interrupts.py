@@ -1,7 +1,4 @@
-"""Ctrl-C in a conversation: it stops the answer that is being given; a second one, or one at the prompt, the job.
-
-Knows no signals: who hears them asks here.
-"""
+"""Ctrl-C in a conversation: it stops the answer; a second one, or one at the prompt, ends the job. Knows no signals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`pipeinfer info`: what this host can do, and under mpirun what every rank's host can; the first thing to paste into a
-report of a fault."""
+"""`pipeinfer info`: what this host, or under mpirun every rank's host, can do."""
 
 from __future__ import annotations
 

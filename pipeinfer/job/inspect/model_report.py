@@ -1,5 +1,4 @@
-"""What `models info` tells of a file: what it is, whether it can be cut, and what stages of it would weigh. Loads no
-weights and prints nothing."""
+"""The report of `models info`: what a file is, whether it can be cut, the memory of stages. Loads no weights."""
 
 from __future__ import annotations
 
@@ -50,46 +49,33 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
     }
 
 
+OF_MODEL = ("name", "architecture", "quantisation", "n_params", "n_bytes", "n_layer", "n_embd", "n_ctx_train", "tied",
+            "layer_bytes", "input_bytes", "output_bytes")  # fmt: skip
+
+
 def _of_model(info: ModelInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "architecture": info.architecture,
-        "quantisation": info.quantisation,
-        "n_params": info.n_params,
-        "n_bytes": info.n_bytes,
-        "n_layer": info.n_layer,
-        "n_embd": info.n_embd,
-        "n_ctx_train": info.n_ctx_train,
-        "tied": info.tied,
-        "layer_bytes": list(info.layer_bytes),
-        "input_bytes": info.input_bytes,
-        "output_bytes": info.output_bytes,
-        "kv_bytes_per_token": sum(info.kv_bytes_per_cell),
-    }
+    return {name: getattr(info, name) for name in OF_MODEL} | {"kv_bytes_per_token": sum(info.kv_bytes_per_cell)}
 
 
 def _of_header(header: Header) -> dict[str, Any]:
-    """The same of a file that is no model that can be cut, as far as its header tells; null where it does not."""
+    """The same of a model that cannot be cut, as far as its header says; null for the rest."""
     architecture = _value(header.metadata, "general.architecture")
     sizes: dict[int, int] = {}
     for tensor in header.tensors:
         if (layer := layer_of(tensor.name)) is not None:
             sizes[layer] = sizes.get(layer, 0) + tensor.n_bytes
-    table = next((tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None)
+    tables = [tensor.n_bytes for tensor in header.tensors if tensor.name == "token_embd.weight"]
     return {
+        **dict.fromkeys((*OF_MODEL, "kv_bytes_per_token")),
         "name": _value(header.metadata, "general.name"),
         "architecture": architecture,
-        "quantisation": None,
         "n_params": sum(tensor.n_elements for tensor in header.tensors),
         "n_bytes": header.state.n_bytes,
         "n_layer": _value(header.metadata, f"{architecture}.block_count"),
         "n_embd": _value(header.metadata, f"{architecture}.embedding_length"),
         "n_ctx_train": _value(header.metadata, f"{architecture}.context_length"),
-        "tied": None,
         "layer_bytes": [size for _, size in sorted(sizes.items())],
-        "input_bytes": table.n_bytes if table else None,
-        "output_bytes": None,
-        "kv_bytes_per_token": None,
+        "input_bytes": next(iter(tables), None),
     }
 
 

@@ -1,5 +1,4 @@
-"""What `models check` tells of a target and a draft: do their vocabularies match, and how often is the draft right?
-Prints nothing."""
+"""The report of `models check`: do vocabularies match, and how often is the draft right? Prints nothing."""
 
 from __future__ import annotations
 
@@ -18,13 +17,10 @@ N_ROWS = 32
 
 
 def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_threads: int) -> dict[str, Any]:
-    """As plain data. `translated_n`: where the ids differ, how many of the target's tokens the draft can guess.
-    `reason`: why it can be no draft. The acceptance rate is that of the draft's first guess for each of
-    `n_predict` tokens that the target writes greedily after `text`, or after texts of our own; null if it can be no
-    draft or `n_predict` is 0.
+    """As plain data. `translated_n`: of the target's tokens, how many the draft can guess; null where the ids agree.
+    `acceptance_rate`: of the draft's first guesses for `n_predict` greedy tokens after `text`, or after texts of ours.
 
-    Raises UserError for a file that is no model or has no vocabulary, for a draft that keeps states, for a text without
-    tokens and for one that gets longer than what the target was trained for.
+    Raises UserError for files that are no models, a draft that keeps states, and a text that is empty or too long.
     """
     read_model_info(draft).check_rewinds("it cannot be a draft: take another one")
     vocabularies = Tokenizer(target), Tokenizer(draft)

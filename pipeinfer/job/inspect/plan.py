@@ -18,11 +18,10 @@ from pipeinfer.job.inspect.plan_report import plan_report
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.values import PROBABILITY, File, Number, Text, Whole
-from pipeinfer.job.placement.fetch import fetch_models
 from pipeinfer.job.placement.gpus import check_own_devices, gpu_names, with_gpus
-from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.placement.model_files import fetch_models, open_models
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, open_planner
-from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, with_speeds, with_times
+from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, timed_nodes, with_speeds
 from pipeinfer.observe.texts.json_text import json_text
 from pipeinfer.observe.texts.plan_text import plan_lines
 from pipeinfer.virtual.hosts_file import read_hosts
@@ -64,7 +63,7 @@ class PlanQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Settings:
     """What every rank must have been started with."""
 
     options: RunOptions
@@ -82,7 +81,7 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
         return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.launch.start import start_job  # initialises MPI
 
-    return start_job(lambda crew: _plan_ranks(crew, options, question), _Asked(options, question), options)
+    return start_job(lambda crew: _plan_ranks(crew, options, question), _Settings(options, question), options)
 
 
 def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
@@ -95,7 +94,7 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
 
 def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     """On every rank. Returns the exit code."""
-    from pipeinfer.job.profiling.found_hosts import find_hosts  # what it loads with takes a while
+    from pipeinfer.job.profiling.hosts import find_hosts  # what it loads with takes a while
     from pipeinfer.job.profiling.run_times import known_run_times
 
     link = crew.link
@@ -104,15 +103,12 @@ def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * bandwidth_gbit(link)) if link.size > 1 else ETHERNET
     options, hosts = find_hosts(crew, options)
     times, untimed = known_run_times(crew, hosts, options)
-    nodes = with_times(with_speeds(speeds, hosts, gpus), times)
+    nodes = timed_nodes(with_speeds(speeds, hosts, gpus), times)
     return link.agree(lambda: tell(options, question, nodes, cost, untimed))
 
 
 def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost, untimed: str = "") -> int:
-    """Print the plan. Returns the exit code. Raises UserError, with what is missing, where it does not fit.
-
-    `untimed`: the rank that could not be timed, and why.
-    """
+    """Print the plan; returns the exit code. Raises UserError where it does not fit. `untimed`: a rank, and why."""
     if question.gbit is not None:
         link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
     options = fetch_models(options)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.draft_place import has_choice
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
-from pipeinfer.job.planning.plan_rows import plan_rows
-from pipeinfer.job.planning.planner import Planner
-from pipeinfer.job.planning.ways import shortage_text, ways
+from pipeinfer.job.planning.plan_table import plan_rows
+from pipeinfer.job.planning.planner import Planner, Prediction
+from pipeinfer.job.planning.suggestions import shortage_text, suggestions
 from pipeinfer.policies.registry import POLICIES, make_policy
-from pipeinfer.virtual.compare import Compared
 from pipeinfer.virtual.study import DEFAULT_ACCEPTANCE
 
 
 def plan_report(planner: Planner) -> dict[str, Any]:
-    """`shortage`: what is missing, in words, with the nearest ways out; empty if it fits. Raises UserError for a plan
-    that cannot be, whatever memory there is."""
+    """`shortage`: what is missing, with the nearest ways out; empty if it fits. Raises UserError for no possible
+    plan."""
     options, deployment = planner.options, planner.deployment
     predicted, unknown = _predictions(planner)
-    helping = ways(planner, predicted)
-    plain = next((each.speed for each in predicted if each.policy == "iterative"), None)
+    helping = suggestions(planner, predicted)
+    plain = next((each.tokens_per_s for each in predicted if each.policy == "iterative"), None)
     return {
         "model": str(options.model),
         "drafts": [str(draft.path) for draft in planner.drafts_in_use],
@@ -38,14 +38,10 @@ def plan_report(planner: Planner) -> dict[str, Any]:
         "layer_split": [stage.last - stage.first for stage in deployment.plan.stages],
         "ranks": plan_rows(deployment, planner.nodes),
         "predictions": [
-            {
-                "policy": each.policy,
+            asdict(each)
+            | {
                 "planned": each.policy == options.policy.name,
-                "tokens_per_s": each.speed,
-                "over_iterative": each.speed / plain if plain else None,
-                "limit_per_s": each.limit,
-                "ttft_s": each.ttft_s,
-                "itl_p50_s": each.itl_s[0],
+                "over_iterative": each.tokens_per_s / plain if plain else None,
             }
             for each in predicted
         ],
@@ -63,7 +59,7 @@ def _translations(planner: Planner) -> Iterator[str]:
             yield note
 
 
-def _predictions(planner: Planner) -> tuple[list[Compared], dict[str, str]]:
+def _predictions(planner: Planner) -> tuple[list[Prediction], dict[str, str]]:
     """Of each policy that the models allow; of each that cannot be predicted, why."""
     chosen = planner.options.policy
     guessing = planner.drafts or planner.options.lookup

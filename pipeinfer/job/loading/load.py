@@ -188,4 +188,4 @@ def make_courier(context: Context, deployment: Deployment) -> Courier | None:
     if pace is None:
         return None
     clock, wire_type = lambda: CLOCK() + context.clock_offset_s, context.options.wire_type
-    return Courier(pace.link, clock, deployment.n_embd, pace.n_embd, wire_type)
+    return Courier(pace.link, clock, deployment.model.n_embd, pace.n_embd, wire_type)

@@ -3,6 +3,7 @@ with. Sends nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -53,7 +54,7 @@ def time_stage(context: Context, deployment: Deployment, model: LoadedModel) -> 
     elif deployment.model.rewinds:
         context_s = recall_context(model, rows, deployment.n_cells, CLOCK, user_cache(), f"context: {key}")
     chunk = None
-    if context.options.max_delay_s:
+    if 0 < context.options.max_delay_s < math.inf:
         n_rows = BLOCK if deployment.blocks else min(BLOCK, deployment.n_batch)
         chunk = n_rows, time_chunk(model, n_rows, deployment.blocks, CLOCK)
     return RunCosts(rows, context_s or 0.0, chunk)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.policy import Policy
@@ -56,8 +57,7 @@ class RunOptions(
 
     @property
     def n_seq(self) -> int:
-        """Sequences that trees may lease: as many as the policy can use for one request, and one for each further;
-        without partitions one a request, and so no branches."""
+        """Sequences that trees may lease: as many as the policy uses, and one for each further request."""
         if not self.partitions:
             return self.parallel
         return self.sequences or min(MAX_SEQUENCES, self.policy.n_seq + self.parallel - 1)
@@ -88,7 +88,7 @@ class RunOptions(
 
     @property
     def may_have_samplers(self) -> bool:
-        """Whether threads may choose tokens beside the last stage: unasked for many requests, where not all cores
+        """Whether threads may choose tokens beside the last stage: unasked for many requests, if not all cores
         compute."""
         if self.samplers is not None:
             return self.samplers > 0
@@ -108,6 +108,11 @@ class RunOptions(
     def n_target_seq(self, rewinds: bool) -> int:
         """Sequences of the target: few where each has a state."""
         return self.n_seq if rewinds else self.parallel + self.n_target_guesses(rewinds)
+
+    @property
+    def fixed_draft_rank(self) -> int:
+        """The rank of a lone draft where no other is chosen."""
+        return self.draft_rank or 0
 
     @property
     def is_by_rank(self) -> bool:
@@ -163,47 +168,43 @@ def device_text(names: tuple[str, ...]) -> str:
     return "+".join(names) or "auto"
 
 
-def check_devices(options: RunOptions, n_ranks: int) -> None:
-    """Raises UserError unless devices are given once, or once a rank, to ranks of which libllama puts layers there."""
-    shown = ",".join(map(device_text, options.device))
-    if n_ranks > 1 and len(options.device) not in (1, n_ranks):
-        raise UserError(
-            f"--device {shown} has {len(options.device)} values for {n_ranks} ranks; give one, or one a rank (several "
-            "of one rank as CUDA0+CUDA1)"
-        )
-    for rank in range(n_ranks):
-        names = device_of(options, rank, n_ranks)
-        if len(set(names)) < len(names) or ("none" in names and len(names) > 1):
-            raise UserError(f"--device {shown}: rank {rank} has {device_text(names)}; name each device once, or none "
-                            "alone")  # fmt: skip
-        if names and backend_of(options, rank).is_torch:
-            raise UserError(
-                f"--device is for layers that libllama computes, and rank {rank} has --backend "
-                f"{backend_of(options, rank)}; say its device there (torch:cuda:1), and auto here"
-            )
-        if names not in ((), NO_DEVICE) and not gpu_layers_asked(options, rank):
-            raise UserError(
-                f"--device {device_text(names)}: rank {rank} has no layers for it, as -ngl is 0 there; give -ngl "
-                "all, or a number of layers"
-            )
-
-
 def backend_of(options: RunOptions, rank: int) -> Backend:
     return options.backend[rank] if len(options.backend) > 1 else options.backend[0]
 
 
-def check_backends(options: RunOptions, n_ranks: int) -> None:
-    """Raises UserError unless there is one backend, or one a rank, and layers for GPUs are libllama's."""
-    shown = ",".join(map(str, options.backend))
-    if len(options.backend) not in (1, n_ranks):
-        raise UserError(f"--backend {shown} has {len(options.backend)} values for {n_ranks} ranks; give one, or one a "
-                        "rank")  # fmt: skip
+def check_by_rank(options: RunOptions, n_ranks: int) -> None:
+    """Raises UserError unless options of ranks have one value, or one a rank, and go together on each rank."""
+    lists: tuple[tuple[str, tuple[Any, ...], Callable[[Any], str], str], ...] = (
+        ("--gpu-layers", options.n_gpu_layers, gpu_layers_text, ""),
+        ("--backend", options.backend, str, ""),
+        ("--device", options.device, device_text, " (several of one rank as CUDA0+CUDA1)"),
+    )
+    for flag, values, text, further in lists:
+        if len(values) not in (1, n_ranks) and not (flag == "--device" and n_ranks == 1):
+            raise UserError(f"{flag} {','.join(map(text, values))} has {len(values)} values for {n_ranks} ranks; give "
+                            f"one, or one a rank{further}")  # fmt: skip
     for rank in range(n_ranks):
-        if backend_of(options, rank).is_torch and gpu_layers_asked(options, rank):
-            raise UserError(
-                f"-ngl is for layers that libllama computes, and rank {rank} has --backend {shown}; torch puts all of "
-                "a rank's layers on its GPU: leave -ngl out, or give it as 0 there"
-            )
+        _check_rank(rank, backend_of(options, rank), gpu_layers_asked(options, rank), device_of(options, rank, n_ranks))
+
+
+def _check_rank(rank: int, backend: Backend, n_gpu_layers: int, names: tuple[str, ...]) -> None:
+    """`names`: of its devices. Raises UserError for what does not go together."""
+    shown = device_text(names)
+    if backend.is_torch and n_gpu_layers:
+        raise UserError(
+            f"-ngl is for layers that libllama computes, and rank {rank} has --backend {backend}; torch puts all of a "
+            "rank's layers on its GPU: leave -ngl out, or give it as 0 there"
+        )
+    if len(set(names)) < len(names) or ("none" in names and len(names) > 1):
+        raise UserError(f"--device {shown}: rank {rank} has {shown}; name each device once, or none alone")
+    if names and backend.is_torch:
+        raise UserError(
+            f"--device is for layers that libllama computes, and rank {rank} has --backend {backend}; say its device "
+            "there (torch:cuda:1), and auto here"
+        )
+    if names not in ((), NO_DEVICE) and not n_gpu_layers:
+        raise UserError(f"--device {shown}: rank {rank} has no layers for it, as -ngl is 0 there; give -ngl all, or a "
+                        "number of layers")  # fmt: skip
 
 
 def check_one_backend(options: RunOptions, ranks: Sequence[int]) -> None:
@@ -250,15 +251,6 @@ def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
             f"--wire-type {options.wire_type} is without effect: one rank has all layers, no activations travel"
         )
     return tuple(lines)
-
-
-def check_gpu_layers(options: RunOptions, n_ranks: int) -> None:
-    """Raises UserError unless there is one value, or one a rank."""
-    if len(options.n_gpu_layers) not in (1, n_ranks):
-        shown = ",".join(map(gpu_layers_text, options.n_gpu_layers))
-        raise UserError(
-            f"--gpu-layers {shown} has {len(options.n_gpu_layers)} values for {n_ranks} ranks; give one, or one a rank"
-        )
 
 
 def gpu_layers_text(value: int) -> str:

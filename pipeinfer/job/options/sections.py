@@ -19,16 +19,16 @@ from pipeinfer.core.settings import setting
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import AUTO, AUTO_LAYERS, MAX_LAYERS, MAX_SAMPLERS, MAX_SEQUENCES, OFF, ON
 from pipeinfer.job.options.values import (
+    BACKEND,
+    DEVICES,
+    GPU_LAYERS,
+    REPO,
+    SPLIT,
     THREADS,
-    BackendName,
-    Devices,
     File,
     Folder,
-    GpuLayers,
     Listed,
     Number,
-    Repo,
-    Split,
     Text,
     Whole,
     WireName,
@@ -58,13 +58,13 @@ class Models:
         "refine. none: no draft.",
     )  # fmt: skip
     hf_repo: HubName | None = setting(
-        None, "--hf-repo", "-hf", "-hfr", type=Repo(), first=True,
+        None, "--hf-repo", "-hf", "-hfr", type=REPO, first=True,
         help="Target model on the hub, downloaded once. Of its GGUF files Q4_K_M, else Q8_0, else the first; or the "
         "quantisation behind the colon. -m hf:USER/MODEL[:QUANT] is the same, in every command.",
     )  # fmt: skip
     hf_file: str | None = setting(None, "--hf-file", "-hff", type=Text(), help="The file of -hf to take.")
     hf_drafts: tuple[HubName, ...] = setting(
-        (), "--hf-repo-draft", "--spec-draft-hf", "-hfd", "-hfrd", type=Repo(), repeated=True,
+        (), "--hf-repo-draft", "--spec-draft-hf", "-hfd", "-hfrd", type=REPO, repeated=True,
         help="Draft model on the hub; may be given again, as -md.",
     )  # fmt: skip
 
@@ -125,19 +125,19 @@ class Placement(Watching):
         "[default: 1 for many requests, where that rank has a core to spare or a GPU; else 0]",
     )  # fmt: skip
     n_gpu_layers: tuple[int, ...] = setting(
-        (0,), "--n-gpu-layers", "--gpu-layers", "-ngl", type=Listed(GpuLayers()), first=True, column=True,
+        (0,), "--n-gpu-layers", "--gpu-layers", "-ngl", type=Listed(GPU_LAYERS), first=True, column=True,
         help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where "
         "there is one. One value, or one a rank: all,0,0 has the draft on a GPU.",
     )  # fmt: skip
     n_gpu_layers_draft: int = setting(
-        AUTO_LAYERS, "--n-gpu-layers-draft", "--gpu-layers-draft", "--spec-draft-ngl", "-ngld", type=GpuLayers(),
+        AUTO_LAYERS, "--n-gpu-layers-draft", "--gpu-layers-draft", "--spec-draft-ngl", "-ngld", type=GPU_LAYERS,
         written="auto", column=True, for_guesses=True,
         help="Layers of drafts on the GPUs of their ranks; 0: libllama computes them on CPUs; auto: as -ngl and "
         "--backend have it, but of one value for all ranks a lone draft goes to the CPU where it is timed to be faster "
         "there.",
     )  # fmt: skip
     device: tuple[tuple[str, ...], ...] = setting(
-        ((),), "--device", "-dev", type=Listed(Devices()), written="auto", column=True,
+        ((),), "--device", "-dev", type=Listed(DEVICES), written="auto", column=True,
         help="Devices of a rank's -ngl layers, by the names of `pipeinfer info`: CUDA0, or several, CUDA0+CUDA1; "
         "none: they stay on the CPU; auto: ranks of a host share its GPUs. One value, or one a rank: CUDA0,CUDA1,none.",
     )  # fmt: skip
@@ -148,13 +148,13 @@ class Placement(Watching):
         "them. Ranks that it has bound stay where they are.",
     )  # fmt: skip
     backend: tuple[Backend, ...] = setting(
-        (Backend(),), "--backend", type=Listed(BackendName()), column=True,
+        (Backend(),), "--backend", type=Listed(BACKEND), column=True,
         help="What computes a rank's layers: llama, or torch (needs PyTorch): on a GPU in bf16 where there is one, "
         "else on the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16, torch:int8, torch:int4 say which. One value, "
         "or one a rank.",
     )  # fmt: skip
     layer_split: str | None = setting(
-        None, "--layer-split", type=Split(),
+        None, "--layer-split", type=SPLIT,
         help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size, or as ranks that are not alike "
         "are timed]",
     )  # fmt: skip

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.core.settings import setting
 from pipeinfer.job.options.limits import MAX_CTX
-from pipeinfer.job.options.values import Delay, File, LogitBias, Text
+from pipeinfer.job.options.values import LOGIT_BIAS, Delay, File, Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ class Biases:
     """Single tokens that are wanted more or less."""
 
     heading = "Constraints"
-    biases: tuple[str, ...] = setting(
-        (), "--logit-bias", "-l", type=LogitBias(), repeated=True,
+    biases: tuple[tuple[int, float], ...] = setting(
+        (), "--logit-bias", "-l", type=LOGIT_BIAS, repeated=True,
         help="Add this to the logit of a token, as in 15043+1.5, 22-3 or 22-inf (never); may be given several times.",
     )  # fmt: skip
 
@@ -132,8 +133,8 @@ class Traffic:
     """How many requests may hold each other up."""
 
     heading = "Context and length"
-    max_delay_s: float | None = setting(
-        None, "--max-delay", type=Delay(), written="none", column=True,
+    max_delay_s: float = setting(
+        math.inf, "--max-delay", type=Delay(), written="none", column=True,
         help="Seconds that the tokens of a text may come later because prompts of others are read meanwhile: these are "
         "cut into chunks that take all stages together so long. chunk: what one of -b tokens takes; none: no limit.",
     )  # fmt: skip

@@ -6,6 +6,7 @@ does, later. Knows no command.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX_CTX, MAX_THREADS
-from pipeinfer.models.hub_names import HubName, parse_name
+from pipeinfer.models.hub_names import parse_name
 
 NAME_MAX, PATH_MAX = 255, 4095
 """Bytes of a file's name, and of a path, that Linux takes."""
@@ -155,61 +156,57 @@ class Listed(click.ParamType):
         return [] if "," in incomplete else self.item.shell_complete(ctx, param, incomplete)
 
 
-class LogitBias(Text):
-    """A token and what is added to its logit, as `read_one` reads it; the text itself."""
+class Parsed(Text):
+    """A text that `parse` turns into a value; it raises ValueError or UserError for a wrong one."""
 
-    name = "token_id(+/-)bias"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        super().__init__()
+        self.name, self.parse = name, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(super().convert(value, param, ctx))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):  # a default
+            return value
+        text = super().convert(value, param, ctx)
         try:
-            read_one(text)
+            return self.parse(text)
         except ValueError as error:
             self.fail(f"{text!r} {error}", param, ctx)
-        return text
-
-
-class Split(Text):
-    """Layers or proportions a stage, as `parse_split` reads them; the text itself."""
-
-    name = "split"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(super().convert(value, param, ctx))
-        try:
-            parse_split(text)
         except UserError as error:
             self.fail(str(error).removeprefix("--layer-split "), param, ctx)
-        return text
 
 
-class GpuLayers(click.ParamType):
-    """Layers on a rank's GPU: a number, ALL_LAYERS, or AUTO_LAYERS."""
-
-    name = "number, all or auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        named = {"all": ALL_LAYERS, "auto": AUTO_LAYERS, "-1": AUTO_LAYERS}
-        if isinstance(value, str) and not (value in named or WHOLE.fullmatch(value)):
-            self.fail(f"{value!r} is neither a whole number nor all nor auto", param, ctx)
-        found: int = named[value] if value in named else Whole(0).convert(value, param, ctx)
-        return found
+def _split(text: str) -> str:
+    parse_split(text)
+    return text
 
 
-class Devices(click.ParamType):
-    """Devices of a rank, by libllama's names with + between them; empty: auto, NO_DEVICE: none."""
+def _gpu_layers(text: str) -> int:
+    named = {"all": ALL_LAYERS, "auto": AUTO_LAYERS, "-1": AUTO_LAYERS}
+    if text not in named and not (WHOLE.fullmatch(text) and 0 <= int(text) <= INT32_MAX):
+        raise ValueError("is neither a whole number nor all nor auto")
+    return named[text] if text in named else int(text)
 
-    name = "device"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        names = tuple(str(value).split("+"))
-        wrong = next((name for name in names if not DEVICE.fullmatch(name) or ("auto" in names and names[1:])), None)
-        if wrong is not None:
-            self.fail(f"{value!r} is neither auto nor none nor a device, as CUDA0, or several of one rank, as "
-                      "CUDA0+CUDA1", param, ctx)  # fmt: skip
-        return () if names == ("auto",) else names
+def _devices(text: str) -> tuple[str, ...]:
+    names = tuple(text.split("+"))
+    if not all(map(DEVICE.fullmatch, names)) or ("auto" in names and names[1:]):
+        raise ValueError("is neither auto nor none nor a device, as CUDA0, or several of one rank, as CUDA0+CUDA1")
+    return () if names == ("auto",) else names
+
+
+LOGIT_BIAS = Parsed("token_id(+/-)bias", read_one)
+SPLIT = Parsed("split", _split)
+"""Layers or proportions a stage, as `parse_split` reads them; the text itself."""
+
+GPU_LAYERS = Parsed("number, all or auto", _gpu_layers)
+"""Layers on a rank's GPU: a number, ALL_LAYERS, or AUTO_LAYERS."""
+
+DEVICES = Parsed("device", _devices)
+"""Devices of a rank, by libllama's names with + between them; empty: auto, NO_DEVICE: none."""
+
+BACKEND = Parsed("backend", Backend.parse)
+REPO = Parsed("user/model[:quant]", parse_name)
+"""A model on the hub."""
 
 
 class WireName(click.Choice[str]):
@@ -222,39 +219,11 @@ class WireName(click.Choice[str]):
         return value if isinstance(value, WireType) else WireType(super().convert(value, param, ctx))
 
 
-class BackendName(click.ParamType):
-    """What computes a rank's layers, as `Backend.parse` reads it."""
-
-    name = "backend"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Backend:
-        if isinstance(value, Backend):
-            return value
-        try:
-            return Backend.parse(str(value))
-        except ValueError as error:
-            self.fail(f"{value!r} {error}", param, ctx)
-
-
-class Repo(Text):
-    """The name of a model on the hub."""
-
-    name = "user/model[:quant]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> HubName:
-        if isinstance(value, HubName):
-            return value
-        try:
-            return parse_name(str(super().convert(value, param, ctx)))
-        except UserError as error:
-            self.fail(str(error), param, ctx)
-
-
-DELAYS = {"chunk": ONE_CHUNK, "none": None}
+DELAYS = {"chunk": ONE_CHUNK, "none": math.inf}
 
 
 class Delay(Number):
-    """Seconds above 0, or a word: `chunk` is ONE_CHUNK, `none` no limit, which is None."""
+    """Seconds above 0, or a word: `chunk` is ONE_CHUNK, `none` no limit, which is infinite."""
 
     name = "delay"
 
@@ -263,12 +232,12 @@ class Delay(Number):
         self.wanted += ", and neither chunk nor none"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return DELAYS[value] if value in DELAYS else super().convert(value, param, ctx)
+        return DELAYS[value] if value in DELAYS else value if value == math.inf else super().convert(value, param, ctx)
 
 
 THREADS = Whole(1, MAX_THREADS)
 PROBABILITY = Number(0, 1)
 TYPES: Sequence[type[click.ParamType]] = (
-    Whole, Number, Text, Listed, Split, GpuLayers, Devices, BackendName, click.Choice, type(click.BOOL),
+    Whole, Number, Text, Listed, click.Choice, type(click.BOOL),
 )  # fmt: skip
 """What an option may have for a type: a new one checks as much, or is added here."""

@@ -1,9 +1,8 @@
-"""What every rank needs to know to load its part of the models and serve it: the plan, and what follows from it. Knows
-nothing of what is asked of them."""
+"""What every rank needs to load its part of the models: the plan, and what follows from it. Knows no request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -12,7 +11,7 @@ from pathlib import Path
 from pipeinfer.cluster.hosts.cores import Host, crowded_hosts, crowding, share_cores, spare_cores
 from pipeinfer.cluster.hosts.free_memory import FreeMemory, Memory, check_fits, paging_lines
 from pipeinfer.cluster.hosts.gpu_memory import check_gpus
-from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split, stage_ranks
+from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, make_plan, parse_split
 from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.kv.blocks import LARGEST, rows_in_blocks
 from pipeinfer.errors import UserError
@@ -22,9 +21,7 @@ from pipeinfer.job.options.options import (
     N_GUESS_ROWS,
     RunOptions,
     backend_of,
-    check_backends,
-    check_devices,
-    check_gpu_layers,
+    check_by_rank,
     check_one_backend,
     check_wire_type,
     device_of,
@@ -34,7 +31,7 @@ from pipeinfer.job.options.options import (
 )
 from pipeinfer.job.placement.cache_types import check_cache_types
 from pipeinfer.job.placement.draft_place import check_draft_gpu_layers, options_of_draft, place_note
-from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank
+from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank, target_ranks
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.gguf.contents import FileState
@@ -59,12 +56,9 @@ class ModelFile:
     n_embd: int
     quantisation: str
     sizes: Sizes
-    rewinds: bool = True
-    """Whether a sequence can lose its newest tokens: guesses can be taken back."""
-    window: int = 0
-    """Of layers that see only so many tokens back; 0 if there are none."""
-    states: tuple[FileState, ...] = ()
-    """Of its files on rank 0's host."""
+    rewinds: bool = True  # whether a sequence can lose its newest tokens
+    window: int = 0  # of layers that see only so many tokens back; 0 if there are none
+    states: tuple[FileState, ...] = ()  # of its files on rank 0's host
 
     @classmethod
     def of(cls, info: ModelInfo) -> ModelFile:
@@ -115,10 +109,6 @@ class Deployment:
     notes: tuple[str, ...] = ()
 
     @property
-    def n_embd(self) -> int:
-        return self.model.n_embd
-
-    @property
     def n_rows_max(self) -> int:
         """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
         return max(self.n_batch + 1, self.n_nodes, LARGEST if self.blocks else 0)
@@ -126,12 +116,13 @@ class Deployment:
     def largest_input(self, rank: int) -> tuple[int, int]:
         """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
         drafts = [self.drafts[number] for number in self.plan.drafts_on(rank)]
-        return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.n_embd)
+        return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.model.n_embd)
 
     def hop_is_out_of_band(self, source: int | None, dest: int | None) -> bool:
-        """Whether activations go from a rank to the next by messages of their own, from device to device: between
-        stages of the target that torch computes."""
-        return hop_is_out_of_band(self.hosts, self.plan, source, dest)
+        """Whether activations of this hop go from device to device: between stages of the target that torch
+        computes."""
+        ends = [rank for rank in (source, dest) if rank is not None and self.plan.stage_of(rank) is not None]
+        return len(ends) == 2 and all(self.hosts[rank].device_messages for rank in ends)
 
     @property
     def free_memory(self) -> tuple[list[str], list[FreeMemory]]:
@@ -171,8 +162,8 @@ class DoesNotFit(UserError):
 
 
 def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
-    """The plan for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when splits, threads,
-    vocabularies or memory do not fit; DoesNotFit where it is the memory alone."""
+    """The plan for contexts of `n_ctx` tokens. Raises UserError for a wrong option, DoesNotFit for too little
+    memory."""
     deployment = lay_out(options, hosts, info, read_drafts(options.drafts_in_use), n_ctx, n_prompt)
     try:
         check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
@@ -196,15 +187,11 @@ def read_drafts(paths: Sequence[Path]) -> list[ModelInfo]:
 def lay_out(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
 ) -> Deployment:
-    """The same plan whether it fits into the memory or not. `drafts`: those in use, as `read_drafts` has them.
-
-    Raises UserError when splits or threads do not fit.
-    """
+    """The plan, whether it fits or not. `drafts`: those in use, the smallest first. Raises UserError for wrong
+    options."""
     split = parse_split(options.layer_split) if options.layer_split else None
     draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
-    check_gpu_layers(options, len(hosts))
-    check_backends(options, len(hosts))
-    check_devices(options, len(hosts))
+    check_by_rank(options, len(hosts))
     check_wire_type(options)
     check_cache_types(options, len(hosts), info, drafts)
     check_draft_rank(options, len(hosts))
@@ -216,33 +203,28 @@ def lay_out(
     rank = choose_draft_rank(options, hosts, model.sizes, sizes[0], plan_with) if drafts and len(hosts) > 1 else 0
     plan = plan_with(rank)
     _check_computable(options, hosts, plan, info, drafts)
-    if options.pace is not None:
-        check_profiled(f"--pace {options.pace}", plan)
-    return Deployment(
+    computed_by = [options_on(options, hosts, plan, rank) for rank in range(len(hosts))]
+    names = [device_of(own, rank, len(hosts)) for rank, own in enumerate(computed_by)]
+    deployment = Deployment(
         plan=plan,
         model=model,
         drafts=tuple(map(ModelFile.of, drafts)),
         n_cells=needs.n_cells,
         n_batch=_n_batch(options, n_ctx),
         n_nodes=options.n_nodes,
-        threads=(threads := spread_threads(options.threads, plan, hosts)),
+        threads=(threads := threads_of_ranks(options.threads, plan.computing, hosts)),
         samplers=samplers_of(options, plan, hosts, threads),
         hosts=tuple(hosts),
         memory=needs.of_plan(plan),
         on_gpus=needs.on_gpus(plan),
         blocks=_in_blocks(options, info, len(hosts), len(drafts)),
         parked=_parks(options, plan),
-        notes=(*_draft_notes(options, hosts, plan), *_ties(options, info, n_ctx)),
-        backends=tuple(backend_of(options_on(options, hosts, plan, rank), rank) for rank in range(len(hosts))),
-        devices=tuple(
-            _device_asked(options_on(options, hosts, plan, rank), rank, len(hosts)) for rank in range(len(hosts))
-        ),
-        unused=(
-            *without_effect(options, max(map(len, (plan.stages, *plan.drafts)))),
-            *_without_devices(options, hosts, plan),
-        ),
-        pace=pace_profile(options.pace, len(hosts), len(drafts)) if options.pace is not None else None,
+        notes=tuple(_notes(options, info, hosts, plan, n_ctx)),
+        backends=tuple(backend_of(own, rank) for rank, own in enumerate(computed_by)),
+        devices=tuple(device_text(each) if each else "" for each in names),
+        pace=pace_profile(options.pace, len(hosts), len(drafts), plan.draft_split) if options.pace else None,
     )
+    return replace(deployment, unused=tuple(_unused(options, deployment)))
 
 
 def options_on(options: RunOptions, hosts: Sequence[Host], plan: Plan, rank: int) -> RunOptions:
@@ -251,29 +233,28 @@ def options_on(options: RunOptions, hosts: Sequence[Host], plan: Plan, rank: int
     return options_of_draft(options, hosts, rank) if is_draft else options
 
 
-def hop_is_out_of_band(hosts: Sequence[Host], plan: Plan, source: int | None, dest: int | None) -> bool:
-    """See `Deployment.hop_is_out_of_band`."""
-    ends = [rank for rank in (source, dest) if rank is not None and plan.stage_of(rank) is not None]
-    return len(ends) == 2 and all(hosts[rank].device_messages for rank in ends)
-
-
-def _without_devices(options: RunOptions, hosts: Sequence[Host], plan: Plan) -> list[str]:
-    """What is said where messages were asked for that do not come to be."""
+def _unused(options: RunOptions, deployment: Deployment) -> Iterator[str]:
+    """Options without effect, a line each."""
+    plan = deployment.plan
+    yield from without_effect(options, max(map(len, (plan.stages, *plan.drafts))))
     hops = pairwise(stage.rank for stage in plan.stages)
-    if options.gpu_aware != ON or any(hop_is_out_of_band(hosts, plan, *hop) for hop in hops):
-        return []
-    why = "messages are paced" if options.pace is not None else "no two stages that torch computes follow each other"
-    return [f"--gpu-aware {ON} is without effect: {why}"]
+    if options.gpu_aware == ON and not any(deployment.hop_is_out_of_band(*hop) for hop in hops):
+        paced = options.pace is not None
+        why = "messages are paced" if paced else "no two stages that torch computes follow each other"
+        yield f"--gpu-aware {ON} is without effect: {why}"
 
 
-def _draft_notes(options: RunOptions, hosts: Sequence[Host], plan: Plan) -> list[str]:
-    ranks = [stage.rank for stages in plan.drafts for stage in stages]
-    return [note for rank in ranks if (note := place_note(options, hosts[rank], rank))]
-
-
-def _device_asked(options: RunOptions, rank: int, n_ranks: int) -> str:
-    names = device_of(options, rank, n_ranks)
-    return device_text(names) if names else ""
+def _notes(options: RunOptions, info: ModelInfo, hosts: Sequence[Host], plan: Plan, n_ctx: int) -> Iterator[str]:
+    """What the user should know of drafts that are computed elsewhere, and of texts that are not exact."""
+    for stages in plan.drafts:
+        yield from filter(None, (place_note(options, hosts[stage.rank], stage.rank) for stage in stages))
+    selected = info.layers.n_selected
+    if options.numerics == "exact" and 0 < selected < n_ctx:
+        yield (
+            f"the layers of {info.path.name} see only the {selected} earlier tokens with the highest scores; where "
+            "scores are equal libllama chooses by where their cells are, so that a longer text may be another one "
+            f"beside other texts or guesses; texts of up to {selected} tokens are exact"
+        )
 
 
 def _check_computable(
@@ -292,8 +273,7 @@ def _check_computable(
 def memory_needs(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
 ) -> MemoryNeeds:
-    """What target and drafts take for contexts of `n_ctx` tokens and prompts of up to `n_prompt`. Raises UserError when
-    there are too few ranks."""
+    """Memory of target and drafts for contexts of `n_ctx` tokens. Raises UserError when there are too few ranks."""
     n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
     n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, info, len(hosts), len(drafts)) else 0
     lacks = tuple(host.lacks for host in hosts)
@@ -307,27 +287,13 @@ def _n_batch(options: RunOptions, n_ctx: int) -> int:
 
 def _in_blocks(options: RunOptions, info: ModelInfo, n_ranks: int, n_drafts: int) -> bool:
     """Whether prompts are: drafts may be on GPUs, the target's layers may not."""
-    widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
-    ranks = stage_ranks(n_ranks, widths, (options.draft_rank or 0) if n_drafts else 0)
-    on_cpus = all(gpu_layers(options, rank) == 0 for rank in ranks)
+    on_cpus = all(gpu_layers(options, rank) == 0 for rank in target_ranks(options, n_ranks, n_drafts))
     return options.numerics == "exact" and info.layers.known.flash and on_cpus
 
 
 def _parks(options: RunOptions, plan: Plan) -> bool:
-    """Whether rejected cells are: by libllama's exact numerics, which add up in the order of cells. Rows on torch put
-    what they see in order themselves: there cells are free at once."""
+    """Whether rejected cells are kept. libllama's exact numerics add in the order of cells; torch sorts them itself."""
     return options.numerics == "exact" and not all(backend_of(options, stage.rank).is_torch for stage in plan.stages)
-
-
-def _ties(options: RunOptions, info: ModelInfo, n_ctx: int) -> tuple[str, ...]:
-    selected = info.layers.n_selected
-    if options.numerics != "exact" or not 0 < selected < n_ctx:
-        return ()
-    return (
-        f"the layers of {info.path.name} see only the {selected} earlier tokens with the highest scores; where "
-        "scores are equal libllama chooses by where their cells are, so that a longer text may be another one beside "
-        f"other texts or guesses; texts of up to {selected} tokens are exact",
-    )
 
 
 def cells_for(n_ctx: int) -> int:
@@ -345,20 +311,15 @@ def sizes_of(info: ModelInfo) -> Sizes:
     return Sizes(info.layer_bytes, info.output_bytes, info.layers.faults)
 
 
-def spread_threads(threads: tuple[int, ...], plan: Plan, hosts: Sequence[Host]) -> tuple[int, ...]:
-    """Threads of each rank: as given, else the cores of each host shared by all ranks that compute there."""
-    return threads_of_ranks(threads, plan.computing, hosts)
-
-
 def threads_of_ranks(threads: tuple[int, ...], computing: Set[int], hosts: Sequence[Host]) -> tuple[int, ...]:
-    """The same where these ranks compute. Raises UserError when there are too few or too many values."""
+    """Of each rank, as given, else a share of its host's cores. Raises UserError for a wrong number of values."""
     defaults = share_cores(hosts, computing)
     return tuple(threads_of_rank(threads, rank, len(hosts), default) for rank, default in enumerate(defaults))
 
 
 def samplers_of(options: RunOptions, plan: Plan, hosts: Sequence[Host], threads: Sequence[int]) -> int:
-    """Threads that choose tokens beside the last stage: as asked, else one if its rank has a core for it that no thread
-    computes on, or computes on a GPU. None where the head hosts that stage: it has nobody to hand tokens to."""
+    """Sampler threads beside the last stage: as asked, else one where its rank has a spare core or a GPU. None on rank
+    0."""
     rank = plan.stages[-1].rank
     if rank == 0 or not options.may_have_samplers:
         return 0
@@ -367,15 +328,11 @@ def samplers_of(options: RunOptions, plan: Plan, hosts: Sequence[Host], threads:
     return int(gpu_layers(options, rank) != 0 or spare_cores(hosts, plan.computing, threads, rank) > 0)
 
 
-def check_profiled(what: str, plan: Plan) -> None:
-    """Raises UserError when a draft is cut: a profile could not say so."""
-    if max(plan.draft_split, default=1) > 1:
-        shown = ",".join(map(str, plan.draft_split))
-        raise UserError(f"{what}: a profile has each draft on 1 rank, --draft-split is {shown}; leave that out")
-
-
-def pace_profile(spec: str, n_ranks: int, n_drafts: int) -> Profile:
+def pace_profile(spec: str, n_ranks: int, n_drafts: int, draft_split: Sequence[int] = ()) -> Profile:
     """The profile that `--pace NAME` or `--pace NAME:PAIR` gives `n_ranks` ranks. Raises UserError when none fits."""
+    if max(draft_split, default=1) > 1:
+        shown = ",".join(map(str, draft_split))
+        raise UserError(f"--pace {spec}: a profile has each draft on 1 rank, --draft-split is {shown}; leave that out")
     name, _, pair = spec.partition(":")
     profile = load_profile(name).lay_out(n_ranks, pair, n_drafts > 0)
     if len(profile.drafts) != n_drafts:

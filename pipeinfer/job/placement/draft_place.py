@@ -1,5 +1,5 @@
-"""What computes a draft on its rank: what computes the target's layers there, as many layers on a GPU as asked, or
-libllama on the CPU where a token is guessed sooner. Pure functions; loads and times nothing."""
+"""Which backend computes a draft on its rank: the target's, or libllama on the CPU where it is faster. Times
+nothing."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def is_sooneron_cpu(host: Host) -> bool:
 
 
 def has_choice(options: RunOptions) -> bool:
-    """Whether it is left to the plan: a lone draft may go where all ranks have their layers, on a GPU or on torch, and
-    nothing is said of each rank by itself."""
+    """Whether the plan chooses: a lone draft, one GPU or torch setting for all ranks."""
     by_rank = any(len(values) > 1 for values in (options.n_gpu_layers, options.device, options.backend))
     if options.n_gpu_layers_draft != AUTO_LAYERS or len(options.drafts_in_use) != 1 or by_rank or options.pace:
         return False

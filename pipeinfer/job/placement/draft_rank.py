@@ -1,4 +1,4 @@
-"""Which rank drafts: rank 0, another that was asked for, or the one whose layers are missed least. Loads nothing."""
+"""Which rank drafts: rank 0, the one asked for, or the one whose loss slows the pipeline least. Loads nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.layer_speed import distinct_speeds
-from pipeinfer.cluster.plan import Plan, Sizes
+from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, stage_ranks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS
 from pipeinfer.job.options.options import RunOptions
@@ -25,6 +25,12 @@ def may_choose(options: RunOptions) -> bool:
     )
     by_role = by_role or options.n_gpu_layers_draft != AUTO_LAYERS  # its speed there is nowhere timed
     return options.draft_rank is None and len(options.drafts_in_use) == 1 and not by_role
+
+
+def target_ranks(options: RunOptions, n_ranks: int, n_drafts: int) -> list[int]:
+    """The ranks with layers of the target, where no draft rank is chosen. Raises UserError for too few ranks."""
+    widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
+    return stage_ranks(n_ranks, widths, options.fixed_draft_rank if n_drafts else 0)
 
 
 def check_draft_rank(options: RunOptions, n_ranks: int) -> None:
@@ -46,11 +52,11 @@ def check_draft_rank(options: RunOptions, n_ranks: int) -> None:
 def choose_draft_rank(
     options: RunOptions, hosts: Sequence[Host], target: Sizes, draft: Sizes, plan_with: Callable[[int], Plan]
 ) -> int:
-    """The rank whose drafting leaves the target the fastest slowest stage; rank 0 where that is not known, or where
-    another would not be clearly better. `plan_with`: the plan if a rank drafts."""
+    """The rank whose loss slows the pipeline least; rank 0 where that is not clear. `plan_with`: the plan if a rank
+    drafts."""
     speeds = distinct_speeds([host.speed for host in hosts])
     if not may_choose(options) or not speeds:
-        return options.draft_rank or 0
+        return options.fixed_draft_rank
 
     def draft_s(rank: int) -> float:
         if timed_s := hosts[rank].draft_s:

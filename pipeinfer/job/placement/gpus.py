@@ -12,9 +12,7 @@ from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import (
     RunOptions,
     backend_of,
-    check_backends,
-    check_devices,
-    check_gpu_layers,
+    check_by_rank,
     device_of,
 )
 from pipeinfer.job.placement.draft_place import options_of_draft
@@ -41,10 +39,7 @@ def gpu_names() -> list[str]:
 
 
 def rank_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> tuple[str, ...] | None:
-    """The names of the devices that this rank's layers go to, to be asked on that rank; None: libllama takes all.
-
-    Raises UserError for one that is not there.
-    """
+    """The devices of this rank's layers, asked on it; None: all. Raises UserError for one that is not there."""
     asked = device_of(options, rank, len(hosts))
     if asked == NO_DEVICE:
         return ()
@@ -60,8 +55,7 @@ def rank_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> tuple
 
 def check_own_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> None:
     """On that rank. Raises UserError when options of devices do not fit the ranks, or its own device is not there."""
-    for check in (check_gpu_layers, check_backends, check_devices):
-        check(options, len(hosts))
+    check_by_rank(options, len(hosts))
     if not any(options.device):
         return
     try:
@@ -73,10 +67,7 @@ def check_own_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> 
 def with_gpus(
     options: RunOptions, hosts: Sequence[Host], rank: int, gather: Callable[[Gpus], list[Gpus]]
 ) -> tuple[Host, ...]:
-    """The hosts with what is free on the devices that each rank's layers go to. `gather`: every rank's, on every rank.
-
-    Each rank must find its devices: see `check_own_devices`.
-    """
+    """The hosts with the free memory of each rank's devices. `gather`: every rank's value, on every rank."""
     if not any(options.n_gpu_layers) and options.n_gpu_layers_draft in (0, AUTO_LAYERS):
         return tuple(hosts)
     own: Gpus = ()

@@ -37,10 +37,7 @@ _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """What a target and its drafts take of ranks' memory, whichever rank has which layers.
-
-    `n_rows`: of the largest run; `n_in_blocks`: of a prompt, which are evaluated in a context of their own.
-    """
+    """What a target and its drafts take of ranks' memory. `n_rows`: of the largest run; `n_in_blocks`: of a prompt."""
 
     options: RunOptions
     info: ModelInfo
@@ -61,8 +58,7 @@ class MemoryNeeds:
         return tuple(found)
 
     def on_gpus(self, plan: Plan) -> tuple[int, ...]:
-        """Bytes that libllama puts on the GPUs of each rank. What the driver takes for itself is not among them, nor
-        what torch puts there."""
+        """Bytes that libllama puts on each rank's GPUs, without the driver's and without torch's."""
         return tuple(self._on_gpus(plan.n_ranks, (*plan.drafts, plan.stages)))
 
     def _on_gpus(self, n_ranks: int, placed: Sequence[Stages]) -> list[int]:
@@ -84,8 +80,7 @@ class MemoryNeeds:
         return gpu_bytes(info, first, last, self.n_cells, n_rows, self._n_outputs, by.n_on_gpu, types)
 
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
-        """What is left on `ranks` for the draft that comes after those that are placed, or after all of them for the
-        target. One host a rank. What other ranks have yet to get does not count."""
+        """What is left on `ranks`, one host a rank, for the next draft, or for the target after all drafts."""
         number, besides = len(placed), self._with_drafts(len(hosts), placed)
         left = {host.name: min(other.memory.host for other in hosts if other.name == host.name) for host in hosts}
         for rank, host in enumerate(hosts):
@@ -121,49 +116,39 @@ class MemoryNeeds:
         return Computed(backend_of(options, rank), gpu_layers(options, rank), lacks)
 
     def of_draft(self, number: int, by: Computed, first: int, last: int) -> Memory:
-        """Of layers [first, last) of a draft, likewise."""
-        draft = self.drafts[number]
+        """Of layers [first, last) of a draft."""
+        draft, types = self.drafts[number], self.options.draft_cache
         is_cut = last - first < draft.n_layer
         messages = Memory(buffers=N_MESSAGES * 4 * N_GUESS_ROWS * draft.n_embd if is_cut else 0)
-        in_file = self.options.slice_cache is not None
-        messages += self._table(draft, by, first, last)
-        if by.backend.is_torch:
-            return messages + torch_memory(
-                draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, by.backend, in_file,
-                self._is_sent(draft, by),
-            )  # fmt: skip
-        return messages + slice_memory(
-            draft, first, last, self.n_cells, N_GUESS_ROWS, self._n_outputs, exact=False, in_file=in_file,
-            n_on_gpu=by.n_on_gpu, is_sent=self._is_sent(draft, by), cache=self.options.draft_cache,
-        )  # fmt: skip
+        return messages + self._of_layers(draft, by, first, last, N_GUESS_ROWS, exact=False, types=types)
 
     def of_stage(self, by: Computed, first: int, last: int) -> Memory:
-        """Of layers [first, last) of the target, computed so."""
-        found, sizes = self._table(self.info, by, first, last), (self.n_cells, self.n_rows, self._n_outputs)
-        in_file, is_sent = self.options.slice_cache is not None, self._is_sent(self.info, by)
-        if last == self.info.n_layer and self.options.may_have_samplers:
-            found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * self.info.n_vocab)
+        """Of layers [first, last) of the target."""
+        info, options = self.info, self.options
+        found = self._of_layers(info, by, first, last, self.n_rows, options.numerics == "exact", options.cache)
+        if last == info.n_layer and options.may_have_samplers:
+            found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
         if by.backend.is_torch:
-            return found + torch_memory(self.info, first, last, *sizes, by.backend, in_file, is_sent)
-        is_exact = self.options.numerics == "exact"
-        found += slice_memory(
-            self.info, first, last, *sizes, is_exact, in_file, by.n_on_gpu, is_sent, self.options.cache
-        )
-        if not self.info.layers.rewinds:
-            n_states = self.options.n_target_seq(False) + N_SPARE_STATES
-            return found + Memory(kv=n_states * sum(self.info.layers.state_bytes[first:last]))
-        for _ in range(self.options.n_prompts if self.n_in_blocks else 0):
-            found += prefill_memory(self.info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
+            return found
+        if not info.layers.rewinds:
+            n_states = options.n_target_seq(False) + N_SPARE_STATES
+            return found + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
+        for _ in range(options.n_prompts if self.n_in_blocks else 0):
+            found += prefill_memory(info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
         return found
 
-    def _is_sent(self, info: ModelInfo, by: Computed) -> bool:
-        """Whether it comes from rank 0, and there is no cache to keep it in."""
-        return str(info.path) in by.lacks and self.options.slice_cache is None
-
-    def _table(self, info: ModelInfo, by: Computed, first: int, last: int) -> Memory:
-        """Of a first stage's tokens, which are looked up in the model's file where there is one."""
-        is_needed = first == 0 and last < info.n_layer and self._is_sent(info, by)
-        return Memory(weights=info.input_bytes if is_needed else 0)
+    def _of_layers(
+        self, info: ModelInfo, by: Computed, first: int, last: int, n_rows: int, exact: bool, types: CacheTypes
+    ) -> Memory:
+        """Of layers [first, last) with one context for runs of up to `n_rows`."""
+        in_file = self.options.slice_cache is not None
+        is_sent = str(info.path) in by.lacks and not in_file  # by rank 0, and there is no cache to keep it in
+        # a first stage looks tokens up in the model's file where there is one
+        table = Memory(weights=info.input_bytes if first == 0 and last < info.n_layer and is_sent else 0)
+        sizes = (self.n_cells, n_rows, self._n_outputs)
+        if by.backend.is_torch:
+            return table + torch_memory(info, first, last, *sizes, by.backend, in_file, is_sent)
+        return table + slice_memory(info, first, last, *sizes, exact, in_file, by.n_on_gpu, is_sent, types)
 
     @property
     def _n_outputs(self) -> int:
@@ -171,8 +156,7 @@ class MemoryNeeds:
 
 
 class Computed(NamedTuple):
-    """What computes a rank's layers; of libllama how many of them on a GPU, negative: all. `lacks`: models that its
-    host has no file of."""
+    """What computes a rank's layers. `n_on_gpu`: of libllama's, negative: all. `lacks`: models without a file there."""
 
     backend: Backend
     n_on_gpu: int
@@ -180,8 +164,7 @@ class Computed(NamedTuple):
 
 
 def gpu_layers(options: RunOptions, rank: int) -> int:
-    """How many of a model's layers a rank puts on its GPU; negative: all. Where that is left to the rank, it is taken
-    to be as this one."""
+    """How many of a model's layers a rank puts on its GPU, negative: all. Auto: as this rank's library can."""
     if (asked := gpu_layers_asked(options, rank)) != AUTO_LAYERS:
         return asked
     return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
@@ -210,8 +193,7 @@ def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows:
 
 
 def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
-    """Of the copy through which parked cells are won back: of some cells, or of a sequence with its state, to which all
-    cells may belong."""
+    """Of the copy through which tombstoned cells are won back: of some cells, or of a sequence with its state."""
     n_copied = n_cells if not info.layers.rewinds else min(n_cells, COMPACT_CELLS)
     return n_copied * sum(info.kv_bytes_per_cell[first:last]) + sum(info.layers.state_bytes[first:last])
 
@@ -219,8 +201,7 @@ def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
 def gpu_bytes(
     info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, n_on_gpu: int, cache: CacheTypes
 ) -> int:
-    """Of layers [first, last) on a GPU, of which that has the last `n_on_gpu`, all if negative: their weights, with the
-    output head where it has more than all of them, keys, values and what evaluating takes."""
+    """Bytes on a GPU that has the last `n_on_gpu` of layers [first, last), all if negative: weights, KV and buffers."""
     on_gpu = slice(_first_on_gpu(first, last, n_on_gpu), last)
     has_head = last == info.n_layer and not 0 <= n_on_gpu <= last - first
     weights = sum(info.layer_bytes[on_gpu]) + (info.output_bytes if has_head else 0)
@@ -237,8 +218,8 @@ def slice_memory(
     info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, exact: bool, in_file: bool,
     n_on_gpu: int = 0, is_sent: bool = False, cache: CacheTypes = F16_CACHE,
 ) -> Memory:  # fmt: skip
-    """Of layers [first, last) with one context. `in_file`: on a disk, else the slice lives in memory, as does a whole
-    model that `is_sent`."""
+    """Of layers [first, last) with one context. `in_file`: mapped from a disk. `is_sent`: the whole model is in
+    memory."""
     is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
     in_file = in_file or (is_whole and not is_sent)
     weights = info.n_bytes if is_whole else _slice_bytes(info, first, last)

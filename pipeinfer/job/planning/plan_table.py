@@ -1,14 +1,19 @@
-"""The plan as rank 0 shows it before anything loads: who gets what."""
+"""A plan as a table: a row a rank with what it has, what it is given, and whether that fits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from rich.console import Console
 
+from pipeinfer.cluster.hosts.cores import sharers
+from pipeinfer.cluster.hosts.free_memory import UNLIMITED, spare_memory
+from pipeinfer.cluster.hosts.gpu_memory import spare_on_gpus
 from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.planning.plan_rows import plan_rows
 from pipeinfer.observe.report import show_table
 from pipeinfer.observe.texts.plan_text import ALWAYS, CELLS, plan_cells
-from pipeinfer.virtual.nodes import Node
+from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node
 
 WHERE = ("NUMA", "backend", "device")
 """What is also shown on a narrow terminal, where a rank is told."""
@@ -17,13 +22,60 @@ ENOUGH = 130
 """Characters a line in which all columns have room."""
 
 
-def show_plan(console: Console, deployment: Deployment, about: str) -> None:
-    """`about`: what is asked, in a line above the table."""
-    console.print(about)
-    show_ranks_of_plan(console, deployment)
-
-
-def show_ranks_of_plan(console: Console, deployment: Deployment) -> None:
-    """A row a rank, whether it fits or not."""
+def show_plan(console: Console, deployment: Deployment, about: str = "") -> None:
+    """A row a rank, whether it fits or not. `about`: a line above the table."""
+    if about:
+        console.print(about)
     rows = plan_rows(deployment, list(map(Node, deployment.hosts)))
     show_table(console, *plan_cells(rows, tuple(CELLS) if console.width >= ENOUGH else (*ALWAYS, *WHERE)))
+
+
+def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    """Of every rank, in bytes; null where nobody knows. `nodes`: what each runs on.
+
+    layer_s               a row in a layer of the target's mean size, and who says so
+    n_cores, room_bytes   what its host has for all ranks there, before anything is loaded
+    read_bytes_per_s, …   this rank's share of its host's speed, and who says so
+    memory_bytes          what the rank will hold; needed_bytes: without weights that the system can read again
+    gpu_bytes, gpu_spare_bytes   what libllama puts on its GPUs, and what is left there likewise; null: nobody knows
+    spare_bytes           what is left there when all ranks of the host have theirs; negative: so much is missing
+    """
+    hosts, memories = deployment.hosts, deployment.memory
+    spare = spare_memory(*deployment.free_memory, memories)
+    on_gpus = spare_on_gpus(hosts, deployment.on_gpus)
+    rows = []
+    for rank, (node, memory, left) in enumerate(zip(nodes, memories, spare, strict=True)):
+        roles, room = deployment.plan.roles(rank), node.host.memory
+        share = sharers(hosts, deployment.plan.computing, rank)
+        speed = hosts[rank].speed
+        room_bytes = min(room.host, room.own)
+        rows.append(
+            {
+                "rank": rank,
+                "host": node.host.name,
+                "n_cores": node.host.n_cores if node.host.n_cores != UNKNOWN_CORES else None,
+                "numa": node.host.numa or None,
+                "room_bytes": room_bytes if room_bytes < UNLIMITED else None,
+                "gpu": node.gpu or None,
+                "backend": str(deployment.backends[rank]),
+                "device": deployment.devices[rank] or None,
+                "read_bytes_per_s": node.machine.bytes_per_s / share if node.machine else None,
+                "flop_per_s": node.machine.flop_per_s / share if node.machine else None,
+                "speed_source": node.source or None,
+                "layer_s": speed.layer_s(deployment.model.sizes.layer_bytes) if speed else None,
+                "layer_source": speed.source if speed else None,
+                "role": " + ".join(name for name, _ in roles) or "head",
+                "layers": " + ".join(span for _, span in roles if span) or None,
+                "weight_bytes": memory.weights + memory.mapped,
+                "kv_bytes": memory.kv,
+                "buffer_bytes": memory.buffers + memory.runtime,
+                "memory_bytes": memory.total,
+                "needed_bytes": memory.needed,
+                "spare_bytes": left,
+                "gpu_bytes": deployment.on_gpus[rank],
+                "gpu_spare_bytes": on_gpus[rank],
+                "fits": (left is None or left >= 0) and (on_gpus[rank] or 0) >= 0,
+                "threads": deployment.threads[rank] if node.host.n_cores != UNKNOWN_CORES else None,
+            }
+        )
+    return rows

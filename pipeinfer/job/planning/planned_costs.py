@@ -1,5 +1,4 @@
-"""A deployment on known machines -> what its stages, drafts and links cost, for virtual time: model headers meet a
-cluster's speeds here. Times nothing."""
+"""A deployment on known machines -> costs of its stages, drafts and links. Times nothing."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ HEAD = HeadCost(run_s=200e-6, verdict_s=200e-6, draft_s=80e-6)
 
 
 def model_of(info: ModelInfo, cache: CacheTypes = F16_CACHE) -> Model:
-    """What a row of it reads and computes. Of experts those that a row uses: where several rows go through together
-    more of them are read, which is left out."""
+    """What a row reads and computes, of experts those that one row uses."""
     used = _share_of_experts(info)
     parts = [tensor for tensor in info.tensors if (layer := layer_of(tensor.name)) is not None and layer < info.n_layer]
     shares = [used if "_exps" in tensor.name else 1.0 for tensor in parts]
@@ -62,8 +60,7 @@ def machines_of(deployment: Deployment, nodes: Sequence[Node]) -> list[Machine]:
 
 
 def with_described_speeds(nodes: Sequence[Node], info: ModelInfo) -> list[Host]:
-    """The hosts, with what is described of their speed as that of the target's layers: `run` times them instead. All
-    ranks of a host are taken to compute."""
+    """The hosts with speeds of layers from their description. All ranks of a host are taken to compute."""
     model, hosts = model_of(info), [node.host for node in nodes]
     mean_bytes = sum(info.layer_bytes) / info.n_layer  # all experts': the planner knows no others
 

@@ -1,5 +1,4 @@
-"""What `run` would do with these options on these nodes, and how fast that would be; asked again with something
-changed, what would help. Loads no weights, prints nothing."""
+"""The plan that `run` would make on these nodes, and its predicted speed. Loads no weights, prints nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.texts.plan_text import UNFIT
 from pipeinfer.policies import Iterative
 from pipeinfer.virtual.choices import ranks_for
-from pipeinfer.virtual.compare import Compared, generation_of
+from pipeinfer.virtual.compare import limit_of
 from pipeinfer.virtual.nodes import Node
 from pipeinfer.virtual.study import Question
 
@@ -33,6 +32,17 @@ ETHERNET = LinkCost(latency_s=50e-6, bytes_per_s=10e9 / 8)
 
 N_SIMULATED = 128
 """Tokens of a simulated text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of a text under a policy. `limit_per_s`: see `limit_of`."""
+
+    policy: str
+    tokens_per_s: float
+    limit_per_s: float
+    ttft_s: float
+    itl_p50_s: float
 
 
 @dataclass(frozen=True)
@@ -90,15 +100,15 @@ class Planner:
         on_gpus = spare_on_gpus(self.deployment.hosts, self.deployment.on_gpus)
         return max(0, max((-each for each in (*spare, *on_gpus) if each is not None), default=0))
 
-    def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
-        """What the plan costs, for `simulate`; without a draft its rank has layers too, as in `run`."""
+    def lay_out(self, has_draft: bool) -> Profile:
+        """The costs of the plan; without a draft its rank has layers too, as in `run`."""
         asked = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
         caches = self.options.cache, self.options.draft_cache
-        return planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
+        costs = planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
+        return replace(costs, wire_type=self.options.wire_type)
 
-    def predict(self, policy: Policy) -> Compared:
-        """As if the policy had learned nothing before. Raises UserError where that policy cannot be simulated, or its
-        plan does not fit."""
+    def predict(self, policy: Policy) -> Prediction:
+        """A text by a fresh policy. Raises UserError where it cannot be simulated, or its plan does not fit."""
         # a split has a part for each stage, and without drafts there are more
         alike = policy.drafts == self.options.policy.drafts
         asked = self.changed(policy=policy, layer_split=self.options.layer_split if alike else None)
@@ -106,21 +116,20 @@ class Planner:
             raise UserError(UNFIT)
         if policy.drafts and not self.drafts:
             raise UserError("guesses by --lookup are not simulated")
-        fresh = deepcopy(policy)
+        by_rank = [ranks_for(share) for share in self.acceptances if policy.drafts]
         question = Question(
-            file=asked, nodes=0, pair="", gbit=None, policies=[fresh], predict=N_SIMULATED,
-            prompt_tokens=self.n_prompt, known=(),
-            by_rank=[ranks_for(share) for share in self.acceptances if policy.drafts],
-            cancel=self.options.cancel, partitions=self.options.partitions, wire_type=self.options.wire_type,
-        )  # fmt: skip
-        simulated, result, _ = question.answer(fresh, seed=0, repetition=1)
-        return generation_of(simulated, result)
+            asked.lay_out, N_SIMULATED, self.n_prompt, by_rank, self.options.cancel, self.options.partitions
+        )
+        simulated, result, _ = question.answer(deepcopy(policy))
+        timings, limit = result["timings"], limit_of(simulated.profile, self.n_prompt)
+        speed = timings["predicted_per_second"]
+        return Prediction(policy.name, speed, limit, timings["ttft_s"], timings["itl_p50_s"])
 
     @property
     def speed(self) -> float | None:
         """Tokens a second; None where nobody knows."""
         try:
-            return self.predict(self.options.policy).speed
+            return self.predict(self.options.policy).tokens_per_s
         except UserError:
             return None
 

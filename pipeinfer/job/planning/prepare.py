@@ -1,5 +1,4 @@
-"""Rank 0 turns options into a deployment and a request: reads headers, tokenises, and checks all that can be wrong
-beforehand."""
+"""Rank 0 turns options into a deployment and a request, and checks all that can be wrong before models load."""
 
 from __future__ import annotations
 
@@ -18,10 +17,9 @@ from pipeinfer.job.requests.constraints import constrained
 from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.results import check_results
+from pipeinfer.observe.results import RESULTS
+from pipeinfer.observe.table import Table
 from pipeinfer.outputs import check_separate, check_writable
-
-Asked = tuple[GenerationRequest, Tokenizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class ChatSetup:
     first: str | None
 
 
-def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Asked]:
+def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tuple[GenerationRequest, Tokenizer]]:
     """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
     check_outputs(options)
     info, tokenizer = open_models(options)
@@ -48,17 +46,14 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ask
     try:
         deployment = deploy(options, hosts, info, request.n_ctx, len(prompt))
     except DoesNotFit as error:
-        from pipeinfer.job.planning.ways import (
-            advised,  # only what is refused pays for importing what looks for ways out
-        )
+        from pipeinfer.job.planning.suggestions import advised  # takes a while to import
 
         raise advised(error, options, hosts, info, len(prompt)) from None
     return _noted(deployment, options, info), (request, tokenizer)
 
 
 def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ChatSetup]:
-    """The same for a chat. `options.chat` must be there; the prompt is what the user says first, if it is given.
-    A template that is broken could answer nothing: it is refused here, the model's own too."""
+    """The same for a chat; `options.chat` must be there. A template that is broken is refused here."""
     check_outputs(options)
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
@@ -79,10 +74,8 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
 def deploy_largest(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, least: int, n_prompt: int
 ) -> tuple[Deployment, int]:
-    """The deployment and its context in tokens: `n_ctx`, or where -c does not say so as much as fits, `least` or more.
-
-    Raises UserError as `deploy` does.
-    """
+    """The deployment and its context: `n_ctx` tokens, or without -c as many as fit, `least` at least. Raises
+    UserError."""
     while True:
         try:
             return deploy(options, hosts, info, n_ctx, min(n_ctx, n_prompt)), n_ctx
@@ -102,14 +95,14 @@ def _noted(deployment: Deployment, options: RunOptions, info: ModelInfo) -> Depl
     return replace(deployment, notes=(*deployment.notes, beyond))
 
 
-def check_outputs(options: RunOptions) -> None:
-    """What is written at the end must not fail then, and must not be what is read. Leaves nothing behind."""
+def check_outputs(options: RunOptions, table: Table = RESULTS) -> None:
+    """Raises UserError for files that cannot be written, or that are read. `table`: the one of --results."""
     check_separate({"--results": options.results, "--trace": options.trace}, inputs_of(options))
     cache = options.slice_cache
     if cache and cache.exists() and not cache.is_dir():
         raise UserError(f"--slice-cache {cache} is no directory; name one, it is made if it is not there")
     if options.results:
-        check_results(options.results)
+        table.check(options.results)
     if options.trace:
         check_writable(options.trace, "--trace")
 

@@ -10,9 +10,7 @@ from pipeinfer.job.launch.context import Context
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit
-from pipeinfer.job.process.complain import complain
-from pipeinfer.job.profiling.found_hosts import find_hosts
-from pipeinfer.job.profiling.host_speeds import known_speeds, order_matters
+from pipeinfer.job.profiling.hosts import find_hosts
 from pipeinfer.models.llama.ggml import load_library
 
 T = TypeVar("T")
@@ -35,14 +33,13 @@ def start_prepared(settings: object, options: RunOptions, prepare: Prepare[T], r
 
 
 def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead[T]) -> int:
-    """Rank 0 fetches models, prepares and is the head, all others do as the deployment says. Returns the exit code; 0
-    where there is nothing to deploy. Raises JobError."""
+    """Rank 0 prepares and is the head, the others serve. Returns the exit code; 0 without a deployment. Raises
+    JobError."""
     link = crew.link
     if link.rank:
         get_ready()
 
     options, hosts = find_hosts(crew, options)
-    speeds = known_speeds(link, hosts) if order_matters(options, hosts) else []
     prepared: tuple[Deployment, T] | None = None
 
     def plan() -> Deployment | None:
@@ -50,10 +47,10 @@ def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead
         try:
             prepared = prepare(options, hosts)
         except DoesNotFit as error:
-            from pipeinfer.job.planning.plan_table import show_ranks_of_plan
+            from pipeinfer.job.planning.plan_table import show_plan
             from pipeinfer.observe.report import stderr_console
 
-            show_ranks_of_plan(stderr_console(), error.deployment)
+            show_plan(stderr_console(), error.deployment)
             raise
         return prepared and prepared[0]
 
@@ -65,9 +62,4 @@ def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead
         from pipeinfer.job.loading.worker import run_stage
 
         return run_stage(context, deployment)
-    if speeds:
-        from pipeinfer.job.planning.first_host import advice  # simulates
-
-        for line in advice(options, deployment, speeds):
-            complain(line)
     return run_head(context, *prepared)

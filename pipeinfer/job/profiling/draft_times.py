@@ -1,5 +1,4 @@
-"""Whether a draft guesses sooner by what computes the target's layers, or by libllama on the CPU: timed where that is
-left to the plan. On every rank, before there is a plan."""
+"""Times a draft with the target's backend and with libllama on the CPU, where the plan may choose. On every rank."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:  # imports MPI
 
 
 def with_draft_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts, with how fast a draft would be on each rank that may have it; as they are where there is no choice, or
-    it cannot be timed. Collective."""
+    """The hosts with the draft's times on each rank that may have it, if there is a choice. Collective."""
     if not has_choice(options):
         return hosts
     link = crew.link
@@ -49,8 +47,7 @@ def with_draft_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> 
 def _leaders(options: RunOptions, hosts: Sequence[Host]) -> dict[int, int]:
     """Of each rank that may have the draft, the first of its host that is like it: that is timed."""
     if not may_choose(options):
-        first = options.draft_rank or 0
-        return {first: first}
+        return {options.fixed_draft_rank: options.fixed_draft_rank}
     kinds = kinds_of(options, hosts)
     alike = [(host.name, host.gpus_given, kind) for host, kind in zip(hosts, kinds, strict=True)]
     return {rank: alike.index(each) for rank, each in enumerate(alike)}
@@ -60,8 +57,7 @@ def _time(
     crew: Crew, hosts: Sequence[Host], options: RunOptions, part: Part, models: Sequence[ModelInfo],
     ranks: Sequence[int],
 ) -> tuple[float, float] | None:  # fmt: skip
-    """Seconds of a row of the whole draft on this rank, if it is one of `ranks`: as asked for, and on the CPU; None
-    where the layers cannot be loaded in both ways. What is asked for is loaded, or refused, when its turn comes.
+    """Seconds of a row of the whole draft on this rank, as asked for and on the CPU; None if both cannot be loaded.
     Collective."""
     link, row_s = crew.link, list[float]()
     drafting = replace(

@@ -1,5 +1,4 @@
-"""How fast the hosts of a job are, timed for a moment on all their ranks at once, or known from the last time. Knows no
-plan."""
+"""Speeds of a job's hosts, timed on all ranks at once or known from before. Knows no plan."""
 
 from __future__ import annotations
 
@@ -11,8 +10,6 @@ from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host, ranks_there, share_cores
 from pipeinfer.cluster.hosts.speed import Speed, measure_speed
 from pipeinfer.cluster.timing.slice_times import RankTimes
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.draft_rank import may_choose
 from pipeinfer.job.profiling.known_times import known, read_speed
 from pipeinfer.virtual.nodes import Node, estimated_machine
 
@@ -20,16 +17,6 @@ if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
 
 MEASURED = "measured"
-
-
-def order_matters(options: RunOptions, hosts: Sequence[Host]) -> bool:
-    """Whether a job is to find out how fast its hosts are, for another may be better first: they differ, rank 0 drafts
-    whatever it is, and CPUs alone compute for one text."""
-    on_cpus = not any(options.n_gpu_layers) and not any(backend.is_torch for backend in options.backend)
-    differ = len({(host.processor, host.n_cores) for host in hosts}) > 1 and len({host.name for host in hosts}) > 1
-    is_free = bool(options.drafts_in_use) and not options.is_by_rank and options.pace is None
-    is_free = is_free and not may_choose(options) and not options.draft_rank
-    return differ and on_cpus and is_free and options.parallel == 1
 
 
 def own_speed(hosts: Sequence[Host], rank: int) -> Speed:
@@ -56,7 +43,7 @@ def with_speeds(speeds: Sequence[Speed], hosts: Sequence[Host], gpus: Sequence[S
     return nodes
 
 
-def with_times(nodes: Sequence[Node], times: Sequence[RankTimes]) -> list[Node]:
+def timed_nodes(nodes: Sequence[Node], times: Sequence[RankTimes]) -> list[Node]:
     """The nodes, with what was timed on each rank; as they are where nothing was."""
     if not times:
         return list(nodes)

@@ -1,5 +1,4 @@
-"""What was timed and is kept for the next start: in which form, and when ranks time anew. Knows neither how anything is
-timed nor what becomes of it."""
+"""The form of times that are kept for the next start, and when ranks time anew. Times nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How fast each rank is at the target's layers, which decides the split: timed on each, unless all are alike. On every
-rank, before there is a plan."""
+"""Times the target's layers on ranks that are not alike, for the split. On every rank, before there is a plan."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ have been busy for a moment."""
 
 
 def with_layer_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts, with how fast those are that shall have layers; as they are where all are alike ranks of one host,
-    where the options say who gets what, or where it cannot be timed. Collective."""
+    """The hosts with the speed of those that get layers, where ranks differ and the split is free. Collective."""
     ranks, link = ranks_to_time(options, hosts), crew.link
     if not ranks:
         return hosts

@@ -1,5 +1,4 @@
-"""Time parts of models on the ranks of a job: the one procedure for the split, the draft's place and predictions. Loads
-layers without weights, so that it takes no file and little time. Knows no plan, and not what becomes of the times."""
+"""Times parts of models on ranks: one procedure for the split, the draft's place and predictions. Loads no weights."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from pipeinfer.job.launch.context import forget_peak
 from pipeinfer.job.loading.stages import load_layers, local_rank
 from pipeinfer.job.options.options import RunOptions, backend_of
 from pipeinfer.job.placement.deployment import read_drafts, sizes_of
-from pipeinfer.job.placement.fetch import fetch_files
 from pipeinfer.job.placement.gpus import rank_devices
 from pipeinfer.job.placement.memory import gpu_layers
+from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.job.profiling.schedule import Span, planned_threads, timed_span
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
@@ -66,8 +65,7 @@ def part_of(models: Sequence[ModelInfo], model: int, n_stages: int, is_last: boo
 
 
 def read_models(link: Link, paths: Sequence[Path], options: RunOptions) -> list[ModelInfo]:
-    """On rank 0 the first model and the others, the smallest first; empty on other ranks, and where they cannot be had,
-    which the planner reports."""
+    """On rank 0 the first model, then the others, the smallest first; empty elsewhere, and where a file is missing."""
     try:
         found = fetch_files(paths, options.offline) if link.rank == 0 else []
         return [*read_drafts(found[:1]), *read_drafts(found[1:])]
@@ -85,8 +83,8 @@ def share_skeletons(link: Link, models: Sequence[ModelInfo]) -> list[Skeleton]:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A part of a model that this rank has loaded, if it has one. `errors`: of every rank, why it could not load its
-    own; empty: it could."""
+    """A part of a model that this rank has loaded, if any. `errors`: of every rank, why it could not load; empty: it
+    could."""
 
     link: Link
     part: Part | None
@@ -100,10 +98,8 @@ class Probe:
         return self.errors[self.link.rank]
 
     def time(self, turns: Mapping[int, int], time_part: Callable[..., T]) -> T | None:
-        """What `time_part` finds in this rank's turn; None if it has none, or no layers. Collective.
-
-        `turns`: by rank, from 0 on. `time_part`: called as `time_layers` is.
-        """
+        """The result of `time_part`, called as `time_layers` is, in this rank's turn; None without layers.
+        Collective."""
         found = None
         for turn in range(1 + max(turns.values(), default=-1)):
             if self.part and self.model and turns.get(self.link.rank) == turn:

@@ -1,5 +1,5 @@
-"""What runs cost on each rank, for predictions: timed in some layers of target and draft. On every rank, before there
-is a plan."""
+"""Times runs of some layers of target and draft on each rank, for predictions. On every rank, before there is a
+plan."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ BESIDE_S = 0.15
 
 
 def known_run_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> tuple[list[RankTimes], str]:
-    """Of every rank; none, and why, where they cannot be timed. Where the options are wrong, who plans says so.
-    Collective."""
+    """Of every rank; none, and the reason, where they cannot be timed. Collective."""
     link, everyone = crew.link, range(len(hosts))
     models = read_models(link, [options.model, *options.drafts_in_use], options)
     targets, drafts = link.broadcast(_parts(models, options, hosts))
@@ -50,15 +49,14 @@ def known_run_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> t
 
 
 def _parts(models: Sequence[ModelInfo], options: RunOptions, hosts: Sequence[Host]) -> tuple[Parts, Parts]:
-    """Of each rank some of the target's layers, none if one cannot have any; and of those that would have a draft its
-    layers."""
+    """Of each rank some of the target's layers, and of those with a draft its layers; empty if a rank can have none."""
     stages, n_ranks = stages_of_target(options, hosts) if models else [], len(hosts)
     targets = {rank: part_of(models, 0, len(stages), rank == n_ranks - 1) for rank in range(n_ranks) if stages}
     if not stages or not all(targets.values()):
         return {}, {}
     ranks: tuple[tuple[int, ...], ...] = ()
     if n_ranks > 1 and not options.draft_split:
-        ranks = draft_ranks(n_ranks, draft_widths(len(models) - 1), options.draft_rank or 0)
+        ranks = draft_ranks(n_ranks, draft_widths(len(models) - 1), options.fixed_draft_rank)
     drafts = {rank: part_of(models, 1 + number, 1, is_last=True) for number, (rank,) in enumerate(ranks)}
     of_target, of_drafts = ({rank: part for rank, part in each.items() if part} for each in (targets, drafts))
     return of_target, of_drafts
@@ -68,8 +66,7 @@ def _time(
     crew: Crew, hosts: Sequence[Host], options: RunOptions, targets: Parts, drafts: Parts, places: Sequence[str],
     models: Sequence[ModelInfo],
 ) -> tuple[RankTimes | None, str]:  # fmt: skip
-    """What this rank found, or why it could load its layers; nobody has found anything then. Ranks of which `places` is
-    the same are alike: the first one's times are theirs. `models`: rank 0's. Collective."""
+    """This rank's times, or why it could not load. Of ranks with the same `places` the first is timed. Collective."""
     link, ratio = crew.link, 1.0
     if not (skeletons := share_skeletons(link, models)):
         return None, ""

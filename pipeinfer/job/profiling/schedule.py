@@ -1,5 +1,4 @@
-"""Which ranks are to be timed before there is a plan, at which layers, and when. Pure functions; knows options and
-sizes, times nothing."""
+"""Which ranks are timed, at which layers, and when. Pure functions; times nothing."""
 
 from __future__ import annotations
 
@@ -9,19 +8,17 @@ from statistics import mean
 
 from pipeinfer.cluster.hosts.cores import Host, ranks_there, spare_cores
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.plan import Sizes, draft_widths, stage_ranks
+from pipeinfer.cluster.plan import Sizes
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import (
     RunOptions,
     backend_of,
-    check_backends,
-    check_devices,
-    check_gpu_layers,
+    check_by_rank,
     device_of,
     gpu_layers_asked,
 )
 from pipeinfer.job.placement.deployment import threads_of_ranks
-from pipeinfer.job.placement.draft_rank import check_draft_rank, may_choose
+from pipeinfer.job.placement.draft_rank import check_draft_rank, may_choose, target_ranks
 
 TIMED_BYTES = 128 << 20
 """Weights that are timed: more than caches hold, so that they come from where a stage's will."""
@@ -37,25 +34,20 @@ Kind = tuple[object, ...]
 
 
 def ranks_to_time(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
-    """The ranks that shall have layers of the target, where they are not alike ranks of one host and nobody says how
-    many each; else none, also where the options are wrong."""
+    """The ranks that get layers of the target, if they are not alike and the split is free; else none."""
     ranks = stages_of_target(options, hosts) if not options.layer_split and not options.pace else []
     kinds = kinds_of(options, hosts) if ranks else []
     return ranks if len({(hosts[rank].name, kinds[rank]) for rank in ranks}) > 1 else []
 
 
 def stages_of_target(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
-    """The ranks that shall have layers of the target, or may have, where it is not said which one drafts; none where
-    the options are wrong, which who plans says."""
+    """The ranks that get, or may get, layers of the target; none where the options are wrong."""
     n_ranks, n_drafts = len(hosts), len(options.drafts_in_use)
     try:
-        check_backends(options, n_ranks)
-        check_gpu_layers(options, n_ranks)
-        check_devices(options, n_ranks)
+        check_by_rank(options, n_ranks)
         planned_threads(options, hosts)
         check_draft_rank(options, n_ranks)
-        widths = draft_widths(n_drafts, options.draft_split if n_drafts else ())
-        ranks = stage_ranks(n_ranks, widths, (options.draft_rank or 0) if n_drafts else 0)
+        ranks = target_ranks(options, n_ranks, n_drafts)
         return list(range(n_ranks)) if may_choose(options) and n_ranks > 1 else ranks
     except UserError:
         return []
@@ -67,10 +59,7 @@ def planned_threads(options: RunOptions, hosts: Sequence[Host]) -> tuple[int, ..
 
 
 def kinds_of(options: RunOptions, hosts: Sequence[Host]) -> list[Kind]:
-    """Of every rank. Those of which this is the same should be equally fast; of one host they are taken to be.
-
-    Raises UserError when there are too few or too many values of threads.
-    """
+    """Of every rank. Ranks of one kind should be equally fast. Raises UserError for a wrong number of threads."""
     threads = planned_threads(options, hosts)
     return [_kind(options, hosts, threads, rank) for rank in range(len(hosts))]
 
@@ -82,8 +71,8 @@ def _kind(options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], ra
 
 
 def evened(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[LayerSpeed | None]:
-    """With the mean for those of a kind that differ by no more than timing does: a split would only be uneven. None
-    where that leaves ranks of one kind alone: their layers go by size, as if nobody had timed them."""
+    """Average ranks of one kind whose times differ only by noise. None where all ranks are of one kind: sizes
+    decide."""
     found, groups = list(speeds), _by_kind(speeds, kinds)
     for own in groups:
         if _are_alike(own):
@@ -113,8 +102,8 @@ def _are_alike(own: Mapping[int, LayerSpeed]) -> bool:
 
 
 def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
-    """Layers to be timed as those of one of so many stages: as many as an equal share has, but no more than
-    TIMED_BYTES, from the middle of the model, or from its end with the output matrix; None if there are none."""
+    """Layers to time for one of so many stages: an equal share, TIMED_BYTES at most, from the middle, or from the end
+    with the output matrix; None if there are none."""
     n_layers = len(sizes.layer_bytes)
     most = min(n_layers // n_stages, TIMED_BYTES * n_layers // max(1, sum(sizes.layer_bytes)))
     counts = [*range(max(1, most), 0, -1), *range(max(1, most) + 1, n_layers)]
@@ -128,9 +117,8 @@ def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
 
 
 def timing_turns(hosts: Sequence[Host], threads: Sequence[int], ranks: Collection[int]) -> dict[int, int]:
-    """When each of these ranks times: those of a host all at once, as they compute when the pipeline is full and share
-    what their host reads of its memory. Where the host lacks cores for all their threads, one after another: threads
-    that wait for cores would time the system's scheduler, and a job gives them fewer."""
+    """When each rank times. Ranks of a host compute at once, as in a full pipeline; where it lacks cores for all their
+    threads they take turns, else the system's scheduler would be timed."""
     everyone = frozenset(range(len(hosts)))
     turns = one_at_a_time(hosts, ranks)
     return {rank: turn if spare_cores(hosts, everyone, threads, rank) < 0 else 0 for rank, turn in turns.items()}
@@ -144,8 +132,7 @@ def one_at_a_time(hosts: Sequence[Host], ranks: Collection[int]) -> dict[int, in
 
 
 def ranks_beside(hosts: Sequence[Host], threads: Sequence[int], rank: int) -> list[int]:
-    """The first ranks of a rank's host, as many as it has cores for: they can compute at once, undisturbed but by what
-    they share."""
+    """The first ranks of a rank's host, as many as it has cores for: they compute at once undisturbed."""
     found: list[int] = []
     for other in ranks_there(hosts, rank):
         if sum(threads[each] for each in (*found, other)) <= hosts[rank].n_cores:

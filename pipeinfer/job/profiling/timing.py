@@ -30,8 +30,7 @@ def time_model(
     model: StageModel, layers: int, n_rows_max: int, n_cells: int, clock: Callable[[], float], budget_s: float,
     blocks: bool = False, rewinds: bool = True,
 ) -> ModelTimes:  # fmt: skip
-    """The cache must be empty and is empty afterwards. `blocks`: prompts are evaluated in blocks; see there. `rewinds`:
-    whether a sequence can lose its newest tokens."""
+    """The cache must be empty and is empty afterwards. `rewinds`: whether a sequence can lose its newest tokens."""
     start_s, until_s = clock(), clock() + budget_s
 
     def over_at(when_s: float) -> Callable[[object], bool]:
@@ -86,10 +85,7 @@ def time_over_and_over(model: StageModel, n_rows: int, clock: Callable[[], float
 
 
 def slowdowns(beside_s: Sequence[Mapping[int, float]]) -> list[float]:
-    """By how much a run takes longer when 1, 2, … ranks of one host compute: the mean over those that did.
-
-    `beside_s`: of each rank, how many computed -> seconds.
-    """
+    """How many times as long a run takes when 1, 2, … ranks compute. `beside_s`: of each rank, by number, seconds."""
     found = [1.0]
     for n_busy in range(2, len(beside_s) + 1):
         ratios = [beside[n_busy] / beside[1] for beside in beside_s if n_busy in beside]
@@ -127,8 +123,7 @@ def _time_in_context(
     model: StageModel, context: int, by_rows: Mapping[int, float], n_cells: int, clock: Callable[[], float],
     until_s: float, blocks: bool, rewinds: bool,
 ) -> dict[int, float]:  # fmt: skip
-    """Rows -> seconds of a run after `context` tokens, of a few of the sizes; at least of one row, and of one chunk if
-    `by_rows` has any."""
+    """Rows -> seconds of a run after `context` tokens, at least of one row and of one chunk."""
 
     def fill() -> None:
         n_batch = max(*by_rows, BLOCK) if blocks else max(by_rows)
@@ -166,10 +161,7 @@ def overheads(
     draft_steps_s: Sequence[float],
     draft: ModelTimes | None,
 ) -> Overheads:
-    """From a job that sent single rows, one after the other; all on one clock. `draft_steps_s`: of one row each.
-
-    Means, not medians: what now and then takes long is part of the speed.
-    """
+    """Means of a job that sent single rows; all on one clock. `draft_steps_s`: of one row each."""
     by_run = [{run_id: (start_s, end_s) for run_id, _, start_s, end_s, _ in runs} for runs in stages]
     answered_s = {run_id: at_s for at_s, run_id in ledger.verdicts}
     # the first run carries the prompt

@@ -82,7 +82,7 @@ class Head:
             complain(notice)
         show_statistics(self.console, result)
         if self.options.verbose:
-            show_ranks(self.console, result)
+            show_ranks(self.console, result["ranks"])
         return self._write_files(result, asked, generation)
 
     def _write_files(self, result: dict[str, Any], asked: Record, generation: Generation) -> int:

@@ -12,8 +12,7 @@ from pipeinfer.observe.experiment import SAMPLING
 from pipeinfer.observe.ledger import TimeUse, Window, head_time, stage_time
 from pipeinfer.observe.results import result_object
 from pipeinfer.observe.table import Record
-from pipeinfer.observe.trace import Span, write_chrome_trace
-from pipeinfer.observe.tracks import StageRun, gaps, head_spans, messages
+from pipeinfer.observe.trace import Span, StageRun, gaps, head_spans, messages, write_chrome_trace
 
 if TYPE_CHECKING:  # these import MPI
     from pipeinfer.cluster.plan import Stages

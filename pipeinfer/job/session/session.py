@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -183,7 +182,7 @@ class Session:
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
             run_cost=run_cost(self._costs.values(), deployment),
-            n_prompts=options.n_prompts, max_delay_s=math.inf if options.max_delay_s is None else options.max_delay_s,
+            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s,
         )  # fmt: skip
         for each in self._pipelines:
             each.listen_by(engine.listen)

@@ -22,7 +22,8 @@ from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.sweep import Case, Sweep, group_of, plan_groups
+from pipeinfer.job.bench.bench import Case, group_of
+from pipeinfer.job.bench.sweep import Sweep, plan_groups
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment

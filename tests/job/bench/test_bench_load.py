@@ -21,18 +21,18 @@ from matplotlib import pyplot as plt
 from pipeinfer.cli.bench import bench
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.bench_load import Coming
-from pipeinfer.job.bench.load_sweep import LoadCase, Loads
+from pipeinfer.job.bench.bench_load import Coming, LoadCase, n_requests
+from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.requests.conversation import Prompt, first_turns, read_prompts
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.load_columns import LOAD_COLUMNS, LOADS
-from pipeinfer.observe.loads import print_loads, summarise
-from pipeinfer.observe.results import append_result
-from pipeinfer.observe.table import Record, lines_of
-from pipeinfer.virtual.load import arrivals_s
+from pipeinfer.observe.columns import LOAD_COLUMNS
+from pipeinfer.observe.results import LOADS, append_result
+from pipeinfer.observe.table import Record
+from pipeinfer.observe.traffic import print_loads, summarise
+from pipeinfer.virtual.traffic import arrivals_s
 from plot import draw
 from plots.frames import frame_of
 from plots.loads import FACETS, FIGURES
@@ -55,7 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def rows_of(path: Path) -> list[Record]:
-    return LOADS.rows(path, list(lines_of(path)))
+    return LOADS.read(path)
 
 
 # -- who asks when
@@ -173,8 +173,9 @@ def test_a_context_without_room_for_all_clients_is_refused(pair: list[str]) -> N
 
 
 def test_how_many_requests_a_load_has() -> None:
-    assert Loads((1, 16), (), 0, 16).n_asked(3) == 32 and Loads((1, 16), (), 0, 16).n_asked(80) == 80
-    assert Loads((), (0.5,), 0, 32).n_asked(80) == 80 and Loads((4,), (), 9, 4).n_asked(80) == 9
+    clients = Loads(concurrencies=(1, 16))
+    assert n_requests(clients, 3) == 32 and n_requests(clients, 80) == 80
+    assert n_requests(Loads(rates=(0.5,)), 80) == 80 and n_requests(Loads(concurrencies=(4,), requests=9), 80) == 9
 
 
 def test_lines_with_a_prompt_are_questions(pair: list[str]) -> None:

@@ -29,9 +29,9 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.chat.dialogue import Dialogue
+from pipeinfer.job.chat.history import History
 from pipeinfer.job.chat.interrupts import Interrupts
-from pipeinfer.job.chat.lines import PipedLines
+from pipeinfer.job.chat.line_input import PipedLines
 from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
@@ -83,8 +83,8 @@ def tokenizer(model: Path) -> Iterator[Tokenizer]:
     found.close()
 
 
-def quick(tokenizer: Tokenizer, forgets: bool = False) -> Dialogue:
-    return Dialogue(QuickFormat(ChatTemplate("", ""), tokenizer, None, (), forgets))
+def quick(tokenizer: Tokenizer, forgets: bool = False) -> History:
+    return History(QuickFormat(ChatTemplate("", ""), tokenizer, None, (), forgets))
 
 
 def stages_of(path: Path, n_stages: int, exact: bool = True) -> list[LlamaStage]:
@@ -115,10 +115,10 @@ def converse(
     pool = SequencePool(N_SEQ, N_CELLS, parked=True)
     pipeline = ToyPipeline(stages, random.Random(len(stages)))
     engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
-    dialogue, turns, n_context = quick(tokenizer), [], []
+    history, turns, n_context = quick(tokenizer), [], []
     ends = frozenset(filter(tokenizer.is_end, range(tokenizer.n_vocab)))
     for turn in range(N_TURNS):
-        asked = dialogue.ask(LONG * 2 if turn in (0, 12) else f"is {turn}", N_CTX)
+        asked = history.ask(LONG * 2 if turn in (0, 12) else f"is {turn}", N_CTX)
         params = SamplingParams(seed=1, temp=0.8)
         request = Request(turn, asked.tokens, N_PREDICT, params, N_CTX, ends, asked.spans, keep)
         heard = Heard()
@@ -128,7 +128,7 @@ def converse(
         engine.audit()
         stream = TextStream(tokenizer, markers=True)
         text = "".join(map(stream.push, request.tokens[len(asked.tokens) :])) + stream.flush()
-        dialogue.answered(request.tokens, text, whole=True)
+        history.answered(request.tokens, text, whole=True)
         turns.append(request.tokens)
         n_context.append(heard.n_context)
     return turns, n_context
@@ -167,50 +167,50 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def test_a_prompt_goes_on_from_the_tokens_that_were_said(tokenizer: Tokenizer) -> None:
-    dialogue, end = quick(tokenizer), tokens_of(tokenizer, "<|end|>")
-    first = dialogue.ask("the", N_CTX)
+    history, end = quick(tokenizer), tokens_of(tokenizer, "<|end|>")
+    first = history.ask("the", N_CTX)
     assert list(first.tokens) == encode_rendered(tokenizer, "<s><|user|>\nthe<|end|>\n<|assistant|>\n")
     odd = [tokens_of(tokenizer, letter)[-1] for letter in "ing"]  # the vocabulary would write it otherwise
-    dialogue.answered([*first.tokens, *odd, *end], "ing", whole=True)
-    second = dialogue.ask("a", N_CTX)
+    history.answered([*first.tokens, *odd, *end], "ing", whole=True)
+    second = history.ask("a", N_CTX)
     rest = tokens_of(tokenizer, "<|end|>\n<|user|>\na<|end|>\n<|assistant|>\n")
     assert list(second.tokens) == [*first.tokens, *odd, *rest]
-    dialogue.answered(second.tokens, "", whole=True)  # stopped before anything was said
-    third = dialogue.ask("b", N_CTX)
+    history.answered(second.tokens, "", whole=True)  # stopped before anything was said
+    third = history.ask("b", N_CTX)
     assert third.tokens[: len(second.tokens)] == second.tokens
 
 
 def test_what_was_said_is_taken_back(tokenizer: Tokenizer) -> None:
-    dialogue = quick(tokenizer)
-    first = dialogue.ask("the", N_CTX)
+    history = quick(tokenizer)
+    first = history.ask("the", N_CTX)
     answer = [*first.tokens, *tokens_of(tokenizer, "<think>")]
-    dialogue.answered(answer, "<think>", whole=True)
-    second = dialogue.ask("a", N_CTX)
-    dialogue.answered([*second.tokens, 5], "x", whole=False)
-    assert dialogue.take_back() == "a" and dialogue.ask("a", N_CTX).tokens == second.tokens
-    assert [dialogue.take_back(), dialogue.take_back(), dialogue.take_back()] == ["a", "the", None]
-    dialogue.clear()
-    assert dialogue.ask("the", N_CTX) == first
+    history.answered(answer, "<think>", whole=True)
+    second = history.ask("a", N_CTX)
+    history.answered([*second.tokens, 5], "x", whole=False)
+    assert history.take_back() == "a" and history.ask("a", N_CTX).tokens == second.tokens
+    assert [history.take_back(), history.take_back(), history.take_back()] == ["a", "the", None]
+    history.clear()
+    assert history.ask("the", N_CTX) == first
 
 
 def test_a_template_that_rewrites_what_was_said_costs_what_it_rewrote(tokenizer: Tokenizer) -> None:
-    dialogue = quick(tokenizer, forgets=True)
-    first = dialogue.ask(LONG * 2, N_CTX)
+    history = quick(tokenizer, forgets=True)
+    first = history.ask(LONG * 2, N_CTX)
     thought = tokens_of(tokenizer, "<think>the</think>a")
-    dialogue.answered([*first.tokens, *thought], "<think> the</think> a", whole=True)
-    second = dialogue.ask("b", N_CTX)
+    history.answered([*first.tokens, *thought], "<think> the</think> a", whole=True)
+    second = history.ask("b", N_CTX)
     assert second.tokens[: len(first.tokens)] == first.tokens, "what was asked is as it was"
     assert tokens_of(tokenizer, "<think>")[0] not in second.tokens
     assert second.spans == first.spans == (Span(0, len(first.tokens) - 1),)
 
 
 def test_a_conversation_that_fills_the_context_is_refused_and_goes_on(tokenizer: Tokenizer) -> None:
-    dialogue = quick(tokenizer)
-    first = dialogue.ask("the", 30)
-    dialogue.answered(first.tokens, "", whole=True)
+    history = quick(tokenizer)
+    first = history.ask("the", 30)
+    history.answered(first.tokens, "", whole=True)
     with pytest.raises(UserError, match=r"the context holds 30 .* /clear"):
-        dialogue.ask(LONG, 30)
-    assert len(dialogue.messages) == 2 and dialogue.ask("a", 60).tokens[: len(first.tokens)] == first.tokens
+        history.ask(LONG, 30)
+    assert len(history.messages) == 2 and history.ask("a", 60).tokens[: len(first.tokens)] == first.tokens
 
 
 # -- lines and Ctrl-C

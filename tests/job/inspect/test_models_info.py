@@ -22,7 +22,6 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
-from tests.support.jobs import finish
 
 TEXT = "the model of the layer"
 
@@ -102,14 +101,6 @@ def test_check_measures_the_acceptance_on_a_text(tmp_path: Path) -> None:
 def test_check_measures_nothing_where_the_target_was_not_trained(text: str, n: int, way_out: str) -> None:
     error = call("check", TARGET, DRAFT, "-p", text, "-n", n, "-t", "1").exception
     assert isinstance(error, UserError) and "more than the 1024 that" in str(error) and way_out in str(error), error
-
-
-def test_recording_beyond_what_the_target_was_trained_for_is_said(tmp_path: Path) -> None:
-    words = ["record", "-p", "def f", "-t", "1", "-o", str(tmp_path / "choices")]
-    done = finish(1, [*words, "-n", "1024"])
-    assert done.returncode == 0 and "was trained for 1024 tokens" in done.stderr, done.stderr
-    done = finish(1, [*words, "-n", "4"])
-    assert done.returncode == 0 and not done.stderr
 
 
 def test_check_says_that_a_file_is_cut_off(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.planning.planner import ETHERNET, open_planner
+from pipeinfer.job.profiling.host_speeds import timed_nodes as with_run_times
 from pipeinfer.job.profiling.host_speeds import with_speeds
-from pipeinfer.job.profiling.host_speeds import with_times as with_run_times
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.build import describe_build

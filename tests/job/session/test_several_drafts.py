@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import pyplot as plt
 
 from pipeinfer.cluster.hosts.cores import this_host
 from pipeinfer.core.runs import GuessVerdict, Opening, Row, Run
@@ -26,6 +27,7 @@ from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.results import read_results
 from pipeinfer.policies import PipeInfer
+from plots.timeline import draw_timeline
 from tests.job.run.test_run import PROMPT, pid_of_rank, wait_for_text
 from tests.support.jobs import finish, plain_tokens, run_json, start
 from tests.support.toy import ToyDraftPipeline
@@ -173,16 +175,13 @@ def test_a_cut_draft_keeps_the_text_and_has_a_track_for_each_rank(tmp_path: Path
 
 
 def test_what_a_cut_draft_cannot_be_part_of_is_said(tmp_path: Path) -> None:
-    said, output = "a profile has each draft on 1 rank, --draft-split is 2; leave that out", tmp_path / "measured.toml"
+    said = "a profile has each draft on 1 rank, --draft-split is 2; leave that out"
     (tmp_path / "slow.toml").write_text(SLOW_TARGET + LARGER_DRAFT)
     options = RunOptions(
         model=TARGET, drafts=(TARGET, DRAFT), policy=PipeInfer(), draft_split=(2,), pace=str(tmp_path / "slow.toml")
     )
     with pytest.raises(UserError, match=said):
         deploy(options, [this_host("a")] * 4, read_model_info(TARGET), 256, 1)
-    done = finish(4, ["measure", "-o", str(output), *TEAM, "--draft-split", "2"])
-    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    assert not output.exists()
     done = finish(1, ["bench", "-m", str(TARGET), "-md", str(DRAFT), "-p", "8", "--draft-split", "2"])
     assert done.returncode == 2 and "--draft-split 2 cuts larger drafts, and there is none" in done.stderr, done.stderr
 
@@ -202,7 +201,7 @@ def test_the_trace_has_a_track_of_each_draft(tmp_path: Path) -> None:
     arrows = [event for event in events if event["name"] == "message" and event["tid"] == 1]
     assert all("question" in event["args"] for event in arrows)
     assert {event["ph"] for event in arrows} == {"s", "f"}, "questions and answers"
-    assert finish(1, ["timeline", str(path), "-o", str(tmp_path / "picture.png")]).returncode == 0
+    plt.close(draw_timeline(path, None, None))
 
 
 def test_bench_measures_a_team_beside_a_lone_draft(tmp_path: Path) -> None:

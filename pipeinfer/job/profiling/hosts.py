@@ -1,5 +1,4 @@
-"""What is found out of a job's hosts once it is known where its models are: which GPUs their ranks have, and how fast
-they are. On every rank, before there is a plan."""
+"""What a job finds out about its hosts before there is a plan: models, GPUs, speed. On every rank."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.fetch import find_models
 from pipeinfer.job.placement.gpus import check_own_devices, with_gpus
+from pipeinfer.job.placement.model_files import find_models
 from pipeinfer.job.profiling.draft_times import with_draft_times
 from pipeinfer.job.profiling.layer_times import with_layer_times
 
@@ -20,15 +19,15 @@ if TYPE_CHECKING:  # imports MPI
 
 
 def find_hosts(crew: Crew, options: RunOptions) -> tuple[RunOptions, Sequence[Host]]:
-    """The options, on rank 0 with files in the place of names, and the hosts with all that is found out of them.
-    Collective. Raises JobError."""
+    """The options, on rank 0 with files for names, and the hosts with all that is found. Collective. Raises
+    JobError."""
     options, hosts = find_models(crew.link, crew.hosts, options)
     return options, with_times(crew, with_own_gpus(crew, hosts, options), options)
 
 
 def with_own_gpus(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts with what is free on the GPUs that ranks shall use and whether MPI reads their memory. Collective.
-    Raises JobError for GPUs that cannot be used as asked."""
+    """The hosts with free memory of their GPUs, and whether MPI reads it. Collective. Raises JobError for wrong
+    GPUs."""
     from pipeinfer.cluster.transport import is_gpu_aware  # initialises MPI
 
     link = crew.link
@@ -39,6 +38,5 @@ def with_own_gpus(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Seq
 
 
 def with_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts with how fast each rank is at a lone draft and at the target's layers, where that decides something.
-    Collective."""
+    """The hosts with times of a lone draft and of the target's layers, where these decide something. Collective."""
     return with_layer_times(crew, with_draft_times(crew, hosts, options), options)

@@ -7,9 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
 from pipeinfer.errors import UserError
-from pipeinfer.observe.pictures import check_picture, pyplot, write_picture
-from pipeinfer.outputs import check_separate
 
 # Okabe and Ito's palette: told apart with any colour vision
 COLOURS = {"draft": "#0072B2", "evaluate": "#009E73", "cancelled": "#D55E00", "waiting": "#E8E8E8", "settle": "#000000",
@@ -23,14 +26,11 @@ N_SETTLED = 12
 Event = dict[str, Any]
 
 
-def draw_timeline(trace: Path, output: Path, from_ms: float | None, for_ms: float | None) -> None:
-    """Draw a trace into a file, whole or not at all. `from_ms`, `for_ms`: when it begins and how long that lasts; by
-    itself, the N_SETTLED accepted verdicts from the first token on. Raises UserError when either file does not do."""
-    check_separate({"--output": output}, {"TRACE": [trace]})
-    check_picture(output)
+def draw_timeline(trace: Path, from_ms: float | None, for_ms: float | None) -> Any:
+    """The figure of a trace, to be closed by the caller. `from_ms`, `for_ms`: where it begins and how long it lasts;
+    None: the N_SETTLED accepted verdicts from the first token on. Raises UserError for what is no trace."""
     labels, events = read_trace(trace)
-    start, end = window(events, from_ms, for_ms)
-    write_picture(output, paint(labels, events, start, end))
+    return paint(labels, events, *window(events, from_ms, for_ms))
 
 
 def window(events: list[Event], from_ms: float | None, for_ms: float | None) -> tuple[float, float]:
@@ -73,7 +73,7 @@ def _checked(event: Event, labels: dict[int, str]) -> Event:
 
 def paint(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: float) -> Any:
     """The figure, to be closed by the caller."""
-    figure, axes = pyplot().subplots(figsize=(11, 0.7 * len(labels) + 1.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(11, 0.7 * len(labels) + 1.4), layout="constrained")
     seen: dict[str, Any] = {}
     last_ms = float("-inf")
     for event in sorted(events, key=lambda event: event["ts"]):

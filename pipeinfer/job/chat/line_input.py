@@ -24,8 +24,8 @@ READ_BYTES = 1 << 16
 
 class Lines(Protocol):
     def read(self, prompt: str) -> str | None:
-        """The next line, without its end; None when there is none, or the user leaves. Raises UserError, and
-        KeyboardInterrupt if it hears of a Ctrl-C itself."""
+        """The next line, without its end; None at the end of input. Raises UserError, and KeyboardInterrupt on a
+        Ctrl-C."""
         ...
 
     def next_is(self, word: str) -> bool:

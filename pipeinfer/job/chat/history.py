@@ -25,14 +25,14 @@ class _Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TurnPrompt:
     """A prompt, and which of its rows come in blocks; see `core.requests`."""
 
     tokens: tuple[int, ...]
     spans: tuple[Span, ...]
 
 
-class Dialogue:
+class History:
     """Turns of a user and an assistant. The prompts follow from what was said alone: not from what any rank did."""
 
     def __init__(self, format: ChatFormat) -> None:
@@ -46,9 +46,8 @@ class Dialogue:
         self._said: Sequence[int] = ()
         self._spans: tuple[Span, ...] = ()
 
-    def ask(self, text: str, n_ctx: int) -> Asked:
-        """The user says this next. Raises UserError, and nothing is said, when the template refuses it or the context
-        has no room for it and an answer."""
+    def ask(self, text: str, n_ctx: int) -> TurnPrompt:
+        """The user says this next. Raises UserError, and changes nothing, if the template or the context refuses it."""
         messages = [*self.messages, Message("user", text)]
         segments = self._segments_of(self.format.render(messages))
         tokens = tuple(token for segment in segments for token in segment.tokens)
@@ -63,13 +62,11 @@ class Dialogue:
         else:
             self._spans = spans_of(len(tokens))
         self.messages, self._segments, self._said = messages, segments, tokens
-        return Asked(tokens, self._spans)
+        return TurnPrompt(tokens, self._spans)
 
     def answered(self, tokens: Sequence[int], text: str, whole: bool) -> None:
-        """The assistant has said `text`; `tokens`: all of the turn, the prompt's too, with the end token if it came.
-
-        `whole`: the text is that of the tokens, without the end token; else a stop string was cut off.
-        """
+        """The assistant has said `text`; `tokens`: of the whole turn, prompt and end token too. `whole`: nothing was
+        cut off."""
         self.messages.append(Message("assistant", text))
         n_prompt = len(self._said)
         self._said = tuple(tokens)

@@ -41,7 +41,7 @@ class Load:
     rate: float = math.inf
     seed: int = 0
     concurrency: int = 0
-    max_delay_s: float | None = None
+    max_delay_s: float = math.inf
 
     @property
     def n_open(self) -> int:
@@ -89,7 +89,7 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
     engine = Engine(
         Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.n_open), blocks=profile.blocks),
         drafter, waiter, clock, run_cost=run_cost(profile, n_cells, (BLOCK, chunk_s)),
-        max_delay_s=math.inf if load.max_delay_s is None else load.max_delay_s,
+        max_delay_s=load.max_delay_s,
     )  # fmt: skip
     if drafter:
         drafter.timeout_s = engine.timeout_s

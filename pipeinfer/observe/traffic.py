@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipeinfer.observe.load_columns import LOAD_COLUMNS
+from pipeinfer.observe.columns import LOAD_COLUMNS
 from pipeinfer.observe.report import milliseconds, number, without_suffixes
 from pipeinfer.observe.summary import print_records
 from pipeinfer.observe.table import Record
@@ -72,8 +72,8 @@ def print_loads(rows: Sequence[Record], output: str) -> None:
 
 
 def table(cells: Cells, loads: Sequence[dict[str, Any]]) -> list[str]:
-    """Its lines. `busiest stage`: how much of the time it was not idle; `stages evaluate`: the mean of all stages'
-    time, without what their hosts do besides."""
+    """Its lines. `busiest stage`: its share of busy time; `stages evaluate`: the mean share, without hosts' other
+    work."""
     rows = ([text(load) for text in cells.values()] for load in loads)
     lines = markdown_table(list(cells), rows, ["ranks", "requests", *FIGURES, *SIMULATED])
     return [*lines, "", BEHIND] if any(map(falls_behind, loads)) else lines
@@ -95,8 +95,7 @@ def _pair(load: dict[str, Any], *names: str) -> str:
 
 
 def busiest(busy: Sequence[Sequence[float]]) -> list[float]:
-    """Of each repetition, how busy that stage was which is the busiest in the mean over all. `busy`: of each
-    repetition, the stages' shares of the time."""
+    """Of each repetition, how busy the stage is that is busiest on average. `busy`: stages' shares, by repetition."""
     means = [statistics.fmean(stage) for stage in zip(*busy, strict=False)]
     return [shares[means.index(max(means))] for shares in busy]
 

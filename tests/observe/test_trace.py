@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +14,9 @@ import pytest
 from matplotlib import pyplot as plt
 
 from pipeinfer.errors import UserError
-from pipeinfer.observe.timeline import paint, window
 from pipeinfer.observe.trace import Message, Span, write_chrome_trace
-from tests.support.jobs import finish, run_json
+from plots.timeline import paint, window
+from tests.support.jobs import ROOT, run_json
 
 Event = dict[str, Any]
 
@@ -24,6 +26,12 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     result = run_json(3, ["-p", "def f", "-n", "24", "--temp", "0", "--ignore-eos", "--trace", str(path)])
     return result, path
+
+
+def plot(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "plot.py"), *map(str, words)], capture_output=True, text=True, timeout=60
+    )
 
 
 def events_of(path: Path, **wanted: Any) -> list[Event]:
@@ -60,11 +68,15 @@ def test_clocks_agree_and_a_stage_does_one_thing_at_a_time(traced: tuple[dict[st
 
 def test_the_picture(traced: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     _, path = traced
-    for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
-        picture = tmp_path / f"timeline.{suffix}"
-        done = finish(1, ["timeline", str(path), "-o", str(picture)])
-        assert done.returncode == 0, done.stderr
-        assert picture.read_bytes().startswith(start)
+    done = plot(path, "-o", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        assert (tmp_path / f"trace.{suffix}").read_bytes().startswith(start)
+
+
+def test_an_impossible_window_is_one_line(tmp_path: Path) -> None:
+    done = plot(tmp_path / "trace.json", "--for", "-5")
+    assert done.returncode == 2 and "--for above 0" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_what_is_drawn_begins_where_it_is_asked_and_is_never_empty() -> None:
@@ -118,7 +130,7 @@ def test_a_bad_trace_is_one_line(tmp_path: Path, content: str | None, words: str
     path = tmp_path / "trace.json"
     if content is not None:
         path.write_text(content, encoding="latin-1")
-    done = finish(1, ["timeline", str(path), "-o", str(tmp_path / "picture.png")])
+    done = plot(path)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     assert len(done.stderr) < 400
 

@@ -1,4 +1,4 @@
-"""What would make a plan fit, or make it faster: each way is planned again and weighed. Prints nothing."""
+"""Suggestions: what would make a plan fit, or make it faster. Each is planned again. Prints nothing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.layer_speed import BEFORE, NOW
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import DoesNotFit, check_memory
 from pipeinfer.job.placement.memory import CELLS_PADDING
-from pipeinfer.job.planning.first_host import CLEAR_GAIN, baseline, orders
-from pipeinfer.job.planning.planner import ETHERNET, Planner, open_planner
+from pipeinfer.job.planning.planner import ETHERNET, Planner, Prediction, open_planner
+from pipeinfer.job.profiling.host_speeds import MEASURED
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.sizes import size_text
-from pipeinfer.virtual.compare import Compared
 from pipeinfer.virtual.nodes import Node
 
 MOST_NODES = 64
 """More than so many further hosts are not advised."""
 
-GAIN = 1.03
-"""A way that makes a plan so many times as fast is worth telling."""
+GAIN, CLEAR_GAIN = 1.03, 1.1
+"""A suggestion makes a plan so many times as fast at least; the second where hosts were timed for a moment only."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Suggestion:
     """`what`: to be done, in words; `short_bytes`: what is then missing where most is, 0 if it fits."""
 
     what: str
@@ -37,29 +37,28 @@ class Way:
         return asdict(self) | {"fits": not self.short_bytes}
 
 
-def ways(planner: Planner, predicted: list[Compared]) -> list[Way]:
-    """Those that help, the best first: of a plan that does not fit those with which it would, or that with which least
-    is missing; of one that fits those that make it faster than it is, and than the ways that take less effort do.
-    `predicted`: what its policies would reach."""
+def suggestions(planner: Planner, predicted: list[Prediction]) -> list[Suggestion]:
+    """Those that help, the best first. For a plan that does not fit: those with which it would, else the nearest.
+    `predicted`: the speeds of its policies."""
     short, found = planner.shortage, list(_tried(planner))
     if short:
         fitting = [way for way in found if not way.short_bytes]
         nearest = sorted((way for way in found if way.short_bytes < short), key=lambda way: way.short_bytes)[:1]
         return fitting or nearest
     chosen = planner.options.policy.name
-    speed = next((each.speed for each in predicted if each.policy == chosen), None)
+    speed = next((each.tokens_per_s for each in predicted if each.policy == chosen), None)
     if speed is None:
         return []
-    best = max(predicted, key=lambda each: each.speed)
-    faster = list[Way]()
-    for way in (Way(f"--policy {best.policy}", 0, best.speed), *found):
+    best = max(predicted, key=lambda each: each.tokens_per_s)
+    faster = list[Suggestion]()
+    for way in (Suggestion(f"--policy {best.policy}", 0, best.tokens_per_s), *found):
         if not way.short_bytes and way.tokens_per_s and way.tokens_per_s > GAIN * speed:
             faster.append(way)
             speed = way.tokens_per_s
     return faster[::-1]
 
 
-def shortage_text(planner: Planner, helping: Sequence[Way]) -> str:
+def shortage_text(planner: Planner, helping: Sequence[Suggestion]) -> str:
     """What is missing where, and the ways out; empty if the plan fits."""
     if not planner.shortage:
         return ""
@@ -82,15 +81,15 @@ def advised(
 ) -> DoesNotFit:
     """The same refusal of a job with one prompt, with what would help there."""
     planner = open_planner(options, info, list(map(Node, hosts)), ETHERNET, n_prompt, ())
-    return DoesNotFit(shortage_text(planner, ways(planner, [])) or str(error), error.deployment)
+    return DoesNotFit(shortage_text(planner, suggestions(planner, [])) or str(error), error.deployment)
 
 
-def _tried(planner: Planner) -> Iterator[Way]:
+def _tried(planner: Planner) -> Iterator[Suggestion]:
     """What takes the least effort first."""
     for what, change in (*_splits(planner), *_contexts(planner), *_order(planner), *_hosts(planner)):
         try:
             short = change.shortage
-            yield Way(what, short, None if short else change.speed)
+            yield Suggestion(what, short, None if short else change.speed)
         except UserError:  # such a plan cannot be
             continue
 
@@ -133,15 +132,38 @@ def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
 
 
 def _order(planner: Planner) -> Iterator[tuple[str, Planner]]:
-    """Another host first: as a rule its first rank has the draft, and its layers are missed less. Of hosts that were
-    timed for a moment only what is clearly faster, all being split by that."""
-    now = None if planner.is_described else baseline(planner).speed
-    for line, order in orders(planner):
+    """Another host first: as a rule its first rank has the draft. Layers are split by what is known of the speed."""
+    base = replace(planner, is_described=planner.is_described or all(node.machine for node in planner.nodes))
+    now = None if planner.is_described else base.speed
+    for line, order in orders(base):
         if now and (order.speed or 0) < CLEAR_GAIN * now:
             continue
         first = order.nodes[0].host.name
         drafts = order.nodes[order.deployment.plan.drafts[0][0].rank].host.name == first
         yield f"{first} first{', to draft' * drafts} (begin the hosts file with {line})", order
+
+
+def orders(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """Each other host first, one of each kind: the line of a hosts file, and the plan. Hosts that lack a model cannot
+    be."""
+    if not planner.drafts_in_use or planner.options.is_by_rank:
+        return
+    nodes = planner.nodes
+    kinds = {_kind(node) for node in nodes if node.host.name == nodes[0].host.name}
+    for node in nodes:
+        if _kind(node) not in kinds and not node.host.lacks:
+            kinds.add(_kind(node))
+            own = [other for other in nodes if other.host.name == node.host.name]
+            rest = [other for other in nodes if other.host.name != node.host.name]
+            yield f"{node.host.name}:{len(own)}", replace(planner, nodes=[*own, *rest])
+
+
+def _kind(node: Node) -> tuple[object, ...]:
+    """Equal for hosts that are alike. Measured speeds are never equal, so they do not count."""
+    machine, host = node.machine, node.host
+    if node.source in (MEASURED, NOW, BEFORE):
+        return host.processor, host.n_cores
+    return machine and (machine.bytes_per_s, machine.flop_per_s), host.n_cores, host.memory
 
 
 def _enough(wider: Callable[[int], Planner]) -> int:
