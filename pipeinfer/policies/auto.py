@@ -125,7 +125,7 @@ class Auto(Policy):
         nodes, left_s = self._next_guesses(context) if self._is_caught_up(context) else ((), 0.0)
         scores = [node.score for node in nodes if node.live]
         first_rate = self.calibration.first_rate
-        hit = math.exp(max(scores) - root.score) * first_rate if scores else 0.0
+        hit = _chance(context, max(scores)) * first_rate if scores else 0.0
         return AwaitDraft(root) if promise.grows(context, hit, left_s, first_rate) else Send(best)
 
     def _awaits_first(self, context: PolicyContext, best: list[Node]) -> bool:
@@ -138,7 +138,7 @@ class Auto(Policy):
         if not context.is_alone or not self._is_caught_up(context):
             return False
         nodes, left_s = self._next_guesses(context)
-        gained = self._gained(context, best, nodes) / math.exp(context.tree.root.score)
+        gained = self._gained(context, best, nodes)
         if gained and context.run_s(1) < context.n_cheap_rows * context.draft_s:
             gained *= 1 - gained
         return gained > 0 and EARLIER * context.run_s(1) * gained > left_s
@@ -147,7 +147,7 @@ class Auto(Policy):
         """Whether the draft is about to guess what saves more than the slowest stage loses by waiting."""
         nodes, left_s = context.drafting
         gained = self._gained(context, best, nodes)
-        return gained > 0 and EARLIER * context.run_s(1) * gained > left_s * math.exp(best[0].score)
+        return gained > 0 and EARLIER * context.run_s(1) * gained > left_s * _chance(context, best[0].score)
 
     def _gained(self, context: PolicyContext, best: list[Node], nodes: Collection[Node]) -> float:
         """P of the best guess that the draft makes after one of the nodes, less P of the guess it replaces; 0 if it
@@ -155,8 +155,8 @@ class Auto(Policy):
         scores = [node.score for node in nodes if node.live]
         if not scores:
             return 0.0
-        promised = math.exp(max(scores)) * self.calibration.hit_rate
-        return promised - (math.exp(best[-1].score) if len(best) == context.n_cheap_rows else 0.0)
+        promised = _chance(context, max(scores)) * self.calibration.hit_rate
+        return promised - (_chance(context, best[-1].score) if len(best) == context.n_cheap_rows else 0.0)
 
     def _next_guesses(self, context: PolicyContext) -> tuple[Collection[Node], float]:
         """The nodes after which guesses come next, and in how many seconds."""
@@ -230,6 +230,11 @@ def _best(context: PolicyContext, n_rows: int, first: Sequence[Node] = ()) -> li
     return context.fitting([*first, *unsent[: 2 * n_rows]])[:n_rows]
 
 
+def _chance(context: PolicyContext, score: float) -> float:
+    """P of a node with this score. The root's score is that of all guesses above it, and may be too low for `exp`."""
+    return math.exp(score - context.tree.root.score)
+
+
 def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]:
     """saved(n) of unsent nodes, parents before children, in seconds; in any unit before the first verdict."""
     left_s: dict[Node, float] = {}
@@ -239,7 +244,7 @@ def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]
         if above not in left_s:
             left_s[above] = context.verdict_in_s(above) or SOON_S
         left_s[node] = left_s[above]
-    return {node: math.exp(node.score) * left_s[node] for node in nodes}
+    return {node: _chance(context, node.score) * left_s[node] for node in nodes}
 
 
 def _busy(context: PolicyContext) -> Answer | None:
@@ -282,7 +287,7 @@ def best_run(context: PolicyContext) -> tuple[list[Node], Promise]:
     nodes = context.fitting([root, *_likeliest(context)]) or [root]
     best, tokens = Promise(1.0, 1, _round_s(context, 1)), 1.0
     for n_rows, node in enumerate(nodes[1 : _most_rows(context)], start=2):
-        tokens += math.exp(node.score - root.score)
+        tokens += _chance(context, node.score)
         best = max(best, Promise(tokens, n_rows, _round_s(context, n_rows)), key=lambda each: each.rate)
     return nodes[: best.n_rows], best
 
@@ -290,10 +295,10 @@ def best_run(context: PolicyContext) -> tuple[list[Node], Promise]:
 def best_ahead(context: PolicyContext) -> list[Node]:
     """The likeliest guesses below what is sent, as many as make the best rate; none where the first is so unlikely that
     its run would most often be in the way of the next root's."""
-    nodes, root = context.fitting(_likeliest(context)), context.tree.root
-    if not nodes or math.exp(nodes[0].score - root.score) < LEAST_AHEAD:
+    nodes = context.fitting(_likeliest(context))
+    if not nodes or _chance(context, nodes[0].score) < LEAST_AHEAD:
         return []
-    tokens = list(accumulate(math.exp(node.score - root.score) for node in nodes))
+    tokens = list(accumulate(_chance(context, node.score) for node in nodes))
     return nodes[: max(range(1, len(nodes) + 1), key=lambda n_rows: tokens[n_rows - 1] / context.run_s(n_rows))]
 
 

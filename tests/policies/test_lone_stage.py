@@ -132,3 +132,14 @@ def test_the_draft_keeps_no_run_from_being_evaluated_at_the_head() -> None:
     assert not auto.draft(view)  # type: ignore[arg-type]
     view.tree.root.run_id, view.n_inflight = None, 0
     assert auto.draft(view) and auto.send(view) == AwaitDraft(view.tree.root)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_stages", [1, 3])
+def test_a_long_chain_of_right_but_unlikely_guesses_divides_nothing_by_zero(n_stages: int) -> None:
+    auto, view = caught_up(), View([0.9, 0.8])
+    view.n_stages, view.tree.root.run_id = n_stages, None  # type: ignore[misc]
+    for node in (view.tree.root, *view.tree.root.children, view.end):
+        node.score -= 800.0
+    assert isinstance(auto.send(view), Send | AwaitDraft)  # type: ignore[arg-type]
+    view.tree.root.run_id, view.n_inflight = 1, 1
+    assert isinstance(auto.send(view), Send | AwaitDraft)  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def test_a_draft_that_is_never_right_is_said_and_given_a_rest(tmp_path: Path) ->
     target, draft = write_model(tmp_path / "t.gguf", shape), write_model(tmp_path / "d.gguf", replace(shape, seed=9))
     done = finish(3, ["run", "-m", str(target), "-md", str(draft), "-p", "the rank", "-n", "128", "--ignore-eos"])
     assert done.returncode == 0
-    assert "hardly any guess of the draft is right" in done.stderr
+    assert "hardly any guess of the draft is right" in done.stderr or "guesses cost time here" in done.stderr
 
 
 def test_stdout_is_the_text_and_nothing_else(tmp_path: Path) -> None:
