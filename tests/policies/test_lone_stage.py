@@ -137,7 +137,7 @@ def test_the_draft_keeps_no_run_from_being_evaluated_at_the_head() -> None:
 @pytest.mark.parametrize("n_stages", [1, 3])
 def test_a_long_chain_of_right_but_unlikely_guesses_divides_nothing_by_zero(n_stages: int) -> None:
     auto, view = caught_up(), View([0.9, 0.8])
-    view.n_stages, view.tree.root.run_id = n_stages, None  # type: ignore[misc]
+    view.n_stages, view.tree.root.run_id = n_stages, None
     for node in (view.tree.root, *view.tree.root.children, view.end):
         node.score -= 800.0
     assert isinstance(auto.send(view), Send | AwaitDraft)  # type: ignore[arg-type]
