@@ -1,6 +1,7 @@
 """A StageModel on libllama: evaluate a slice of layers, on CPU and GPU builds alike. Knows no MPI and no tokenizer.
 
-The residual stream leaves through libllama's evaluation callback, which may also end an evaluation (see `tap`).
+The residual stream leaves through libllama's evaluation callback, which may also end an evaluation; see
+`eval_callback`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,17 @@ from pipeinfer.models.llama.batch import LlamaBatch
 from pipeinfer.models.llama.branches import Branches
 from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.compaction import Compaction
+from pipeinfer.models.llama.eval_callback import EvalCallback
 from pipeinfer.models.llama.loading import cache_form, load_model, token_table
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.parts import apart, blocks_of, part_of
 from pipeinfer.models.llama.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes, state_of
-from pipeinfer.models.llama.tap import Tap
 from pipeinfer.models.llama.threads import ThreadShare
 
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 NO_SLOT, INVALID_BATCH = 1, -1
 HANDED_CELLS = 256
-
-
-def never() -> bool:
-    return False
 
 
 class KvCacheFull(RuntimeError):
@@ -68,7 +65,7 @@ class LlamaStage:
         # untouched pages of this array cost no memory: a stage that only sees small batches stays small
         self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
         writes, on_cpu = self._by_tokens or not self.is_first, params.n_gpu_layers == 0
-        self._tap = Tap(self._lib, self._n_layer, self._out, known, writes, between=on_cpu)
+        self._callback = EvalCallback(self._lib, self._n_layer, self._out, known, writes, between=on_cpu)
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
         self._n_part = params.n_batch if self._has_states else largest_part(info, params)
         self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
@@ -101,8 +98,8 @@ class LlamaStage:
         n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
         self._check(n_rows, wanted)
-        self._tap.begin(never if self._has_states else stop)
-        result = None if self._tap.stopped else self._evaluate_as_fits(batch, wanted)
+        self._callback.begin(None if self._has_states else stop)
+        result = None if self._callback.stopped else self._evaluate_as_fits(batch, wanted)
         if result is not None:
             for source in self._sources:
                 source.check()
@@ -122,7 +119,7 @@ class LlamaStage:
     def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
         n_rows = len(batch.positions)
         code = self._decode(self._context, batch, self._hidden(batch), wanted)
-        if code == 0 and not self._tap.stopped:
+        if code == 0 and not self._callback.stopped:
             return self._logits(wanted) if wanted is not None else self._out[:n_rows]
         if code not in (NO_SLOT, INVALID_BATCH):
             self._forget(batch)
@@ -157,14 +154,14 @@ class LlamaStage:
         at: int = 0,
     ) -> int:  # fmt: skip
         """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
-        self._tap.expect(len(batch.positions), self._n_part if context is self._context else LARGEST, at, hidden)
+        self._callback.expect(len(batch.positions), self._n_part if context is self._context else LARGEST, at, hidden)
         n_threads = self.threads.begin(len(batch.positions))
         self._lib.llama_set_n_threads(context, n_threads, n_threads)
         code = -1
         try:
             code = int(self._lib.llama_decode(context, self._fill(batch, hidden, wanted)))
         finally:
-            self.threads.end(code == 0 and not self._tap.stopped)
+            self.threads.end(code == 0 and not self._callback.stopped)
         return code
 
     def _fill(self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None) -> object:
@@ -173,9 +170,9 @@ class LlamaStage:
         return self._batch.fill(batch, hidden, wanted)
 
     def _was_stopped(self) -> bool:
-        if self._tap.fault is not None:
-            raise self._tap.fault
-        return self._tap.stopped
+        if self._callback.fault is not None:
+            raise self._callback.fault
+        return self._callback.stopped
 
     def _failure(self, code: int, n_rows: int) -> Exception:
         reason = ggml.last_errors()
@@ -188,7 +185,7 @@ class LlamaStage:
         first, n_rows, ((seq,), *_) = int(batch.positions[0]), len(batch.positions), batch.seqs
         prefill = self._prefill_of(seq, first, span.end)
         code = self._evaluate_in(prefill, batch)
-        if code or self._tap.stopped:
+        if code or self._callback.stopped:
             prefill.forget(first)
             if self._was_stopped():
                 return None
@@ -208,7 +205,7 @@ class LlamaStage:
             wanted = np.zeros(end - start, np.bool_) if self.is_last else None
             block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * (end - start), None, batch.wanted)
             code = self._decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
-            if code or self._tap.stopped:
+            if code or self._callback.stopped:
                 return code
             prefill.settle(int(block.positions[0]), int(block.positions[-1]) + 1)
         return 0
@@ -336,7 +333,7 @@ class LlamaStage:
         options.op_offload = False
         options.flash_attn_type = FLASH_ATTENTION_ON if params.mixed_cache else FLASH_ATTENTION_AUTO
         options.type_k, options.type_v = types
-        options.cb_eval = self._tap.callback
+        options.cb_eval, options.cb_eval_user_data = self._callback.function, ctypes.addressof(self._callback.state)
         context = lib.llama_init_from_model(self._model, options)
         if not context:
             raise UserError(f"no KV cache of {n_cells} cells for {self._where}: {ggml.last_errors()}; "

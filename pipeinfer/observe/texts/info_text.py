@@ -58,6 +58,8 @@ def _llama(llama: Facts) -> Iterator[tuple[str, str]]:
         yield "", "this build has no GPU support: -ngl needs one with it"
     if llama.get("amx_works") is False:
         yield "", "its AMX kernels crash and are not used"
+    if llama.get("callback_compiled") is False:
+        yield "", "its evaluation callback runs in Python, which is slower; install pipeinfer again with a C compiler"
     if llama.get("features"):
         yield "", llama["features"]
 
