@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,30 @@ def test_both_ways_stop_at_the_same_layers(tmp_path: Path, monkeypatch: pytest.M
         for stage in stages:
             stage.close()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("way", ["C", "Python"])
+def test_not_every_short_layer_is_asked_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """But where the evaluation is ended, `stop` was asked once for each layer in the end."""
+    if way == "Python":
+        in_python(monkeypatch)
+    path = write_model(tmp_path / "model.gguf", Shape(n_layer=20))
+    (stage,) = load(path, (), LlamaParams(256, stop_interval_s=1e6))
+    callback, asked = stage._callback, list[int]()
+    begin = callback.begin
+
+    def begin_late(stop: Callable[[], bool] | None) -> None:
+        begin(stop)
+        callback.state.due = 8
+
+    def stop() -> bool:
+        asked.append(callback.state.n_layers)
+        return len(asked) > 1
+
+    assert stage.evaluate(make_batch([5], 0), stop) is not None and asked == [1]
+    monkeypatch.setattr(callback, "begin", begin_late)
+    assert stage.evaluate(make_batch([5], 1), stop) is None and asked == [1, *[8] * 8]
+    stage.close()
 
 
 def test_a_callback_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

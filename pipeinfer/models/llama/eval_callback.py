@@ -12,6 +12,7 @@ the same in Python elsewhere.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
@@ -39,6 +40,9 @@ class State(ctypes.Structure):
     out, hidden        where the next rows go, and come from
     n_out, n_hidden    bytes of rows that are still to be copied
     n_at_once          bytes of the rows that libllama evaluates at a time
+    interval_ns        about the time between two layers after which `stop` is asked
+    began_ns           when the first layer began
+    n_layers, due      layers since then, and the number of them after which `stop` is asked next
     between            whether `stop` is asked
     stopped            `stop` returned True
     """
@@ -56,6 +60,10 @@ class State(ctypes.Structure):
         ("n_out", ctypes.c_size_t),
         ("n_hidden", ctypes.c_size_t),
         ("n_at_once", ctypes.c_size_t),
+        ("interval_ns", ctypes.c_int64),
+        ("began_ns", ctypes.c_int64),
+        ("n_layers", ctypes.c_int64),
+        ("due", ctypes.c_int64),
         ("between", ctypes.c_bool),
         ("stopped", ctypes.c_bool),
     ]
@@ -92,9 +100,12 @@ class EvalCallback:
         known: Architecture,
         writes: bool,
         between: bool = True,
+        interval_s: float = 0.0,
     ) -> None:
-        """Of a slice of `n_layer` layers. `writes`: what comes in is written over what came of it."""
+        """Of a slice of `n_layer` layers. `writes`: what comes in is written over what came of it. `interval_s`: about
+        the time between two questions whether to stop; 0: one after every layer."""
         self.out, self.between = out, between
+        self._out_address, self._row_bytes = out.ctypes.data, 4 * out.shape[1]
         self.fault: BaseException | None = None
         self._stop: Callable[[], bool] | None = None
         base = ggml.ggml()
@@ -106,6 +117,7 @@ class EvalCallback:
             f"{known.layer_node}-".encode(),
             last.encode() if len(out) else None,
             known.input_node.encode() if writes and known.input_node else None,
+            interval_ns=int(1e9 * interval_s),
         )
         in_c = compiled()
         kind = library.ggml_backend_sched_eval_callback
@@ -119,15 +131,17 @@ class EvalCallback:
     def begin(self, stop: Callable[[], bool] | None) -> None:
         """An evaluation begins, of one or several batches, unless `stop`, which is asked here or between layers, has
         `stopped` it at once. None: it goes to its end."""
-        self._stop, self.fault = stop, None
-        self.state.between = self.between and stop is not None
-        self.state.stopped = not self.between and stop is not None and stop()
+        self._stop, self.fault, self._n_asked = stop, None, 0
+        state = self.state
+        state.between = self.between and stop is not None
+        state.stopped = not self.between and stop is not None and stop()
+        state.n_layers, state.due = 0, 1
 
     def expect(self, n_rows: int, n_at_once: int, at: int, hidden: FloatArray | None) -> None:
         """A batch of n_rows comes, of which libllama evaluates n_at_once at a time, for the rows of `out` from `at` on.
         `hidden`: what comes in, where there is a node to write it over."""
-        state, row_bytes = self.state, 4 * self.out.shape[1]
-        state.out, state.n_out = self.out.ctypes.data + at * row_bytes, n_rows * row_bytes
+        state, row_bytes = self.state, self._row_bytes
+        state.out, state.n_out = self._out_address + at * row_bytes, n_rows * row_bytes
         state.n_at_once = n_at_once * row_bytes
         if state.input and hidden is not None:
             self._hidden = np.ascontiguousarray(hidden, np.float32)  # held while it is read
@@ -135,11 +149,15 @@ class EvalCallback:
 
     def _asks_to_stop(self) -> bool:
         assert self._stop
+        self._n_asked += 1
         try:
-            return self._stop()
+            if not self._stop():
+                return False
+            for _ in range(self._n_asked, self.state.n_layers):
+                self._stop()  # once for each layer: who is asked may count them
         except BaseException as fault:
             self.fault = fault
-            return True
+        return True
 
 
 def make_on_node(state: State) -> Callable[[int, bool, Any], bool]:
@@ -156,8 +174,14 @@ def make_on_node(state: State) -> Callable[[int, bool, Any], bool]:
         if name_offset == 0:
             name_offset = base.ggml_get_name(tensor) - tensor
         if ask:  # True makes libllama compute up to this node and call again
-            is_layer = read(tensor + name_offset, n_layer) == layer
-            return (is_layer and state.between) or read(tensor + name_offset) in others
+            if state.stopped or read(tensor + name_offset) in others:
+                return True
+            if not state.between or read(tensor + name_offset, n_layer) != layer:
+                return False
+            if state.n_layers == 0:
+                state.began_ns = time.monotonic_ns()
+            state.n_layers += 1
+            return bool(state.n_layers == state.due)
         name = read(tensor + name_offset)
         if name == input_:
             n_bytes = min(state.n_at_once, state.n_hidden)
@@ -172,8 +196,10 @@ def make_on_node(state: State) -> Callable[[int, bool, Any], bool]:
             state.n_out -= n_bytes
             return False
         # on a build with several backends False only ends the current part of the graph: say it again
-        if state.between and not state.stopped:
+        if not state.stopped:
             state.stopped = state.stop()
+            step = state.interval_ns * state.n_layers // (time.monotonic_ns() - state.began_ns + 1)
+            state.due = state.n_layers + max(1, step)
         return not state.stopped
 
     return on_node

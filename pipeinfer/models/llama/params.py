@@ -21,17 +21,18 @@ OTHER_ALONE = frozenset([0, 1, 20, 30])
 
 @dataclass(frozen=True)
 class LlamaParams:
-    """n_cells        KV cells, rounded up to a multiple of 256
-    n_seq_max      sequence ids, the highest of which the stage keeps for itself; users have 0 .. n_seq_max - 2
-    n_batch        rows of the largest batch
-    n_outputs_max  rows of a batch that may want logits, on the last stage; for the larger of this and n_seq_max it
-                   takes 8 bytes a row and token of the vocabulary
-    n_threads      at most; fewer while other processes want the cores, or where fewer are faster
-    n_gpu_layers   how many of this slice's layers go to the GPU; negative: all
-    devices        names of libllama's devices that these layers go to; None: as libllama likes, empty: none
-    cache          types of keys and values, where these are not what `exact` needs
-    exact          the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a
-                   prompt's rows do if they come in blocks
+    """n_cells          KV cells, rounded up to a multiple of 256
+    n_seq_max        sequence ids, the highest of which the stage keeps for itself; users have 0 .. n_seq_max - 2
+    n_batch          rows of the largest batch
+    n_outputs_max    rows of a batch that may want logits, on the last stage; for the larger of this and n_seq_max it
+                     takes 8 bytes a row and token of the vocabulary
+    n_threads        at most; fewer while other processes want the cores, or where fewer are faster
+    n_gpu_layers     how many of this slice's layers go to the GPU; negative: all
+    devices          names of libllama's devices that these layers go to; None: as libllama likes, empty: none
+    stop_interval_s  about the time between two layers after which an evaluation may be ended; 0: after every one
+    cache            types of keys and values, where these are not what `exact` needs
+    exact            the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a
+                     prompt's rows do if they come in blocks
     """
 
     n_cells: int
@@ -42,6 +43,7 @@ class LlamaParams:
     n_gpu_layers: int = 0
     exact: bool = True
     devices: tuple[str, ...] | None = None
+    stop_interval_s: float = 0.0
     cache: CacheTypes = F16_CACHE
 
     @property

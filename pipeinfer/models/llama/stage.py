@@ -65,9 +65,12 @@ class LlamaStage:
         # untouched pages of this array cost no memory: a stage that only sees small batches stays small
         self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
         writes, on_cpu = self._by_tokens or not self.is_first, params.n_gpu_layers == 0
-        self._callback = EvalCallback(self._lib, self._n_layer, self._out, known, writes, between=on_cpu)
+        self._callback = EvalCallback(
+            self._lib, self._n_layer, self._out, known, writes, on_cpu, params.stop_interval_s
+        )
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
         self._n_part = params.n_batch if self._has_states else largest_part(info, params)
+        self._logits_at, self._all_logits = 0, np.empty((0, self.n_vocab), np.float32)
         self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
         self._sources: tuple[SourceFile, ...] = ()
         if params.exact:  # its pages are mapped, and must stay as they are
@@ -290,7 +293,7 @@ class LlamaStage:
         # libllama ends the whole process on these
         if not 0 < n_rows <= self.params.n_batch:
             raise ValueError(f"a batch of {n_rows} rows, 1 to {self.params.n_batch} are possible")
-        if wanted is not None and np.count_nonzero(wanted) > self.params.n_outputs_max:
+        if wanted is not None and n_rows > self.params.n_outputs_max < np.count_nonzero(wanted):
             raise ValueError(f"{np.count_nonzero(wanted)} rows want logits, at most {self.params.n_outputs_max} can")
 
     def _logits(self, wanted: npt.NDArray[np.bool_]) -> FloatArray:
@@ -298,9 +301,11 @@ class LlamaStage:
         n_wanted = int(np.count_nonzero(wanted))
         if n_wanted == 0:
             return np.empty((0, self.n_vocab), np.float32)
-        address = ctypes.cast(self._lib.llama_get_logits(self._context), ctypes.c_void_p).value
-        buffer = (ctypes.c_float * (n_wanted * self.n_vocab)).from_address(address or 0)
-        return np.ctypeslib.as_array(buffer).reshape(n_wanted, self.n_vocab)
+        address = ctypes.addressof(self._lib.llama_get_logits(self._context).contents)
+        if address != self._logits_at:  # libllama moves the buffer where it has to grow
+            buffer = (ctypes.c_float * (self.params.n_outputs_max * self.n_vocab)).from_address(address)
+            self._logits_at, self._all_logits = address, np.frombuffer(buffer, np.float32).reshape(-1, self.n_vocab)
+        return self._all_logits[:n_wanted]
 
     def _forget(self, batch: Batch) -> None:
         """Free the batch's cells, the newest of their sequences: the cache is as it was before."""
