@@ -59,6 +59,8 @@ def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
         cache=options.cache,
         devices=rank_devices(options, deployment.hosts, context.rank),
         stop_interval_s=STOP_INTERVAL_S,
+        repack=options.repack,
+        repacked=deployment.repacked,
     )
     model = _load(context, deployment, TARGET, stage, params, options)
     return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
@@ -167,6 +169,7 @@ def _load_draft(context: Context, deployment: Deployment, number: int, own: Stag
         cache=options.draft_cache,
         devices=rank_devices(options, deployment.hosts, context.rank),
         stop_interval_s=STOP_INTERVAL_S,
+        repack=options.repack,
     )
     model = _load(context, deployment, number, own, params, options)
     if translation := deployment.translations[number]:

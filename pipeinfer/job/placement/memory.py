@@ -49,6 +49,8 @@ class MemoryNeeds:
     """Of each rank, the models whose files are not on its host, as far as that is known."""
     draft_options: Sequence[RunOptions] = ()
     """Of each rank, those by which it computes what it has of drafts; empty: the job's."""
+    repacked: tuple[tuple[int, int], ...] = ()
+    """See `Deployment`."""
 
     def of_plan(self, plan: Plan) -> tuple[Memory, ...]:
         """Of every rank."""
@@ -148,7 +150,8 @@ class MemoryNeeds:
         sizes = (self.n_cells, n_rows, self._n_outputs)
         if by.backend.is_torch:
             return table + torch_memory(info, first, last, *sizes, by.backend, in_file, is_sent)
-        return table + slice_memory(info, first, last, *sizes, exact, in_file, by.n_on_gpu, is_sent, types)
+        mapped = not self.options.repack or (exact and not self.repacked)
+        return table + slice_memory(info, first, last, *sizes, exact, in_file, by.n_on_gpu, is_sent, types, mapped)
 
     @property
     def _n_outputs(self) -> int:
@@ -216,23 +219,24 @@ def _first_on_gpu(first: int, last: int, n_on_gpu: int) -> int:
 
 def slice_memory(
     info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, exact: bool, in_file: bool,
-    n_on_gpu: int = 0, is_sent: bool = False, cache: CacheTypes = F16_CACHE,
+    n_on_gpu: int = 0, is_sent: bool = False, cache: CacheTypes = F16_CACHE, mapped: bool | None = None,
 ) -> Memory:  # fmt: skip
     """Of layers [first, last) with one context. `in_file`: mapped from a disk. `is_sent`: the whole model is in
-    memory."""
+    memory. `mapped`: the weights are not repacked; None: with `exact` they are not."""
     is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
     in_file = in_file or (is_whole and not is_sent)
     weights = info.n_bytes if is_whole else _slice_bytes(info, first, last)
-    mapped = weights if exact and in_file else 0
+    is_mapped = exact if mapped is None else mapped
+    n_mapped = weights if is_mapped and in_file else 0
     # read weights are laid out anew, and a table that is also the output head is there in both forms
-    head_again = 0 if exact or not is_last or (is_whole and not info.tied) else info.input_bytes
+    head_again = 0 if is_mapped or not is_last or (is_whole and not info.tied) else info.input_bytes
     on_host = slice(first, _first_on_gpu(first, last, n_on_gpu))
     return Memory(
-        weights=weights - mapped + head_again,
-        mapped=mapped,
+        weights=weights - n_mapped + head_again,
+        mapped=n_mapped,
         kv=n_cells * sum(cache.cell_bytes(info.kv_shapes[on_host])),
         buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs)
         + (packing_bytes(info, first, last, n_cells) if exact else 0),
-        # without exact numerics weights are read out of the slice, which is let go when they are
-        loading=0 if exact or in_file else weights,
+        # weights that are not mapped are read out of the slice, which is let go when they are
+        loading=0 if is_mapped or in_file else weights,
     )

@@ -304,7 +304,8 @@ class LlamaStage:
         address = ctypes.addressof(self._lib.llama_get_logits(self._context).contents)
         if address != self._logits_at:  # libllama moves the buffer where it has to grow
             buffer = (ctypes.c_float * (self.params.n_outputs_max * self.n_vocab)).from_address(address)
-            self._logits_at, self._all_logits = address, np.frombuffer(buffer, np.float32).reshape(-1, self.n_vocab)
+            self._logits_at = address
+            self._all_logits = np.ctypeslib.as_array(buffer).reshape(-1, self.n_vocab)
         return self._all_logits[:n_wanted]
 
     def _forget(self, batch: Batch) -> None:

@@ -14,6 +14,7 @@ from pipeinfer.cluster.hosts import mpi_library
 from pipeinfer.job.inspect.info import by_host
 from pipeinfer.models.llama.devices import llama_devices
 from pipeinfer.models.llama.eval_callback import compiled
+from pipeinfer.models.llama.repacking import repacked_types
 from pipeinfer.models.torch.library import torch_version
 from pipeinfer.observe.texts.info_text import info_lines
 from tests.support.jobs import environment, finish
@@ -34,6 +35,7 @@ def test_what_a_host_has_without_mpi() -> None:
     assert 0 < found["n_cores"] <= found["n_cores_of_host"] and found["memory_bytes"] > 10**8
     assert found["mpi"]["error"] is None and found["mpi"]["library"] and found["mpi"]["gpu_aware"] is None
     assert found["llama"]["devices"][0]["kind"] == "CPU" and found["llama"]["devices"][0]["exact"] == "exact"
+    assert list(found["llama"]["repacked_rows"].values()) == [each.n_rows for each in repacked_types()]
     assert found["llama"]["callback_compiled"] == bool(compiled())
     assert (found["torch"] is not None) == bool(torch_version())
     assert found["environment"]["OMP_SOMETHING"] == "7" and "HOME" not in found["environment"]
