@@ -24,6 +24,7 @@ from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import buffer_bytes
 from pipeinfer.models.llama.compaction import COMPACT_CELLS
 from pipeinfer.models.llama.ggml import load_library
+from pipeinfer.models.llama.prefill import N_SEQ
 
 CELLS_PADDING = 256  # libllama's
 N_SPARE_STATES = 2  # of sequences beside those of requests
@@ -135,8 +136,11 @@ class MemoryNeeds:
         if not info.layers.rewinds:
             n_states = options.n_target_seq(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
-        for _ in range(options.n_prompts if self.n_in_blocks else 0):
-            found += prefill_memory(info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
+        if self.n_in_blocks:
+            n_prompts = options.n_prompts
+            # prompts that are read at a time have as many rows together as the cache has cells at most
+            n_rows = min(n_prompts * self.n_in_blocks, max(self.n_in_blocks, self.n_cells))
+            found += prefill_memory(info, first, last, n_prompts, n_rows, self.n_rows)
         return found
 
     def _of_layers(
@@ -187,12 +191,14 @@ def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: 
     check_fits(["this host"], [free_memory()], [total], "use a smaller -n")
 
 
-def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int) -> Memory:
-    """Of a prompt's context beside the other, and of the cells of a run on their way from one to the other."""
-    n_cells = -(-n_cells // CELLS_PADDING) * CELLS_PADDING
+def prefill_memory(info: ModelInfo, first: int, last: int, n_prompts: int, n_in_blocks: int, n_rows: int) -> Memory:
+    """Of the contexts of so many prompts with `n_in_blocks` rows together, beside the other, and of the cells of a run
+    of `n_rows` on their way from one to the other."""
+    n_padded = n_in_blocks + (n_prompts - 1) * (CELLS_PADDING - 1)  # each is
+    n_cells = -(-n_padded // CELLS_PADDING) * CELLS_PADDING
     cell_bytes = sum(info.kv_bytes_per_cell[first:last])
-    buffers = buffer_bytes(info, last == info.n_layer, n_cells, LARGEST, n_outputs)
-    return Memory(kv=n_cells * cell_bytes, buffers=buffers + min(n_cells, n_rows) * cell_bytes)
+    one = buffer_bytes(info, last == info.n_layer, n_cells // n_prompts, LARGEST, N_SEQ)
+    return Memory(kv=n_cells * cell_bytes, buffers=n_prompts * one + min(n_cells, n_rows) * cell_bytes)
 
 
 def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:

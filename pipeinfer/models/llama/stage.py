@@ -219,7 +219,8 @@ class LlamaStage:
         prefill = self._prefills.get(seq)
         if prefill is None or prefill.end != start:
             self._drop_prefill(seq)
-            context = self._create_context(n_cells, LARGEST, LARGEST, N_SEQ, (F16, F16))
+            n_outputs = N_SEQ if self.is_last else LARGEST  # no row of a block wants logits
+            context = self._create_context(n_cells, LARGEST, LARGEST, N_SEQ, n_outputs, (F16, F16))
             prefill = self._prefills[seq] = Prefill(self._lib, context, self._form)
             self._hand_over(seq, prefill, start)
         return prefill
@@ -323,16 +324,16 @@ class LlamaStage:
         # from a prompt's own context arrives in a further sequence
         types = (F16 if self._form.has_values else BF16, BF16) if params.mixed_cache else params.cache.ggml
         n_seq_max = params.n_seq_max + params.exact
-        return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq_max, types)
+        n_outputs = params.n_outputs_max if self.is_last else params.n_batch
+        return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq_max, n_outputs, types)
 
     def _create_context(
-        self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, types: tuple[int, int]
+        self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, n_outputs: int, types: tuple[int, int]
     ) -> object:
         lib, params = self._lib, self.params
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = n_cells, n_batch, n_ubatch, n_seq_max
         # libllama holds logits for one row a sequence at least, and aborts when that is not allowed for here
-        n_outputs = params.n_outputs_max if self.is_last else n_batch
         options.n_outputs_max = max(n_outputs, n_seq_max)
         options.n_threads = options.n_threads_batch = params.n_threads
         options.kv_unified = options.swa_full = options.no_perf = True

@@ -11,7 +11,8 @@ import pytest
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.free_memory import FreeMemory
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import NOT_REPACKED, Deployment, deploy, lay_out
+from pipeinfer.job.placement.deployment import N_CELLS_SPARE, NOT_REPACKED, Deployment, deploy, lay_out
+from pipeinfer.job.placement.memory import CELLS_PADDING
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.llama.params import matrix_bytes
 from pipeinfer.models.llama.repacking import repacked_types
@@ -62,6 +63,19 @@ def test_weights_are_mapped_where_memory_is_short(info: ModelInfo) -> None:
     )
     assert enough.repacked and NOT_REPACKED not in enough.notes
     assert not short.repacked and NOT_REPACKED in short.notes
+
+
+def test_prompts_that_are_read_at_a_time_share_the_planned_cells(info: ModelInfo) -> None:
+    cell_bytes = sum(info.kv_bytes_per_cell)
+    options, n_ctx = RunOptions(model=info.path, policy=Iterative()), 4096
+
+    def kv(n_parallel: int, **changes: Any) -> int:
+        asked = replace(options, parallel=n_parallel, **changes)
+        return lay_out(asked, [HERE], info, [], n_ctx, n_ctx).memory[0].kv // cell_bytes
+
+    assert kv(4, numerics="fast") == n_ctx + N_CELLS_SPARE
+    assert kv(1) == 2 * n_ctx + N_CELLS_SPARE, "one prompt may fill the context"
+    assert kv(1) < kv(4) <= 2 * (n_ctx + N_CELLS_SPARE) + 4 * CELLS_PADDING, "a cache for each, of all rows together"
 
 
 @pytest.mark.ranks
