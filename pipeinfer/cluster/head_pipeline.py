@@ -13,7 +13,14 @@ from typing import Any, Generic, TypeVar, cast
 
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.messages.activations import Buffer, WireType
-from pipeinfer.cluster.messages.wire import Kind, encode, encode_last_prunings, encode_order, encode_prunings
+from pipeinfer.cluster.messages.wire import (
+    Kind,
+    Transaction,
+    encode,
+    encode_last_prunings,
+    encode_order,
+    encode_prunings,
+)
 from pipeinfer.cluster.stages.pace import Courier
 from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
 from pipeinfer.cluster.stages.prunings import LocalPrunings
@@ -101,7 +108,9 @@ class HeadPipeline(Generic[A]):
         assert self.worker
         run = self._queue.popleft()
         start_s = time.monotonic()
-        transaction = room_for(encode(run), self.worker.model.n_embd, self.wire_type)
+        message, model = encode(run), self.worker.model
+        make = Transaction if model.is_last else room_for
+        transaction = make(message, model.n_embd, self.wire_type)
         with self.progress.beside(transaction.n_bytes_full):
             verdict = self.worker.process(transaction)
         self._prunings.forget_before(run.id + 1)

@@ -115,8 +115,10 @@ def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
             engine.step()
         if rng.random() < 0.2:
             engine.audit()
-            n_read = sum(engine.target.reads_blocks(job.request) for job in engine._active.values())
-            assert n_read <= engine.admission.n_prompts
+            read = [job.request for job in engine._active.values() if engine.target.reads_blocks(job.request)]
+            assert len(read) <= engine.admission.n_prompts
+            n_rows = sum(each.spans[-1].end for each in read if each.spans)
+            assert len(read) < 2 or n_rows <= n_cells, "their caches have more cells than are planned"
             assert not any(metrics[job.request.id].is_running for job in engine.admission.waiting)
     for request in requests:
         text, said = expected(reference, request, blocks), request.tokens[len(request.prompt) :]
@@ -128,6 +130,20 @@ def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
     pools = [level.pool for level in engine.levels] + ([model.pool] if isinstance(model, ModelDrafter) else [])
     assert all(pool.n_free == pool.n_seq and not pool.n_committed for pool in pools), "a sequence or a cell leaks"
     assert all(not level._known and not level._opens for level in engine.levels), "what is known of requests stays"
+
+
+def test_the_caches_of_prompts_have_no_more_cells_than_the_cache() -> None:
+    """Prompts that begin alike share cells there, and none in the caches in which their blocks are evaluated."""
+    pipeline = ToyPipeline([BlockStage(0, N_LAYERS, True, 220, False)], random.Random(0), late=0.0)
+    options = {"blocks": True, "n_chunk": 64, "n_rows": 32, "cancel": True}
+    engine = toy_engine(pipeline, SequencePool(9, 220, False), None, [], **options)
+    first, second, longer, short = (Request(n, [3] * n, 4, SamplingParams(), 200) for n in (150, 151, 73, 70))
+    engine.add(first, Iterative(), RequestMetrics())
+    engine.step()
+    assert engine.target.reads_blocks(first)
+    full = engine.admission._reads_enough
+    assert full(second) and full(longer) and not full(short), "220 rows together"
+    assert not full(Request(0, [3] * 60, 4, SamplingParams(), 200)), "it has no blocks"
 
 
 def test_who_is_preempted_goes_on_with_the_same_text() -> None:

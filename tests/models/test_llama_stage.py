@@ -416,7 +416,7 @@ def test_a_gpu_would_be_waited_for_once(model: Path, loaded: Callable[..., list[
     for between in (True, False):
         stages = loaded(model, (2,))
         for stage in stages:
-            stage._tap.between = between
+            stage._callback.between = between
         batch, first, last = make_batch(random_tokens(5), 0), *stages
         hidden = first.evaluate(batch, stop)
         assert hidden is not None

@@ -99,7 +99,7 @@ _INSTEAD = {
     "--spec-draft-override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn -cmoed --cpu-moe-draft "
     "--spec-draft-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe --op-offload "
     "--no-host": _OFFLOAD,
-    "--repack -nr --no-repack": "weights are repacked with --numerics fast, and left as they are with exact",
+    "-nr": "--no-repack",
     "-sm --split-mode -ts --tensor-split -mg --main-gpu": _DEVICES,
     "--list-devices": "pipeinfer info",
     "-devd --device-draft --spec-draft-device": _DRAFT_DEVICES,

@@ -53,6 +53,9 @@ class Host:
     """Whether these nodes have cores that the rank may not use."""
     numa: str = ""
     """The numbers of the NUMA nodes that the rank is bound to by --numa isolate; empty: not bound."""
+    repacked: tuple[tuple[int, int, str], ...] = ()
+    """Types of weights that libggml repacks, the rows of each that may be computed at once with exact numerics, and a
+    digest of results; see pipeinfer.models.llama.repacking."""
     speed: LayerSpeed | None = None
     """This rank's speed at the target's layers; None: not timed."""
     untimed: str = ""

@@ -72,6 +72,7 @@ class StageWorker:
     ) -> None:
         self.constrain, self.leaves_as = constrain, leaves_as
         self.model, self.pruned, self.clock, self.is_first, self.tracer = model, pruned, clock, is_first, tracer
+        self._async_stage = model if isinstance(model, AsyncStage) else None  # asking a Protocol takes a while
         self.samplers: Samplers | None = None
         self.n_layers, self._n_asked = n_layers, 0
         self._free_s = -math.inf  # when the last run was done
@@ -218,8 +219,8 @@ class StageWorker:
         if self.leaves_as:
             assert isinstance(self.model, DeviceStage), "there is no device to leave activations on"
             return self.model.begin_on_device(batch, stop, self.leaves_as is not WireType.F32)
-        if isinstance(self.model, AsyncStage):
-            return self.model.begin(batch, stop)
+        if self._async_stage:
+            return self._async_stage.begin(batch, stop)
         result = self.model.evaluate(batch, stop)
         return None if result is None else Evaluated(result)
 

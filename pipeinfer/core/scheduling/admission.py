@@ -104,9 +104,13 @@ class Admission:
         return not cost or cost.seconds(n_rows, 0) > self.target.pipeline.n_stages * cost.seconds(1, 0)
 
     def _reads_enough(self, request: Request) -> bool:
-        """Whether as many prompts in blocks are read as may be, and this is a further one."""
-        is_read = self.target.reads_blocks
-        return bool(self.target.blocks and request.spans) and sum(map(is_read, self._open)) >= self.n_prompts
+        """Whether this is a prompt in blocks and as many are read as may be, or have together as many rows as the cache
+        has cells: each has a cache of its own meanwhile."""
+        if not (self.target.blocks and request.spans):
+            return False
+        read = [other.spans[-1].end for other in self._open if other.spans and self.target.reads_blocks(other)]
+        is_full = sum(read) + request.spans[-1].end > self.target.pool.n_cells
+        return len(read) >= self.n_prompts or (bool(read) and is_full)
 
     # -- room
 

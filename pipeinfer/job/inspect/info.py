@@ -127,13 +127,16 @@ def _llama() -> dict[str, Any]:
     found: dict[str, Any] = {"build": describe_build(), "error": None, "gpu_offload": None, "devices": []}
     try:
         from pipeinfer.models.llama.devices import llama_devices
+        from pipeinfer.models.llama.eval_callback import compiled
         from pipeinfer.models.llama.ggml import amx_works, load_library
+        from pipeinfer.models.llama.repacking import repacked_rows
 
         library = load_library()
         features = str(library.llama_print_system_info().decode("utf-8", "replace")).strip(" |")
         devices = [asdict(each) | {"exact": ON_CPU if each.kind == "CPU" else ON_GPU} for each in llama_devices()]
         offload = bool(library.llama_supports_gpu_offload())
-        return found | {"gpu_offload": offload, "devices": devices, "features": features, "amx_works": amx_works()}
+        found |= {"gpu_offload": offload, "devices": devices, "features": features, "amx_works": amx_works()}
+        return found | {"callback_compiled": compiled() is not None, "repacked_rows": repacked_rows()}
     except (UserError, OSError, AttributeError) as error:
         return found | {"error": str(error)}
 

@@ -31,6 +31,10 @@ from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from pipeinfer.models.translated import TranslatedStage
 from pipeinfer.policies.limits import MAX_WIDTH
 
+STOP_INTERVAL_S = 5e-4
+"""Each question whether to stop takes some microseconds, up to a twentieth part of a small layer, and divides the
+computation of a graph."""
+
 N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a draft's answer at most
 
 
@@ -54,6 +58,9 @@ def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
         exact=options.numerics == "exact",
         cache=options.cache,
         devices=rank_devices(options, deployment.hosts, context.rank),
+        stop_interval_s=STOP_INTERVAL_S,
+        repack=options.repack,
+        repacked=deployment.repacked,
     )
     model = _load(context, deployment, TARGET, stage, params, options)
     return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
@@ -161,6 +168,8 @@ def _load_draft(context: Context, deployment: Deployment, number: int, own: Stag
         exact=False,  # guesses need not be reproducible to the bit: the target decides
         cache=options.draft_cache,
         devices=rank_devices(options, deployment.hosts, context.rank),
+        stop_interval_s=STOP_INTERVAL_S,
+        repack=options.repack,
     )
     model = _load(context, deployment, number, own, params, options)
     if translation := deployment.translations[number]:

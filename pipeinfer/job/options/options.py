@@ -78,8 +78,10 @@ class RunOptions(
 
     @property
     def kernels(self) -> str:
-        """How the target's layers are computed: numerics, and types of the cache where they are others."""
-        return "-".join((self.numerics, *(self.cache if self.cache != F16_CACHE else ())))
+        """How the target's layers are computed: numerics, and layout of weights and types of the cache where they are
+        others."""
+        layout = () if self.repack else ("no", "repack")
+        return "-".join((self.numerics, *layout, *(self.cache if self.cache != F16_CACHE else ())))
 
     @property
     def rounding(self) -> str:

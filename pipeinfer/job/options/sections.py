@@ -179,6 +179,11 @@ class Numerics:
         "exact", "--numerics", type=click.Choice(["exact", "fast"]),
         help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
     )  # fmt: skip
+    repack: bool = setting(
+        True, "--repack/--no-repack",
+        help="Copy weights into the layout of faster kernels; with --numerics exact where these give a row the same "
+        "bits in every batch and on every rank, and there is memory for it.",
+    )  # fmt: skip
     wire_type: WireType = setting(
         WireType.F32, "--wire-type", type=WireName(), written="f32", column=True,
         help="What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).",

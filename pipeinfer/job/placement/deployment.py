@@ -31,7 +31,8 @@ from pipeinfer.job.options.options import (
 )
 from pipeinfer.job.placement.cache_types import check_cache_types
 from pipeinfer.job.placement.draft_place import check_draft_gpu_layers, options_of_draft, place_note
-from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank, target_ranks
+from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank
+from pipeinfer.job.placement.exactness import in_blocks, repacked_alike
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.gguf.contents import FileState
@@ -41,6 +42,10 @@ from pipeinfer.models.torch.hyperparameters import check_known
 from pipeinfer.virtual.profile import load_profile
 
 MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
+NOT_REPACKED = (
+    "there is no memory to repack the weights: tokens that are all but tied may differ from those of ranks where there "
+    "is; with --no-repack they are the same"
+)
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
 
 
@@ -80,6 +85,7 @@ class Deployment:
     memory    of each rank, what it will hold
     on_gpus   of each rank, the bytes of libllama's on its GPUs
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.kv.blocks
+    repacked  types of the target's weights that are repacked with exact numerics, and rows of each at once
     parked    rejected cells of the target stay taken until all are packed
     translations  of each draft, between the target's token ids and its own, where they differ
     backends  of each rank
@@ -100,6 +106,7 @@ class Deployment:
     memory: tuple[Memory, ...]
     on_gpus: tuple[int, ...]
     blocks: bool = False
+    repacked: tuple[tuple[int, int], ...] = ()
     parked: bool = False
     pace: Profile | None = None
     backends: tuple[Backend, ...] = ()
@@ -168,6 +175,9 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
     try:
         check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
     except UserError as error:
+        if deployment.repacked:  # mapped weights need less memory
+            mapped = deploy(options, [replace(host, repacked=()) for host in hosts], info, n_ctx, n_prompt)
+            return replace(mapped, notes=(*mapped.notes, NOT_REPACKED))
         raise DoesNotFit(str(error), deployment) from None
     translations = [draft_translation(info.path, draft.path) for draft in deployment.drafts]
     return replace(deployment, translations=tuple(translations))
@@ -217,7 +227,8 @@ def lay_out(
         hosts=tuple(hosts),
         memory=needs.of_plan(plan),
         on_gpus=needs.on_gpus(plan),
-        blocks=_in_blocks(options, info, len(hosts), len(drafts)),
+        blocks=in_blocks(options, info, len(hosts), len(drafts)),
+        repacked=needs.repacked,
         parked=_parks(options, plan),
         notes=tuple(_notes(options, info, hosts, plan, n_ctx)),
         backends=tuple(backend_of(own, rank) for rank, own in enumerate(computed_by)),
@@ -275,20 +286,15 @@ def memory_needs(
 ) -> MemoryNeeds:
     """Memory of target and drafts for contexts of `n_ctx` tokens. Raises UserError when there are too few ranks."""
     n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
-    n_in_blocks = rows_in_blocks(n_prompt) if _in_blocks(options, info, len(hosts), len(drafts)) else 0
+    n_in_blocks = rows_in_blocks(n_prompt) if in_blocks(options, info, len(hosts), len(drafts)) else 0
     lacks = tuple(host.lacks for host in hosts)
     of_drafts = tuple(options_of_draft(options, hosts, rank) for rank in range(len(hosts)))
-    return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks, lacks, of_drafts)
+    repacked = repacked_alike(options, hosts, info, len(drafts))
+    return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks, lacks, of_drafts, repacked)
 
 
 def _n_batch(options: RunOptions, n_ctx: int) -> int:
     return min(options.batch_size, MAX_BATCH, n_ctx)
-
-
-def _in_blocks(options: RunOptions, info: ModelInfo, n_ranks: int, n_drafts: int) -> bool:
-    """Whether prompts are: drafts may be on GPUs, the target's layers may not."""
-    on_cpus = all(gpu_layers(options, rank) == 0 for rank in target_ranks(options, n_ranks, n_drafts))
-    return options.numerics == "exact" and info.layers.known.flash and on_cpus
 
 
 def _parks(options: RunOptions, plan: Plan) -> bool:

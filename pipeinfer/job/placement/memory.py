@@ -24,6 +24,7 @@ from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import buffer_bytes
 from pipeinfer.models.llama.compaction import COMPACT_CELLS
 from pipeinfer.models.llama.ggml import load_library
+from pipeinfer.models.llama.prefill import N_SEQ
 
 CELLS_PADDING = 256  # libllama's
 N_SPARE_STATES = 2  # of sequences beside those of requests
@@ -49,6 +50,8 @@ class MemoryNeeds:
     """Of each rank, the models whose files are not on its host, as far as that is known."""
     draft_options: Sequence[RunOptions] = ()
     """Of each rank, those by which it computes what it has of drafts; empty: the job's."""
+    repacked: tuple[tuple[int, int], ...] = ()
+    """See `Deployment`."""
 
     def of_plan(self, plan: Plan) -> tuple[Memory, ...]:
         """Of every rank."""
@@ -133,8 +136,11 @@ class MemoryNeeds:
         if not info.layers.rewinds:
             n_states = options.n_target_seq(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
-        for _ in range(options.n_prompts if self.n_in_blocks else 0):
-            found += prefill_memory(info, first, last, self.n_in_blocks, self.n_rows, self._n_outputs)
+        if self.n_in_blocks:
+            n_prompts = options.n_prompts
+            # prompts that are read at a time have as many rows together as the cache has cells at most
+            n_rows = min(n_prompts * self.n_in_blocks, max(self.n_in_blocks, self.n_cells))
+            found += prefill_memory(info, first, last, n_prompts, n_rows, self.n_rows)
         return found
 
     def _of_layers(
@@ -148,7 +154,8 @@ class MemoryNeeds:
         sizes = (self.n_cells, n_rows, self._n_outputs)
         if by.backend.is_torch:
             return table + torch_memory(info, first, last, *sizes, by.backend, in_file, is_sent)
-        return table + slice_memory(info, first, last, *sizes, exact, in_file, by.n_on_gpu, is_sent, types)
+        mapped = not self.options.repack or (exact and not self.repacked)
+        return table + slice_memory(info, first, last, *sizes, exact, in_file, by.n_on_gpu, is_sent, types, mapped)
 
     @property
     def _n_outputs(self) -> int:
@@ -184,12 +191,14 @@ def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: 
     check_fits(["this host"], [free_memory()], [total], "use a smaller -n")
 
 
-def prefill_memory(info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int) -> Memory:
-    """Of a prompt's context beside the other, and of the cells of a run on their way from one to the other."""
-    n_cells = -(-n_cells // CELLS_PADDING) * CELLS_PADDING
+def prefill_memory(info: ModelInfo, first: int, last: int, n_prompts: int, n_in_blocks: int, n_rows: int) -> Memory:
+    """Of the contexts of so many prompts with `n_in_blocks` rows together, beside the other, and of the cells of a run
+    of `n_rows` on their way from one to the other."""
+    n_padded = n_in_blocks + (n_prompts - 1) * (CELLS_PADDING - 1)  # each is
+    n_cells = -(-n_padded // CELLS_PADDING) * CELLS_PADDING
     cell_bytes = sum(info.kv_bytes_per_cell[first:last])
-    buffers = buffer_bytes(info, last == info.n_layer, n_cells, LARGEST, n_outputs)
-    return Memory(kv=n_cells * cell_bytes, buffers=buffers + min(n_cells, n_rows) * cell_bytes)
+    one = buffer_bytes(info, last == info.n_layer, n_cells // n_prompts, LARGEST, N_SEQ)
+    return Memory(kv=n_cells * cell_bytes, buffers=n_prompts * one + min(n_cells, n_rows) * cell_bytes)
 
 
 def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
@@ -216,23 +225,24 @@ def _first_on_gpu(first: int, last: int, n_on_gpu: int) -> int:
 
 def slice_memory(
     info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, exact: bool, in_file: bool,
-    n_on_gpu: int = 0, is_sent: bool = False, cache: CacheTypes = F16_CACHE,
+    n_on_gpu: int = 0, is_sent: bool = False, cache: CacheTypes = F16_CACHE, mapped: bool | None = None,
 ) -> Memory:  # fmt: skip
     """Of layers [first, last) with one context. `in_file`: mapped from a disk. `is_sent`: the whole model is in
-    memory."""
+    memory. `mapped`: the weights are not repacked; None: with `exact` they are not."""
     is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
     in_file = in_file or (is_whole and not is_sent)
     weights = info.n_bytes if is_whole else _slice_bytes(info, first, last)
-    mapped = weights if exact and in_file else 0
+    is_mapped = exact if mapped is None else mapped
+    n_mapped = weights if is_mapped and in_file else 0
     # read weights are laid out anew, and a table that is also the output head is there in both forms
-    head_again = 0 if exact or not is_last or (is_whole and not info.tied) else info.input_bytes
+    head_again = 0 if is_mapped or not is_last or (is_whole and not info.tied) else info.input_bytes
     on_host = slice(first, _first_on_gpu(first, last, n_on_gpu))
     return Memory(
-        weights=weights - mapped + head_again,
-        mapped=mapped,
+        weights=weights - n_mapped + head_again,
+        mapped=n_mapped,
         kv=n_cells * sum(cache.cell_bytes(info.kv_shapes[on_host])),
         buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs)
         + (packing_bytes(info, first, last, n_cells) if exact else 0),
-        # without exact numerics weights are read out of the slice, which is let go when they are
-        loading=0 if exact or in_file else weights,
+        # weights that are not mapped are read out of the slice, which is let go when they are
+        loading=0 if is_mapped or in_file else weights,
     )

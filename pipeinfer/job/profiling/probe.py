@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,7 @@ from pipeinfer.job.launch.context import forget_peak
 from pipeinfer.job.loading.stages import load_layers, local_rank
 from pipeinfer.job.options.options import RunOptions, backend_of
 from pipeinfer.job.placement.deployment import read_drafts, sizes_of
+from pipeinfer.job.placement.exactness import repacked_alike
 from pipeinfer.job.placement.gpus import rank_devices
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.job.placement.model_files import fetch_files
@@ -143,12 +144,14 @@ def _load_blank(
         exact=options.numerics == "exact",
         cache=options.cache,
         devices=rank_devices(options, hosts, rank),
+        repack=options.repack,
     )
     if backend_of(options, rank).is_torch:
         load_torch()  # takes seconds, in which somebody might kill this rank, and nobody would remove the folder
     with temporary_folder() as folder:
         info = put_up(skeleton, folder)
         _check_room(slice_bytes(info, *own), hosts, rank)
+        params = replace(params, repacked=repacked_alike(options, hosts, info, len(options.drafts_in_use)))
         return load_layers(
             lambda: open_blank(info, *own), params, backend_of(options, rank), local_rank(options, hosts, rank)
         )

@@ -184,8 +184,9 @@ class Session:
             run_cost=run_cost(self._costs.values(), deployment),
             n_prompts=options.n_prompts, max_delay_s=options.max_delay_s,
         )  # fmt: skip
-        for each in self._pipelines:
-            each.listen_by(engine.listen)
+        if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
+            for each in self._pipelines:
+                each.listen_by(engine.listen)
         return engine
 
     def generate(

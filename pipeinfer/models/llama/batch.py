@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -20,11 +19,11 @@ class LlamaBatch:
         self._positions = np.zeros(n_rows_max, np.int32)
         self._n_seqs = np.ones(n_rows_max, np.int32)
         self._flags = np.zeros(n_rows_max, np.int8)
-        self._ids = np.zeros(n_rows_max * n_seq_max, np.int32)
-        self._id_address = self._ids.ctypes.data
-        self._id_pointers = np.zeros(n_rows_max, np.uint64)
+        self._ids = np.zeros((n_rows_max, n_seq_max), np.int32)
+        self._id_pointers = self._ids.ctypes.data + np.arange(n_rows_max, dtype=np.uint64) * self._ids.strides[0]
         self._call = call = library.llama_batch()
         self._token_pointer = _pointer(self._tokens, ctypes.c_int32)
+        self._hidden = np.empty(0, np.float32)
         call.pos = _pointer(self._positions, ctypes.c_int32)
         call.n_seq_id = _pointer(self._n_seqs, ctypes.c_int32)
         call.seq_id = _pointer(self._id_pointers, ctypes.POINTER(ctypes.c_int32))
@@ -40,12 +39,9 @@ class LlamaBatch:
         call.n_tokens = n_rows
         self._positions[:n_rows] = batch.positions
         self._flags[:n_rows] = 1 if wanted is None else wanted
-        counts = [len(seqs) for seqs in batch.seqs]
-        ids = list(chain.from_iterable(batch.seqs))
-        self._ids[: len(ids)] = ids
-        self._n_seqs[:n_rows] = counts
-        starts = np.cumsum([0, *counts[:-1]])
-        self._id_pointers[:n_rows] = self._id_address + 4 * starts
+        for row, seqs in enumerate(batch.seqs):
+            self._n_seqs[row] = len(seqs)
+            self._ids[row, : len(seqs)] = seqs
         if hidden is None:
             self._tokens[:n_rows] = batch.tokens
             call.token, call.embd = self._token_pointer, None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from pipeinfer.models.llama.ggml import ggml, load_library
+from pipeinfer.models.llama.ggml import ggml, sibling
 
 KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 """ggml_backend_dev_type's answers."""
@@ -42,9 +40,7 @@ def device_list(names: Sequence[str]) -> ctypes.Array[ctypes.c_void_p]:
 
 def _devices() -> Iterator[tuple[Device, int]]:
     """With ggml's own handles."""
-    library, base = load_library(), ggml()
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    registry = ctypes.CDLL(str(Path(str(library.__file__)).parent / "lib" / f"libggml.{suffix}"))
+    base, registry = ggml(), sibling("ggml")
     registry.ggml_backend_dev_count.restype = ctypes.c_size_t
     registry.ggml_backend_dev_get.argtypes, registry.ggml_backend_dev_get.restype = [ctypes.c_size_t], ctypes.c_void_p
     base.ggml_backend_dev_type.argtypes, base.ggml_backend_dev_type.restype = [ctypes.c_void_p], ctypes.c_int

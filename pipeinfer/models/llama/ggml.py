@@ -78,6 +78,12 @@ def _bindings() -> ModuleType:
         del sys.modules["llama_cpp"]  # whoever imports it gets it whole
 
 
+def kept_name(what: str) -> str:
+    """Of what is found out of this build of libggml on this host."""
+    folder = Path(str(load_library().__file__)).parent / "lib"
+    return f"{what}: {folder} of {folder.stat().st_mtime_ns} on {os.uname().nodename}"
+
+
 @cache
 def amx_works() -> bool:
     """False when libggml has kernels for this processor's matrix tiles, and they crash or multiply wrongly.
@@ -89,7 +95,7 @@ def amx_works() -> bool:
     if b"AMX_INT8 = 1" not in library.llama_print_system_info():
         return True
     folder = Path(str(library.__file__)).parent / "lib"
-    name, kept = f"amx: {folder} of {folder.stat().st_mtime_ns} on {os.uname().nodename}", user_cache()
+    name, kept = kept_name("amx"), user_cache()
     works = kept.get(name)
     if not isinstance(works, bool):
         works = probe_amx(folder)
@@ -119,12 +125,16 @@ def last_errors() -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in text)  # it quotes what is in damaged files
 
 
+def sibling(name: str) -> ctypes.CDLL:
+    """The library of this name next to the libllama in use."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return ctypes.CDLL(str(Path(str(load_library().__file__)).parent / "lib" / f"lib{name}.{suffix}"))
+
+
 @cache
 def ggml() -> ctypes.CDLL:
     """libggml-base, next to the libllama in use."""
-    library = load_library()
-    name = "libggml-base.dylib" if sys.platform == "darwin" else "libggml-base.so"
-    base = ctypes.CDLL(str(Path(str(library.__file__)).parent / "lib" / name))
+    base = sibling("ggml-base")
     base.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     base.ggml_backend_tensor_get.restype = None
     base.ggml_backend_tensor_set.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]

@@ -31,7 +31,7 @@ def load_model(lib: ModuleType, slice_file: SliceFile, params: LlamaParams, wher
     options.n_gpu_layers = n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
     devices = None if params.devices is None else device_list(params.devices)  # to live while it loads
     options.devices = devices and ctypes.addressof(devices)
-    options.use_extra_bufts = not params.exact and ggml.amx_works()
+    options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and ggml.amx_works()
     # repacking copies the weights: mapped, they would be in memory twice
     options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
     ggml.hear_errors()

@@ -1,6 +1,7 @@
 """A StageModel on libllama: evaluate a slice of layers, on CPU and GPU builds alike. Knows no MPI and no tokenizer.
 
-The residual stream leaves through libllama's evaluation callback, which may also end an evaluation (see `tap`).
+The residual stream leaves through libllama's evaluation callback, which may also end an evaluation; see
+`eval_callback`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,17 @@ from pipeinfer.models.llama.batch import LlamaBatch
 from pipeinfer.models.llama.branches import Branches
 from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.compaction import Compaction
+from pipeinfer.models.llama.eval_callback import EvalCallback
 from pipeinfer.models.llama.loading import cache_form, load_model, token_table
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.parts import apart, blocks_of, part_of
 from pipeinfer.models.llama.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes, state_of
-from pipeinfer.models.llama.tap import Tap
 from pipeinfer.models.llama.threads import ThreadShare
 
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 NO_SLOT, INVALID_BATCH = 1, -1
 HANDED_CELLS = 256
-
-
-def never() -> bool:
-    return False
 
 
 class KvCacheFull(RuntimeError):
@@ -68,9 +65,12 @@ class LlamaStage:
         # untouched pages of this array cost no memory: a stage that only sees small batches stays small
         self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
         writes, on_cpu = self._by_tokens or not self.is_first, params.n_gpu_layers == 0
-        self._tap = Tap(self._lib, self._n_layer, self._out, known, writes, between=on_cpu)
+        self._callback = EvalCallback(
+            self._lib, self._n_layer, self._out, known, writes, on_cpu, params.stop_interval_s
+        )
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
         self._n_part = params.n_batch if self._has_states else largest_part(info, params)
+        self._logits_at, self._all_logits = 0, np.empty((0, self.n_vocab), np.float32)
         self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
         self._sources: tuple[SourceFile, ...] = ()
         if params.exact:  # its pages are mapped, and must stay as they are
@@ -101,8 +101,8 @@ class LlamaStage:
         n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
         self._check(n_rows, wanted)
-        self._tap.begin(never if self._has_states else stop)
-        result = None if self._tap.stopped else self._evaluate_as_fits(batch, wanted)
+        self._callback.begin(None if self._has_states else stop)
+        result = None if self._callback.stopped else self._evaluate_as_fits(batch, wanted)
         if result is not None:
             for source in self._sources:
                 source.check()
@@ -122,7 +122,7 @@ class LlamaStage:
     def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
         n_rows = len(batch.positions)
         code = self._decode(self._context, batch, self._hidden(batch), wanted)
-        if code == 0 and not self._tap.stopped:
+        if code == 0 and not self._callback.stopped:
             return self._logits(wanted) if wanted is not None else self._out[:n_rows]
         if code not in (NO_SLOT, INVALID_BATCH):
             self._forget(batch)
@@ -157,14 +157,14 @@ class LlamaStage:
         at: int = 0,
     ) -> int:  # fmt: skip
         """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
-        self._tap.expect(len(batch.positions), self._n_part if context is self._context else LARGEST, at, hidden)
+        self._callback.expect(len(batch.positions), self._n_part if context is self._context else LARGEST, at, hidden)
         n_threads = self.threads.begin(len(batch.positions))
         self._lib.llama_set_n_threads(context, n_threads, n_threads)
         code = -1
         try:
             code = int(self._lib.llama_decode(context, self._fill(batch, hidden, wanted)))
         finally:
-            self.threads.end(code == 0 and not self._tap.stopped)
+            self.threads.end(code == 0 and not self._callback.stopped)
         return code
 
     def _fill(self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None) -> object:
@@ -173,9 +173,9 @@ class LlamaStage:
         return self._batch.fill(batch, hidden, wanted)
 
     def _was_stopped(self) -> bool:
-        if self._tap.fault is not None:
-            raise self._tap.fault
-        return self._tap.stopped
+        if self._callback.fault is not None:
+            raise self._callback.fault
+        return self._callback.stopped
 
     def _failure(self, code: int, n_rows: int) -> Exception:
         reason = ggml.last_errors()
@@ -188,7 +188,7 @@ class LlamaStage:
         first, n_rows, ((seq,), *_) = int(batch.positions[0]), len(batch.positions), batch.seqs
         prefill = self._prefill_of(seq, first, span.end)
         code = self._evaluate_in(prefill, batch)
-        if code or self._tap.stopped:
+        if code or self._callback.stopped:
             prefill.forget(first)
             if self._was_stopped():
                 return None
@@ -208,7 +208,7 @@ class LlamaStage:
             wanted = np.zeros(end - start, np.bool_) if self.is_last else None
             block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * (end - start), None, batch.wanted)
             code = self._decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
-            if code or self._tap.stopped:
+            if code or self._callback.stopped:
                 return code
             prefill.settle(int(block.positions[0]), int(block.positions[-1]) + 1)
         return 0
@@ -219,7 +219,8 @@ class LlamaStage:
         prefill = self._prefills.get(seq)
         if prefill is None or prefill.end != start:
             self._drop_prefill(seq)
-            context = self._create_context(n_cells, LARGEST, LARGEST, N_SEQ, (F16, F16))
+            n_outputs = N_SEQ if self.is_last else LARGEST  # no row of a block wants logits
+            context = self._create_context(n_cells, LARGEST, LARGEST, N_SEQ, n_outputs, (F16, F16))
             prefill = self._prefills[seq] = Prefill(self._lib, context, self._form)
             self._hand_over(seq, prefill, start)
         return prefill
@@ -293,7 +294,7 @@ class LlamaStage:
         # libllama ends the whole process on these
         if not 0 < n_rows <= self.params.n_batch:
             raise ValueError(f"a batch of {n_rows} rows, 1 to {self.params.n_batch} are possible")
-        if wanted is not None and np.count_nonzero(wanted) > self.params.n_outputs_max:
+        if wanted is not None and n_rows > self.params.n_outputs_max < np.count_nonzero(wanted):
             raise ValueError(f"{np.count_nonzero(wanted)} rows want logits, at most {self.params.n_outputs_max} can")
 
     def _logits(self, wanted: npt.NDArray[np.bool_]) -> FloatArray:
@@ -301,9 +302,12 @@ class LlamaStage:
         n_wanted = int(np.count_nonzero(wanted))
         if n_wanted == 0:
             return np.empty((0, self.n_vocab), np.float32)
-        address = ctypes.cast(self._lib.llama_get_logits(self._context), ctypes.c_void_p).value
-        buffer = (ctypes.c_float * (n_wanted * self.n_vocab)).from_address(address or 0)
-        return np.ctypeslib.as_array(buffer).reshape(n_wanted, self.n_vocab)
+        address = ctypes.addressof(self._lib.llama_get_logits(self._context).contents)
+        if address != self._logits_at:  # libllama moves the buffer where it has to grow
+            buffer = (ctypes.c_float * (self.params.n_outputs_max * self.n_vocab)).from_address(address)
+            self._logits_at = address
+            self._all_logits = np.ctypeslib.as_array(buffer).reshape(-1, self.n_vocab)
+        return self._all_logits[:n_wanted]
 
     def _forget(self, batch: Batch) -> None:
         """Free the batch's cells, the newest of their sequences: the cache is as it was before."""
@@ -320,23 +324,23 @@ class LlamaStage:
         # from a prompt's own context arrives in a further sequence
         types = (F16 if self._form.has_values else BF16, BF16) if params.mixed_cache else params.cache.ggml
         n_seq_max = params.n_seq_max + params.exact
-        return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq_max, types)
+        n_outputs = params.n_outputs_max if self.is_last else params.n_batch
+        return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq_max, n_outputs, types)
 
     def _create_context(
-        self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, types: tuple[int, int]
+        self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, n_outputs: int, types: tuple[int, int]
     ) -> object:
         lib, params = self._lib, self.params
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = n_cells, n_batch, n_ubatch, n_seq_max
         # libllama holds logits for one row a sequence at least, and aborts when that is not allowed for here
-        n_outputs = params.n_outputs_max if self.is_last else n_batch
         options.n_outputs_max = max(n_outputs, n_seq_max)
         options.n_threads = options.n_threads_batch = params.n_threads
         options.kv_unified = options.swa_full = options.no_perf = True
         options.op_offload = False
         options.flash_attn_type = FLASH_ATTENTION_ON if params.mixed_cache else FLASH_ATTENTION_AUTO
         options.type_k, options.type_v = types
-        options.cb_eval = self._tap.callback
+        options.cb_eval, options.cb_eval_user_data = self._callback.function, ctypes.addressof(self._callback.state)
         context = lib.llama_init_from_model(self._model, options)
         if not context:
             raise UserError(f"no KV cache of {n_cells} cells for {self._where}: {ggml.last_errors()}; "

@@ -58,6 +58,10 @@ def _llama(llama: Facts) -> Iterator[tuple[str, str]]:
         yield "", "this build has no GPU support: -ngl needs one with it"
     if llama.get("amx_works") is False:
         yield "", "its AMX kernels crash and are not used"
+    if rows := llama.get("repacked_rows"):
+        yield "", "repacked, rows at once with exact numerics: " + ", ".join(f"{name} {n}" for name, n in rows.items())
+    if llama.get("callback_compiled") is False:
+        yield "", "its evaluation callback runs in Python, which is slower; install pipeinfer again with a C compiler"
     if llama.get("features"):
         yield "", llama["features"]
 

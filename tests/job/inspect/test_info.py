@@ -13,6 +13,8 @@ from pipeinfer import __version__
 from pipeinfer.cluster.hosts import mpi_library
 from pipeinfer.job.inspect.info import by_host
 from pipeinfer.models.llama.devices import llama_devices
+from pipeinfer.models.llama.eval_callback import compiled
+from pipeinfer.models.llama.repacking import repacked_types
 from pipeinfer.models.torch.library import torch_version
 from pipeinfer.observe.texts.info_text import info_lines
 from tests.support.jobs import environment, finish
@@ -33,9 +35,12 @@ def test_what_a_host_has_without_mpi() -> None:
     assert 0 < found["n_cores"] <= found["n_cores_of_host"] and found["memory_bytes"] > 10**8
     assert found["mpi"]["error"] is None and found["mpi"]["library"] and found["mpi"]["gpu_aware"] is None
     assert found["llama"]["devices"][0]["kind"] == "CPU" and found["llama"]["devices"][0]["exact"] == "exact"
+    assert list(found["llama"]["repacked_rows"].values()) == [each.n_rows for each in repacked_types()]
+    assert found["llama"]["callback_compiled"] == bool(compiled())
     assert (found["torch"] is not None) == bool(torch_version())
     assert found["environment"]["OMP_SOMETHING"] == "7" and "HOME" not in found["environment"]
     text = "\n".join(info_lines([found]))
+    assert ("callback runs in Python" in text) != found["llama"]["callback_compiled"]
     assert found["mpi"]["library"] in text and "OMP_SOMETHING=7" in text and "not known without mpirun" in text
 
 

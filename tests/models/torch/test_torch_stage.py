@@ -66,7 +66,8 @@ class FloatStage(LlamaStage):
 
     def _create_decoding_context(self) -> object:
         params = self.params
-        return self._create_context(params.n_cells, params.n_batch, params.n_batch, params.n_seq_max, (0, 0))
+        n_rows, n_outputs = params.n_batch, params.n_outputs_max
+        return self._create_context(params.n_cells, n_rows, n_rows, params.n_seq_max, n_outputs, (0, 0))
 
 
 @pytest.fixture

@@ -1,0 +1,156 @@
+"""Which types of weights this host's libggml repacks for kernels of its own, and how many rows these may multiply at
+once so that each row has the bits that it has alone. Found out by multiplying; knows no model.
+
+Such a kernel multiplies few rows one by one and more of them several at a time, which adds up in another order. From
+how many on depends on the processor and the build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.disk_cache import user_cache
+from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.amx_probe import CPU, POINTER, InitParams, function
+
+TYPES = (2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39)
+"""Of ggml, those that it repacks on some processor: Q4_0 to Q8_0, the K-quants, IQ4_NL, IQ4_XS and MXFP4."""
+
+N_IN, N_OUT = 1024, 96  # of the matrix that is multiplied
+SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32)  # rows at once
+N_THREADS = (1, 2)
+MEMORY_BYTES = 1 << 20  # for what ggml notes of tensors and graphs, not for data
+
+
+class Repacked(NamedTuple):
+    """`type`: ggml's. `n_rows`: at once at most, as far as was tried. `digest`: of the bits of rows alone; the same on
+    hosts whose kernels add up alike."""
+
+    type: int
+    n_rows: int
+    digest: str
+
+
+@cache
+def repacked_types() -> tuple[Repacked, ...]:
+    """Empty where libggml repacks nothing, or must not. Kept on disk for this build and host."""
+    if not ggml.amx_works():
+        return ()
+    name, kept = ggml.kept_name("repacked"), user_cache()
+    try:
+        return tuple(Repacked(int(type), int(n_rows), str(digest)) for type, n_rows, digest in kept.get(name))
+    except (TypeError, ValueError):
+        pass
+    kernels = Kernels()
+    found = tuple(each for type in TYPES if (each := kernels.check(type)))
+    kept.put(name, found)
+    return found
+
+
+def repacked_rows() -> dict[str, int]:
+    """By the name of the type, how many rows may be computed at once."""
+    name_of = ggml.ggml().ggml_type_name
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_int]
+    return {name_of(each.type).decode().upper(): each.n_rows for each in repacked_types()}
+
+
+class Kernels:
+    """Multiplications on this host's CPU by a matrix that libggml repacks."""
+
+    def __init__(self) -> None:
+        self._base = base = ggml.ggml()
+        device_by_type = function(ggml.sibling("ggml"), "ggml_backend_dev_by_type", ctypes.c_int)
+        self._device = device_by_type(CPU)
+        self._backend = function(base, "ggml_backend_dev_init", POINTER, POINTER)(self._device, None)
+        registered = function(base, "ggml_backend_dev_backend_reg", POINTER)(self._device)
+        address_of = function(base, "ggml_backend_reg_get_proc_address", POINTER, ctypes.c_char_p)
+        set_threads = address_of(registered, b"ggml_backend_set_n_threads")
+        self._set_threads = ctypes.CFUNCTYPE(None, POINTER, ctypes.c_int)(set_threads)
+        extra = address_of(registered, b"ggml_backend_dev_get_extra_bufts")
+        found = ctypes.CFUNCTYPE(ctypes.POINTER(POINTER), POINTER)(extra)(self._device) if extra else []
+        self._kinds = list(itertools.takewhile(bool, (found[at] for at in itertools.count()))) if found else []
+        self._own_kind = function(base, "ggml_backend_dev_buffer_type", POINTER)(self._device)
+        self._new_tensor = function(base, "ggml_new_tensor_2d", POINTER, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        self._mul_mat = function(base, "ggml_mul_mat", POINTER, POINTER, POINTER)
+
+    def check(self, type: int) -> Repacked | None:
+        """None where this type is not repacked."""
+        generator = np.random.default_rng(type)
+        weights, rows = (generator.standard_normal((n, N_IN), np.float32) for n in (N_OUT, SIZES[-1]))
+        for kind in self._kinds:  # libllama takes the first that does
+            with self._tensors() as context, self._matrix(context, type, weights, kind) as matrix:
+                if matrix:
+                    return self._check(type, matrix, rows)
+        return None
+
+    def _check(self, type: int, matrix: int, rows: FloatArray) -> Repacked:
+        alone = np.concatenate([self._multiply(matrix, row[None], 1) for row in rows])
+        n_rows = 1
+        for size in SIZES:
+            if not all(np.array_equal(self._multiply(matrix, rows[:size], n), alone[:size]) for n in N_THREADS):
+                break
+            n_rows = size
+        return Repacked(type, n_rows, hashlib.sha256(alone.tobytes()).hexdigest()[:16])
+
+    @contextmanager
+    def _tensors(self) -> Iterator[int]:
+        """A ggml context without data."""
+        context = function(self._base, "ggml_init", InitParams)(InitParams(MEMORY_BYTES, None, True))
+        yield context
+        function(self._base, "ggml_free", POINTER)(context)
+
+    @contextmanager
+    def _allocated(self, context: int, kind: int) -> Iterator[None]:
+        """With room of this kind for the context's tensors."""
+        allocate = function(self._base, "ggml_backend_alloc_ctx_tensors_from_buft", POINTER, POINTER)
+        buffer = allocate(context, kind)
+        yield
+        function(self._base, "ggml_backend_buffer_free", POINTER)(buffer)
+
+    @contextmanager
+    def _matrix(self, context: int, type: int, weights: FloatArray, kind: int) -> Iterator[int]:
+        """The weights in memory of this kind; 0 where that is not for them."""
+        matrix = self._new_tensor(context, type, N_IN, N_OUT)
+        with self._allocated(context, kind), self._tensors() as other:
+            supports = self._base.ggml_backend_dev_supports_op
+            supports.restype, supports.argtypes = ctypes.c_bool, [POINTER, POINTER]
+            if supports(self._device, self._mul_mat(other, matrix, self._new_tensor(other, ggml.F32, N_IN, 1))):
+                data = self._quantised(type, weights)
+                self._base.ggml_backend_tensor_set(matrix, data, 0, len(data))
+                yield matrix
+            else:
+                yield 0
+
+    def _quantised(self, type: int, weights: FloatArray) -> bytes:
+        row_size, quantise = self._base.ggml_row_size, self._base.ggml_quantize_chunk
+        row_size.restype, row_size.argtypes = ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]
+        quantise.restype = ctypes.c_size_t
+        quantise.argtypes = [ctypes.c_int, POINTER, POINTER, *[ctypes.c_int64] * 3, POINTER]
+        data = ctypes.create_string_buffer(N_OUT * row_size(type, N_IN))
+        quantise(type, weights.ctypes.data, data, 0, N_OUT, N_IN, None)
+        return data.raw
+
+    def _multiply(self, matrix: int, rows: FloatArray, n_threads: int) -> FloatArray:
+        """(n, N_IN) -> (n, N_OUT)"""
+        base, out = self._base, np.empty((len(rows), N_OUT), np.float32)
+        rows = np.ascontiguousarray(rows)
+        with self._tensors() as context:
+            entry = self._new_tensor(context, ggml.F32, N_IN, len(rows))
+            product = self._mul_mat(context, matrix, entry)
+            graph = function(base, "ggml_new_graph", POINTER)(context)
+            function(base, "ggml_build_forward_expand", POINTER, POINTER)(graph, product)
+            with self._allocated(context, self._own_kind):
+                base.ggml_backend_tensor_set(entry, rows.ctypes.data, 0, rows.nbytes)
+                self._set_threads(self._backend, n_threads)
+                function(base, "ggml_backend_graph_compute", POINTER, POINTER)(self._backend, graph)
+                base.ggml_backend_tensor_get(product, out.ctypes.data, 0, out.nbytes)
+        return out
