@@ -109,7 +109,7 @@ class ModelDrafter:
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
-    ) -> Sequence[list[Guess] | None] | None:
+    ) -> dict[Node, list[Guess]] | None:
         if not self._catch_up(request, interrupted):
             return None
         # among them may be nodes that only a larger draft has expanded, and that are now context here
@@ -118,12 +118,11 @@ class ModelDrafter:
         logits = self._evaluate(placement, [node.token for node in fitting], interrupted)
         if logits is None:
             return None
-        found = {
+        return {
             node: self._guess(request, node, row, widths[node])
             for node, row in zip(fitting, logits, strict=True)
             if node in widths
         }
-        return [found.get(node) for node in widths]
 
     def _guess(self, request: Request, node: Node, logits: FloatArray, width: int) -> list[Guess]:
         params = request.sampling

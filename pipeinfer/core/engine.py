@@ -325,7 +325,7 @@ class Engine:
             return list(answer.nodes)
         if isinstance(answer, HoldUntil):
             self._hold_s = min(self._hold_s, answer.when_s)
-        elif not self.speculator.awaited(active) and root.run_id is None and not self.target.n_inflight(active.request):
+        elif not self.speculator.prefer(active) and root.run_id is None and not self.target.n_inflight(active.request):
             return [root]  # nothing would come that is worth the wait
         return []
 

@@ -218,10 +218,10 @@ class Drafter(Protocol):
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
-    ) -> Sequence[list[Guess] | None] | None:
-        """For each node up to so many guesses, most likely first, or None where there was no room to evaluate it.
+    ) -> Mapping[Node, list[Guess]] | None:
+        """Up to so many guesses after each node, likeliest first. Nodes for which there was no room are missing.
 
-        None altogether when `interrupted` answered True meanwhile.
+        None when `interrupted` answered True meanwhile.
         """
         ...
 

@@ -45,9 +45,9 @@ class Model:
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
-    ) -> list[list[Guess] | None] | None:
+    ) -> dict[Node, list[Guess]] | None:
         self.asked += widths
-        return None if interrupted() else [self.guesses[:n] for n in widths.values()]
+        return None if interrupted() else {node: self.guesses[:n] for node, n in widths.items()}
 
     def settle(self, request: Request, path: Sequence[Node]) -> None: ...
 
@@ -60,8 +60,8 @@ def looked_up(request: Request, node: Node, drafter: LookupDrafter | None = None
     drafter = drafter or LookupDrafter()
     drafter.open(request)
     found = drafter.expand(request, {node: 4}, never)
-    assert found and found[0] is not None
-    return found[0]
+    assert found
+    return found[node]
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_a_chain_goes_on_where_its_match_stands() -> None:
     node, found, confidences = request.tree.root, [], []
     while True:
         asked = drafter.expand(request, {node: 1}, never)
-        assert asked and asked[0] is not None
-        if not asked[0]:
+        assert asked
+        if not asked[node]:
             break
-        (guess,) = asked[0]
+        (guess,) = asked[node]
         found.append(guess.token)
         confidences.append(guess.probability)
         (node,) = request.tree.grow(node, [guess], [0.0])
@@ -136,15 +136,15 @@ def test_a_draft_is_asked_where_nothing_is_sure() -> None:
     drafter.open(request)
     root = request.tree.root
     found = drafter.expand(request, {root: 3}, lambda: False)
-    (merged,) = found or [None]
-    assert merged and [guess.token for guess in merged] == [8, 3, 7]
+    assert found
+    merged = found[root]
+    assert [guess.token for guess in merged] == [8, 3, 7]
     assert [guess.probability for guess in merged] == pytest.approx([0.45, 0.4, 0.075]), "others share the rest"
     assert drafter.expand(request, {root: 3}, lambda: True) is None
     for _ in range(50):
         drafter.trust.judged(2, True)
     model.asked.clear()
-    (sure,) = drafter.expand(request, {root: 3}, never) or [None]
-    assert sure == [Guess(3, drafter.trust.of(2))] and not model.asked
+    assert drafter.expand(request, {root: 3}, never) == {root: [Guess(3, drafter.trust.of(2))]} and not model.asked
 
 
 def test_a_toy_that_repeats_itself_is_guessed_without_a_model() -> None:
