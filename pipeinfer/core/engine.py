@@ -88,7 +88,7 @@ class Engine:
             request.finish = reason
         if request.id in self._active:
             self._close(self._active[request.id])
-        elif active := self.admission.give_up(request):
+        elif active := self.admission.withdraw(request):
             active.observer.finished(self.clock())
 
     def forget(self) -> None:
@@ -357,7 +357,7 @@ class Engine:
         pool = self.target.pool
         if pool.has_nodes:
             return False
-        while active := self.admission.to_preempt():
+        while active := self.admission.next_to_preempt():
             self._preempt(active)
         if pool.can_compact:
             pool.compact()

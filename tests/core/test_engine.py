@@ -14,6 +14,7 @@ import pytest
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
+from pipeinfer.core.kv.audit import audit
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
@@ -88,7 +89,7 @@ def random_drafter(rng: random.Random, reference: Reference, n_ctx: int, seed: i
     if share < 0.5:
         return OracleDrafter(reference, rng.random(), seed)
     model = NoisyStage(0, N_LAYERS, rng.random(), n_cells=n_ctx + 64)
-    return ModelDrafter(model, SequencePool(rng.choice([3, 16]), n_ctx + 64), rng.choice([4, 16]), N_VOCAB)
+    return ModelDrafter(model, SequencePool(rng.choice([3, 16]), n_ctx + 64), rng.choice([4, 16]))
 
 
 def run_case(seed: int, n_predict: int = 40) -> int:
@@ -296,7 +297,7 @@ def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool,
     stages = [QuickStage(first, last, n_cells, parked) for first, last in ((0, 1), (1, 3), (3, N_LAYERS))]
     pipeline = ToyPipeline(stages, rng)
     pool, draft_pool = SequencePool(n_seq, n_cells, parked), SequencePool(n_seq, n_cells)
-    drafter = ModelDrafter(QuickStage(0, N_LAYERS, n_cells, False, right=0.7), draft_pool, 16, N_VOCAB)
+    drafter = ModelDrafter(QuickStage(0, N_LAYERS, n_cells, False, right=0.7), draft_pool, 16)
     engine = toy_engine(pipeline, pool, drafter)
     request = Request(0, [5], 20_000, SamplingParams(temp=0.0), n_ctx)
     metrics = RequestMetrics()
@@ -313,7 +314,7 @@ def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool,
     assert stages[0].n_packed > 5 or not parked, "the parked cells were never won back"
     engine.audit()
     for every in (pool, draft_pool):
-        every.audit({})
+        audit(every, {})
         assert every.n_free == n_seq and all_cells_come_back(every)
     assert not any(pipeline.queues)
 
@@ -334,7 +335,7 @@ def test_the_root_may_move_while_the_draft_catches_up() -> None:
         larger = ToyDraftPipeline([NoisyStage(0, N_LAYERS, 0.9, 10_000)], rng)
         level = Level(larger, SequencePool(16, 500), n_rows=4, n_chunk=64)
         small = QuickStage(0, N_LAYERS, 500, False, right=0.4)
-        drafter = ModelDrafter(small, SequencePool(16, 500), rng.choice([2, 16]), N_VOCAB)
+        drafter = ModelDrafter(small, SequencePool(16, 500), rng.choice([2, 16]))
         engine = toy_engine(pipeline, SequencePool(16, 500), drafter, [level])
         request = Request(0, [5], 60, SamplingParams(temp=0.0), 200)
         engine.add(request, PipeInfer(microbatch=rng.choice([1, 4]), width=4))

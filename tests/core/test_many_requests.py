@@ -40,7 +40,7 @@ def random_drafter(rng: random.Random, reference: Reference, n_seq: int, n_cells
     if rng.random() < 0.5:
         return OracleDrafter(reference, rng.random(), rng.randrange(99))
     model = QuickStage(0, N_LAYERS, n_cells, False, right=rng.random())
-    return ModelDrafter(model, SequencePool(n_seq, n_cells), rng.choice([4, 16]), N_VOCAB)
+    return ModelDrafter(model, SequencePool(n_seq, n_cells), rng.choice([4, 16]))
 
 
 def random_requests(rng: random.Random, n_ctx: int) -> list[Request]:

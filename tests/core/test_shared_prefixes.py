@@ -12,8 +12,8 @@ from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.kv.cells import Cells, fork, give_up, n_held
 from pipeinfer.core.kv.sequences import SequencePool
-from pipeinfer.core.kv.shared import Cells, fork, give_up, n_held
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import OpKind
@@ -127,10 +127,9 @@ def read_prompt(pool: SequencePool, stage: ToyStage, request: Request) -> None:
     start = pool.placed_end(request.id)
     tokens = np.array(request.prompt[start:], np.int32)
     placement = pool.place(request.id, len(tokens), [])
-    stage.apply(placement.ops)
+    stage.apply(pool.take_pending())
     positions = np.arange(start, len(request.prompt), dtype=np.int32)
-    seqs: list[tuple[int, ...]] = [(placement.context_seq,)] * len(tokens)
-    stage.evaluate(Batch(tokens, positions, seqs, None, np.ones(len(tokens), bool)), lambda: False)
+    stage.evaluate(Batch(tokens, positions, placement.seqs, None, np.ones(len(tokens), bool)), lambda: False)
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 3, 6, 12])

@@ -111,7 +111,7 @@ def converse(
     """The tokens of each turn, all of them, and how many rows of each prompt were evaluated."""
     for stage in (*stages, draft):
         stage.clear()
-    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32, draft.n_vocab)
+    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32)
     pool = SequencePool(N_SEQ, N_CELLS, parked=True)
     pipeline = ToyPipeline(stages, random.Random(len(stages)))
     engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)

@@ -73,7 +73,7 @@ def generate(stages: Sequence[LlamaStage], draft: LlamaStage, requests: Sequence
         compact()
 
     pool.compact = count  # type: ignore[method-assign]
-    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32, draft.n_vocab)
+    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32)
     engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
     for request in requests:
         engine.add(request, make_policy(request.id))

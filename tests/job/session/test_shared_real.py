@@ -77,7 +77,7 @@ def generate(
         return found
 
     pool.take_pending = note  # type: ignore[method-assign]
-    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32, draft.n_vocab)
+    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32)
     engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
     metrics = [RequestMetrics() for _ in requests]
     for request, observer in zip(requests, metrics, strict=True):

@@ -240,7 +240,7 @@ def test_every_policy_gives_the_text_of_iterative(draft: LlamaStage, temp: float
             stage.clear()
         draft.clear()
         pipeline = ToyPipeline(stages, random.Random(1))
-        drafter = ModelDrafter(draft, SequencePool(60, 512), 32, draft.n_vocab)
+        drafter = ModelDrafter(draft, SequencePool(60, 512), 32)
         target = Level(pipeline, SequencePool(60, 512, parked=True), n_chunk=128, n_rows=32, blocks=True)
         engine = Engine(target, drafter, ToyWaiter(pipeline.rng), lambda: 0.0)
         requests = [Request(i, prompt, n, SamplingParams(seed=i, temp=temp), 200) for i, prompt in enumerate(prompts)]
