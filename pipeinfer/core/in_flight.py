@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from pipeinfer.core.kv.blocks import Span
@@ -20,7 +20,7 @@ class RequestSlice:
 
     request: Request
     n_context: int
-    nodes: list[Node]
+    nodes: Sequence[Node]
     has_root: bool  # as the first of its nodes
     span: Span | None = None  # the context is whole blocks of it, see `blocks`
     widths: Mapping[Node, int] | None = None  # of a draft: how many guesses are wanted after each node

@@ -190,7 +190,8 @@ class Level:
         if n_free and not part.n_context and len(nodes) == 1 and nodes[0].parent is None:
             root = nodes[0]  # by itself, as without guesses
             seq, part.first = self.pool.place_root(request.id, root), len(rows)
-            rows.append(Row(request.id, root.token, root.position, (seq,), part.n_wanted(root)))
+            n_wanted = part.n_wanted(root) if part.widths else 1
+            rows.append(Row(request.id, root.token, root.position, (seq,), n_wanted))
             return 1
         if not part.n_context:
             nodes = part.nodes = self.pool.fitting(nodes)
@@ -208,7 +209,7 @@ class Level:
     def poll(self) -> tuple[InFlightRun, Any] | None:
         """The next verdict that has come, if any, and its run, without the parts of requests that were closed since it
         was sent."""
-        verdict = self.pipeline.poll()
+        verdict = self.pipeline.poll() if self._flights else None
         if verdict is None:
             return None
         flight = self._flights.pop(verdict.run_id)

@@ -82,19 +82,19 @@ class Speculator:
         """The request is open: its policy is asked for nodes from now on."""
         if active.policy.drafts:
             for turns in self._turns:
-                turns.add(active.request.id, active)
+                turns.add(active)
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
         """The root moved."""
         if self.drafter:
             self._tell(partial(self.drafter.settle, request, path))
 
-    def close(self, request: Request) -> None:
+    def close(self, active: ActiveRequest) -> None:
         """The request is no longer open."""
         for turns in self._turns:
-            turns.discard(request.id)
+            turns.discard(active)
         if self.drafter:
-            self._end(self.drafter.close, request)
+            self._end(self.drafter.close, active.request)
 
     def forget(self, request: Request) -> None:
         """Free what a finished request has left."""
@@ -139,7 +139,7 @@ class Speculator:
             meanwhile()
             return not any(node.live for node in nodes)
 
-        self._turns[0].rotate(request.id)
+        self._turns[0].rotate(active)
         step = self._step = _Step(request, nodes, active.context.n_inflight, self.clock())
         try:
             found = drafter.expand(request, nodes, interrupted)
@@ -172,7 +172,7 @@ class Speculator:
         do for it."""
         if not active.context.drafting[0] and not self._has_step(active):
             return False
-        self._turns[0].prefer(active.request.id)
+        self._turns[0].prefer(active)
         return True
 
     def _has_step(self, active: ActiveRequest) -> bool:
@@ -215,7 +215,7 @@ class Speculator:
         n_inflight = active.context.n_inflight
         if not level.submit([RequestSlice(request, n_context, nodes, request.tree.root in nodes, widths=widths)]):
             return self._pass_over(active, wanted, draft, level) if draft else self._take(active, wanted, {})
-        self._turns[draft].rotate(request.id)
+        self._turns[draft].rotate(active)
         if not draft:
             self._step = _Step(request, wanted, n_inflight, self.clock())
         return True
@@ -232,7 +232,7 @@ class Speculator:
 
     def hear(self) -> bool:
         """Take the next answer into the trees, if one has come."""
-        return any(self._hear_from(draft, level) for draft, level in self._levels)
+        return bool(self._levels) and any(self._hear_from(draft, level) for draft, level in self._levels)
 
     def _hear_from(self, draft: int, level: Level) -> bool:
         landed = level.poll()

@@ -391,6 +391,7 @@ def test_stopping_keeps_what_was_emitted_and_drains() -> None:
         engine.add(request, random_policy(rng))
         for _ in range(rng.randint(0, 60)):
             engine.step()
+            list(engine.rest())
         engine.stop(request)
         for _ in engine.generate():
             raise AssertionError("a stopped request emitted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ import pytest
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
-from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import NOTHING, Answer, PolicyContext
@@ -321,57 +321,48 @@ def test_many_requests_keep_every_stage_busy() -> None:
 # -- the scheduler
 
 
-@dataclass
-class Asked:
-    """What a request would send, as the scheduler sees it."""
-
-    request_id: int
-    n_context: int
-    n_nodes: int
-    has_root: bool
-    span: Span | None = None
-
-    @property
-    def nodes(self) -> range:
-        return range(self.n_nodes)
+def wanted(request_id: int, n_context: int, n_nodes: int, has_root: bool) -> RequestSlice:
+    request = Request(request_id, [1], 9, SamplingParams(), 99)
+    return RequestSlice(request, n_context, [request.tree.root] * n_nodes, has_root)
 
 
-def shares(wants: Sequence[Asked], alone: bool = False) -> list[tuple[int, int, int]]:
-    """(request, certain tokens, nodes) of each request in the next run."""
-    chosen = choose(wants, ROOM, alone)
-    return [(want.request_id, n_context, n_nodes) for want, n_context, n_nodes in chosen]
+def shares(wants: Sequence[RequestSlice], alone: bool = False) -> list[tuple[int, int, int]]:
+    """(request, committed tokens, nodes) of each request in the next run."""
+    return [(part.request.id, part.n_context, len(part.nodes)) for part in choose(wants, ROOM, alone)]
 
 
 ROOM = BatchBudget(n_roots=2, n_cheap=6, n_rows=32, n_context=10)
 
 
 def test_roots_come_before_guesses_and_only_as_many_as_share_a_run() -> None:
-    wants = [Asked(0, 0, 3, False), Asked(1, 0, 1, True), Asked(2, 0, 1, True), Asked(3, 0, 1, True)]
+    wants = [wanted(0, 0, 3, False), wanted(1, 0, 1, True), wanted(2, 0, 1, True), wanted(3, 0, 1, True)]
     assert shares(wants) == [(1, 0, 1), (2, 0, 1), (0, 0, 3)]
 
 
 def test_guesses_fill_what_costs_little() -> None:
-    wants = [Asked(1, 0, 1, True), Asked(2, 0, 4, False), Asked(3, 0, 4, False)]
+    wants = [wanted(1, 0, 1, True), wanted(2, 0, 4, False), wanted(3, 0, 4, False)]
     assert shares(wants) == [(1, 0, 1), (2, 0, 4), (3, 0, 1)]
 
 
 def test_whose_turn_it_is_decides_between_prompts_and_nodes() -> None:
-    prompt, other, root = Asked(0, 7, 1, False), Asked(1, 20, 1, False), Asked(2, 0, 1, True)
+    prompt, other, root = wanted(0, 7, 1, False), wanted(1, 20, 1, False), wanted(2, 0, 1, True)
     assert shares([prompt, root, other]) == [(0, 7, 1), (1, 3, 0)]
     assert shares([root, prompt, other]) == [(2, 0, 1)]
 
 
 def test_one_requests_policy_decides_alone() -> None:
-    assert shares([Asked(0, 0, 20, True)], alone=True) == [(0, 0, 20)]
+    assert shares([wanted(0, 0, 20, True)], alone=True) == [(0, 0, 20)]
 
 
 def test_short_prompts_share_a_run_as_far_as_its_rows_reach() -> None:
     """With their roots: as many rows as a prompt that fills a run has with its own."""
-    assert shares([Asked(0, 10, 1, False), Asked(1, 1, 1, False)]) == [(0, 10, 1)]
-    assert shares([Asked(number, 3, 1, False) for number in range(4)]) == [(0, 3, 1), (1, 3, 1), (2, 3, 0)]
-    assert shares([Asked(number, 4, 1, False) for number in range(4)]) == [(0, 4, 1), (1, 4, 1), (2, 1, 0)]
-    many = choose([Asked(number, 1, 1, False) for number in range(9)], BatchBudget(2, 6, n_rows=3, n_context=10), False)
-    assert [n_nodes for _, _, n_nodes in many] == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert shares([wanted(0, 10, 1, False), wanted(1, 1, 1, False)]) == [(0, 10, 1)]
+    assert shares([wanted(number, 3, 1, False) for number in range(4)]) == [(0, 3, 1), (1, 3, 1), (2, 3, 0)]
+    assert shares([wanted(number, 4, 1, False) for number in range(4)]) == [(0, 4, 1), (1, 4, 1), (2, 1, 0)]
+    many = choose(
+        [wanted(number, 1, 1, False) for number in range(9)], BatchBudget(2, 6, n_rows=3, n_context=10), False
+    )
+    assert [len(part.nodes) for part in many] == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_as_many_runs_as_stages() -> None:
