@@ -30,12 +30,9 @@ class Engine:
     could not be done is tried again at the next version, so nothing has to know what it depends on.
 
     `drafter`: the smallest draft, a Level where another rank has it. `drafts`: larger drafts, which refine its guesses,
-    the smallest first. `run_cost`: costs of runs in the slowest stage; with it a run is held back until a stage is
-    about to want it. `n_prompts`: requests that read their prompts in blocks at a time, at most. `max_delay_s`: as in
-    `batches`.
-
-    `taker`: is given emissions that come during a step of the draft or of a stage on this rank, and may add and stop
-    requests. Without it they wait for the end of the step.
+    the smallest first. `run_cost`: with it a run is held back until the slowest stage is about to want it. `n_prompts`:
+    requests that read their prompts in blocks at a time, at most. `max_delay_s`: as in `batches`. `taker`: is given
+    emissions during steps of the draft and of stages on this rank, and may add and stop requests; without it they wait.
     """
 
     def __init__(
@@ -350,16 +347,3 @@ class Engine:
         self._drains = False
         self.version += 1  # there may be room for others now
         return True
-
-    def audit(self) -> None:
-        """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""
-        for active in self._active.values():
-            tree = active.request.tree
-            tree.audit()
-            assert active in self._senders or not any(tree.unsent()), f"request {active.request.id} is never asked"
-            for node in tree.nodes:
-                if node.run_id is not None and node.verdict is None:
-                    assert self.target.is_inflight(node.run_id), f"run {node.run_id} is forgotten, its node waits"
-        live = {active.request.id: active.request.tree.nodes for active in self._active.values()}
-        for level in self.levels:
-            level.audit(live)

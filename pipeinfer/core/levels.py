@@ -11,7 +11,6 @@ from typing import Any
 
 from pipeinfer.core.in_flight import InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Pipeline
-from pipeinfer.core.kv.audit import audit
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Prefix, Request
@@ -274,10 +273,3 @@ class Level:
                 rows[flight.run_id] = sorted(found)
         if rows:
             self.pipeline.prune(rows)
-
-    def audit(self, live: Mapping[int, Sequence[Node]]) -> None:
-        """Raise AssertionError if a sequence leaks or a run is forgotten; `live`: live nodes of each open request."""
-        audit(self.pool, live)
-        assert set(self._of_request) == set(live), f"requests {set(live)} open, {set(self._of_request)} known"
-        for request_id, flights in self._of_request.items():
-            assert flights.items() <= self._flights.items(), f"request {request_id} waits for runs that have ended"

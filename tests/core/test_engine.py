@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.core.audit import audit_engine, audit_pool
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
-from pipeinfer.core.kv.audit import audit
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
@@ -115,7 +115,7 @@ def run_case(seed: int, n_predict: int = 40) -> int:
         emitted: list[int] = []
         while engine.busy:
             emission = engine.step()
-            engine.audit()
+            audit_engine(engine)
             if emission:
                 n_trees += 1
                 emitted += emission.tokens
@@ -154,7 +154,7 @@ def test_prompts_in_blocks(seed: int) -> None:
         if not engine.busy:
             break
         engine.step()
-        engine.audit()
+        audit_engine(engine)
         if given_up and rng.random() < 0.1:
             engine.stop(given_up)
     for request, prompt in zip(requests, prompts, strict=True):
@@ -306,15 +306,15 @@ def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool,
     for index, _ in enumerate(engine.generate()):
         n_nodes = max(n_nodes, len(request.tree.nodes))
         if index % 100 == 0:
-            engine.audit()
+            audit_engine(engine)
     assert request.finish is Finish.CONTEXT and request.n_generated == 10_000
     assert request.tokens == [5, *plain_toy(5, 10_000)]
     assert metrics.n_matched > 2_000 and metrics.n_cancelled > 1_000, "hardly any speculation"
     assert n_nodes < 100
     assert stages[0].n_packed > 5 or not parked, "the parked cells were never won back"
-    engine.audit()
+    audit_engine(engine)
     for every in (pool, draft_pool):
-        audit(every, {})
+        audit_pool(every, {})
         assert every.n_free == n_seq and all_cells_come_back(every)
     assert not any(pipeline.queues)
 
@@ -340,7 +340,7 @@ def test_the_root_may_move_while_the_draft_catches_up() -> None:
         request = Request(0, [5], 60, SamplingParams(temp=0.0), 200)
         engine.add(request, PipeInfer(microbatch=rng.choice([1, 4]), width=4))
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         assert request.tokens == [5, *plain_toy(5, 60)]
 
 
@@ -357,7 +357,7 @@ def test_concurrent_requests_do_not_mix() -> None:
             requests.append(Request(request_id, prompt, 30, params, 200))
             engine.add(requests[-1], random_policy(rng))
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         for request in requests:
             expected = reference.generate(request.prompt, 30, request.sampling)
             assert request.tokens[len(request.prompt) :] == expected

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import InFlightRun
@@ -202,7 +203,7 @@ def run_case(seed: int) -> tuple[int, int]:
             engine.stop(chat.newest)
         engine.step() if engine.busy else None
         if rng.random() < 0.2:
-            engine.audit()
+            audit_engine(engine)
         for each in chats:
             if each.newest and each.newest.finish and each.counted.n_prompt:
                 check(each, reference, blocks)
@@ -243,7 +244,7 @@ def chat_of(engine: Engine, policy: Iterative | PipeInfer | Speculative, blocks:
         counted = Counted()
         engine.add(request, policy, counted)
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         # the root, and the newest token of the turn before, which the target had no need to see
         assert counted.n_context == (5 if said else 99), f"turn {turn}"
         requests.append(request)
@@ -370,7 +371,7 @@ def test_what_is_kept_gives_way_to_who_needs_the_room() -> None:
             request = Request(number, [number, 5, 6], 40, SamplingParams(temp=0.0), 50, keep=True)
             engine.add(request, Iterative())
             for _ in engine.generate():
-                engine.audit()
+                audit_engine(engine)
             assert request.tokens[3:] == reference.generate([number, 5, 6], 40, SamplingParams(temp=0.0))
             assert pool.n_committed == 42
         engine.forget()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import RequestSlice
@@ -136,11 +137,11 @@ def run_case(seed: int) -> Counts:
             take([emission])
         n_trees += sum(map(len, heard)) > n_before
         if rng.random() < 0.2:
-            engine.audit()
+            audit_engine(engine)
     assert heard == [request.tokens for request in requests], "tokens that nobody was given"
     check(requests, stopped, reference)
     engine.forget()
-    engine.audit()
+    audit_engine(engine)
     assert not any(level.busy for level in engine.levels), "a run was forgotten"
     pools = [level.pool for level in engine.levels] + ([drafter.pool] if isinstance(drafter, ModelDrafter) else [])
     assert all(pool.n_free == pool.n_seq for pool in pools), "a sequence leaks"
@@ -191,7 +192,7 @@ def test_the_end_of_a_prompt_for_whose_root_there_is_no_cell_is_made_room_for() 
     engine.add(second, Iterative(), metrics)
     engine.admission.ahead = 0
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     assert metrics.n_preempted == 1
     check([first, second], set(), Reference(N_LAYERS))
 
@@ -225,7 +226,7 @@ def test_requests_after_one_another_begin_in_a_packed_cache() -> None:
         engine.add(request, PipeInfer(microbatch=4))
         assert pool.n_free_cells == n_cells
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         assert request.tokens == [request.prompt[0], *plain_toy(request.prompt[0], 60)]
     assert stages[0].n_packed == stages[1].n_packed == 4
     with pytest.raises(AssertionError, match="1 requests hold sequences"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.core.kv.audit import audit
+from pipeinfer.core.audit import audit_pool
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
@@ -66,7 +66,7 @@ class Case:
         for _ in range(n_steps):
             act = self.rng.choices([self.begin, self.send, self.settle, self.end, self.pack], [2, 9, 6, 0.3, 1])[0]
             act()
-            audit(self.pool, {id: each.tree.nodes for id, each in self.open.items()})
+            audit_pool(self.pool, {id: each.tree.nodes for id, each in self.open.items()})
             self.most_guesses = max(self.most_guesses, len(self.pool._paths) - len(self.pool._texts))
 
     def begin(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Emission, Request
 from pipeinfer.core.runs import Guess
@@ -154,7 +155,7 @@ def test_a_toy_that_repeats_itself_is_guessed_without_a_model() -> None:
     engine.add(request, PipeInfer())
     emissions: list[Emission] = []
     for emission in engine.generate():
-        engine.audit()
+        audit_engine(engine)
         emissions.append(emission)
     plain = toy_engine(toy_pipeline(rng, N_LAYERS, 700, False), SequencePool(8, 700), None)
     alone = Request(0, [5, 6, 7, 8] * 10, 60, SamplingParams(temp=0.0), 200)

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.kv.sequences import SequencePool
@@ -125,7 +126,7 @@ def converse(
         engine.add(request, policy.begin(), heard)
         for _ in engine.generate():
             pass
-        engine.audit()
+        audit_engine(engine)
         stream = TextStream(tokenizer, markers=True)
         text = "".join(map(stream.push, request.tokens[len(asked.tokens) :])) + stream.flush()
         history.answered(request.tokens, text, whole=True)

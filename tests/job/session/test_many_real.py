@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
@@ -79,7 +80,7 @@ def generate(stages: Sequence[LlamaStage], draft: LlamaStage, requests: Sequence
         engine.add(request, make_policy(request.id))
     for _ in engine.generate():
         pass
-    engine.audit()
+    audit_engine(engine)
     return n_compactions
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
@@ -83,7 +84,7 @@ def generate(
     for request, observer in zip(requests, metrics, strict=True):
         engine.add(request, make_policy(request.id), observer)
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     return sum(each.n_kept for each in metrics), ops
 
 

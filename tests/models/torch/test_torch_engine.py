@@ -16,6 +16,7 @@ from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.wire import Transaction, encode_verdict
 from pipeinfer.cluster.stages.pending_run import PendingRun
 from pipeinfer.cluster.stages.stage import room_for
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
@@ -103,7 +104,7 @@ def write_text(
     engine.add(request, policy)
     while engine.busy:
         engine.step()
-        engine.audit()
+        audit_engine(engine)
     assert not any(pipeline.queues), "a run was forgotten"
 
 
