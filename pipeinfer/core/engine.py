@@ -11,7 +11,7 @@ from pipeinfer.core.in_flight import InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Clock, Drafter, Waiter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.observer import Observer
-from pipeinfer.core.policy import HoldUntil, Policy, PolicyContext, Send
+from pipeinfer.core.policy import AwaitDraft, HoldUntil, Policy, PolicyContext, Send
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.scheduling.admission import Admission
 from pipeinfer.core.scheduling.batch_planner import BatchPlanner
@@ -169,7 +169,7 @@ class Engine:
 
     def _wait(self) -> None:
         timeout_s = self.timeout_s()
-        if timeout_s is None and self._active and not any([level.busy for level in self.levels]):
+        if timeout_s is None and self._active and not (self.target.busy or any(level.busy for level in self.levels)):
             stalled = next(iter(self._active.values()))
             raise RuntimeError(
                 f"request {stalled.request.id} waits for ever: {stalled.policy.name} neither sends nor drafts for it, "
@@ -296,20 +296,19 @@ class Engine:
         elif root.run_id is None and 1 < len(request.prompt) == root.position + 1:
             if not (target.n_inflight(request) and self.admission.is_awaited(request)):
                 return RequestSlice(request, 0, [root], True)  # right behind the prompt
-        elif nodes := self._nodes_to_send(active):
-            return RequestSlice(request, 0, nodes, nodes[0] is root)
+        else:
+            answer = active.policy.send(active.context)
+            if nodes := answer.nodes if isinstance(answer, Send) else self._held_back(active, answer):
+                return RequestSlice(request, 0, nodes, nodes[0] is root)
         return None
 
-    def _nodes_to_send(self, active: ActiveRequest) -> Sequence[Node]:
-        """What its policy answers."""
-        answer = active.policy.send(active.context)
-        if isinstance(answer, Send):
-            return answer.nodes
+    def _held_back(self, active: ActiveRequest, answer: HoldUntil | AwaitDraft) -> Sequence[Node]:
+        """Note what its policy waits for. Returns the root if it would wait in vain."""
         root = active.request.tree.root
         if isinstance(answer, HoldUntil):
             self._hold_s = min(self._hold_s, answer.when_s)
         elif not self.speculator.prefer(active) and root.run_id is None and not self.target.n_inflight(active.request):
-            return [root]  # no draft has anything to do
+            return [root]
         return ()
 
     def _submit(self, parts: Sequence[RequestSlice]) -> bool:

@@ -147,7 +147,7 @@ class Level:
 
     def submit(self, parts: Sequence[RequestSlice]) -> InFlightRun | None:
         """Send what fits of the parts as one run; None if nothing does. Frees parked cells if that helps."""
-        pool, run, sent = self.pool, Run(self._next_run_id, []), list[RequestSlice]()
+        pool, run, sent = self.pool, Run(self._next_run_id, []), []
         if pool.n_parked and pool.can_compact and sum([part.n_rows for part in parts]) > pool.n_free_cells:
             pool.compact()
         n_free, n_context = pool.n_free_cells, 0
@@ -163,7 +163,8 @@ class Level:
             return None
         run.ops = [*self._closes, *pool.take_pending()]
         self._closes.clear()
-        self._send_ahead(run)
+        if len(run.ops) > MAX_OPS:
+            self._send_ahead(run)
         run.id, self._next_run_id, run.span = self._next_run_id, self._next_run_id + 1, sent[0].span
         flight = self._flights[run.id] = InFlightRun(run.id, sent, len(run.rows), n_context, run.context)
         for part in sent:

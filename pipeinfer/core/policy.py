@@ -115,9 +115,11 @@ class PolicyContext:
         return max(0.0, self.target.sent_s(node.run_id) + self.pacer.answer_s - self.clock())
 
     def early(self, patience: float = 0.0) -> HoldUntil | None:
-        """Until when a run would only wait in a queue, or, given a `patience` (one-row runs that the slowest stage may
-        be idle), miss a verdict that is there by then: what is sent late is the best that is known then. None: it is
-        time, or other requests are open and the engine paces the runs."""
+        """The answer while a run would only be queued, or miss a verdict that is about to come: a later run has better
+        guesses. None if it is time; with other requests open the engine paces runs.
+
+        `patience`: one-row runs for which the slowest stage may be idle to wait for that verdict.
+        """
         if not self.is_alone:
             return None
         sent_s = next((flight.sent_s for flight in self.target.useful_flights), math.inf)

@@ -130,7 +130,7 @@ class TokenTree:
         """Advance the root while it has a verdict: the matching child becomes the root, or else a new, unsent node."""
         if not self.root.children and (token := self.root.verdict) is not None:
             return self._advance(token)  # nothing was guessed, as often with many requests
-        path, tokens, dead, contests, n_judged, n_matched = [self.root], list[int](), [], [], 0, 0
+        path, tokens, dead, contests, n_judged, n_matched = [self.root], [], [], [], 0, 0
         while (token := self.root.verdict) is not None:
             old = self.root
             follower = old.child(token)

@@ -230,7 +230,8 @@ class SequencePool:
             text.cells.end, self.n_committed = text.end + n_context, self.n_committed + n_context
             self._paths[text.seq].end += n_context
             self._lose(text)
-        seqs, leased = dict[Node, list[int]](), list[int]()
+        seqs: dict[Node, list[int]] = {}  # calling list[int] is slow
+        leased: list[int] = []
         for node in nodes:
             seq = self._seq_for(node, text, seqs, leased)
             self._put(node, seq)
@@ -311,9 +312,8 @@ class SequencePool:
 
     def _trim(self, seq: int, text: Text) -> None:
         path = self._paths[seq]
-        live, gone = list[Node](), list[Node]()
-        for node in path.chain:
-            (live if node.state is State.LIVE else gone).append(node)
+        live = [node for node in path.chain if node.state is State.LIVE]
+        gone = [node for node in path.chain if node.state is not State.LIVE]
         path.chain = live
         self._forget(gone)
         if not live and seq != text.seq:
