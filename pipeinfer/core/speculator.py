@@ -121,7 +121,7 @@ class Speculator:
     def draft(self, version: int, meanwhile: Callable[[], None]) -> bool:
         """A step of the drafter for the request whose turn it is; `meanwhile` is called between its layers.
 
-        `version`: the engine's; where nobody had a node to expand, nobody is asked again at the same one.
+        `version`: the engine's; if no policy has nodes to expand, none is asked again at the same version.
         """
         if self.drafter is None or self._asked_to_draft == version:
             return False

@@ -130,6 +130,23 @@ def test_settling_judges_the_matches_on_the_path() -> None:
     assert not drafter._texts, "nothing is kept of a request that has ended"
 
 
+def test_a_match_is_judged_once_its_node_is_passed_however_late_that_is_heard() -> None:
+    request, drafter = request_of([1, 2, 3, 9, 1, 2]), LookupDrafter()
+    drafter.open(request)
+    drafter.expand(request, {request.tree.root: 1}, never)
+    (child,) = request.tree.grow(request.tree.root, [Guess(3, 0.9)], [0.0])
+    drafter.expand(request, {child: 1}, never)
+    before, paths = drafter.trust.of(3), []
+    for token in (3, 9):
+        request.tree.root.verdict = token
+        settled = request.tree.settle()
+        request.take(settled.tokens)
+        paths.append(settled.path)
+    for path in paths:
+        drafter.settle(request, path)
+    assert drafter.trust.of(3) > before
+
+
 def test_a_draft_is_asked_where_nothing_is_sure() -> None:
     model = Model([Guess(8, 0.6), Guess(3, 0.2), Guess(7, 0.1)])
     request = request_of([1, 2, 3, 9, 1, 2])
