@@ -1,4 +1,4 @@
-"""A request with all that serves it: what the parts of the engine hand each other. Does nothing."""
+"""A request with its policy and observer: what the parts of the engine hand each other. Does nothing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:  # what policies see has parts of the engine, which know of th
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """A request that is open, or waits to be, for the first time or again."""
+    """A request that is open, or waits to be opened."""
 
     request: Request
     policy: Policy
     observer: Observer
     context: PolicyContext
     n_heard: int = 0  # rows of the prompt that every stage has evaluated
-    arrival: int = 0  # the how manieth of all it is
-    was_open: bool = False  # it was preempted since, if it waits
+    arrival: int = 0  # its number in the order of arrival; 0: it has yet to wait
+    was_open: bool = False  # if it waits, it was preempted
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Lower ones are opened first and preempted last."""
+        """Lower ranks are opened first and preempted last."""
         return self.request.priority, self.arrival

@@ -1,14 +1,12 @@
-"""Expand tree nodes with a draft model. Knows the tree and a StageModel; knows no policy and no pipeline."""
+"""Expand tree nodes with a draft model. Knows the tree and a StageModel, no policy and no pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeinfer.core.interfaces import Allowed, Batch, Constraint, ConstraintFailed, FloatArray, StageModel
-from pipeinfer.core.kv.paths import Placement
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
@@ -26,10 +24,10 @@ def likeliest(logits: FloatArray, width: int) -> list[Guess]:
 
 
 def coupled(logits: FloatArray, width: int, params: SamplingParams, position: int) -> list[Guess]:
-    """The `width` tokens that the target would sample first if its logits (n_vocab,) were these, with its own noise.
+    """The `width` tokens that the target would be likeliest to sample if its logits (n_vocab,) were these.
 
-    The target keys its noise by (seed, position), so draft and target share it (Gumbel-max coupling): they agree far
-    more often than two independent samples. The gap between the perturbed scores says how surely.
+    The target keys its noise by (seed, position), so the draft can use the same noise (Gumbel-max coupling): they agree
+    far more often than two independent samples. Probabilities are the softmax of the perturbed scores.
     """
     ids, scores = perturbed(logits, params, position)
     weights = np.exp(scores - scores.max())
@@ -41,11 +39,8 @@ def guess_next(
     logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], width: int, couple: bool,
     allowed: Allowed | None = None,
 ) -> list[Guess]:  # fmt: skip
-    """A draft's guesses for the token at `position`, from its logits (n_vocab,) and the newest tokens before it, as the
-    target chooses.
-
-    The logits are changed in place.
-    """
+    """A draft's guesses for the token at `position`, made as the target chooses: from its logits (n_vocab,), which are
+    changed in place, and `history`, the newest tokens before it."""
     adjust(logits, params, history)
     guesses = _guesses(logits, params, position, width, couple)
     if allowed is None:
@@ -63,7 +58,7 @@ def _guesses(logits: FloatArray, params: SamplingParams, position: int, width: i
 
 
 def to_the_end(interrupted: Callable[[], bool]) -> Callable[[], bool]:
-    """Asks as often, so that what comes meanwhile is heard, and goes on whatever the answer is."""
+    """Calls `interrupted` as often, so that it can do its work, and never stops."""
     return lambda: interrupted() and False
 
 
@@ -80,9 +75,9 @@ def newest_tokens(request: Request, node: Node, n: int) -> list[int]:
 class ModelDrafter:
     """A Drafter on a whole draft model with a KV cache of its own.
 
-    The draft's cache lags behind the output: before a root is expanded, the committed tokens that it lacks (the prompt,
-    or tokens it had not guessed) are evaluated as context. `couple`: sampled guesses share the target's noise.
-    `constrain`: makes a Constraint of a request's grammar; without it guesses are made as if there was none.
+    Committed tokens that the cache lacks (the prompt, or tokens that the draft had not guessed) are evaluated before
+    nodes. `couple`: sampled guesses share the target's noise. `constrain`: makes a Constraint of a request's grammar;
+    without it grammars are ignored.
     """
 
     def __init__(
@@ -90,13 +85,11 @@ class ModelDrafter:
         model: StageModel,
         pool: SequencePool,
         n_batch: int,
-        n_vocab: int,
         couple: bool = True,
         constrain: Callable[[str], Constraint] | None = None,
     ) -> None:
-        self.constrain = constrain
+        self.model, self.pool, self.n_batch, self.couple, self.constrain = model, pool, n_batch, couple, constrain
         self._constraints: dict[int, Constraint] = {}  # by request
-        self.model, self.pool, self.n_batch, self.n_vocab, self.couple = model, pool, n_batch, n_vocab, couple
 
     @property
     def can_open(self) -> bool:
@@ -109,21 +102,21 @@ class ModelDrafter:
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
-    ) -> Sequence[list[Guess] | None] | None:
+    ) -> dict[Node, list[Guess]] | None:
         if not self._catch_up(request, interrupted):
             return None
-        # among them may be nodes that only a larger draft has expanded, and that are now context here
-        fitting = self.pool.fitting(self.pool.unplaced(list(widths))[: self.n_batch])
-        placement = self.pool.place(request.id, 0, fitting)
-        logits = self._evaluate(placement, [node.token for node in fitting], interrupted)
+        # nodes that only a larger draft has expanded come along as context
+        nodes = self.pool.fitting(self.pool.unplaced(list(widths))[: self.n_batch])
+        if not nodes:
+            return {}
+        placement = self.pool.place(request.id, 0, nodes)
+        tokens, positions = [node.token for node in nodes], [node.position for node in nodes]
+        logits = self._evaluate(tokens, positions, placement.seqs, True, interrupted)
         if logits is None:
+            self.pool.undo(nodes, placement)
             return None
-        found = {
-            node: self._guess(request, node, row, widths[node])
-            for node, row in zip(fitting, logits, strict=True)
-            if node in widths
-        }
-        return [found.get(node) for node in widths]
+        rows = [(node, row) for node, row in zip(nodes, logits, strict=True) if node in widths]
+        return {node: self._guess(request, node, row, widths[node]) for node, row in rows}
 
     def _guess(self, request: Request, node: Node, logits: FloatArray, width: int) -> list[Guess]:
         params = request.sampling
@@ -133,48 +126,36 @@ class ModelDrafter:
         allowed = constraint.after(newest_tokens(request, node, n_output)) if constraint else None
         try:
             return guess_next(logits, params, node.position + 1, history, width, self.couple, allowed)
-        except ConstraintFailed:  # as it will for the target, if the text comes here
+        except ConstraintFailed:  # the target will fail too if the text comes here
             return []
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
-        """Evaluate the committed tokens below the root that the draft lacks; False when the root moved meanwhile.
+        """Evaluate the committed tokens below the root that are missing; False if the root moves meanwhile.
 
-        What is certain stays so: a run of it is never given up, or a draft slower than the target would not get on.
+        These runs are never given up: a draft slower than the target would not get on.
         """
         root = request.tree.root
-        while not self.pool.is_placed(root) and (end := self.pool.placed_end(request.id)) < root.position:
-            tokens = request.tokens[end : min(root.position, end + self.n_batch, end + self.pool.n_free_cells)]
-            if not tokens:
-                return True  # other requests have taken the cells: there is no room for the nodes either
-            placement = self.pool.place(request.id, len(tokens), [])
-            self._evaluate(placement, tokens, to_the_end(interrupted))
+        while not self.pool.is_placed(root) and (start := self.pool.placed_end(request.id)) < root.position:
+            end = min(root.position, start + self.n_batch, start + self.pool.n_free_cells)
+            if end == start:
+                return True  # other requests hold the cells: there is no room for nodes either
+            placement = self.pool.place(request.id, end - start, [])
+            tokens = request.tokens[start:end]
+            self._evaluate(tokens, range(start, end), placement.seqs, False, to_the_end(interrupted))
             if request.tree.root is not root or request.finish:
                 return False
-        return request.tree.root is root  # nodes below a root that has moved meanwhile are not where they were
+        return True
 
     def _evaluate(
-        self, placement: Placement, tokens: Sequence[int], interrupted: Callable[[], bool]
-    ) -> npt.NDArray[np.float32] | None:
-        """Logits of the placement's nodes (n_nodes, n_vocab); None, and the placement undone, when interrupted."""
-        start = placement.nodes[0].position if placement.nodes else 0
-        if placement.n_context:
-            start = self.pool.placed_end(placement.request_id) - placement.n_context
-        positions = [node.position for node in placement.nodes] or range(start, start + len(tokens))
-        seqs = placement.node_seqs or [(placement.context_seq,)] * len(tokens)
-        self.model.apply(placement.ops)
-        if not tokens:
-            return np.empty((0, self.n_vocab), np.float32)
+        self, tokens: Sequence[int], positions: Sequence[int], seqs: list[tuple[int, ...]], wanted: bool,
+        interrupted: Callable[[], bool],
+    ) -> FloatArray | None:  # fmt: skip
+        """Logits (n_rows, n_vocab) if they are wanted; None when interrupted."""
+        self.model.apply(self.pool.take_pending())
         batch = Batch(
-            tokens=np.array(tokens, np.int32),
-            positions=np.array(positions, np.int32),
-            seqs=seqs,
-            hidden=None,
-            wanted=np.full(len(tokens), bool(placement.nodes)),
+            np.array(tokens, np.int32), np.array(positions, np.int32), seqs, None, np.full(len(tokens), wanted)
         )
-        logits = self.model.evaluate(batch, interrupted)
-        if logits is None:
-            self.pool.undo(placement)
-        return logits
+        return self.model.evaluate(batch, interrupted)
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
         self.pool.settle(request.id, path)

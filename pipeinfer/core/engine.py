@@ -1,4 +1,4 @@
-"""The event loop that joins requests, policies, drafter and levels. No I/O of its own: tests drive it by hand."""
+"""The event loop that joins requests, policies, drafts and levels. No I/O of its own: tests drive it by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeinfer.core.in_flight import InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Clock, Drafter, Waiter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.observer import Observer
-from pipeinfer.core.policy import HoldUntil, Policy, PolicyContext, Send
+from pipeinfer.core.policy import AwaitDraft, HoldUntil, Policy, PolicyContext, Send
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.scheduling.admission import Admission
 from pipeinfer.core.scheduling.batch_planner import BatchPlanner
@@ -23,21 +23,16 @@ from pipeinfer.core.tree import Node, Settled
 
 
 class Engine:
-    """Asks, in this order: has a verdict come? may a request begin? can a run go? can a draft elsewhere be asked? can
-    the head's step? and else waits, for whatever comes first of any level.
+    """Does the first of these that it can: hear a verdict, open a request, send a run, ask a draft on another rank, do
+    a draft step here; else it waits for the next verdict of any level.
 
-    `version` advances with everything that happens: an answer to one of these questions, the end of a wait, a request
-    that is added or stopped. A question is left out only while nothing has happened since it had no answer, so that
-    nobody has to know on what an answer depends.
+    `version` advances with every event: each of these, the end of a wait, a request that is added or stopped. What
+    could not be done is tried again at the next version, so nothing has to know what it depends on.
 
-    `drafter`: the smallest draft, a level where another rank has it. `drafts`: larger ones, the smallest of them first;
-    what it guesses they refine. `run_cost`: what runs cost the slowest stage, learned further here; with it a run is
-    held back until a stage is about to want it, so that what goes is the best known then. Requests for which there are
-    no cells or sequences wait, the youngest again when cells run out. `n_prompts`: requests whose prompts are read in
-    blocks at a time at most. `max_delay_s`: as in `batches`.
-
-    `taker`: whom emissions are given that come while a step is still at work, with the draft or a stage of the head's
-    own; they wait for the end of the step where there is none. It may add and stop requests.
+    `drafter`: the smallest draft, a Level where another rank has it. `drafts`: larger drafts, which refine its guesses,
+    the smallest first. `run_cost`: with it a run is held back until the slowest stage is about to want it. `n_prompts`:
+    requests that read their prompts in blocks at a time, at most. `max_delay_s`: as in `batches`. `taker`: is given
+    emissions during steps of the draft and of stages on this rank, and may add and stop requests; without it they wait.
     """
 
     def __init__(
@@ -55,25 +50,25 @@ class Engine:
         remote = [drafter] if isinstance(drafter, Level) else []
         self.target, self.levels = target, (target, *remote, *drafts)
         self.waiter, self.clock, self.run_cost = waiter, clock, run_cost
-        self._pacer = Pacer(run_cost, clock)
-        self.version = 0
-        self._asked_to_send = self._asked_to_begin = -1  # at which version that was last asked
-        self._hold_s = math.inf  # when a run is due that was held back when it was asked for last
-        self._drains = False  # nothing is sent until cells can be won back
-        self._active: dict[int, ActiveRequest] = {}
-        self._batches = BatchPlanner(target, run_cost, self._active, max_delay_s)
-        self.speculator = Speculator(drafter, drafts, clock, self._active, self._grown, target.n_inflight)
-        self.admission = Admission(self.levels, self.speculator, self._active, run_cost, n_prompts)
-        self._senders = RoundRobin[ActiveRequest]()  # the open requests that have something unsent
-        self._emissions = deque[Emission]()
         self.taker: Callable[[Sequence[Emission]], object] | None = None
+        self.version = 0
+        self._asked_to_send = self._asked_to_open = -1  # the version at which that was last tried
+        self._hold_s = math.inf  # when a run is due that was held back
+        self._drains = False  # nothing is sent until cells are freed
+        self._active: dict[int, ActiveRequest] = {}
+        self._senders = RoundRobin[ActiveRequest]()  # open requests that may have something unsent
+        self._emissions = deque[Emission]()
+        self._pacer = Pacer(run_cost, clock)
+        self.batches = BatchPlanner(target, run_cost, self._active, max_delay_s)
+        self.speculator = Speculator(drafter, drafts, clock, self._active, self._senders.add, target.n_inflight)
+        self.admission = Admission(self.levels, self.speculator, self._active, run_cost, n_prompts)
 
     # -- requests
 
     def add(self, request: Request, policy: Policy, observer: Observer | None = None) -> None:
-        """Take a request in; its tokens come out of `step`, and the observer hears what becomes of it."""
+        """Take a request in; `step` returns its tokens, and the observer is told what happens to it."""
         context = PolicyContext(
-            request, self.target, self.speculator, self._batches, self._pacer, self.run_cost, self.clock
+            request, self.target, self.speculator, self.batches, self._pacer, self.run_cost, self.clock
         )
         active = ActiveRequest(request, policy, observer or Observer(), context)
         active.observer.submitted(self.clock(), len(request.prompt))
@@ -82,25 +77,25 @@ class Engine:
         self._admit()
 
     def stop(self, request: Request, reason: Finish = Finish.STOPPED) -> None:
-        """End a request now; what it emitted stays."""
+        """End a request now. What it emitted stays."""
         self.version += 1
         if request.finish is None:
             request.finish = reason
         if request.id in self._active:
             self._close(self._active[request.id])
-        elif active := self.admission.give_up(request):
+        elif active := self.admission.withdraw(request):
             active.observer.finished(self.clock())
 
     def forget(self) -> None:
-        """Give up all that finished requests have left."""
+        """Free all that finished requests have retained."""
         while self.admission.forget_oldest():
             pass
 
     def _admit(self) -> bool:
-        """Open those that wait and may begin now; whether there was one."""
-        if not self.admission.waiting or self._asked_to_begin == self.version:
+        """Open the waiting requests that there is room for; whether there was one."""
+        if not self.admission.waiting or self._asked_to_open == self.version:
             return False
-        self._asked_to_begin, n_waiting = self.version, len(self.admission.waiting)
+        self._asked_to_open, n_waiting = self.version, len(self.admission.waiting)
         for active in self.admission.ready():
             self._open(active)
         return len(self.admission.waiting) < n_waiting
@@ -111,22 +106,22 @@ class Engine:
             self.admission.prefixes.take(prefix)
         for level in self.levels:
             level.open(request)
-            # attention costs what the cells between the first and the last in use do, packing what those do
+            # attention looks at all cells from the first to the last in use; packing moves the committed ones
             if not self._active and level.pool.can_compact and level.pool.n_parked > level.pool.n_committed:
                 level.pool.compact()
         self.speculator.open(request)
-        request.prefix_hit = None  # or it would keep the other, and so on
+        request.prefix_hit = None  # it would keep the source alive, and that one's source
         active.n_heard = prefix.n_tokens if prefix else 0
         if not active.was_open:
             active.observer.opened(active.n_heard)
         active.was_open = True
         self._active[request.id] = active
-        self._senders.add(request.id, active)
+        self._senders.add(active)
         self.speculator.add(active)
 
     @property
     def busy(self) -> bool:
-        """Whether a request is open or waits, a run in flight or an emission to be taken."""
+        """Whether a request is open or waits, a run is in flight, or an emission has not been taken."""
         has_requests = bool(self._active or self.admission.waiting)
         return has_requests or bool(self._emissions) or any(level.busy for level in self.levels)
 
@@ -138,34 +133,43 @@ class Engine:
                 yield from self.rest()
 
     def rest(self) -> Iterator[Emission]:
-        """Of other requests with rows in the same run as the one whose emission `step` has returned."""
+        """Further emissions of the run whose first one `step` has returned."""
         while self._emissions:
             yield self._emissions.popleft()
 
     # -- the loop
 
     def step(self) -> Emission | None:
-        """Answer the first of the questions that has an answer; wait if none has, and nothing happened."""
+        """Do the first thing that can be done; wait if there was none."""
         version = self.version
         if not (self._emissions or self._react() or self._draft()) and self.version == version:
             self._wait()
         return self._emissions.popleft() if self._emissions else None
 
     def _react(self) -> bool:
-        """Answer the first of the questions but the last, which takes the head's time."""
-        answered = self._hear() or self._admit() or self._send() or self.speculator.ask(self.version)
-        self.version += answered
-        return answered
+        """Do the first thing that does not take this rank's time."""
+        reacted = self._hear() or self._admit() or self._send() or self.speculator.ask(self.version)
+        self.version += reacted
+        return reacted
 
     def _draft(self) -> bool:
-        """Let the draft take a step; what comes meanwhile is taken in, and what it frees is sent at once."""
+        """Do a draft step, and between its layers whatever can be done."""
         drafted = self.speculator.draft(self.version, self._meanwhile)
         self.version += drafted
         return drafted
 
+    def _meanwhile(self) -> None:
+        while self._react() or self._hand_out():
+            pass
+
+    def listen(self) -> None:
+        """What is called between the layers of a stage on this rank: hears what has come, and sends nothing."""
+        while self._hear() or self.speculator.ask(self.version) or self._hand_out():
+            self.version += 1
+
     def _wait(self) -> None:
         timeout_s = self.timeout_s()
-        if timeout_s is None and self._active and not any([level.busy for level in self.levels]):
+        if timeout_s is None and self._active and not (self.target.busy or any(level.busy for level in self.levels)):
             stalled = next(iter(self._active.values()))
             raise RuntimeError(
                 f"request {stalled.request.id} waits for ever: {stalled.policy.name} neither sends nor drafts for it, "
@@ -175,25 +179,11 @@ class Engine:
         self.version += 1
 
     def timeout_s(self) -> float | None:
-        """How long until a run is due that was held back when it was asked for last; None if none was."""
+        """Seconds until a run is due that was held back; None if none was."""
         return None if self._hold_s == math.inf else max(0.0, self._hold_s - self.clock())
 
-    def _grown(self, active: ActiveRequest) -> None:
-        """Its tree has changed: there may be something to send."""
-        self._senders.add(active.request.id, active)
-
     def _hear(self) -> bool:
-        """Take in what has come: a verdict of the target, or else what a larger draft says."""
         return self._settle_next() or self.speculator.hear()
-
-    def _meanwhile(self) -> None:
-        while self._react() or self._hand_out():
-            pass
-
-    def listen(self) -> None:
-        """To be called while `step` waits for a stage of the head's own: what has come is taken in and handed out."""
-        while self._hear() or self.speculator.ask(self.version) or self._hand_out():
-            self.version += 1
 
     def _hand_out(self) -> bool:
         if not self.taker or not self._emissions:
@@ -204,21 +194,13 @@ class Engine:
     # -- verdicts
 
     def _settle_next(self) -> bool:
-        """Take the target's next verdict in, if one has come."""
+        """Take in the target's next verdict, if one has come."""
         landed = self.target.poll()
         if landed is None:
             return False
         flight, verdict = landed
-        self._pacer.landed(sum([flight.cost_s for flight in self.target.useful_flights]))
-        now_s = self.clock()
-        if flight.whole and not flight.n_context:
-            self._pacer.answered(now_s - flight.sent_s)
-            if verdict.slowest_s:
-                self._pacer.reported(flight.cost_s, verdict.slowest_s)
-                self._pacer.came(now_s - flight.sent_s - verdict.slowest_s)
-        if flight.whole and self.run_cost and verdict.slowest_s:
-            learn = self.run_cost.learn_chunk if flight.n_context else self.run_cost.learn
-            learn(flight.n_rows, flight.context, verdict.slowest_s)
+        left_s = sum([flight.cost_s for flight in self.target.useful_flights]) if self.target.busy else 0.0
+        now_s = self._pacer.landed(flight, verdict.slowest_s, left_s)
         for part in flight.parts:
             active = self._active[part.request.id]
             if verdict.cancelled:
@@ -234,9 +216,9 @@ class Engine:
         return True
 
     def _take(self, active: ActiveRequest, settled: Settled, now_s: float) -> None:
-        """Emit what the target settled, and free and cancel what it refuted."""
+        """Emit what was settled; free and cancel what was refuted."""
         request = active.request
-        self._senders.add(request.id, active)  # the new root, unless it was sent as a guess
+        self._senders.add(active)  # the new root may be unsent
         tokens = request.take(settled.tokens)
         self._emissions.append(Emission(request, tokens))
         active.observer.settled(now_s, len(tokens), settled)
@@ -254,25 +236,25 @@ class Engine:
         request = active.request
         active.observer.finished(self.clock())
         request.n_retained = self.admission.prefixes.n_to_retain(request, self.target.n_settled(request))
-        self._give_back(request)
+        self._release(active)
         if request.n_retained:
             self.admission.prefixes.retain(request)
 
     def _preempt(self, active: ActiveRequest) -> None:
-        """Others need its cells: it waits, and is evaluated anew, each row in the way it was."""
-        self._give_back(active.request)
+        """Give its cells to others. It waits, and its text is evaluated again in the same blocks."""
+        self._release(active)
         active.observer.preempted()
         self.admission.wait(active)
 
-    def _give_back(self, request: Request) -> None:
+    def _release(self, active: ActiveRequest) -> None:
         for level in self.levels:
-            self._count_given_up(level, level.close(request))
-        del self._active[request.id]
-        self._senders.discard(request.id)
-        self.speculator.close(request)
+            self._count_given_up(level, level.close(active.request))
+        del self._active[active.request.id]
+        self._senders.discard(active)
+        self.speculator.close(active)
 
     def _count_given_up(self, level: Level, flights: Sequence[InFlightRun]) -> None:
-        if level is not self.target or not flights:  # nobody waits for a larger draft to be free
+        if level is not self.target or not flights:  # runs of drafts are not paced
             return
         self._pacer.given_up()
         for flight in flights:
@@ -283,7 +265,7 @@ class Engine:
     # -- sending
 
     def _send(self) -> bool:
-        """Send the next run to the target, if one shall go now."""
+        """Send the next run to the target, if one should go now."""
         if self._asked_to_send == self.version and (self._hold_s == math.inf or self.clock() < self._hold_s):
             return False
         self._asked_to_send = self.version
@@ -291,16 +273,16 @@ class Engine:
 
     def _send_next(self) -> bool:
         if self._hold_s < math.inf and (late_s := self.clock() - self._hold_s) >= 0:
-            self._pacer.was_late(late_s)
+            self._pacer.asked_late(late_s)
         self._hold_s = math.inf
-        if not self._senders or (self._drains and not self._drained()):
+        if not self._senders or (self._drains and not self._drain()):
             return False
         alone = len(self._active) == 1
         if not alone and self.clock() < (due_s := self._pacer.due_s(0)):
             self._hold_s = due_s
             return False
         wants = [part for active in self._senders if (part := self._wanted(active))]
-        chosen = self._batches.choose(wants, alone)
+        chosen = self.batches.choose(wants, alone) if wants else []
         return bool(chosen) and self._submit(chosen)
 
     def _wanted(self, active: ActiveRequest) -> RequestSlice | None:
@@ -308,36 +290,36 @@ class Engine:
         request, root, target = active.request, active.request.tree.root, self.target
         if n_left := target.n_context_left(request):
             if target.n_inflight(request) <= 2 * target.pipeline.n_stages:
-                n_context, span = target.next_context(request, self._batches.n_chunk(root.position - n_left))
+                n_context, span = target.next_context(request, self.batches.n_chunk(root.position - n_left))
                 is_last = not span and n_context == n_left and not self.admission.is_awaited(request)
                 return RequestSlice(request, n_context, [root] if is_last else [], is_last, span)
         elif root.run_id is None and 1 < len(request.prompt) == root.position + 1:
             if not (target.n_inflight(request) and self.admission.is_awaited(request)):
                 return RequestSlice(request, 0, [root], True)  # right behind the prompt
-        elif nodes := self._nodes_to_send(active):
-            return RequestSlice(request, 0, nodes, nodes[0] is root)
+        else:
+            answer = active.policy.send(active.context)
+            if nodes := answer.nodes if isinstance(answer, Send) else self._held_back(active, answer):
+                return RequestSlice(request, 0, nodes, nodes[0] is root)
         return None
 
-    def _nodes_to_send(self, active: ActiveRequest) -> list[Node]:
-        """What its policy answers."""
-        answer, root = active.policy.send(active.context), active.request.tree.root
-        if isinstance(answer, Send):
-            return list(answer.nodes)
+    def _held_back(self, active: ActiveRequest, answer: HoldUntil | AwaitDraft) -> Sequence[Node]:
+        """Note what its policy waits for. Returns the root if it would wait in vain."""
+        root = active.request.tree.root
         if isinstance(answer, HoldUntil):
             self._hold_s = min(self._hold_s, answer.when_s)
-        elif not self.speculator.awaited(active) and root.run_id is None and not self.target.n_inflight(active.request):
-            return [root]  # nothing would come that is worth the wait
-        return []
+        elif not self.speculator.prefer(active) and root.run_id is None and not self.target.n_inflight(active.request):
+            return [root]
+        return ()
 
     def _submit(self, parts: Sequence[RequestSlice]) -> bool:
         flight = self.target.submit(parts)
         sent = flight.parts if flight else []
-        if len(sent) < len(parts):  # guesses can do without cells, committed tokens cannot
+        if len(sent) < len(parts):  # guesses may be left out for want of cells, committed tokens may not
             n_lacking = sum(max(1, part.n_rows) for part in parts if part.committed and part not in sent)
             self._drains = n_lacking > (0 if self.target.pool.n_parked else self.target.pool.n_free_cells)
-        if flight is None:  # where nothing will come back that frees cells, others give them up now
+        if flight is None:  # no run will come back that frees cells: free them now
             return self._drains and not self.target.pool.has_nodes and self._send_next()
-        flight.cost_s, flight.sent_s = self._pacer.sent(flight.n_rows, flight.context), self.clock()
+        self._pacer.sent(flight)
         for part in sent:
             self._note_sent(self._active[part.request.id], part, flight)
         return True
@@ -348,40 +330,19 @@ class Engine:
         n_nodes, n_inflight = len(part.nodes), self.target.n_inflight(active.request)
         active.observer.run_sent(flight.sent_s, part.n_rows, n_nodes, part.has_root, part.n_branches, n_inflight)
         if part.has_root and len(active.request.tree.nodes) == n_nodes:
-            self._senders.discard(active.request.id)  # there is nothing more to send before a verdict or a guess
+            self._senders.discard(active)  # nothing is left to send before a verdict or a guess
         else:
-            self._senders.rotate(active.request.id)
+            self._senders.rotate(active)
 
-    def _drained(self) -> bool:
-        """Whether cells have been won back, while no node is in flight: parked ones, and the youngest requests'."""
+    def _drain(self) -> bool:
+        """Once no node is in flight, free cells: parked ones, then the youngest requests'. Whether that was done."""
         pool = self.target.pool
         if pool.has_nodes:
             return False
-        while active := self.admission.to_preempt():
+        while active := self.admission.next_to_preempt():
             self._preempt(active)
         if pool.can_compact:
             pool.compact()
         self._drains = False
         self.version += 1  # there may be room for others now
         return True
-
-    @property
-    def delay_too_short(self) -> str:
-        """As in `batches`."""
-        return self._batches.too_short
-
-    def audit(self) -> None:
-        """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""
-        for active in self._active.values():
-            active.request.tree.audit()
-            assert active.request.id in self._senders or not any(active.request.tree.unsent()), (
-                f"request {active.request.id} has something to send and is not asked for it"
-            )
-            for node in active.request.tree.nodes:
-                waiting = node.run_id is not None and node.verdict is None
-                assert not waiting or self.target.is_inflight(node.run_id), (
-                    f"run {node.run_id} is forgotten, its node waits for ever"
-                )
-        live = {active.request.id: active.request.tree.nodes for active in self._active.values()}
-        for level in self.levels:
-            level.audit(live)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from pipeinfer.core.kv.blocks import Span
@@ -16,20 +16,17 @@ NO_ROWS: Set[int] = frozenset()
 @dataclass(slots=True, eq=False)
 class RequestSlice:
     """What a run carries of one request: its next `n_context` committed tokens below the root, then nodes, parents
-    before children.
-
-    `first`: the index of its first node's row in the run; the rows of its context come right before.
-    """
+    before children."""
 
     request: Request
     n_context: int
-    nodes: list[Node]
+    nodes: Sequence[Node]
     has_root: bool  # as the first of its nodes
     span: Span | None = None  # the context is whole blocks of it, see `blocks`
-    widths: Mapping[Node, int] | None = None  # guesses wanted after each node, of a draft
-    first: int = 0
+    widths: Mapping[Node, int] | None = None  # of a draft: how many guesses are wanted after each node
+    first: int = 0  # the first node's row in the run, right after those of the context
     start: int = 0  # the position of its context's first row
-    n_branches: int = 0  # of its nodes, those that took a sequence of their own
+    n_branches: int = 0  # nodes that got a new sequence
     pruned: Set[int] = NO_ROWS  # rows of the run that the stages were told to leave out
 
     @property
@@ -38,12 +35,12 @@ class RequestSlice:
 
     @property
     def committed(self) -> bool:
-        """Whether it carries committed tokens, the root among them: the request cannot go on without it."""
+        """Whether it carries committed tokens, without which the request cannot go on; the root is one."""
         return self.n_context > 0 or self.has_root
 
     @property
     def dead(self) -> bool:
-        """Whether nobody needs its cells or its answers. What was accepted since is context of all that follows."""
+        """Whether nobody needs its cells or answers. Nodes accepted since are context of what follows."""
         return len(self.dead_rows()) == self.n_rows
 
     def dead_rows(self) -> set[int]:
@@ -54,17 +51,17 @@ class RequestSlice:
 
     @property
     def committed_start(self) -> int:
-        """The position of the first of its rows that is a committed token's; POSITION_END if there is none."""
+        """The first position of a committed token among its rows; POSITION_END if there is none."""
         if self.n_context:
             return self.start
         return min((node.position for node in self.nodes if node.state is State.RETIRED), default=POSITION_END)
 
     def n_wanted(self, node: Node) -> int:
-        """Answers asked for after one of its nodes: one of the target."""
+        """Answers wanted after one of its nodes: one of the target."""
         return self.widths[node] if self.widths else 1
 
     def cut(self, n_context: int, n_nodes: int) -> RequestSlice:
-        """The same with no more than so many committed tokens and nodes."""
+        """At most so many of its committed tokens and nodes."""
         if n_context == self.n_context and n_nodes == len(self.nodes):
             return self
         return RequestSlice(self.request, n_context, self.nodes[:n_nodes], self.has_root and n_nodes > 0, self.span)
@@ -79,8 +76,8 @@ class InFlightRun:
     n_rows: int
     n_context: int
     context: int  # tokens before a request's first row, the mean over the rows
-    sent_s: float = 0.0  # when, on the engine's clock
-    cost_s: float = 0.0  # what it was thought to take the slowest stage
-    dead: bool = False  # no row can count any more
+    sent_s: float = 0.0  # on the engine's clock
+    cost_s: float = 0.0  # expected seconds in the slowest stage
+    dead: bool = False  # nobody needs any of its rows
     cancelled: bool = False  # and the stages were told
     whole: bool = True  # every stage evaluates all of its rows

@@ -1,4 +1,4 @@
-"""The Protocols that join the core to models, clusters and tests. Knows no implementation."""
+"""Protocols that models, clusters and tests implement. Knows no implementation."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class DeviceRows(Protocol):
-    """Activations (n_rows, n_embd) in a device's memory, as they travel."""
+    """Activations (n_rows, n_embd) in a device's memory."""
 
     @property
     def memory(self) -> Any:
-        """Their bytes, which MPI may send."""
-        ...
+        """Their bytes, as MPI sends them."""
 
     def pick(self, rows: Sequence[int]) -> DeviceRows:
         """These rows."""
-        ...
 
     def spread(self, rows: Sequence[int], n_rows: int) -> DeviceRows:
-        """Of `n_rows` rows these; the others are zero."""
-        ...
+        """These rows, as rows `rows` of `n_rows`; the others are zero."""
 
 
 @dataclass(slots=True)
@@ -41,11 +38,11 @@ class Batch:
     """The rows one stage evaluates together, in topological order.
 
     tokens, positions  (n_rows,) int32
-    seqs               per row its sequence ids, the one it sees first
-    hidden             (n_rows, n_embd) float32, the residual stream before this stage; None on the first stage
+    seqs               per row its sequence ids, first the one that it sees
+    hidden             (n_rows, n_embd) float32, the residual stream; None on the first stage
     wanted             (n_rows,) bool, rows whose logits the last stage must return
-    span               the rows are whole blocks of it (see `blocks`), all in the same one sequence, and none is wanted
-    on_device          instead of `hidden`, for a model that `DeviceStage`
+    span               the rows are whole blocks of it (see `blocks`), all in one sequence, and none is wanted
+    on_device          replaces `hidden` for a model that `DeviceStage`
     """
 
     tokens: IntArray
@@ -58,106 +55,95 @@ class Batch:
 
     @property
     def begins_blocks(self) -> bool:
-        """Whether these are the first of a span's blocks."""
+        """Whether the rows start with the span's first block."""
         return self.span is not None and int(self.positions[0]) == self.span.start
 
 
 class StageModel(Protocol):
-    """A contiguous slice of layers with its KV cache: what one stage computes."""
+    """A contiguous slice of layers with its KV cache."""
 
     n_embd: int
     is_last: bool
 
     def apply(self, ops: Sequence[KvOp]) -> None:
-        """Change the KV cache. Ops arrive in order, each exactly once."""
-        ...
+        """Change the KV cache. Operations arrive in order, each once."""
 
     def next_position(self, seq: int) -> int:
-        """The position a sequence's next row must have: its last cell's + 1, or 0 when it is empty."""
-        ...
+        """The position of a sequence's next row: its last cell's + 1, or 0 if it is empty."""
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         """The residual stream after the slice (n_rows, n_embd), or, on the last stage, the logits (n_wanted, n_vocab).
 
-        `stop` is asked between layers; once it answers True the evaluation ends, leaves the KV cache as it was before,
-        and returns None. The result is only valid until the next call; the caller may change it.
+        `stop` is called between layers; if it returns True, the evaluation leaves the KV cache as it was and returns
+        None. The result is valid until the next call, and the caller may change it.
         """
-        ...
 
 
 Rows = TypeVar("Rows", FloatArray, DeviceRows, covariant=True)
 
 
 class StageFuture(Protocol[Rows]):
-    """A batch that a device has been told to evaluate."""
+    """A batch that a device is evaluating."""
 
     @property
     def is_done(self) -> bool: ...
 
     def result(self) -> Rows:
-        """What `evaluate` would have returned. Waits for the device; the caller may change it."""
-        ...
+        """What `evaluate` returns. Waits for the device."""
 
 
 @runtime_checkable
 class AsyncStage(Protocol):
-    """A StageModel that may be given its next batch before the last one's result is there."""
+    """A StageModel that takes further batches before the result of the last one is there."""
 
     def begin(self, batch: Batch, stop: Callable[[], bool]) -> StageFuture[FloatArray] | None:
-        """As `evaluate`, but for the result, which comes later; `stop` is asked before this returns. The next batch,
-        and the operations before it, may come at once: they are done in the order in which they came."""
-        ...
+        """Start what `evaluate` does; `stop` is called before this returns. The next batch and operations may follow at
+        once, and are done in their order."""
 
 
 @runtime_checkable
 class DeviceStage(AsyncStage, Protocol):
-    """A StageModel that may take activations from its device's memory, and leave them there, for MPI to move."""
+    """A StageModel that takes activations from its device's memory and leaves them there."""
 
     def device_memory(self, n_bytes: int) -> Any:
-        """Room on the device, which nothing there uses any more, for MPI to receive into."""
-        ...
+        """Memory of the device, unused, that MPI may receive into."""
 
     def device_rows(self, memory: Any, n_rows: int, rounded: bool) -> DeviceRows:
-        """What was received there, in float32 or `rounded` to bf16. The room must be left alone until the run that it
-        is for is done, or was stopped."""
-        ...
+        """What was received there, in float32 or `rounded` to bf16. The memory is in use until the batch is done or
+        stopped."""
 
     def begin_on_device(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> StageFuture[DeviceRows] | None:
-        """As `begin`, with the result on the device. Not for a last slice."""
-        ...
+        """As `begin`, with the result on the device. Not on the last stage."""
 
 
 class LoadedModel(StageModel, Protocol):
-    """A StageModel as it is held between requests."""
+    """A StageModel that is kept between requests."""
 
     n_vocab: int
 
     def clear(self) -> None:
         """Empty the KV cache."""
-        ...
 
     def close(self) -> None:
-        """Free it. May be called twice."""
-        ...
+        """Free it; a second call does nothing."""
 
 
 class ConstraintFailed(Exception):
-    """A constraint takes more time or memory than it may."""
+    """A constraint exceeds its limit of time or memory."""
 
 
 class Allowed(Protocol):
-    """Which tokens may follow one text. Raises ConstraintFailed, for the same text always or never."""
+    """The tokens that may follow one text. Methods raise ConstraintFailed, for one text always or never."""
 
     def has(self, token: int) -> bool: ...
 
     def restrict(self, logits: FloatArray) -> None:
-        """Make logits (n_vocab,) -inf but for the tokens that may follow. One is left at least: where nothing may
-        follow, the end of the text."""
-        ...
+        """Set logits (n_vocab,) to -inf except for tokens that may follow. At least one is left: the end of the text
+        where nothing may follow."""
 
 
 class Constraint(Protocol):
-    """What the output of one request may be. Several threads may ask."""
+    """What the output of one request may be. Thread-safe."""
 
     def after(self, output: Sequence[int]) -> Allowed: ...
 
@@ -166,79 +152,66 @@ Answer = TypeVar("Answer", bound="Verdict | GuessVerdict", covariant=True)
 
 
 class Pipeline(Protocol[Answer]):
-    """All stages of one level as the head sees them. Runs are evaluated in the order of submission."""
+    """All stages of one level, seen from rank 0. Runs are evaluated in the order of submission."""
 
     @property
     def n_stages(self) -> int: ...
 
     @property
     def is_at_head(self) -> bool:
-        """Whether the head evaluates all of it, and can do nothing else meanwhile."""
-        ...
+        """Whether rank 0 evaluates all of it, and can do nothing else meanwhile."""
 
     def submit(self, run: Run) -> None:
-        """Send a run off. Never blocks."""
-        ...
+        """Send a run. Never blocks."""
 
     def poll(self) -> Answer | None:
-        """The next verdict if one has come. Verdicts come in the order of submission."""
-        ...
+        """The next verdict, in the order of submission; None if it has not come."""
 
     def cancel(self, run_ids: Sequence[int]) -> None:
-        """Tell every stage that these runs need no evaluation. Their KvOps still apply, their verdicts still come."""
-        ...
+        """Tell all stages not to evaluate these runs. Their operations still apply, and their verdicts still come."""
 
     def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Tell every stage that these rows (run id -> indices) need no evaluation where their run has not begun."""
-        ...
+        """Tell all stages to leave out these rows (run id -> indices) of runs that they have not begun."""
 
 
 class Waiter(Protocol):
-    """How the head waits when it has nothing to do."""
+    """How rank 0 waits when it has nothing to do."""
 
     def wait(self, pipelines: Sequence[Any], timeout_s: float | None = None) -> None:
-        """Return when a verdict of one of the pipelines, of this waiter's kind, may have come or the time is over.
+        """Return when a verdict of one of the pipelines, all of the waiter's kind, may have come, or after the timeout.
 
         Raises StopRequested when the user asks to stop.
         """
-        ...
 
 
 class Drafter(Protocol):
-    """Guesses what follows a node, for any number of requests."""
+    """A draft in this process, for any number of requests."""
 
     @property
     def can_open(self) -> bool:
         """Whether there is room for another request."""
-        ...
 
     def open(self, request: Request) -> None:
-        """A request begins; there must be room for it, or its `prefix_hit` moves."""
-        ...
+        """Open a request. There must be room for it, or its `prefix_hit` moves."""
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
-    ) -> Sequence[list[Guess] | None] | None:
-        """For each node up to so many guesses, most likely first, or None where there was no room to evaluate it.
+    ) -> Mapping[Node, list[Guess]] | None:
+        """Up to so many guesses after each node, likeliest first. Nodes for which there was no room are missing.
 
-        None altogether when `interrupted` answered True meanwhile.
+        None when `interrupted` answered True meanwhile.
         """
-        ...
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
-        """The request's root moved along `path` (old root first, new root last); all other branches are dead."""
-        ...
+        """The request's root moved along `path`, from the old root to the new one; other branches are dead."""
 
     def close(self, request: Request) -> None:
-        """The request has ended: free what it holds, but for its first `n_retained` tokens as far as they are here."""
-        ...
+        """Free what the request holds, but for its first `n_retained` tokens."""
 
     def forget(self, request: Request) -> None:
-        """Free what a request has left."""
-        ...
+        """Free what a finished request has retained."""
 
 
 class Clock(Protocol):
     def __call__(self) -> float:
         """Seconds, monotonic."""
-        ...

@@ -1,4 +1,4 @@
-"""What was timed at a few points, at any point. Knows numbers only."""
+"""Piecewise linear interpolation. Knows numbers only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=1 << 14)
 def interpolate(xs: tuple[float, ...], ys: tuple[float, ...], x: float) -> float:
-    """Straight lines between the points, the first value before them, the last line continued. `xs` ascend."""
+    """The value at `x`: the first before all points, the last line continued after them. `xs` ascend."""
     if len(xs) == 1 or x <= xs[0]:
         return ys[0]
     right = min(bisect_left(xs, x), len(xs) - 1)

@@ -1,4 +1,4 @@
-"""What is added to the logits of single tokens, as a text such as `15+1.5 22-inf`. Knows no vocabulary."""
+"""Biases added to the logits of single tokens, as a text such as `15+1.5 22-inf`. Knows no vocabulary."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_TOKENS = 2048
-"""Of one request: what ranks tell each other has room for it."""
+"""Of one request, limited by the messages between ranks."""
 
 ONE = re.compile(r"([0-9]{1,10})([+-](?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?|-inf(?:inity)?)")
 MAX_TOKEN, MAX_BIAS = 2**31 - 1, 1e9
 
 
 def read_one(text: str) -> tuple[int, float]:
-    """(token id, what is added) of llama.cpp's TOKEN_ID(+/-)BIAS. Raises ValueError with what it should be."""
+    """(token id, bias) of llama.cpp's TOKEN_ID(+/-)BIAS. Raises ValueError with the expected form."""
     found = ONE.fullmatch(text)
     if not found or int(found[1]) > MAX_TOKEN or not is_bias(float(found[2])):
         raise ValueError(f"is no TOKEN_ID(+/-)BIAS, such as 15043+1.5, 22-3 or 22-inf, of up to {MAX_BIAS:.0e}")
@@ -30,7 +30,7 @@ def is_bias(value: float) -> bool:
 
 
 def bias_text(pairs: Iterable[tuple[int, float]]) -> str:
-    """The same for the same biases; those of one token add up. Raises ValueError for too many tokens."""
+    """The canonical text of biases; those of one token add up. Raises ValueError for too many tokens."""
     sums: dict[int, float] = {}
     for token, bias in pairs:
         sums[token] = sums.get(token, 0.0) + bias
@@ -41,13 +41,13 @@ def bias_text(pairs: Iterable[tuple[int, float]]) -> str:
 
 @lru_cache(maxsize=256)
 def read_biases(text: str) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
-    """(token ids ascending, what is added to each)."""
+    """(token ids, ascending; biases)."""
     pairs = [read_one(each) for each in text.split()]
     return np.array([token for token, _ in pairs], np.intp), np.array([bias for _, bias in pairs], np.float32)
 
 
 def add_biases(logits: npt.NDArray[np.float32], text: str) -> None:
-    """Change logits (n_vocab,); tokens that they do not have are passed over."""
+    """Add the biases to logits (n_vocab,), in place; tokens beyond them are ignored."""
     ids, biases = read_biases(text)
     n = int(np.searchsorted(ids, len(logits)))
     logits[ids[:n]] += biases[:n]

@@ -1,7 +1,7 @@
-"""Random numbers for sampling: of a seed, a position and a token id, and of nothing else. Knows no logits.
+"""Random numbers for sampling, functions of seed, position and token id alone. Knows no logits.
 
-The generator is counter-based (Philox 4x64-10, Salmon et al. 2011): the number of one token is had without those of the
-others, and none depends on how many were drawn before it, on the batch, or on the rank that draws.
+The generator is counter-based (Philox 4x64-10, Salmon et al. 2011): a token's number does not depend on the other
+tokens, on earlier numbers, on the batch, or on the rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 IDS_A_JUMP = 700
-"""Drawing so many numbers in a row takes as long as going to one in particular."""
+"""So many consecutive numbers take as long as a jump to one number."""
 
 WORDS_A_BLOCK = 4  # the generator's counter counts blocks
 
@@ -36,13 +36,13 @@ def random_words(seed: int, position: int, ids: npt.NDArray[np.intp]) -> npt.NDA
 
 def gumbel(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Standard Gumbel noise (n,) from 64 random bits each."""
-    # 53 bits into the open interval (0, 1), where the last one would be rounded up to 1: no logarithm below meets 0
+    # 53 bits, in the open interval (0, 1): the largest would be rounded up to 1, and its logarithm be 0
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return -np.log(-np.log(np.minimum(uniform, 1.0 - 2.0**-53)))
 
 
 def gumbel_bound(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    """What `gumbel` cannot exceed (n,), but for rounding; infinite where the bits are near their end.
+    """An upper bound of `gumbel` (n,), up to rounding; infinite for the largest bits.
 
     With u the uniform number, -log(-log(u)) <= -log(1 - u): one logarithm of 32 bits instead of two of 53.
     """

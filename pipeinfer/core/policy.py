@@ -21,7 +21,7 @@ from pipeinfer.core.tree import Node, Settled, TokenTree
 
 
 class Send(NamedTuple):
-    """One run for the target, now: parents before children; of no nodes: nothing before something happens."""
+    """A run for the target, parents before children. Without nodes: nothing until the next event."""
 
     nodes: Sequence[Node]
 
@@ -30,14 +30,14 @@ NOTHING = Send(())
 
 
 class HoldUntil(NamedTuple):
-    """Nothing before this time on the engine's clock, unless something happens before."""
+    """Nothing until this time on the engine's clock, or the next event."""
 
     when_s: float
 
 
 class AwaitDraft(NamedTuple):
-    """Nothing before a draft has said what follows the node. The request is the next one that the draft works for;
-    where no draft has anything to do for it, its root goes at once."""
+    """Nothing until a draft has answered for the node. The draft's next step is for this request; if no draft has
+    anything to do for it, its root is sent at once."""
 
     node: Node
 
@@ -47,7 +47,7 @@ Answer = Send | HoldUntil | AwaitDraft
 
 @dataclass(slots=True)
 class PolicyContext:
-    """One request as its policy sees it now, in an engine of these parts."""
+    """What the policy of one request may look at."""
 
     request: Request
     target: Level
@@ -74,50 +74,52 @@ class PolicyContext:
 
     @property
     def is_at_head(self) -> bool:
-        """Whether the draft makes no guesses while the target evaluates a run: the head evaluates it itself."""
+        """Whether this rank evaluates the whole target and the draft, one after the other."""
         return self.target.pipeline.is_at_head and self.speculator.remote is None
 
     @property
     def n_inflight(self) -> int:
-        """Runs without a verdict, cancelled ones left out."""
+        """Runs in flight that are not dead."""
         return self.target.n_inflight(self.request)
 
     def n_asked(self, draft: int) -> int:
-        """Runs of a larger draft, by its number, without an answer."""
+        """Runs in flight at a larger draft, by its number."""
         return self.speculator.drafts[draft - 1].n_inflight(self.request)
 
     @property
     def n_evaluated(self) -> int:
-        """The same with those that nobody needs any more, if the stages are not told so (`--no-cancel`)."""
+        """Runs in flight that the stages evaluate: with `--no-cancel` dead ones too."""
         return self.target.n_evaluated(self.request)
 
     # -- costs, as measured
 
     @property
     def n_cheap_rows(self) -> int:
-        """What a run may carry without costing much more than a single row, less what other requests want of it."""
+        """Rows that a run may have without costing much more than one row, less those that other requests want."""
         return self.batches.n_rows_for_guesses(self.tree.root.position)
 
     def run_s(self, n_rows: int) -> float:
-        """What a run of so many rows takes the slowest stage here; 0 if nobody knows."""
+        """Seconds of a run of `n_rows` in the slowest stage, after this context; 0: unknown."""
         return self.run_cost.seconds(n_rows, self.tree.root.position) if self.run_cost else 0.0
 
     @property
     def on_way_s(self) -> float:
-        """What a verdict takes besides the evaluation in the stages, the least of late; 0 before the first one."""
+        """Seconds of a verdict beside the slowest stage's evaluation, the least of late; 0 before the first one."""
         return self.pacer.on_way_s
 
     def verdict_in_s(self, node: Node) -> float:
-        """How long until the verdict of a node is here, as long as verdicts take lately; of one that was not sent: if
-        it were sent now. 0 before the first verdict."""
+        """Seconds until a node's verdict, by the running mean; from now on if it was not sent. 0 before the first
+        verdict."""
         if node.run_id is None:
             return self.pacer.answer_s
         return max(0.0, self.target.sent_s(node.run_id) + self.pacer.answer_s - self.clock())
 
     def early(self, patience: float = 0.0) -> HoldUntil | None:
-        """Until when a run would only wait in a queue, or, given a `patience` (one-row runs that the slowest stage may
-        be idle), miss a verdict that is there by then: what is sent late is the best that is known then. None: it is
-        time, or other requests are open and the engine paces the runs."""
+        """The answer while a run would only be queued, or miss a verdict that is about to come: a later run has better
+        guesses. None if it is time; with other requests open the engine paces runs.
+
+        `patience`: one-row runs for which the slowest stage may be idle to wait for that verdict.
+        """
         if not self.is_alone:
             return None
         sent_s = next((flight.sent_s for flight in self.target.useful_flights), math.inf)
@@ -132,27 +134,27 @@ class PolicyContext:
 
     @property
     def draft_s(self) -> float:
-        """What a step of the draft takes; 0 while nobody knows."""
+        """Seconds of a step of the smallest draft; 0: unknown."""
         return self.speculator.step_s
 
     @property
     def drafting(self) -> tuple[Collection[Node], float]:
-        """What of the request the smallest draft expands at the moment, and how long its step still takes."""
+        """The request's nodes that the smallest draft is expanding, and the seconds that its step still takes."""
         return self.speculator.at_work(self.request)
 
     # -- nodes
 
     @property
     def depth_left(self) -> int:
-        """Tokens that can still come; deeper guesses are of no use."""
+        """Tokens that can still come; deeper guesses are useless."""
         return self.request.depth_left
 
     def fitting(self, nodes: Sequence[Node]) -> list[Node]:
-        """Which of unsent nodes there is room for, in their order."""
+        """The unsent nodes for which there is room, in their order."""
         return self.target.pool.fitting(nodes)
 
     def in_reach(self, node: Node) -> bool:
-        """Whether the node's token can still be part of the output and be followed by another."""
+        """Whether the node's token can be part of the output and another one can follow."""
         return node.position - self.tree.root.position < self.depth_left
 
     def may_branch(self, node: Node) -> bool:
@@ -162,11 +164,11 @@ class PolicyContext:
 
 @dataclass
 class Policy(ABC):
-    """A dataclass whose settings (see `settings`) are its own. One instance serves one request, so it may remember;
-    what it learns of the models it may share with the instances that begin from it.
+    """A dataclass with settings of its own (see `settings`). One instance serves one request and may keep state; it may
+    share what it learns of the models with the instances that `begin` from it.
 
-    `name`: as in --policy. `drafts`: whether it has any use for a draft. `n_seq`: KV sequences that its trees can use.
-    `uses`: what of the levels it uses and an ablation study can take away: to `cancel` runs, sequences as `partitions`.
+    `name`: as in --policy. `drafts`: whether it uses a draft. `n_seq`: KV sequences that its trees can use. `uses`:
+    features that an ablation study can take away: `cancel` (of runs) and `partitions` (sequences).
     """
 
     name: ClassVar[str]
@@ -183,18 +185,18 @@ class Policy(ABC):
         """What goes to the target now."""
 
     def draft(self, context: PolicyContext) -> Mapping[Node, int]:
-        """Nodes the draft shall expand now, in one batch, and into how many guesses each; empty to draft nothing."""
+        """Nodes for the smallest draft to expand now, in one batch, and how many guesses after each."""
         return {}
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
-        """Which guesses after `node` enter the tree, and how probable they are. Draft 0 is the smallest."""
+        """The guesses after `node` that enter the tree, with their probabilities. Draft 0 is the smallest."""
         return guesses
 
     def refine(self, context: PolicyContext, draft: int) -> Mapping[Node, int]:
-        """Nodes that draft number `draft`, a larger one, shall be asked about now, the most important first, and for
-        how many guesses each."""
+        """Nodes that a larger draft, by its number, is asked about now, the most important first, and how many guesses
+        after each."""
         return {}
 
     def settled(self, settled: Settled, context: PolicyContext) -> str:
-        """The root moved. Returns what the user should know about it, usually nothing."""
+        """The root moved. Returns a notice for the user, usually empty."""
         return ""

@@ -22,8 +22,8 @@ class Finish(Enum):
 
 
 class Prefix(NamedTuple):
-    """The first `n_tokens` of another request, which is open, or has finished and left its cells. `moves`: it has
-    finished, and leaves them to nobody else."""
+    """The first `n_tokens` of another request, which is open, or has finished and retained them. `moves`: its cells
+    become this request's, and nobody else can use them."""
 
     source: Request
     n_tokens: int
@@ -32,10 +32,7 @@ class Prefix(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`tokens` is the prompt and the output so far; the tree's root is always its last token.
-
-    The position of a token is its index in `tokens`.
-    """
+    """`tokens`: the prompt and the output so far, by position; the last one is the tree's root."""
 
     id: int
     prompt: Sequence[int]
@@ -43,29 +40,29 @@ class Request:
     sampling: SamplingParams
     n_ctx: int
     end_tokens: frozenset[int] = frozenset()
-    """Tokens that end the generation (empty with --ignore-eos); the one met is part of the output ids."""
+    """Tokens that end the generation, and are part of the output; empty with --ignore-eos."""
 
     spans: tuple[Span, ...] | None = None
-    """Rows of the prompt that are evaluated in blocks, where the target does that, all others as guesses are; None: as
-    its length says. The text may depend on it, so it must not depend on what is kept."""
+    """Rows of the prompt that are evaluated in blocks, where the target does that; None: by the prompt's length. The
+    output may depend on them, so they must not depend on what is cached."""
 
     keep: bool = False
-    """When it has finished its cells stay while there is room, for a request that begins with the same tokens."""
+    """Whether its cells are retained after its end, while there is room, for requests that start with its tokens."""
 
     priority: int = 0
-    """Lower ones begin first, and are the last to give their cells to others."""
+    """Requests of lower numbers are opened first and preempted last."""
 
     tokens: list[int] = field(init=False)
     tree: TokenTree = field(init=False)
     finish: Finish | None = field(default=None, init=False)
     n_tokens_most: int = field(init=False)
-    """Prompt and output at most, so many KV cells too."""
+    """Tokens of prompt and output, and KV cells, at most."""
 
     prefix_hit: Prefix | None = field(default=None, init=False)
-    """What it began with, once it is open."""
+    """What it starts with; set while it is being opened."""
 
     n_retained: int = field(default=0, init=False)
-    """So many of its first tokens keep their cells for other requests, once it has finished."""
+    """How many of its first tokens are retained, once it has finished."""
 
     def __post_init__(self) -> None:
         assert self.prompt, "an empty prompt has no last token to continue"
@@ -81,20 +78,20 @@ class Request:
 
     @property
     def depth_left(self) -> int:
-        """How many more tokens can still come; a guess deeper than this below the root is of no use."""
+        """Tokens that can still come; guesses deeper below the root are useless."""
         return min(self.n_predict - self.n_generated, self.n_ctx - len(self.tokens))
 
     def n_soon(self, ahead: int) -> int:
-        """Tokens of the text once there are `ahead` more, or all that may come."""
+        """Tokens of the text with `ahead` more, or all that may come."""
         return min(self.n_tokens_most, len(self.tokens) + ahead)
 
     def take(self, tokens: list[int]) -> list[int]:
-        """Append what the target emitted, up to the first reason to finish; return what was taken."""
+        """Append what the target emitted, up to the first reason to finish; returns what was appended."""
         for n_taken, token in enumerate(tokens, 1):
             if token == FAILED:
                 self.finish = Finish.FAILED
                 return tokens[: n_taken - 1]
-            self.tokens.append(int(token))  # what else it brings is for who takes the emission
+            self.tokens.append(int(token))  # without what comes with it, such as log-probabilities
             if token in self.end_tokens or len(self.tokens) >= self.n_tokens_most:
                 self.finish = self._reason(token)
                 return tokens[:n_taken]
@@ -108,7 +105,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Emission:
-    """Tokens of a request that the target has just settled."""
+    """Newly settled tokens of a request."""
 
     request: Request
     tokens: list[int]

@@ -10,16 +10,16 @@ from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 
 NO_TOKEN = -1
-"""In a verdict: this row was not asked for a token, or was not evaluated because its guess was dead."""
+"""In a verdict: no token was wanted after the row, or the row was dead."""
 
 MAX_OPS = 2048
-"""Operations that a run carries at most."""
+"""Operations of a run at most."""
 
 FAILED = -2
-"""In a verdict: the request cannot go on here, as its constraint takes too much."""
+"""In a verdict: the request's constraint exceeds its limits."""
 
 POSITION_END = 2**31 - 1
-"""As the end of a position range: to the end of the sequence."""
+"""As the end of a range of positions: the end of the sequence."""
 
 
 class OpKind(IntEnum):
@@ -36,10 +36,10 @@ class KvOp:
 
     COPY    the cells of `src` at positions [first, last) also belong to `dst`
     REMOVE  the cells of `src` at positions [first, last) no longer belong to `src`
-    COMPACT parked cells are free again; every sequence's cells are packed in the order of their positions
-    CLOSE   request `src` has ended: what is kept of it may go
-    SHARED  before a COMPACT: the cells of `dst` at positions [0, last) are those of `src`, and stay so; one a sequence
-            at most, after that of its `src`
+    COMPACT parked cells become free; every sequence's cells are packed in the order of their positions
+    CLOSE   request `src` has ended: its state at the stages is freed
+    SHARED  before a COMPACT: the cells of `dst` at positions [0, last) are those of `src`, and stay shared; at most one
+            for each `dst`, after that of its `src`
     """
 
     kind: OpKind
@@ -51,22 +51,22 @@ class KvOp:
 
 @dataclass(slots=True)
 class Row:
-    """One token to evaluate. It sees the cells of its first sequence; all its sequences receive its cell."""
+    """One token to evaluate. It sees the cells of its first sequence; its cell belongs to all its sequences."""
 
     request: int
     token: int
     position: int
     seqs: tuple[int, ...]
     n_wanted: int = 1
-    """Answers asked for: none after prompt rows before the last, one of the target, of a draft so many guesses."""
+    """Answers wanted: 0 for context, 1 of the target, of a draft the number of guesses."""
 
 
 class Opening(NamedTuple):
-    """What the last stage is told of a request with its first run."""
+    """What the stages are told of a request with its first run."""
 
     sampling: SamplingParams
     n_prompt: int
-    """Tokens of the prompt, which is to say the position of the output's first one."""
+    """Tokens of the prompt: the position of the output's first token."""
 
 
 @dataclass(slots=True)
@@ -79,16 +79,16 @@ class Run:
     opens: dict[int, Opening] = field(default_factory=dict)
     """Requests whose first run this is."""
     span: Span | None = None
-    """The rows are whole blocks of it; see `blocks`."""
+    """The rows are whole blocks of it, see `blocks`."""
 
     @property
     def begins_blocks(self) -> bool:
-        """Whether these are the first of a span's blocks."""
+        """Whether the run starts with the span's first block."""
         return self.span is not None and self.rows[0].position == self.span.start
 
     @property
     def context(self) -> int:
-        """Tokens before a request's first row, the mean over the rows. A request's rows follow each other."""
+        """Tokens before a request's first row, the mean over the rows; a request's rows are consecutive."""
         request, first, total = None, 0, 0
         for row in self.rows:
             if row.request != request:
@@ -99,19 +99,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """For each row of a run, the token the target chooses after that row, or NO_TOKEN, or FAILED."""
+    """For each row of a run the token that the target chooses after it, NO_TOKEN, or FAILED."""
 
     run_id: int
     tokens: tuple[int, ...]
     cancelled: bool = False
-    """No stage beyond the one that noticed the cancellation evaluated the run; `tokens` is empty."""
+    """At least the last stage did not evaluate the run; `tokens` is empty."""
     slowest_s: float = 0.0
-    """Seconds that the run took the slowest stage; 0 if nobody knows."""
+    """Seconds in the slowest stage; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A token that a draft thinks may follow a node, with its probability under the draft."""
+    """A token that may follow a node, with its probability under the draft."""
 
     token: int
     probability: float
@@ -119,7 +119,7 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class GuessVerdict:
-    """For each row of a run what a draft guesses after it, likeliest first; nothing where no answer was wanted."""
+    """For each row of a run a draft's guesses after it, likeliest first; empty where none were wanted."""
 
     run_id: int
     guesses: tuple[list[Guess], ...]

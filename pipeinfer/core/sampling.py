@@ -1,7 +1,7 @@
 """Choose a token from logits: the same choice for the same (logits, seed, position), wherever and whenever asked.
 
-Knows no tree and no model. A choice costs about a look at every logit: as a rule nothing is sorted, and no noise drawn,
-but for the tokens that can be chosen.
+Knows no tree and no model. A choice reads every logit about once: usually only tokens that can be chosen are sorted, or
+get noise.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ Ids = npt.NDArray[np.intp]
 Logits = npt.NDArray[np.float32]
 
 BLOCKS_A_TOKEN = 32
-"""`largest` looks at so many blocks for each token wanted: few others are then as large as what it finds."""
+"""`largest` compares the maxima of so many blocks for each wanted token, so that it finds few others."""
 
-BLOCK = 4096  # weights added up at once
-CHUNK = 16_384  # logits worked on at once: what is computed of them stays in the processor's cache
+BLOCK = 4096  # weights added at once
+CHUNK = 16_384  # logits processed at once, within the processor's cache
 
 HEADS = (1 / 512, 5 / 32)
-"""About these shares of the logits, the largest, `nucleus` puts in order before it does so with all. The first one is
-enough where a model is sure; the second is above a tenth, below which numpy's search for indices is slower."""
+"""Shares of the logits, the largest, that `nucleus` sorts before it sorts all. The first is enough where a model is
+sure; the second is above a tenth, below which numpy's search for indices is slower."""
 
-SAMPLE_EVERY = 64  # logits, of which one is looked at to tell how large such a share is
+SAMPLE_EVERY = 64  # logits, of which one is sampled to find the least of such a share
 
-N_EXACT = 512  # candidates whose noise is computed without asking first whether it can matter
+N_EXACT = 512  # candidates whose noise is computed without bounding it first
 
-MIN_TEMP = 1e-30  # what is below is greedy, and would overflow as a divisor
+MIN_TEMP = 1e-30  # lower temperatures are greedy: they would overflow as divisors
 
 BELOW_BEST = 8.0
-"""Of many candidates those whose scores lie further below the best are left out: each is less than e^-8 as likely."""
+"""Of many candidates, those whose scores are further below the best are left out: each is less than e^-8 as likely."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
 
-    The penalties look at the last `repeat_last_n` tokens, the prompt's included. `logit_bias`: see there. `grammar`:
-    what the output must be, in llama.cpp's form (GBNF) or a JSON schema; empty: anything. `n_logprobs`: of so many of
-    the likeliest tokens, and of the chosen one, log-probabilities are wanted; below 0: of none.
+    The penalties use the last `repeat_last_n` tokens of prompt and output. `logit_bias`: see there. `grammar`: what
+    the output must match, in llama.cpp's form (GBNF) or as a JSON schema; empty: anything. `n_logprobs`: the number of
+    likeliest tokens whose log-probabilities are wanted, with that of the chosen one; below 0: none.
     """
 
     heading = "Sampling"
@@ -80,17 +80,17 @@ class SamplingParams:
 
     @property
     def settled(self) -> SamplingParams:
-        """With a seed: a random one if none was given."""
+        """The same with a random seed if none was given."""
         return self if self.seed >= 0 else replace(self, seed=secrets.randbits(32))
 
     @property
     def needs_history(self) -> bool:
-        """Whether a choice depends on more than the logits."""
+        """Whether a choice depends on earlier tokens."""
         return bool(self.looks_back or self.grammar)
 
     @property
     def looks_back(self) -> int:
-        """How many of the newest tokens are penalised."""
+        """How many of the newest tokens the penalties use."""
         off = self.repeat_penalty == 1.0 and self.frequency_penalty == 0.0 and self.presence_penalty == 0.0
         return 0 if off else self.repeat_last_n
 
@@ -100,8 +100,8 @@ def choose(
 ) -> int:
     """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates.
 
-    As in llama.cpp, tokens that are not allowed are left out only where otherwise one of them would be chosen.
-    `history` is what `adjust` wants; the logits are changed in place.
+    As in llama.cpp, tokens that are not allowed are left out only if one of them would be chosen. `history`: as in
+    `penalise`. The logits are changed in place.
     """
     adjust(logits, params, history)
     token = _pick(logits, params, position)
@@ -119,14 +119,14 @@ def _pick(logits: Logits, params: SamplingParams, position: int) -> int:
 
 
 def adjust(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
-    """Change logits (n_vocab,) as is asked of single tokens: llama.cpp's order, biases and then penalties."""
+    """Apply biases, then penalties, to logits (n_vocab,), in place; llama.cpp's order."""
     if params.logit_bias:
         add_biases(logits, params.logit_bias)
     penalise(logits, params, history)
 
 
 def penalise(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
-    """Change logits (n_vocab,) for the tokens of `history`, which has `params.looks_back` at most."""
+    """Penalise the tokens of `history`, at most `params.looks_back`, in logits (n_vocab,), in place."""
     if not history or not params.looks_back:
         return
     ids, counts = np.unique(np.asarray(history), return_counts=True)
@@ -136,9 +136,9 @@ def penalise(logits: Logits, params: SamplingParams, history: Sequence[int]) -> 
 
 
 def perturbed(logits: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Candidates and their scores, the highest of which is the sample (Gumbel-max), for `params.temp` above 0.
+    """Candidates and their scores, the highest of which is the sample (Gumbel-max); `params.temp` is above 0.
 
-    All candidates if they are few, else those that come near the best.
+    Of many candidates only those near the best.
     """
     ids = candidates(logits, params)
     values = logits if len(ids) == len(logits) else logits[ids]
@@ -148,12 +148,12 @@ def perturbed(logits: Logits, params: SamplingParams, position: int) -> tuple[Id
 
 
 def scores(values: Logits, words: npt.NDArray[np.uint64], temp: float) -> npt.NDArray[np.float64]:
-    """Logits over the temperature, with the noise of their random words."""
+    """Logits divided by the temperature, plus the noise of their random words."""
     return values.astype(np.float64) / temp + gumbel(words)
 
 
 def contenders(ids: Ids, values: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """The candidates that are not `BELOW_BEST` below the best, and some others, with their scores."""
+    """The candidates within `BELOW_BEST` of the best, and some others, with their scores."""
     reached, found = -np.inf, []
     for start in range(0, len(ids), CHUNK):
         part = slice(start, start + CHUNK)
@@ -183,7 +183,7 @@ def largest(logits: Logits, n: int) -> Ids:
     n_rows = len(logits) // n_blocks
     if n_rows < 2:
         return _first(logits, n, np.partition(logits, -n)[-n])
-    # the n-th largest of the maxima of blocks is reached by n tokens at least, and hardly more
+    # at least n tokens, and hardly more, reach the n-th largest of the blocks' maxima
     maxima = logits[: n_rows * n_blocks].reshape(n_rows, n_blocks).max(axis=0)
     ids = np.flatnonzero(logits >= np.partition(maxima, -n)[-n])
     values = logits[ids]
@@ -191,7 +191,7 @@ def largest(logits: Logits, n: int) -> Ids:
 
 
 def _first(values: Logits, n: int, least: np.float32) -> Ids:
-    """Indices of the `n` largest, ascending, the last of which is `least`; ties go to the smaller index."""
+    """Indices of the `n` largest, ascending; `least` is the n-th largest; ties go to the smaller index."""
     found = np.flatnonzero(values >= least)
     if len(found) == n:
         return found
@@ -206,7 +206,7 @@ def likely(values: Logits, params: SamplingParams) -> Ids:
         if params.top_p >= 1.0:
             return np.arange(len(values))
         return nucleus(values, top, params.top_p * total_weight(values, top))
-    # what top-p leaves does not depend on what is less likely, so min-p may go first
+    # top-p does not depend on less likely tokens, so min-p may go first
     kept = np.flatnonzero(values >= top + np.float32(np.log(params.min_p)))
     if params.top_p >= 1.0:
         return kept
@@ -214,7 +214,7 @@ def likely(values: Logits, params: SamplingParams) -> Ids:
 
 
 def _weights(values: Logits, top: np.float32) -> Logits:
-    """What the tokens' probabilities are proportional to: e to what the logits lie below `top`."""
+    """exp(logit - top), to which the probabilities are proportional."""
     below = values - top
     return np.exp(below, out=below)
 
@@ -225,7 +225,7 @@ def total_weight(values: Logits, top: np.float32) -> float:
 
 
 def nucleus(values: Logits, top: np.float32, target: float) -> Ids:
-    """Indices, ascending, of the fewest largest logits whose weights together reach `target`, or of all."""
+    """Indices, ascending, of the fewest largest logits whose weights add up to `target`, or of all."""
     if len(values) > CHUNK:
         sample = np.sort(values[::SAMPLE_EVERY])[::-1]
         for share in HEADS:
@@ -237,7 +237,7 @@ def nucleus(values: Logits, top: np.float32, target: float) -> Ids:
 
 
 def _reaching(values: Logits, top: np.float32, target: float) -> tuple[Ids, bool]:
-    """What `nucleus` returns, and whether these reach the target."""
+    """What `nucleus` returns, and whether that reaches the target."""
     ordered = np.sort(values)
     n_needed = _n_until(_weights(ordered[::-1], top), target)
     n = min(n_needed, len(values))
@@ -245,7 +245,7 @@ def _reaching(values: Logits, top: np.float32, target: float) -> tuple[Ids, bool
 
 
 def _n_until(weights: Logits, target: float) -> int:
-    """How many of the weights, from the first on, it takes to reach the target; one more if all do not."""
+    """How many of the first weights reach the target; one more than there are if all do not."""
     sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
     reached = np.cumsum(sums)
     block = int(np.searchsorted(reached[:-1], target))

@@ -1,7 +1,4 @@
-"""Settings: fields of a dataclass that a user may change, with all that a command line has to know of them.
-
-A new setting is one line where it is used. Parses nothing and prints nothing.
-"""
+"""Settings: dataclass fields that a user may change, with what a command line has to know of them. Parses nothing."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ REQUIRED = MISSING
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`flags`: as on the command line, the long name first. `least`, `most`: of a number. `shown`: in tables also while
-    it is as by default. `type`: what converts and checks a word; None: as the default's type says. `repeated`: may be
-    given several times. `written`: the default as a word, where that is not its text. `first`: one of the options that
-    most users need. `column`: where it is not as by default results.csv says so. `for_guesses`: without effect where
-    there are no guesses. `aliases`: other names of it in a request."""
+    """`flags`: of the command line, the long one first. `least`, `most`: limits of a number. `shown`: tables have it
+    even at its default. `type`: converts and checks a word; None: the default's type. `repeated`: may be given several
+    times. `written`: the default as help writes it, if not as its text. `first`: among the options that most users
+    need. `column`: results.csv has it if it is not at its default. `for_guesses`: has no effect without guesses.
+    `aliases`: other names in a request."""
 
     flags: tuple[str, ...]
     help: str
@@ -42,7 +39,7 @@ class Setting:
 
     @property
     def given_as(self) -> str:
-        """The shortest flag for a value other than the default."""
+        """The shortest flag that gives a value other than the default."""
         return min((flag.rpartition("/")[2] for flag in self.flags), key=len)
 
 

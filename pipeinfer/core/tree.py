@@ -1,4 +1,4 @@
-"""The live speculation of one request: grow it, settle verdicts into it. Knows no model, no MPI, no sequence ids."""
+"""The token tree of one request: guesses are added, verdicts settled. Knows no model, no MPI, no sequence ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One guessed (or, at the root, certain) token. `log_prob` is the draft's for the edge, `score` their sum."""
+    """A guessed token, or, at the root, a committed one. `log_prob`: the draft's for the edge; `score`: their sum along
+    the path."""
 
     token: int
     position: int
@@ -27,11 +28,11 @@ class Node:
     children: list[Node] = field(default_factory=list)
     run_id: int | None = None  # the run that carries it to the target
     verdict: int | None = None
-    expanded: bool = False  # a draft has guessed what follows it
-    refined: int = 0  # the largest draft that has: 0 the first, smallest one
-    passed_over: int = 0  # the largest draft that had no room for it since the root last moved
-    guessed_by: int = 0  # the draft that `log_prob` is of
-    depth: int = 0  # tokens beyond the certain ones when it was guessed
+    expanded: bool = False  # the smallest draft has guessed what follows
+    refined: int = 0  # the largest draft that has
+    passed_over: int = 0  # the largest draft that has had no room for it since the root moved
+    guessed_by: int = 0  # the draft whose `log_prob` it is
+    depth: int = 0  # below the root when it was guessed
     state: State = State.LIVE
 
     @property
@@ -39,7 +40,7 @@ class Node:
         return self.state is State.LIVE
 
     def is_open(self, draft: int) -> bool:
-        """Whether the larger draft may yet say what follows."""
+        """Whether the larger draft may still refine it."""
         return max(self.refined, self.passed_over) < draft
 
     def child(self, token: int) -> Node | None:
@@ -56,30 +57,30 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Settled:
-    """What verdicts did to the tree: the root moved along `path`, from the old root to the new one, both included."""
+    """What verdicts did to the tree: the root moved along `path`, from the old root to the new one."""
 
     path: list[Node]
-    tokens: list[int]  # what the target emitted: the path without the old root
-    n_judged: int = 0  # guesses whose parent's verdict is in: each now right or wrong
+    tokens: list[int]  # of the path without the old root
+    n_judged: int = 0  # guesses whose parent got its verdict
     n_matched: int = 0  # the right ones
     contests: Sequence[tuple[list[Node], Node | None]] = ()
-    """For each token in whose place guesses stood: these, likeliest first, and the right one if it was among them."""
+    """For each token that was guessed at: its guesses, likeliest first, and the right one, if any."""
 
     @property
     def n_contested(self) -> int:
-        """Tokens in whose place at least one guess stood."""
+        """Tokens that were guessed at."""
         return len(self.contests)
 
     @property
     def firsts(self) -> Iterator[tuple[Node, bool]]:
-        """For each such token the likeliest guess, and whether it was right."""
+        """For each of them the likeliest guess, and whether it was right."""
         return ((guesses[0], guesses[0] is right) for guesses, right in self.contests)
 
 
 class TokenTree:
-    """The root is the newest committed token; every path below it is one guess at what follows.
+    """The root is the newest committed token; every path below it is a guess at what follows.
 
-    `nodes` holds the live nodes in insertion order: the root first, parents before children.
+    `nodes`: the live nodes in insertion order, so parents before children.
     """
 
     def __init__(self, token: int, position: int) -> None:
@@ -87,7 +88,7 @@ class TokenTree:
         self.nodes = [self.root]
 
     def grow(self, parent: Node, guesses: Sequence[Guess], log_probs: Sequence[float]) -> list[Node]:
-        """Add one child of `parent` for each guess it does not have yet; `log_probs` are those of the edges."""
+        """Add children of `parent` for the guesses that it lacks; returns them. `log_probs`: of the edges."""
         assert parent.live, f"growing a {parent.state.value} node at position {parent.position}"
         parent.expanded = True
         grown = []
@@ -101,8 +102,8 @@ class TokenTree:
         return grown
 
     def refine(self, parent: Node, guesses: Sequence[Guess], log_probs: Sequence[float], draft: int) -> list[Node]:
-        """A larger draft's guesses take the place of a smaller one's: new children are added, those known get its
-        `log_probs`, and those it does not guess none better than its least. Returns the new ones.
+        """Replace a smaller draft's guesses by a larger one's: missing children are added, known ones get its
+        `log_probs`, and those that it does not guess at most its least. Returns the new children.
         """
         assert parent.refined < draft, f"draft {draft} refines what draft {parent.refined} has refined"
         parent.refined = draft
@@ -118,7 +119,7 @@ class TokenTree:
         return grown
 
     def answer(self, nodes: Sequence[Node], tokens: Sequence[int], first: int = 0) -> None:
-        """Note the target's choice after each node, from `tokens[first]` on; dead nodes may come without one."""
+        """Set the nodes' verdicts, from `tokens[first]` on; dead nodes may lack one."""
         for index, node in enumerate(nodes, first):
             if node.state is State.LIVE:
                 token = tokens[index]
@@ -126,10 +127,10 @@ class TokenTree:
                 node.verdict = token
 
     def settle(self) -> Settled:
-        """Advance the root along the verdicts it has: a matching child becomes the root, else a fresh unsent node."""
+        """Advance the root while it has a verdict: the matching child becomes the root, or else a new, unsent node."""
         if not self.root.children and (token := self.root.verdict) is not None:
-            return self._advance(token)  # nothing was guessed: the common case of many requests at once
-        path, tokens, dead, contests, n_judged, n_matched = [self.root], list[int](), [], [], 0, 0
+            return self._advance(token)  # nothing was guessed, as often with many requests
+        path, tokens, dead, contests, n_judged, n_matched = [self.root], [], [], [], 0, 0
         while (token := self.root.verdict) is not None:
             old = self.root
             follower = old.child(token)
@@ -139,7 +140,7 @@ class TokenTree:
             n_matched += follower is not None
             dead += [node for child in old.children if child is not follower for node in child.subtree()]
             self.root = follower or Node(token, old.position + 1)
-            # history is the caller's to keep: cut the links so that it can be freed
+            # without links to old nodes their memory is freed
             old.state, old.children, self.root.parent = State.RETIRED, [], None
             path.append(self.root)
             tokens.append(token)
@@ -152,7 +153,7 @@ class TokenTree:
         return Settled(path, tokens, n_judged, n_matched, contests)
 
     def _advance(self, token: int) -> Settled:
-        """What `settle` comes to if there are no guesses."""
+        """As `settle` where there are no guesses."""
         old = self.root
         old.state, old.parent = State.RETIRED, None
         self.root = Node(token, old.position + 1)
@@ -160,7 +161,7 @@ class TokenTree:
         return Settled([old, self.root], [token])
 
     def unsent(self) -> Iterator[Node]:
-        """Live nodes that no run has carried yet, parents before children."""
+        """Live nodes that were not sent, parents before children."""
         return (node for node in self.nodes if node.run_id is None)
 
     def audit(self) -> None:
@@ -178,7 +179,7 @@ class TokenTree:
 
 
 def with_ancestors(nodes: Sequence[Node], placed: Container[Node]) -> list[Node]:
-    """The nodes and all above them that are not in `placed`, parents first, the order of `nodes` kept."""
+    """The nodes and their ancestors that are not in `placed`, parents first, the order of `nodes` kept."""
     found: dict[Node, None] = {}
     for node in nodes:
         path: list[Node] = []

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.tree import Node
+from pipeinfer.core.tree import Node, State
 
 SHORTEST, LONGEST = 2, 32
 """Tokens that must have stood there before, and beyond which it makes no difference how many."""
@@ -123,7 +123,7 @@ class LookupDrafter:
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
-    ) -> Sequence[list[Guess] | None] | None:
+    ) -> Mapping[Node, list[Guess]] | None:
         text = self._texts[request.id]
         text.learn(request.tokens)
         looked_up: dict[Node, Guess] = {}
@@ -132,20 +132,20 @@ class LookupDrafter:
                 text.found[node] = match
                 looked_up[node] = Guess(match.token, self.trust.of(match.length))
         if self.model is None:
-            return [[looked_up[node]] if node in looked_up else [] for node in widths]
+            return {node: [looked_up[node]] if node in looked_up else [] for node in widths}
         unsure = {node: n for node, n in widths.items() if node not in looked_up or looked_up[node].probability < SURE}
-        asked = self.model.expand(request, unsure, interrupted) if unsure else []
-        if asked is None:
+        guessed = self.model.expand(request, unsure, interrupted) if unsure else {}
+        if guessed is None:
             return None
-        guessed = dict(zip(unsure, asked, strict=True))
-        return [_merged(guessed.get(node, []), looked_up.get(node), n) for node, n in widths.items()]
+        known = (node for node in widths if node in guessed or node in looked_up)
+        return {node: _merged(guessed.get(node, []), looked_up.get(node), widths[node]) for node in known}
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
         text = self._texts[request.id]
         for node, after in pairwise(path):
-            if match := text.found.get(node):
+            if match := text.found.pop(node, None):
                 self.trust.judged(match.length, match.token == after.token)
-        text.found = {node: match for node, match in text.found.items() if node.live}
+        text.found = {node: match for node, match in text.found.items() if node.state is not State.DEAD}
         if self.model:
             self.model.settle(request, path)
 
@@ -159,10 +159,10 @@ class LookupDrafter:
             self.model.forget(request)
 
 
-def _merged(guesses: list[Guess] | None, looked_up: Guess | None, width: int) -> list[Guess] | None:
+def _merged(guesses: list[Guess], looked_up: Guess | None, width: int) -> list[Guess]:
     """A model's guesses and the one looked up, which counts as much as whoever is surer of it says."""
-    if looked_up is None or guesses is None:
-        return guesses if looked_up is None else [looked_up]
+    if looked_up is None:
+        return guesses
     known = next((guess.probability for guess in guesses if guess.token == looked_up.token), 0.0)
     share = max(known, looked_up.probability)
     rest = (1.0 - share) / (1.0 - known) if known < 1.0 else 0.0

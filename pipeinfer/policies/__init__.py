@@ -1,4 +1,4 @@
-"""Policies: which nodes go to the target now, and which nodes does the draft expand now. Nothing else."""
+"""Policies: which nodes go to the target now, and which ones the draft expands now."""
 
 from pipeinfer.policies.auto import Auto
 from pipeinfer.policies.flowspec import FlowSpec

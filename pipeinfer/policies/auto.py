@@ -46,37 +46,37 @@ from pipeinfer.policies.temperature_scaling import TemperatureScaling
 from pipeinfer.policies.trial import SpeculationTrial
 
 LEAST = 0.01
-"""A guess that is less probable does not enter the tree."""
+"""Less probable guesses do not enter the tree."""
 
 PATIENCE = 0.2
-"""One-row runs for which the slowest stage may wait for an expected verdict, which says what is needed."""
+"""One-row runs for which the slowest stage may wait for an expected verdict."""
 
 EARLIER = 0.5
-"""One-row runs that a guess gains by going with this run instead of the next. Less than one: a verdict between the two
-may refute it."""
+"""One-row runs that a guess gains in this run instead of the next; less than one, as a verdict between the two may
+refute it."""
 
 N_BEHIND = 4
-"""Tokens that the draft reads in no time before it guesses again."""
+"""Tokens that the draft reads at no cost before it guesses again."""
 
 SOON_S = 1e-9
-"""Time left of an overdue verdict: guesses below it come last, in their order."""
+"""Time left of an overdue verdict: guesses below it come last."""
 
 MOST_ROWS = 8
-"""Rows of a lone stage's run at most, unless more are cheap."""
+"""Rows of a lone stage's run, unless more are cheap."""
 
 IDLE_SHARE = 0.05
-"""Share of a one-row run that a lone stage may be idle: a run that waits for the verdict knows more."""
+"""Share of a one-row run for which a lone stage may be idle: a run after the verdict has better guesses."""
 
 OFTEN_RIGHT = 0.9
 """How often a good draft's likeliest guess is right: where not even that pays, no step is made to learn it."""
 
 LEAST_AHEAD = 0.25
-"""Probability, given what is in flight, from which a lone stage's run goes ahead of the verdict."""
+"""Probability of its first guess from which a lone stage's run goes ahead of the verdict."""
 
 
 @dataclass(unsafe_hash=True)  # it has no settings
 class Auto(Policy):
-    """Requests of one session share what was learned of the drafts."""
+    """Requests of one session share what is learned of the drafts."""
 
     name: ClassVar[str] = "auto"
     n_seq: ClassVar[int] = 127
@@ -90,7 +90,7 @@ class Auto(Policy):
     """When the last tokens came; NaN before the first ones, and while other requests are open."""
 
     _guessed_at: int = field(default=-1, init=False, repr=False, compare=False)
-    """The last position after which the draft has guessed."""
+    """The last position after which the draft guessed."""
 
     def begin(self) -> Auto:
         return replace(self)
@@ -98,7 +98,7 @@ class Auto(Policy):
     # -- sending
 
     def send(self, context: PolicyContext) -> Answer:
-        """The root at once, with what is known to follow; further runs when a stage is about to want them."""
+        """The root at once, with the best guesses; further runs when a stage is about to want them."""
         root = context.tree.root
         if self._rests(context):
             return Send([root]) if root.run_id is None else NOTHING
@@ -114,8 +114,8 @@ class Auto(Policy):
         return AwaitDraft(best[0]) if waits else Send(best)
 
     def _send_alone(self, context: PolicyContext) -> Answer:
-        """The run of the best rate, once the draft cannot raise it; behind it runs before its verdict, where the stage
-        would be idle for long."""
+        """The run of the best rate, once the draft cannot raise it; then runs ahead of its verdict, if the stage would
+        be idle for long."""
         root = context.tree.root
         if context.n_inflight:
             if root.run_id is None or not pays_ahead(context):
@@ -129,11 +129,11 @@ class Auto(Policy):
         return AwaitDraft(root) if promise.grows(context, hit, left_s, first_rate) else Send(best)
 
     def _awaits_first(self, context: PolicyContext, best: list[Node]) -> bool:
-        """As `_awaits_draft`, for a root with nothing in flight behind it that the stages could go on with. A step that
-        the draft has yet to begin counts too, unless it has to read more than a few tokens first or others want it.
+        """As `_awaits_draft`, for an unsent root. A step that the draft has yet to start counts too, unless other
+        requests are open or it has to read more than a few tokens first.
 
-        Where the draft guesses faster than runs can carry guesses, a guess is not lost but goes with the next run, and
-        only one after which no other is right is won: P (1 − P).
+        Where the draft guesses faster than runs can carry guesses, a guess goes with the next run instead, so a wait
+        gains it only if no guess after it is right: P (1 − P).
         """
         if not context.is_alone or not self._is_caught_up(context):
             return False
@@ -144,14 +144,13 @@ class Auto(Policy):
         return gained > 0 and EARLIER * context.run_s(1) * gained > left_s
 
     def _awaits_draft(self, context: PolicyContext, best: list[Node]) -> bool:
-        """Whether the draft is about to guess what saves more than the slowest stage loses by waiting."""
+        """Whether the draft's next guess saves more than the slowest stage loses by waiting."""
         nodes, left_s = context.drafting
         gained = self._gained(context, best, nodes)
         return gained > 0 and EARLIER * context.run_s(1) * gained > left_s * _chance(context, best[0].score)
 
     def _gained(self, context: PolicyContext, best: list[Node], nodes: Collection[Node]) -> float:
-        """P of the best guess that the draft makes after one of the nodes, less P of the guess it replaces; 0 if it
-        makes none."""
+        """P of the best new guess after one of the nodes, less P of the guess it replaces; 0 without live nodes."""
         scores = [node.score for node in nodes if node.live]
         if not scores:
             return 0.0
@@ -159,7 +158,7 @@ class Auto(Policy):
         return promised - (_chance(context, best[-1].score) if len(best) == context.n_cheap_rows else 0.0)
 
     def _next_guesses(self, context: PolicyContext) -> tuple[Collection[Node], float]:
-        """The nodes after which guesses come next, and in how many seconds."""
+        """The nodes after which the next guesses come, and in how many seconds."""
         nodes, left_s = context.drafting
         return (nodes, left_s) if any(node.live for node in nodes) else (self.draft(context), context.draft_s)
 
@@ -174,14 +173,14 @@ class Auto(Policy):
         if n_rows <= 0 or self._backoff.holds or self._rests(context):
             return {}
         if context.is_at_head and context.is_alone and context.n_inflight:
-            return self._probe(context)  # the run waits for the step now; where guesses gain, it has waited before
+            return self._probe(context)  # the run has to wait for the step
         first_rate = self.calibration.first_rate
         is_lone = pays_alone(context, first_rate)
         nodes = to_expand_ahead(context, first_rate) if is_lone else to_expand(context, n_rows)
         return dict.fromkeys(nodes, MAX_WIDTH)
 
     def _probe(self, context: PolicyContext) -> dict[Node, int]:
-        """A step now and then, to learn how often the draft is right and how long it takes."""
+        """An occasional step, to learn how often the draft is right and how long a step takes."""
         root = context.tree.root
         if context.draft_s and not pays_alone(context, OFTEN_RIGHT):
             return {}
@@ -220,7 +219,7 @@ class Auto(Policy):
 
 
 def _best(context: PolicyContext, n_rows: int, first: Sequence[Node] = ()) -> list[Node]:
-    """`first`, and the unsent guesses that save the most. A child saves no more than its parent, and follows it."""
+    """`first`, and the unsent guesses that save the most; a child saves no more than its parent."""
     if n_rows <= len(first):
         return list(first)
     unsent = unsent_in_reach(context)
@@ -248,8 +247,8 @@ def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]
 
 
 def _busy(context: PolicyContext) -> Answer | None:
-    """Why the slowest stage wants no further run now: one run a stage is under way, more where messages take longer
-    than a run, and one more waits; or it is too early. None if it wants one."""
+    """The answer while no further run should go: each stage has one, more are under way where messages take longer than
+    a run, and one waits; or it is too early. None if a run should go."""
     run_s = context.run_s(1)
     n_under_way = max(context.n_stages, math.ceil(context.on_way_s / run_s)) if run_s else context.n_stages
     return NOTHING if context.n_inflight > n_under_way else context.early(PATIENCE)
@@ -259,7 +258,7 @@ def _busy(context: PolicyContext) -> Answer | None:
 
 
 class Promise(NamedTuple):
-    """Expected tokens of a run of so many rows, and the seconds until the next run can begin."""
+    """Expected tokens of a run, its rows, and seconds until the next run can start."""
 
     tokens: float
     n_rows: int
@@ -270,8 +269,8 @@ class Promise(NamedTuple):
         return self.tokens / self.seconds
 
     def grows(self, context: PolicyContext, hit: float, left_s: float, first_rate: float) -> bool:
-        """Whether waiting raises the rate: for a further guess, right with probability `hit` and there in `left_s`, or
-        for those of further draft steps, each right at `first_rate` where the one before is."""
+        """Whether waiting raises the rate: for one more guess, right with probability `hit` and made in `left_s`
+        seconds, or for those of further draft steps, each right at `first_rate` if the one before is."""
         tokens = self.tokens
         for n_rows in range(self.n_rows + 1, _most_rows(context) + 1):
             tokens += hit
@@ -282,7 +281,7 @@ class Promise(NamedTuple):
 
 
 def best_run(context: PolicyContext) -> tuple[list[Node], Promise]:
-    """The root and the likeliest unsent guesses, as many as make the best rate."""
+    """The root and as many of the likeliest unsent guesses as give the best rate."""
     root = context.tree.root
     nodes = context.fitting([root, *_likeliest(context)]) or [root]
     best, tokens = Promise(1.0, 1, _round_s(context, 1)), 1.0
@@ -293,8 +292,8 @@ def best_run(context: PolicyContext) -> tuple[list[Node], Promise]:
 
 
 def best_ahead(context: PolicyContext) -> list[Node]:
-    """The likeliest guesses below what is sent, as many as make the best rate; none where the first is so unlikely that
-    its run would most often be in the way of the next root's."""
+    """As many of the likeliest unsent guesses as give the best rate; none if the first is so unlikely that its run
+    would usually delay the next root's."""
     nodes = context.fitting(_likeliest(context))
     if not nodes or _chance(context, nodes[0].score) < LEAST_AHEAD:
         return []
@@ -303,16 +302,16 @@ def best_ahead(context: PolicyContext) -> list[Node]:
 
 
 def pays_ahead(context: PolicyContext) -> bool:
-    """Whether the stage would be idle for long if the next run waited for a verdict, and the draft guesses as fast as
-    rows are evaluated: else it has no guesses for further runs, and sending those keeps it from making them."""
+    """Whether the stage would be idle for long if the next run waited for a verdict, and the draft makes guesses for
+    further runs as fast as rows are evaluated."""
     guesses_keep_up = context.draft_s * MOST_ROWS <= context.run_s(MOST_ROWS)
     return not context.is_at_head and guesses_keep_up and context.on_way_s > IDLE_SHARE * context.run_s(1)
 
 
 def pays_alone(context: PolicyContext, first_rate: float) -> bool:
-    """Whether the request is alone on one stage, and runs of several rows pay there: then the next run waits for the
-    verdict of the one in flight, after which all its rows count, unless `pays_ahead`. Where single rows are better,
-    they go before it, which hides what a verdict takes besides the evaluation."""
+    """Whether the request is alone on one stage and runs of several rows pay there: then the next run waits for the
+    verdict of the one in flight, unless `pays_ahead`. Single rows go before it, which hides what a verdict takes beside
+    the evaluation."""
     if context.n_stages > 1 or not context.is_alone or not context.run_s(1):
         return False
     at_head = context.is_at_head  # which evaluates or drafts, not both at a time
@@ -321,14 +320,14 @@ def pays_alone(context: PolicyContext, first_rate: float) -> bool:
 
 
 def to_expand_ahead(context: PolicyContext, first_rate: float) -> list[Node]:
-    """The likeliest open nodes, as many as rows are cheap, after which guesses could pay in the next run."""
+    """The likeliest open nodes, one for each cheap row, after which guesses may pay in the next run."""
     nodes = to_expand(context, _most_rows(context))[: context.n_cheap_rows]
     return [node for node in nodes if _may_pay(context, node, first_rate)]
 
 
 def _may_pay(context: PolicyContext, node: Node, first_rate: float) -> bool:
-    """Whether a guess after the node is likelier than what a row costs there is of a run, at best. The run begins with
-    the uppermost of the nodes above it that was not sent."""
+    """Whether a guess after the node is at least as probable as the share of a one-row run that its row costs at best.
+    Its run starts with the uppermost unsent ancestor."""
     first = node
     while first.run_id is None and first.parent is not None and first.parent.run_id is None:
         first = first.parent
@@ -344,7 +343,7 @@ def _likeliest(context: PolicyContext) -> list[Node]:
 
 
 def _round_s(context: PolicyContext, n_rows: int) -> float:
-    """From one run of so many rows to the next one that waits for its verdict."""
+    """Seconds from a run of `n_rows` to the next one that waits for its verdict."""
     return context.run_s(n_rows) + context.on_way_s
 
 

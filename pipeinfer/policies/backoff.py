@@ -1,4 +1,4 @@
-"""When guesses are not worth making, and when they are tried again. Knows verdicts on guesses, no tree."""
+"""When to stop guessing, and when to try again. Knows verdicts on guesses, no tree."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from pipeinfer.core.tree import Settled
 
 SILENT_BELOW, RESUMED_ABOVE = 0.06, 0.15
-"""Share of contested tokens that had been guessed, a running mean."""
+"""Running means of the share of guessed-at tokens that had been guessed."""
 
 SHORTEST, LONGEST = 4, 64
 
 
 @dataclass
 class SpeculationBackoff:
-    """When hardly any guess is right, only every so manieth root gets guesses: at growing intervals while they fail."""
+    """When hardly any guess is right, only one root in an interval gets guesses; the interval grows while they fail."""
 
     _interval: int = 0  # roots between two tries; 0: guesses pay
     _n_roots: int = 0
 
     @property
     def holds(self) -> bool:
-        """Whether the root of now gets no guesses."""
+        """Whether the current root gets no guesses."""
         return self._interval > 0 and self._n_roots % self._interval > 0
 
     def settled(self, settled: Settled, hit_rate: float) -> str:
-        """The root moved. Returns what the user should know, usually nothing."""
+        """The root moved. Returns a notice for the user, usually empty."""
         self._n_roots += len(settled.path) - 1
         if not self._interval and hit_rate < SILENT_BELOW:
             self._interval = SHORTEST

@@ -14,15 +14,15 @@ LEARNING_RATE, LARGEST_BIAS = 0.2, 4.0
 """Of the correction, in log-odds."""
 
 HIT_MEMORY = 16
-"""Verdicts over which the share of right guesses is averaged."""
+"""Verdicts in the running means of right guesses."""
 
 
 @dataclass
 class Calibration:
-    """Of each draft, a correction of the probability of its first guess (log-odds, online logistic regression on a
-    constant): an overly modest draft would have its chains yield to their siblings, an overly bold one would never
-    branch. `hit_rate`: the share of contested tokens that had been guessed, `first_rate` that had been the likeliest
-    guess; running means.
+    """Corrects the probability of each draft's first guess (log-odds, online logistic regression on a constant): with
+    an underconfident draft chains would lose to their siblings, an overconfident one would never branch. `hit_rate`:
+    the share of guessed-at tokens that had been guessed; `first_rate`: that had been the likeliest guess; running
+    means.
     """
 
     hit_rate: float = 0.5
@@ -31,7 +31,7 @@ class Calibration:
     _biases: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def corrected(self, guesses: Sequence[Guess], draft: int) -> Sequence[Guess]:
-        """The first guess's probability moved by the draft's bias, the others scaled to what that leaves."""
+        """The first guess's probability moved by the draft's bias, the others scaled to the rest."""
         bias = self._biases[draft]
         if not guesses or not bias:
             return guesses
@@ -41,20 +41,20 @@ class Calibration:
         return [Guess(guesses[0].token, moved), *(Guess(g.token, g.probability * rest) for g in guesses[1:])]
 
     def judged(self, draft: int, probability: float, right: bool) -> None:
-        """A draft's likeliest guess, held to be so probable after correction, was right or not."""
+        """A draft's likeliest guess, of this corrected probability, was right or not."""
         bias = self._biases[draft] + LEARNING_RATE * (right - probability)
         self._biases[draft] = min(max(bias, -LARGEST_BIAS), LARGEST_BIAS)
 
     def met(self, guessed: bool) -> None:
-        """A token in whose place guesses stood has come: whether it was among them."""
+        """A token was among the guesses in its place or not."""
         self.hit_rate += (float(guessed) - self.hit_rate) / HIT_MEMORY
 
     def is_due(self, position: int) -> bool:
-        """Whether guesses after a position are worth making for what is learned alone."""
+        """Whether guesses after a position are worth making to learn from them."""
         return self._n_firsts < HIT_MEMORY or position % HIT_MEMORY == 0
 
     def settled(self, settled: Settled) -> None:
-        """All that verdicts said of guesses."""
+        """Learn from all verdicts on guesses."""
         for node, right in settled.firsts:
             self.judged(node.guessed_by, math.exp(node.log_prob), right)
             self._n_firsts += 1

@@ -1,6 +1,6 @@
 """Continuous speculation: a tree's best guesses first, in segments, and ever new ones (FlowSpec, Liu et al. 2025).
 
-Sections III-A to III-D and IV-A. What section III-C has the stages do, pruning by retained sets, is the core's work.
+Sections III-A to III-D and IV-A. The pruning of section III-C is in the core.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ Selection = Callable[[Sequence[Node]], list[Node]]
 class FlowSpec(Policy):
     """Rounds of continuous steps: a round lasts while the target's token is among the guesses that were sent.
 
-    `depth`, `tree_size`: of the tree that begins a round (d_0, L_0), the root counted. `width`: nodes of a layer that
-    the draft expands, and guesses after each (k). `segment`: rows of a run (L_seg). `expansion_depth`,
-    `expansion_size`: of what is added to the tree in a round (d_se, L_se).
+    `depth`, `tree_size`: of a round's first tree (d_0, L_0), with the root. `width`: nodes of a layer that the draft
+    expands, and guesses after each (k). `segment`: rows of a run (L_seg). `expansion_depth`, `expansion_size`: of what
+    a step adds to the tree (d_se, L_se).
 
-    The draft here is a plain one, which hears nothing of the target but tokens: what it says after a node depends on
-    no verdict. So a fresh tree from a new root (section III-D) has all that was drafted below that root before: nothing
-    is evaluated again, and d_se counts the layers beyond it, which take the draft its time.
+    The draft here does not read the target's features, so its guesses after a node depend on no verdict. A fresh tree
+    from a new root (section III-D) reuses what was drafted below that root, and d_se counts the layers beyond it.
 
     Ablations of table III: without `scored`, segments go layer by layer; without `expansion`, a round is its first tree
-    alone ("Pruned PP"), and if the stages do not hear what is dead either (--no-cancel), each tree is verified wholly
-    before the next ("Chunk-PP").
+    alone ("Pruned PP"); with --no-cancel, too, each tree is verified as a whole before the next ("Chunk-PP").
     """
 
     name: ClassVar[str] = "flowspec"
@@ -51,9 +49,9 @@ class FlowSpec(Policy):
     scored: bool = setting(True, "--no-score-order", help="Ablation: segments layer by layer, not the best first.")
     expansion: bool = setting(True, "--no-expansion", help="Ablation: a round ends with its first tree.")
     _root: Node | None = field(default=None, init=False, repr=False, compare=False)
-    _layer: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # the last one drafted
-    _end: int = field(default=0, init=False, repr=False, compare=False)  # position of the layer to draft up to
-    _take: Selection | None = field(default=None, init=False, repr=False, compare=False)  # what is done then
+    _layer: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # drafted last
+    _end: int = field(default=0, init=False, repr=False, compare=False)  # position of the last layer to draft
+    _take: Selection | None = field(default=None, init=False, repr=False, compare=False)  # selects nodes of it then
     _sequence: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # S, its unsent part
 
     # -- sending: step-wise verification (section III-B)
@@ -75,11 +73,10 @@ class FlowSpec(Policy):
 
     def _unsent(self) -> list[Node]:
         """S without what was sent or pruned."""
-        self._sequence = [node for node in self._sequence if node.live and node.run_id is None]
-        return self._sequence
+        return [node for node in self._sequence if node.live and node.run_id is None]
 
     def _append(self, nodes: Iterable[Node]) -> None:
-        """S, in descending order of the scores: parents come before children, which score no higher."""
+        """Extend S, in descending order of the scores; parents score no lower than children, and come first."""
         order = (lambda node: -node.score) if self.scored else (lambda node: (node.position, -node.score))
         self._sequence = sorted([*self._unsent(), *nodes], key=order)
 
@@ -97,7 +94,7 @@ class FlowSpec(Policy):
         return not node.expanded and context.may_branch(node)
 
     def _step(self, context: PolicyContext) -> None:
-        """What follows from the newest verdicts (section III-A): a new round, or an expansion of the tree."""
+        """After new verdicts: start a round, or expand the tree (section III-A)."""
         root = context.tree.root
         if root is not self._root:
             if self._continues(context):
@@ -112,25 +109,25 @@ class FlowSpec(Policy):
         self._grow(context)
 
     def _continues(self, context: PolicyContext) -> bool:
-        """The continuous condition (equation 2): the target's new token was sent already."""
+        """The continuous condition (equation 2): the target's new token was already sent."""
         return self._root is not None and context.tree.root.run_id is not None
 
     def _initialise(self, context: PolicyContext) -> None:
-        """A round's first tree, of d_0 layers, and of them the best L_0 nodes (section III-B)."""
+        """Draft a round's first tree: the best L_0 nodes of d_0 layers (section III-B)."""
         self._sequence = []
         self._draft_from([context.tree.root], self.depth, self._best)
 
     def _expand_context_aware(self, context: PolicyContext) -> None:
-        """T_se from the new root, of which d_se layers are drafted now; its best L_se nodes that are new (III-D)."""
+        """Draft d_se layers of T_se from the new root: its best L_se nodes, without known ones (section III-D)."""
         self._draft_from(self._known(context, [context.tree.root]), self._n_layers(context), self._best_of_fresh)
 
     def _expand_score_aware(self, context: PolicyContext) -> None:
-        """Nothing was accepted: d_se layers more, and the best L_se nodes not in the tree yet (section III-D)."""
+        """Nothing was accepted: draft d_se more layers, and add the best L_se new nodes (section III-D)."""
         if self._layer:
             self._draft_from(self._layer, self._n_layers(context), self._best_of_rest)
 
     def _n_layers(self, context: PolicyContext) -> int:
-        """d_se, such that drafting takes no longer than a stage (section IV-A)."""
+        """d_se, such that drafting takes no longer than a stage's run (section IV-A)."""
         if self.expansion_depth or not context.draft_s:
             return self.expansion_depth or self.depth
         return max(1, min(int(context.run_s(self.segment) / context.draft_s), MAX_DEPTH))
@@ -139,7 +136,7 @@ class FlowSpec(Policy):
         self._layer, self._end, self._take = layer, layer[0].position + n_layers, take
 
     def _known(self, context: PolicyContext, layer: list[Node]) -> list[Node]:
-        """The first layer from there on that has yet to be expanded: down to it the draft has nothing to do."""
+        """The first layer from `layer` on that is not expanded."""
         while layer and not any(self._is_open(context, node) for node in layer):
             below = self._next(context, layer)
             if not below:
@@ -148,11 +145,11 @@ class FlowSpec(Policy):
         return layer
 
     def _next(self, context: PolicyContext, layer: list[Node]) -> list[Node]:
-        """The k nodes of the highest scores among the children of a layer (section III-B)."""
+        """The k children of a layer with the highest scores (section III-B)."""
         return _top([child for node in layer for child in node.children if context.in_reach(child)], self.width)
 
     def _grow(self, context: PolicyContext) -> None:
-        """Layer by layer, as far as the draft's guesses are there."""
+        """Go down the layers that are expanded; select nodes once the last one is reached."""
         while self._take and not any(self._is_open(context, node) for node in self._layer):
             self._layer = self._next(context, self._layer)
             if not self._layer or self._layer[0].position >= self._end:
@@ -160,25 +157,25 @@ class FlowSpec(Policy):
                 self._append(self._take(drafted))
                 self._take = None
 
-    # -- which nodes of what was drafted are verified: all are below the root, parents first
+    # -- which drafted nodes are verified; they come parents first
 
     def _best(self, drafted: Sequence[Node]) -> list[Node]:
         """T_0."""
         return [node for node in _top(drafted, self.tree_size) if node.run_id is None]
 
     def _best_of_fresh(self, drafted: Sequence[Node]) -> list[Node]:
-        """T_se without what T has: by path, which is to say by node."""
+        """T_se without the nodes of T."""
         return self._new(_top(drafted, self.expansion_size))
 
     def _best_of_rest(self, drafted: Sequence[Node]) -> list[Node]:
         return _top(self._new(drafted), self.expansion_size)
 
     def _new(self, nodes: Sequence[Node]) -> list[Node]:
-        """Those that are not in the tree T: neither sent nor about to be."""
+        """Nodes that are not in the tree T: neither sent nor chosen."""
         chosen = set(self._sequence)
         return [node for node in nodes if node.run_id is None and node not in chosen]
 
 
 def _top(nodes: Sequence[Node], n: int) -> list[Node]:
-    """The n nodes of the highest cumulative scores (equation 1), parents before children."""
+    """The n nodes with the highest cumulative scores (equation 1), parents before children."""
     return sorted(nodes, key=SCORE, reverse=True)[:n]

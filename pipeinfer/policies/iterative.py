@@ -1,4 +1,4 @@
-"""Plain pipelined decoding: one token at a time. The baseline that every other policy must beat."""
+"""Plain pipelined decoding, one token at a time: the baseline of all other policies."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ SCORE = attrgetter("score")
 
 
 def unsent_in_reach(context: PolicyContext) -> list[Node]:
-    """Guesses in reach that no run has carried, parents before children."""
+    """Unsent guesses in reach, parents before children."""
     root, end = context.tree.root, context.tree.root.position + context.depth_left
     return [node for node in context.tree.unsent() if node.position < end and node is not root]
 
 
 def to_expand(context: PolicyContext, n_rows: int) -> list[Node]:
-    """The likeliest open nodes, as many as a run has rows, if guesses after them could belong to the next run."""
+    """The likeliest open nodes, at most `n_rows`, after which guesses could be in the next run of `n_rows`."""
     unsent = sorted((node.score for node in unsent_in_reach(context)), reverse=True)
     worst = unsent[n_rows - 1] if len(unsent) >= n_rows else -math.inf
     # children score no higher than their parent
@@ -29,7 +29,7 @@ def to_expand(context: PolicyContext, n_rows: int) -> list[Node]:
 
 
 def to_refine(context: PolicyContext, draft: int) -> list[Node]:
-    """What a larger draft is asked about first: the likeliest nodes after which nothing was sent, for there its guesses
-    come in time."""
+    """Nodes for a larger draft: first those after which nothing was sent, so that its guesses are in time; the
+    likeliest first."""
     open_nodes = [node for node in context.tree.nodes if node.is_open(draft) and context.may_branch(node)]
     return sorted(open_nodes, key=lambda node: (any(child.run_id for child in node.children), -node.score))

@@ -1,4 +1,4 @@
-"""The largest values that policies' settings may have: what a run's messages and buffers hold."""
+"""Upper limits of policies' settings, set by messages and buffers."""
 
 MAX_WIDTH = 16  # guesses after one token
 MAX_RUN = 64  # guesses a run

@@ -1,7 +1,7 @@
 """Asynchronous pipelined speculation (PipeInfer, sections IV-A and IV-B).
 
-The newest token goes out at once; guesses follow in micro-batches while it is in flight. Guesses that survive a
-verdict stay in the tree and in the pipeline: they are never drafted or sent twice.
+The newest token is sent at once; guesses follow in micro-batches while it is in flight. Guesses that survive a verdict
+stay in the tree and in the pipeline, and are never drafted or sent twice.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class PipeInfer(Policy):
     guess resets it. Probabilities are corrected by experience (`confidence`) before they are compared or multiplied
     along a path; requests of one session share it.
 
-    Larger drafts, if there are any, are asked first about the likeliest nodes of which nothing was sent that follows.
-
-    When hardly any guess is right, only the root is sent, and guesses are tried again at growing intervals.
+    Larger drafts are asked first about the likeliest nodes after which nothing was sent. When hardly any guess is
+    right, only the root is sent, and guesses are tried again at growing intervals.
 
     For ablation studies (the paper's figure 8): without `continuous`, one run of guesses is in flight at a time;
     without `asynchronous`, the draft works only while the pipeline is empty.
@@ -99,7 +98,7 @@ class PipeInfer(Policy):
     # -- drafting
 
     def draft(self, context: PolicyContext) -> dict[Node, int]:
-        """The likeliest open nodes, if their children could belong into the next run."""
+        """The likeliest open nodes whose children could be in the next run."""
         n_rows = self._n_rows(context)
         if not n_rows or self._backoff.holds or (context.n_inflight and not self.asynchronous):
             return {}

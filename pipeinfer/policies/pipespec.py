@@ -19,12 +19,11 @@ class PipeSpec(Policy):
     """Models M_0 … M_K: M_0 is the smallest draft, M_K the target. No branches: one guess follows each token.
 
     The output of M_i, the paper's O_i, is the tree's chain of first children down to `_tip(i)`, the newest token that
-    M_i has chosen and nothing larger has replaced. A rejection (lines 6, 7 and 16) needs no message: the token that
-    M_i chose instead becomes the first child, and what hung there before is on nobody's chain any more, unless a
-    larger model comes to choose it after all.
+    M_i has chosen and no larger model has replaced. A rejection (lines 6, 7 and 16) needs no message: the token that
+    M_i chose instead becomes the first child, and the old one leaves the chain, unless a larger model chooses it later.
 
-    `lookahead`: tokens that M_i waits for before it verifies them (section 4.4); while M_0 … M_(i-1) can give no more
-    it waits for nothing. Without `asynchronous` (table 1) a model that has made so many rests until they are verified.
+    `lookahead`: tokens that M_i waits for before it verifies them (section 4.4), unless M_0 … M_(i-1) cannot make more.
+    Without `asynchronous` (table 1) a model that has made so many waits until they are verified.
     """
 
     name: ClassVar[str] = "pipespec"
@@ -50,7 +49,7 @@ class PipeSpec(Policy):
         return Send(batch) if batch or context.n_inflight else AwaitDraft(context.tree.root)
 
     def _taken(self, context: PolicyContext, model: int) -> list[Node]:
-        """The next batch of M_`model`, if it goes now: its newest token, and what the model below produced after it."""
+        """The next batch of M_`model`, if it goes now: its newest token and what the model below added."""
         if _works(context, model) or self._rests(context, model):
             return []
         batch = _batch(context, model)
@@ -65,7 +64,7 @@ class PipeSpec(Policy):
         return self.lookahead or (0 if self.asynchronous else SYNCHRONOUS_WINDOW)
 
     def _rests(self, context: PolicyContext, model: int) -> bool:
-        """Whether M_`model` waits for a larger one, as only the synchronous models do."""
+        """Whether M_`model` waits for a larger one, as synchronous models do."""
         if self.asynchronous or model == context.n_drafts:
             return False
         larger = range(model + 1, context.n_drafts + 1)
@@ -73,7 +72,7 @@ class PipeSpec(Policy):
 
 
 def _works(context: PolicyContext, model: int) -> bool:
-    """Whether M_`model` has a batch in work. The smallest steps while nobody looks."""
+    """Whether M_`model` has a batch in flight; the smallest never has."""
     return model > 0 and (context.n_asked(model) if model < context.n_drafts else context.n_inflight) > 0
 
 
@@ -87,6 +86,6 @@ def _batch(context: PolicyContext, model: int) -> list[Node]:
 
 
 def _tip(chain: list[Node], draft: int) -> int:
-    """Where the output of M_`draft` ends: at the first token after which it has yet to say what follows."""
+    """The end of M_`draft`'s output: the first token after which it has not chosen one."""
     heard = (node.refined >= draft and node.expanded for node in chain)
     return next((index for index, known in enumerate(heard) if not known), len(chain))

@@ -1,4 +1,4 @@
-"""Policies by name. A new one is a file of its own and a line here."""
+"""Policies by name. A new policy is a file and a line here."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ POLICIES: Mapping[str, type[Policy]] = {
 }
 
 USUAL = ("iterative", "speculative", "pipeinfer", "auto")
-"""What is measured where no policy is named: those of PipeInfer's figures, and the default."""
+"""Measured where no policy is named: those of PipeInfer's figures, and the default."""
 
 
 def ablations_of(kind: type[Policy]) -> tuple[str, ...]:
-    """What can be switched off of a policy: what it uses, and those of its settings that are on by default."""
+    """Features of a policy that can be switched off: what it uses, and settings that are on by default."""
     return (*kind.uses, *(name for name, default, _ in settings_of(kind) if default is True))
 
 
@@ -32,7 +32,7 @@ ABLATIONS = tuple(dict.fromkeys(name for kind in POLICIES.values() for name in a
 
 
 def make_policy(name: str, given: Mapping[str, Any] = {}) -> Policy:
-    """A policy with those of the given settings that are its own."""
+    """A policy with its own settings among those given."""
     kind = POLICIES[name]
     own = {setting for setting, _, _ in settings_of(kind)}
     return kind(**{setting: value for setting, value in given.items() if setting in own})

@@ -1,6 +1,6 @@
 """Draft a tree, verify it, repeat: speculative inference over the same pipeline (SpecInfer, Miao et al. 2024).
 
-The baseline of PipeInfer's evaluation: the pipeline idles while the draft works, and the draft while the pipeline does.
+The baseline of PipeInfer's evaluation: the pipeline and the draft wait for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
 class Speculative(Policy):
-    """One tree at a time, into an empty pipeline. `min_probability`: a guess below it is not kept."""
+    """One tree at a time, into an empty pipeline. Guesses below `min_probability` are dropped."""
 
     name: ClassVar[str] = "speculative"
 

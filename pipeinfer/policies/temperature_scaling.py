@@ -1,7 +1,7 @@
-"""How much a draft spreads its guesses, learned from how they fared. Knows verdicts on guesses, no tree.
+"""Temperature scaling of drafts' probabilities, learned from verdicts on guesses. Knows no tree.
 
-A greedy target takes the likeliest token, a draft says what is likely: of guesses that it holds to be right one time in
-fifty hardly any is. Temperature scaling (Guo et al. 2017): probabilities are raised to a power, and made to add up.
+A greedy target takes the likeliest token, so a draft's improbable guesses are right more rarely than it says. Their
+probabilities are raised to a power and normalised (Guo et al. 2017).
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ LEAST, MOST = 0.3, 3.0
 """Of the power."""
 
 MEMORY = 0.98
-"""What a token still weighs after the next one."""
+"""The weight of a token after the next one."""
 
 PRIOR = 20.0
-"""How firmly a power of 1 is believed, in squared nats: a contested token tells one to four."""
+"""The weight of a power of 1, in squared nats; a guessed-at token weighs one to four."""
 
 TINY = 1e-9
 
 
 @dataclass
 class TemperatureScaling:
-    """Of each draft a power, moved by every contested token towards a higher likelihood of what the target chose: one
-    step of Newton's method on a curvature with forgetting. What is not among the guesses counts as one further token,
-    no likelier than the last of them."""
+    """A power for each draft, moved by every guessed-at token towards a higher likelihood of the target's choice: a
+    step of Newton's method, on a curvature with forgetting. All other tokens count as one, as likely as the last
+    guess."""
 
     _powers: dict[int, float] = field(default_factory=dict)
     _curvatures: dict[int, float] = field(default_factory=dict)
 
     def scaled(self, guesses: Sequence[Guess], draft: int) -> Sequence[Guess]:
-        """The same guesses, their probabilities to the draft's power and normalised with all that is not among them."""
+        """The guesses with their probabilities raised to the draft's power and normalised with all other tokens."""
         power = self._powers.get(draft, 1.0)
         if not guesses or power == 1.0:
             return guesses
         shares = [max(guess.probability, TINY) for guess in guesses]
         weights = [share**power for share in shares]
-        # every other token's share is the last guess's at most
+        # other tokens are at most as likely as the last guess
         others = max(1 - sum(shares), TINY) * min(shares) ** (power - 1)
         total = sum(weights) + others
         return [Guess(guess.token, weight / total) for guess, weight in zip(guesses, weights, strict=True)]
@@ -52,7 +52,7 @@ class TemperatureScaling:
             self._learn(draft, [guess for guess in guesses if guess.guessed_by == draft], right)
 
     def _learn(self, draft: int, guesses: Sequence[Node], right: Node | None) -> None:
-        """The gradient of the log-likelihood is how much likelier than expected the right token was thought to be."""
+        """The gradient of the log-likelihood: the right token's log-probability less the expected one."""
         logs = [guess.log_prob for guess in guesses]
         shares = [math.exp(log) for log in logs]
         other, others = min(logs), max(1 - sum(shares), TINY)

@@ -58,7 +58,7 @@ class SimDrafter:
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
-    ) -> list[list[Guess] | None] | None:
+    ) -> dict[Node, list[Guess]] | None:
         cache, choices = self._caches[request.id], self.choices[request.id]
         if not self._catch_up(request, cache, interrupted):
             return None
@@ -67,7 +67,7 @@ class SimDrafter:
             return None
         cache.nodes.update(fitting)
         self.clock.advance(self.settle_s)
-        return [guesses_after(node, choices, width) if node in cache.nodes else None for node, width in widths.items()]
+        return {node: guesses_after(node, choices, width) for node, width in widths.items() if node in cache.nodes}
 
     def _catch_up(self, request: Request, cache: _Cache, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the committed tokens below the root that the draft lacks. False when the root moved meanwhile."""

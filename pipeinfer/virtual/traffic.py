@@ -108,8 +108,8 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
         waiter.next_s = coming_s[0] if coming_s and n_open < load.n_open else math.inf
         emission = engine.step()
         n_open -= emission is not None and emission.request.finish is not None
-    notice = {"notice": engine.delay_too_short} if engine.delay_too_short else {}
-    return _figures(load, pipeline, metrics) | notice
+    notice = engine.batches.too_short
+    return _figures(load, pipeline, metrics) | ({"notice": notice} if notice else {})
 
 
 def _figures(load: Load, pipeline: SimPipeline, metrics: Sequence[RequestMetrics]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def text_of(
         stage.clear()
     pipeline = ToyPipeline(stages, random.Random(1), wire_type=wire_type)
     target = Level(pipeline, SequencePool(60, 768, parked=True), n_chunk=128, n_rows=32, blocks=True)
-    drafter = ModelDrafter(draft, SequencePool(60, 768), 32, draft.n_vocab)
+    drafter = ModelDrafter(draft, SequencePool(60, 768), 32)
     engine = Engine(target, drafter, ToyWaiter(pipeline.rng), lambda: 0.0)
     request = Request(0, list(TOKENS), n_predict, SamplingParams(temp=0.0), 300)
     engine.add(request, make_policy(policy, {}))

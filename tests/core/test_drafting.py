@@ -9,7 +9,7 @@ from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams, choose
-from tests.support.toy import N_VOCAB, ToyStage
+from tests.support.toy import ToyStage
 
 
 def test_likeliest_are_sorted_with_their_probabilities() -> None:
@@ -52,7 +52,7 @@ def test_newest_tokens_reach_over_the_root() -> None:
 def test_certain_tokens_stay_evaluated_however_often_the_draft_is_interrupted() -> None:
     """A draft slower than the target is told to give up in every step: it must get through the prompt all the same."""
     pool = SequencePool(4, 100)
-    drafter = ModelDrafter(ToyStage(0, 2, True), pool, n_batch=4, n_vocab=N_VOCAB)
+    drafter = ModelDrafter(ToyStage(0, 2, True), pool, n_batch=4)
     request = Request(0, list(range(11)), 9, SamplingParams(temp=0.0), 99)
     drafter.open(request)
     assert drafter.expand(request, {request.tree.root: 2}, lambda: True) is None

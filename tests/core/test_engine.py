@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.core.audit import audit_engine, audit_pool
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
@@ -88,7 +89,7 @@ def random_drafter(rng: random.Random, reference: Reference, n_ctx: int, seed: i
     if share < 0.5:
         return OracleDrafter(reference, rng.random(), seed)
     model = NoisyStage(0, N_LAYERS, rng.random(), n_cells=n_ctx + 64)
-    return ModelDrafter(model, SequencePool(rng.choice([3, 16]), n_ctx + 64), rng.choice([4, 16]), N_VOCAB)
+    return ModelDrafter(model, SequencePool(rng.choice([3, 16]), n_ctx + 64), rng.choice([4, 16]))
 
 
 def run_case(seed: int, n_predict: int = 40) -> int:
@@ -114,7 +115,7 @@ def run_case(seed: int, n_predict: int = 40) -> int:
         emitted: list[int] = []
         while engine.busy:
             emission = engine.step()
-            engine.audit()
+            audit_engine(engine)
             if emission:
                 n_trees += 1
                 emitted += emission.tokens
@@ -153,7 +154,7 @@ def test_prompts_in_blocks(seed: int) -> None:
         if not engine.busy:
             break
         engine.step()
-        engine.audit()
+        audit_engine(engine)
         if given_up and rng.random() < 0.1:
             engine.stop(given_up)
     for request, prompt in zip(requests, prompts, strict=True):
@@ -296,7 +297,7 @@ def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool,
     stages = [QuickStage(first, last, n_cells, parked) for first, last in ((0, 1), (1, 3), (3, N_LAYERS))]
     pipeline = ToyPipeline(stages, rng)
     pool, draft_pool = SequencePool(n_seq, n_cells, parked), SequencePool(n_seq, n_cells)
-    drafter = ModelDrafter(QuickStage(0, N_LAYERS, n_cells, False, right=0.7), draft_pool, 16, N_VOCAB)
+    drafter = ModelDrafter(QuickStage(0, N_LAYERS, n_cells, False, right=0.7), draft_pool, 16)
     engine = toy_engine(pipeline, pool, drafter)
     request = Request(0, [5], 20_000, SamplingParams(temp=0.0), n_ctx)
     metrics = RequestMetrics()
@@ -305,15 +306,15 @@ def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool,
     for index, _ in enumerate(engine.generate()):
         n_nodes = max(n_nodes, len(request.tree.nodes))
         if index % 100 == 0:
-            engine.audit()
+            audit_engine(engine)
     assert request.finish is Finish.CONTEXT and request.n_generated == 10_000
     assert request.tokens == [5, *plain_toy(5, 10_000)]
     assert metrics.n_matched > 2_000 and metrics.n_cancelled > 1_000, "hardly any speculation"
     assert n_nodes < 100
     assert stages[0].n_packed > 5 or not parked, "the parked cells were never won back"
-    engine.audit()
+    audit_engine(engine)
     for every in (pool, draft_pool):
-        every.audit({})
+        audit_pool(every, {})
         assert every.n_free == n_seq and all_cells_come_back(every)
     assert not any(pipeline.queues)
 
@@ -334,12 +335,12 @@ def test_the_root_may_move_while_the_draft_catches_up() -> None:
         larger = ToyDraftPipeline([NoisyStage(0, N_LAYERS, 0.9, 10_000)], rng)
         level = Level(larger, SequencePool(16, 500), n_rows=4, n_chunk=64)
         small = QuickStage(0, N_LAYERS, 500, False, right=0.4)
-        drafter = ModelDrafter(small, SequencePool(16, 500), rng.choice([2, 16]), N_VOCAB)
+        drafter = ModelDrafter(small, SequencePool(16, 500), rng.choice([2, 16]))
         engine = toy_engine(pipeline, SequencePool(16, 500), drafter, [level])
         request = Request(0, [5], 60, SamplingParams(temp=0.0), 200)
         engine.add(request, PipeInfer(microbatch=rng.choice([1, 4]), width=4))
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         assert request.tokens == [5, *plain_toy(5, 60)]
 
 
@@ -356,7 +357,7 @@ def test_concurrent_requests_do_not_mix() -> None:
             requests.append(Request(request_id, prompt, 30, params, 200))
             engine.add(requests[-1], random_policy(rng))
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         for request in requests:
             expected = reference.generate(request.prompt, 30, request.sampling)
             assert request.tokens[len(request.prompt) :] == expected
@@ -390,6 +391,7 @@ def test_stopping_keeps_what_was_emitted_and_drains() -> None:
         engine.add(request, random_policy(rng))
         for _ in range(rng.randint(0, 60)):
             engine.step()
+            list(engine.rest())
         engine.stop(request)
         for _ in engine.generate():
             raise AssertionError("a stopped request emitted")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import InFlightRun
@@ -138,7 +139,7 @@ def some_drafter(rng: random.Random, reference: Reference, n_seq: int, n_cells: 
     if share < 0.4:
         return OracleDrafter(reference, rng.random())
     model = QuickStage(0, N_LAYERS, n_cells, False, right=rng.random())
-    drafter = ModelDrafter(model, SequencePool(n_seq, n_cells), rng.choice([4, 16]), N_VOCAB)
+    drafter = ModelDrafter(model, SequencePool(n_seq, n_cells), rng.choice([4, 16]))
     return LookupDrafter(drafter) if share < 0.6 else drafter
 
 
@@ -202,7 +203,7 @@ def run_case(seed: int) -> tuple[int, int]:
             engine.stop(chat.newest)
         engine.step() if engine.busy else None
         if rng.random() < 0.2:
-            engine.audit()
+            audit_engine(engine)
         for each in chats:
             if each.newest and each.newest.finish and each.counted.n_prompt:
                 check(each, reference, blocks)
@@ -243,7 +244,7 @@ def chat_of(engine: Engine, policy: Iterative | PipeInfer | Speculative, blocks:
         counted = Counted()
         engine.add(request, policy, counted)
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         # the root, and the newest token of the turn before, which the target had no need to see
         assert counted.n_context == (5 if said else 99), f"turn {turn}"
         requests.append(request)
@@ -260,16 +261,21 @@ def test_a_turn_of_twenty_costs_its_new_tokens(
     cuts = [0, *range(1, n_stages), N_LAYERS]
     stages = [BlockStage(first, last, last == N_LAYERS, 600, True) for first, last in pairwise(cuts)]
     model = QuickStage(0, N_LAYERS, 600, False, right=0.7)
-    drafter = ModelDrafter(model, SequencePool(8, 600), 16, N_VOCAB)
+    drafter = ModelDrafter(model, SequencePool(8, 600), 16)
     engine = toy_engine(ToyPipeline(stages, rng), SequencePool(8, 600, True), drafter, blocks=blocks)
     for request in chat_of(engine, policy, blocks, 20):
         assert request.tokens[len(request.prompt) :] == expected(reference, request, blocks)
         assert request.spans == (Span(0, 99),)
 
 
-def prefixes_of(blocks: bool) -> Prefixes:
-    """With no request open."""
-    return Prefixes(blocks, True, {}, lambda request: 0, lambda id, n_tokens: True)
+def prefixes_of(blocks: bool, kept: Request) -> Prefixes:
+    """Of one finished request."""
+    pool = SequencePool(1, 1000)
+    pool.open(kept.id)
+    pool.place(kept.id, kept.n_retained, [])
+    prefixes = Prefixes(Level(ToyPipeline([ToyStage(0, 1, True)], random.Random(0)), pool, blocks=blocks), {})
+    prefixes.retain(kept)
+    return prefixes
 
 
 def finished(tokens: Sequence[int], n_prompt: int, spans: Spans | None = None, repeat_penalty: float = 1.0) -> Request:
@@ -313,9 +319,7 @@ def test_only_rows_that_would_be_the_same_are_taken_over(wanted: Spans, n_same: 
     prompt = [*TEXT[:n_same], *[99] * 300][:250]
     request = Request(2, prompt, 9, SamplingParams(), 1000, spans=wanted)
     for blocks, n in ((True, usable), (False, min(n_same, 249))):
-        prefixes = prefixes_of(blocks)
-        prefixes.retain(kept)
-        found = prefixes.best(request)
+        found = prefixes_of(blocks, kept).best(request)
         assert (found.n_tokens if found else 0) == n
 
 
@@ -329,16 +333,14 @@ def test_what_follows_several_spans_is_taken_over() -> None:
         (spans(0, 70, 110, 230), 100),
         (spans(0, 70, 90, 230), 90),
     ):
-        prefixes = prefixes_of(blocks=True)
-        prefixes.retain(kept)
+        prefixes = prefixes_of(True, kept)
         found = prefixes.best(Request(2, TEXT[:290], 9, SamplingParams(), 1000, spans=wanted))
         assert found and found.n_tokens == usable, wanted
 
 
 def test_what_looks_back_takes_over_only_what_was_noted() -> None:
     for kept_penalty, penalty, usable in ((1.0, 1.3, 0), (1.3, 1.3, 49), (1.3, 1.0, 49), (1.0, 1.0, 49)):
-        prefixes = prefixes_of(blocks=False)
-        prefixes.retain(finished(TEXT, 40, repeat_penalty=kept_penalty))
+        prefixes = prefixes_of(False, finished(TEXT, 40, repeat_penalty=kept_penalty))
         found = prefixes.best(Request(2, TEXT[:50], 9, SamplingParams(repeat_penalty=penalty, repeat_last_n=9), 1000))
         assert (found.n_tokens if found else 0) == usable
 
@@ -369,7 +371,7 @@ def test_what_is_kept_gives_way_to_who_needs_the_room() -> None:
             request = Request(number, [number, 5, 6], 40, SamplingParams(temp=0.0), 50, keep=True)
             engine.add(request, Iterative())
             for _ in engine.generate():
-                engine.audit()
+                audit_engine(engine)
             assert request.tokens[3:] == reference.generate([number, 5, 6], 40, SamplingParams(temp=0.0))
             assert pool.n_committed == 42
         engine.forget()

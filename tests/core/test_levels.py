@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from pipeinfer.cluster.messages.wire import decode_guess_verdict, encode_verdict
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.kv.sequences import SequencePool
@@ -65,7 +66,7 @@ def run_case(
         engine.add(request, policy, metrics)
         while engine.busy:
             engine.step()
-            engine.audit()
+            audit_engine(engine)
         n_expected = min(n_predict, n_ctx - len(prompt))
         assert request.tokens[len(prompt) :] == reference.generate(prompt, n_expected, params), f"seed {seed}"
         n_refined += metrics.n_refined
@@ -126,7 +127,7 @@ def test_a_draft_without_room_does_not_stop_the_others() -> None:
     request = Request(0, [4], 100, SamplingParams(temp=0.0), 400)
     engine.add(request, Speculative(n_draft=8, width=4))
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     assert request.finish is Finish.LENGTH
 
 
@@ -244,7 +245,7 @@ def test_what_a_draft_on_another_rank_guesses_is_used(policy: type[PipeInfer] | 
         request, metrics = Request(0, [1, 2, 3], 300, SamplingParams(temp=0.0), 400), RequestMetrics()
         engine.add(request, policy(), metrics)
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         assert request.tokens[3:] == reference.generate([1, 2, 3], 300, request.sampling)
         return 300 / metrics.n_root_runs
 

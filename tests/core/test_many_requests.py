@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
 import pytest
 
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
-from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import NOTHING, Answer, PolicyContext
@@ -40,7 +41,7 @@ def random_drafter(rng: random.Random, reference: Reference, n_seq: int, n_cells
     if rng.random() < 0.5:
         return OracleDrafter(reference, rng.random(), rng.randrange(99))
     model = QuickStage(0, N_LAYERS, n_cells, False, right=rng.random())
-    return ModelDrafter(model, SequencePool(n_seq, n_cells), rng.choice([4, 16]), N_VOCAB)
+    return ModelDrafter(model, SequencePool(n_seq, n_cells), rng.choice([4, 16]))
 
 
 def random_requests(rng: random.Random, n_ctx: int) -> list[Request]:
@@ -136,11 +137,11 @@ def run_case(seed: int) -> Counts:
             take([emission])
         n_trees += sum(map(len, heard)) > n_before
         if rng.random() < 0.2:
-            engine.audit()
+            audit_engine(engine)
     assert heard == [request.tokens for request in requests], "tokens that nobody was given"
     check(requests, stopped, reference)
     engine.forget()
-    engine.audit()
+    audit_engine(engine)
     assert not any(level.busy for level in engine.levels), "a run was forgotten"
     pools = [level.pool for level in engine.levels] + ([drafter.pool] if isinstance(drafter, ModelDrafter) else [])
     assert all(pool.n_free == pool.n_seq for pool in pools), "a sequence leaks"
@@ -191,7 +192,7 @@ def test_the_end_of_a_prompt_for_whose_root_there_is_no_cell_is_made_room_for() 
     engine.add(second, Iterative(), metrics)
     engine.admission.ahead = 0
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     assert metrics.n_preempted == 1
     check([first, second], set(), Reference(N_LAYERS))
 
@@ -225,7 +226,7 @@ def test_requests_after_one_another_begin_in_a_packed_cache() -> None:
         engine.add(request, PipeInfer(microbatch=4))
         assert pool.n_free_cells == n_cells
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         assert request.tokens == [request.prompt[0], *plain_toy(request.prompt[0], 60)]
     assert stages[0].n_packed == stages[1].n_packed == 4
     with pytest.raises(AssertionError, match="1 requests hold sequences"):
@@ -321,57 +322,48 @@ def test_many_requests_keep_every_stage_busy() -> None:
 # -- the scheduler
 
 
-@dataclass
-class Asked:
-    """What a request would send, as the scheduler sees it."""
-
-    request_id: int
-    n_context: int
-    n_nodes: int
-    has_root: bool
-    span: Span | None = None
-
-    @property
-    def nodes(self) -> range:
-        return range(self.n_nodes)
+def wanted(request_id: int, n_context: int, n_nodes: int, has_root: bool) -> RequestSlice:
+    request = Request(request_id, [1], 9, SamplingParams(), 99)
+    return RequestSlice(request, n_context, [request.tree.root] * n_nodes, has_root)
 
 
-def shares(wants: Sequence[Asked], alone: bool = False) -> list[tuple[int, int, int]]:
-    """(request, certain tokens, nodes) of each request in the next run."""
-    chosen = choose(wants, ROOM, alone)
-    return [(want.request_id, n_context, n_nodes) for want, n_context, n_nodes in chosen]
+def shares(wants: Sequence[RequestSlice], alone: bool = False) -> list[tuple[int, int, int]]:
+    """(request, committed tokens, nodes) of each request in the next run."""
+    return [(part.request.id, part.n_context, len(part.nodes)) for part in choose(wants, ROOM, alone)]
 
 
 ROOM = BatchBudget(n_roots=2, n_cheap=6, n_rows=32, n_context=10)
 
 
 def test_roots_come_before_guesses_and_only_as_many_as_share_a_run() -> None:
-    wants = [Asked(0, 0, 3, False), Asked(1, 0, 1, True), Asked(2, 0, 1, True), Asked(3, 0, 1, True)]
+    wants = [wanted(0, 0, 3, False), wanted(1, 0, 1, True), wanted(2, 0, 1, True), wanted(3, 0, 1, True)]
     assert shares(wants) == [(1, 0, 1), (2, 0, 1), (0, 0, 3)]
 
 
 def test_guesses_fill_what_costs_little() -> None:
-    wants = [Asked(1, 0, 1, True), Asked(2, 0, 4, False), Asked(3, 0, 4, False)]
+    wants = [wanted(1, 0, 1, True), wanted(2, 0, 4, False), wanted(3, 0, 4, False)]
     assert shares(wants) == [(1, 0, 1), (2, 0, 4), (3, 0, 1)]
 
 
 def test_whose_turn_it_is_decides_between_prompts_and_nodes() -> None:
-    prompt, other, root = Asked(0, 7, 1, False), Asked(1, 20, 1, False), Asked(2, 0, 1, True)
+    prompt, other, root = wanted(0, 7, 1, False), wanted(1, 20, 1, False), wanted(2, 0, 1, True)
     assert shares([prompt, root, other]) == [(0, 7, 1), (1, 3, 0)]
     assert shares([root, prompt, other]) == [(2, 0, 1)]
 
 
 def test_one_requests_policy_decides_alone() -> None:
-    assert shares([Asked(0, 0, 20, True)], alone=True) == [(0, 0, 20)]
+    assert shares([wanted(0, 0, 20, True)], alone=True) == [(0, 0, 20)]
 
 
 def test_short_prompts_share_a_run_as_far_as_its_rows_reach() -> None:
     """With their roots: as many rows as a prompt that fills a run has with its own."""
-    assert shares([Asked(0, 10, 1, False), Asked(1, 1, 1, False)]) == [(0, 10, 1)]
-    assert shares([Asked(number, 3, 1, False) for number in range(4)]) == [(0, 3, 1), (1, 3, 1), (2, 3, 0)]
-    assert shares([Asked(number, 4, 1, False) for number in range(4)]) == [(0, 4, 1), (1, 4, 1), (2, 1, 0)]
-    many = choose([Asked(number, 1, 1, False) for number in range(9)], BatchBudget(2, 6, n_rows=3, n_context=10), False)
-    assert [n_nodes for _, _, n_nodes in many] == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert shares([wanted(0, 10, 1, False), wanted(1, 1, 1, False)]) == [(0, 10, 1)]
+    assert shares([wanted(number, 3, 1, False) for number in range(4)]) == [(0, 3, 1), (1, 3, 1), (2, 3, 0)]
+    assert shares([wanted(number, 4, 1, False) for number in range(4)]) == [(0, 4, 1), (1, 4, 1), (2, 1, 0)]
+    many = choose(
+        [wanted(number, 1, 1, False) for number in range(9)], BatchBudget(2, 6, n_rows=3, n_context=10), False
+    )
+    assert [len(part.nodes) for part in many] == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_as_many_runs_as_stages() -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from pipeinfer.core.in_flight import InFlightRun
 from pipeinfer.core.scheduling.pacer import LOOKAHEAD, MARGIN_S, Pacer
 from pipeinfer.core.scheduling.run_cost import RunCost
 
@@ -26,8 +27,18 @@ def clock() -> Clock:
 def pacer(clock: Clock) -> Pacer:
     """Of a stage that takes a tenth of a second a row, with one run on its way."""
     pacer = Pacer(RunCost({1: 0.1, 8: 0.2}), clock)
-    pacer.sent(1, 0)
+    pacer.sent(one_row())
     return pacer
+
+
+def one_row(sent_s: float = 0.0, cost_s: float = 0.1, n_context: int = 0) -> InFlightRun:
+    return InFlightRun(1, [], n_rows=1, n_context=n_context, context=0, sent_s=sent_s, cost_s=cost_s)
+
+
+def pruned(flight: InFlightRun) -> InFlightRun:
+    """It teaches nothing but that it is back."""
+    flight.whole = False
+    return flight
 
 
 def due_s(pacer: Pacer, **given: float) -> float:
@@ -43,20 +54,20 @@ def test_a_run_is_due_just_before_the_slowest_stage_is_free(pacer: Pacer, clock:
 
 
 def test_it_is_due_earlier_where_costs_are_off_but_not_ever_earlier(pacer: Pacer) -> None:
-    pacer.reported(0.1, 0.12)
+    pacer.landed(one_row(), 0.12, 1.0)
     first_s = due_s(pacer)
     assert 0.1 - 0.5 * 0.1 < first_s < 0.1 - MARGIN_S
     for _ in range(100):
-        pacer.reported(0.1, 0.3)
-    assert due_s(pacer) == pytest.approx(0.1 - LOOKAHEAD * 0.1)
+        pacer.landed(one_row(), 0.3, 1.0)
+    assert pacer.run_cost and pacer.due_s(0) == pytest.approx(0.1 - LOOKAHEAD * pacer.run_cost.seconds(1, 0))
 
 
 def test_it_is_due_earlier_where_the_head_is_late(pacer: Pacer, clock: Clock) -> None:
     """A busy machine, or a draft whose layers take long: asked 10 ms after it was due."""
     clock.now = due_s(pacer) + 0.010
-    pacer.was_late(0.010)
-    pacer.landed(0.0)
-    pacer.sent(1, 0)
+    pacer.asked_late(0.010)
+    pacer.landed(pruned(one_row()), 0.0, 0.0)
+    pacer.sent(one_row())
     assert due_s(pacer) < clock.now + 0.1 - MARGIN_S - 0.002
 
 
@@ -65,15 +76,15 @@ def test_a_head_that_is_asked_in_time_is_not_late(pacer: Pacer, clock: Clock) ->
     clock.now = before_s / 2  # a verdict came
     assert due_s(pacer) == before_s
     clock.now = before_s
-    pacer.was_late(0.0)
-    pacer.landed(0.0)
-    pacer.sent(1, 0)
+    pacer.asked_late(0.0)
+    pacer.landed(pruned(one_row()), 0.0, 0.0)
+    pacer.sent(one_row())
     assert due_s(pacer) == pytest.approx(clock.now + 0.1 - MARGIN_S)
 
 
 def test_a_verdict_that_is_expected_is_waited_for_but_not_for_long(pacer: Pacer) -> None:
     plain_s = due_s(pacer)
-    pacer.answered(plain_s + 0.02)
+    pacer.landed(one_row(sent_s=-plain_s - 0.02), 0.0, 1.0)
     assert due_s(pacer, oldest_sent_s=0.0, patience=0.2) == pytest.approx(plain_s + 0.02)
     assert due_s(pacer, oldest_sent_s=0.001, patience=0.2) == plain_s  # it comes too late
     assert due_s(pacer) == plain_s
@@ -88,13 +99,22 @@ def test_nothing_is_early_where_no_costs_are_known_or_runs_were_given_up(pacer: 
 
 def test_what_a_verdict_takes_besides_is_the_least_of_late(pacer: Pacer) -> None:
     """What met a queue says nothing of the way; that it got longer is noticed by and by."""
+
+    def came(on_way_s: float) -> float:
+        pacer.landed(one_row(sent_s=-0.1 - on_way_s), 0.1, 1.0)
+        return pacer.on_way_s
+
     assert pacer.on_way_s == 0.0
-    for took_s, found_s in ((0.5, 0.5), (0.1, 0.1), (-0.1, 0.0)):
-        pacer.came(took_s)
-        assert pacer.on_way_s == found_s
-    pacer.came(0.02)
-    pacer.came(0.82)
-    assert pacer.on_way_s == pytest.approx(0.12)
+    for on_way_s, found_s in ((0.5, 0.5), (0.1, 0.1), (-0.05, 0.0)):
+        assert came(on_way_s) == pytest.approx(found_s)
+    came(0.02)
+    assert came(0.82) == pytest.approx(0.12)
     for _ in range(60):
-        pacer.came(0.82)
+        came(0.82)
     assert pacer.on_way_s == pytest.approx(0.82, rel=0.01)
+
+
+def test_prompts_and_pruned_runs_teach_nothing_of_answers(pacer: Pacer) -> None:
+    pacer.landed(pruned(one_row(sent_s=-5.0)), 0.3, 1.0)
+    pacer.landed(one_row(sent_s=-5.0, n_context=1), 0.3, 1.0)
+    assert pacer.answer_s == pacer.on_way_s == 0.0

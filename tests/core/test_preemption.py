@@ -11,6 +11,7 @@ import pytest
 
 from pipeinfer.core import levels
 from pipeinfer.core.active_request import ActiveRequest
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
@@ -114,7 +115,7 @@ def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
         if engine.busy:
             engine.step()
         if rng.random() < 0.2:
-            engine.audit()
+            audit_engine(engine)
             read = [job.request for job in engine._active.values() if engine.target.reads_blocks(job.request)]
             assert len(read) <= engine.admission.n_prompts
             n_rows = sum(each.spans[-1].end for each in read if each.spans)
@@ -125,7 +126,7 @@ def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
         assert said == (text[: len(said)] if request.id in stopped else text), f"request {request.id}"
         assert len(metrics[request.id].token_s) == len(said), "what was emitted is emitted again"
     engine.forget()
-    engine.audit()
+    audit_engine(engine)
     model = drafter.model if isinstance(drafter, LookupDrafter) else drafter
     pools = [level.pool for level in engine.levels] + ([model.pool] if isinstance(model, ModelDrafter) else [])
     assert all(pool.n_free == pool.n_seq and not pool.n_committed for pool in pools), "a sequence or a cell leaks"
@@ -230,5 +231,5 @@ def test_the_lowest_priority_is_preempted_then_the_youngest(priorities: tuple[in
         request = Request(number, [number + 1] * 9, 60, SamplingParams(temp=0.0), 160, priority=priority)
         engine.add(request, Iterative(), RequestMetrics())
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     assert set(counts.by_request) == preempted

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
@@ -118,7 +119,7 @@ def run_case(seed: int, kind: type[Policy] | None = None) -> tuple[int, int]:
         if engine.busy:
             engine.step()
         if rng.random() < 0.1:
-            engine.audit()
+            audit_engine(engine)
     for request, choice in zip(requests, choices, strict=True):
         said = request.tokens[n_prompt:]
         assert said == [choice.target(n_prompt + at) for at in range(len(said))], f"request {request.id}"

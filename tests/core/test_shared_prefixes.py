@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.kv.cells import Cells, fork, give_up, n_held
 from pipeinfer.core.kv.sequences import SequencePool
-from pipeinfer.core.kv.shared import Cells, fork, give_up, n_held
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import OpKind
@@ -62,7 +63,7 @@ def test_texts_of_one_prompt_evaluate_it_once(n_stages: int, drafts: bool) -> No
     most = 0
     for _ in engine.generate():
         most = max(most, len(engine._active))
-        engine.audit()
+        audit_engine(engine)
     assert most == 8, "they wait for its prompt alone"
     assert all(each.is_running for each in counted)
     check(requests)
@@ -79,7 +80,7 @@ def test_a_system_prompt_is_evaluated_once_and_kept_for_others() -> None:
         ]
         counted = add_all(engine, requests)
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         check(requests)
         n_own = sum(len(request.prompt) - 1 - len(SYSTEM) for request in requests)
         assert sum(each.n_context for each in counted) <= n_own + (0 if group else len(SYSTEM)), f"group {group}"
@@ -93,7 +94,7 @@ def test_shared_cells_are_reserved_once() -> None:
     most = 0
     for _ in engine.generate():
         most = max(most, len(engine._active))
-        engine.audit()
+        audit_engine(engine)
     check(requests)
     assert most == 12
     assert engine.target.pool.n_free_cells + engine.target.pool.n_parked == n_cells
@@ -127,10 +128,9 @@ def read_prompt(pool: SequencePool, stage: ToyStage, request: Request) -> None:
     start = pool.placed_end(request.id)
     tokens = np.array(request.prompt[start:], np.int32)
     placement = pool.place(request.id, len(tokens), [])
-    stage.apply(placement.ops)
+    stage.apply(pool.take_pending())
     positions = np.arange(start, len(request.prompt), dtype=np.int32)
-    seqs: list[tuple[int, ...]] = [(placement.context_seq,)] * len(tokens)
-    stage.evaluate(Batch(tokens, positions, seqs, None, np.ones(len(tokens), bool)), lambda: False)
+    stage.evaluate(Batch(tokens, positions, placement.seqs, None, np.ones(len(tokens), bool)), lambda: False)
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 3, 6, 12])
@@ -141,7 +141,7 @@ def test_who_waits_goes_on_when_the_first_is_given_up(n_steps: int) -> None:
         engine.step()
     engine.stop(requests[0])
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     check(requests[1:])
     assert sum(each.n_context for each in counted[1:]) <= 99, "more than one has begun again"
 
@@ -171,7 +171,7 @@ def test_a_prefix_that_is_not_all_wanted_stays_where_there_is_room() -> None:
         for request, n_there in ((first, 0), (second, 100)):
             (counted,) = add_all(engine, [request])
             for _ in engine.generate():
-                engine.audit()
+                audit_engine(engine)
             assert counted.n_kept == n_there
         check([first, second])
         assert len(engine.admission.prefixes.retained()) == n_kept, "where there is no room it has moved"
@@ -210,7 +210,7 @@ def test_layers_with_states_share_a_prompt_where_it_ends(n_cells: int, n_stages:
     requests += [some_request(6, [*SYSTEM, 1, 2]), some_request(7, SYSTEM[:50])]
     counted = add_all(engine, requests)
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     check(requests)
     if n_cells == 2000:
         assert [each.n_context for each in counted] == [99, *[0] * 5, 2, 49]
@@ -226,7 +226,7 @@ def test_a_prompt_with_states_that_is_given_up_is_read_by_one_of_the_others(n_st
         engine.step()
     engine.stop(requests[0])
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     check(requests[1:])
     assert sum(each.n_context for each in counted[1:]) <= 99
 

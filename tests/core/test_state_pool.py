@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.core.audit import audit_pool
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
@@ -65,8 +66,8 @@ class Case:
         for _ in range(n_steps):
             act = self.rng.choices([self.begin, self.send, self.settle, self.end, self.pack], [2, 9, 6, 0.3, 1])[0]
             act()
-            self.pool.audit({id: each.tree.nodes for id, each in self.open.items()})
-            self.most_guesses = max(self.most_guesses, len(self.pool._paths) - len(self.pool._bases))
+            audit_pool(self.pool, {id: each.tree.nodes for id, each in self.open.items()})
+            self.most_guesses = max(self.most_guesses, len(self.pool._paths) - len(self.pool._texts))
 
     def begin(self) -> None:
         if len(self.open) == self.n_open:
@@ -105,11 +106,10 @@ class Case:
         if not n_context + len(nodes) or n_context + len(nodes) > pool.n_free_cells:
             return
         placement = pool.place(request.id, n_context, nodes)
-        self.stage.apply(placement.ops)
-        for end in range(start + 1, start + n_context + 1):
-            self.stage.evaluate(request.tokens[:end], [placement.context_seq])
-        for node, seqs in zip(nodes, placement.node_seqs, strict=True):
-            self.stage.evaluate(text_to(request, node), seqs)
+        self.stage.apply(pool.take_pending())
+        texts = [request.tokens[:end] for end in range(start + 1, start + n_context + 1)]
+        for text, seqs in zip([*texts, *(text_to(request, node) for node in nodes)], placement.seqs, strict=True):
+            self.stage.evaluate(text, seqs)
 
     def settle(self) -> None:
         """Verdicts on some of the nodes that are placed, which may be right of any."""

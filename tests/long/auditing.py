@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.observer import Observer
@@ -84,12 +85,12 @@ class AuditedEngine(Engine):
         emission = super().step()
         self._n_steps += 1
         if self._n_steps % AUDIT_EVERY == 0:
-            self.audit()
+            audit_engine(self)
         return emission
 
     def leaks(self) -> list[str]:
         """What an engine holds after its last request."""
-        self.audit()
+        audit_engine(self)
         found = ["a request, a run or an emission"] if self.busy else []
         pools = [("smallest draft's", getattr(self.speculator.drafter, "pool", None))]
         pools += [(f"level {number}'s", level.pool) for number, level in enumerate(self.levels)]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Emission, Request
 from pipeinfer.core.runs import Guess
@@ -45,9 +46,9 @@ class Model:
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
-    ) -> list[list[Guess] | None] | None:
+    ) -> dict[Node, list[Guess]] | None:
         self.asked += widths
-        return None if interrupted() else [self.guesses[:n] for n in widths.values()]
+        return None if interrupted() else {node: self.guesses[:n] for node, n in widths.items()}
 
     def settle(self, request: Request, path: Sequence[Node]) -> None: ...
 
@@ -60,8 +61,8 @@ def looked_up(request: Request, node: Node, drafter: LookupDrafter | None = None
     drafter = drafter or LookupDrafter()
     drafter.open(request)
     found = drafter.expand(request, {node: 4}, never)
-    assert found and found[0] is not None
-    return found[0]
+    assert found
+    return found[node]
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,10 @@ def test_a_chain_goes_on_where_its_match_stands() -> None:
     node, found, confidences = request.tree.root, [], []
     while True:
         asked = drafter.expand(request, {node: 1}, never)
-        assert asked and asked[0] is not None
-        if not asked[0]:
+        assert asked
+        if not asked[node]:
             break
-        (guess,) = asked[0]
+        (guess,) = asked[node]
         found.append(guess.token)
         confidences.append(guess.probability)
         (node,) = request.tree.grow(node, [guess], [0.0])
@@ -129,6 +130,23 @@ def test_settling_judges_the_matches_on_the_path() -> None:
     assert not drafter._texts, "nothing is kept of a request that has ended"
 
 
+def test_a_match_is_judged_once_its_node_is_passed_however_late_that_is_heard() -> None:
+    request, drafter = request_of([1, 2, 3, 9, 1, 2]), LookupDrafter()
+    drafter.open(request)
+    drafter.expand(request, {request.tree.root: 1}, never)
+    (child,) = request.tree.grow(request.tree.root, [Guess(3, 0.9)], [0.0])
+    drafter.expand(request, {child: 1}, never)
+    before, paths = drafter.trust.of(3), []
+    for token in (3, 9):
+        request.tree.root.verdict = token
+        settled = request.tree.settle()
+        request.take(settled.tokens)
+        paths.append(settled.path)
+    for path in paths:
+        drafter.settle(request, path)
+    assert drafter.trust.of(3) > before
+
+
 def test_a_draft_is_asked_where_nothing_is_sure() -> None:
     model = Model([Guess(8, 0.6), Guess(3, 0.2), Guess(7, 0.1)])
     request = request_of([1, 2, 3, 9, 1, 2])
@@ -136,15 +154,15 @@ def test_a_draft_is_asked_where_nothing_is_sure() -> None:
     drafter.open(request)
     root = request.tree.root
     found = drafter.expand(request, {root: 3}, lambda: False)
-    (merged,) = found or [None]
-    assert merged and [guess.token for guess in merged] == [8, 3, 7]
+    assert found
+    merged = found[root]
+    assert [guess.token for guess in merged] == [8, 3, 7]
     assert [guess.probability for guess in merged] == pytest.approx([0.45, 0.4, 0.075]), "others share the rest"
     assert drafter.expand(request, {root: 3}, lambda: True) is None
     for _ in range(50):
         drafter.trust.judged(2, True)
     model.asked.clear()
-    (sure,) = drafter.expand(request, {root: 3}, never) or [None]
-    assert sure == [Guess(3, drafter.trust.of(2))] and not model.asked
+    assert drafter.expand(request, {root: 3}, never) == {root: [Guess(3, drafter.trust.of(2))]} and not model.asked
 
 
 def test_a_toy_that_repeats_itself_is_guessed_without_a_model() -> None:
@@ -154,7 +172,7 @@ def test_a_toy_that_repeats_itself_is_guessed_without_a_model() -> None:
     engine.add(request, PipeInfer())
     emissions: list[Emission] = []
     for emission in engine.generate():
-        engine.audit()
+        audit_engine(engine)
         emissions.append(emission)
     plain = toy_engine(toy_pipeline(rng, N_LAYERS, 700, False), SequencePool(8, 700), None)
     alone = Request(0, [5, 6, 7, 8] * 10, 60, SamplingParams(temp=0.0), 200)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.cluster.timing.timed_layers import time_slice
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
@@ -264,7 +265,7 @@ def test_texts_of_one_prompt_read_it_once_and_are_those_of_each_alone(
             policies = [RandomPolicy(random.Random(number), 3, 40, 12), PipeInfer(microbatch=3), options.policy]
             engine.add(requests[-1], policies[number % 3] if guesses else options.policy, observer)
         for _ in engine.generate():
-            engine.audit()
+            audit_engine(engine)
         assert len(prompts) == 1 or any(each.n_sent for each in metrics) == guesses
         return [each.tokens for each in requests], sum(each.n_kept for each in metrics)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
@@ -72,6 +73,6 @@ def timesteps(
     request = Request(0, TEXT[:1], n_predict, SamplingParams(temp=0.0), 50)
     engine.add(request, policy)
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     assert tuple(request.tokens) == TEXT[: 1 + n_predict]
     return sent

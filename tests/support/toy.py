@@ -224,9 +224,9 @@ class OracleDrafter:
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
-    ) -> Sequence[list[Guess] | None] | None:
-        paths = [(path_to(request, node), width) for node, width in widths.items()]
-        return None if interrupted() else [self._guess(request, path, width) for path, width in paths]
+    ) -> dict[Node, list[Guess]] | None:
+        paths = {node: path_to(request, node) for node in widths}
+        return None if interrupted() else {node: self._guess(request, paths[node], widths[node]) for node in widths}
 
     def _guess(self, request: Request, path: list[int], width: int) -> list[Guess]:
         h = mix(self.seed, self.reference.hash_after(tuple(path)))

@@ -1,4 +1,4 @@
-"""Which requests may begin, when, and which of them wait again: cells, sequences, what they begin with. Opens none."""
+"""Which requests are opened, when, and which are preempted: by cells, sequences and shared prefixes. Opens none."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.speculator import Speculator
 
 AHEAD, SHARE_AHEAD = 64, 1 / 16
-"""Tokens beyond its text so far for which a request must have cells to begin, at most, and as a share of what all have.
-With more, requests wait that could have been done; with fewer, they are preempted soon."""
+"""Tokens beyond its text for which an opened request must have cells: at most, and as a share of all cells. With more,
+requests wait that there is room for; with fewer, they are preempted soon."""
 
 RANK = attrgetter("rank")
 
 
 def ahead_of(n_tokens: int) -> int:
-    """Tokens beyond its text so far for which a request must have room, where all have so many together."""
+    """Tokens beyond its text for which a request must have room, where there is room for `n_tokens` in all."""
     return min(AHEAD, int(n_tokens * SHARE_AHEAD))
 
 
 class Admission:
-    """`levels`: the target first. `active`: the open requests by id. `n_prompts`: of requests that read blocks at a
-    time, at most. `n_open`: of all requests. `waiting`: in the order in which they are to be opened."""
+    """`levels`: the target first. `active`: the open requests by id. `n_prompts`: requests that read their prompts in
+    blocks at a time, at most. `n_open`: open requests at most. `waiting`: in the order in which they are opened."""
 
     def __init__(
         self,
@@ -37,36 +37,28 @@ class Admission:
         run_cost: RunCost | None,
         n_prompts: int,
     ) -> None:
-        self.levels, self.speculator, self.active, self.run_cost, self.target = (
-            levels,
-            speculator,
-            active,
-            run_cost,
-            levels[0],
-        )
-        self.n_prompts, self.n_open, self.ahead = n_prompts, 1 << 30, ahead_of(self.target.pool.n_cells)
-        pool = self.target.pool
-        self.prefixes = Prefixes(
-            self.target.blocks, pool.rewinds, active, self.target.n_settled, pool.can_retain, pool.window.size
-        )
+        self.levels, self.speculator, self.active, self.run_cost = levels, speculator, active, run_cost
+        self.target, self.n_prompts, self.n_open = levels[0], n_prompts, 1 << 30
+        self.ahead = ahead_of(self.target.pool.n_cells)
+        self.prefixes = Prefixes(self.target, active)
         self.waiting: list[ActiveRequest] = []
         self._n_arrived = 0
 
     # -- who waits
 
     def wait(self, active: ActiveRequest) -> None:
-        """It is to be opened, for the first time or again: of one priority before those that have come after it."""
+        """Queue a request by priority, then arrival; a preempted one keeps its place."""
         if not active.arrival:
             self._n_arrived += 1
             active.arrival = self._n_arrived
         insort(self.waiting, active, key=RANK)
 
     def would_pass(self, priority: int) -> bool:
-        """Whether a request of this priority is to be opened before one that waits."""
+        """Whether a request of this priority would be opened before one that waits."""
         return bool(self.waiting) and priority < self.waiting[-1].request.priority
 
-    def give_up(self, request: Request) -> ActiveRequest | None:
-        """Nobody wants it any more; the one that has waited, if it is one of those."""
+    def withdraw(self, request: Request) -> ActiveRequest | None:
+        """Remove the request from those that wait; None if it is not one of them."""
         active = next((active for active in self.waiting if active.request is request), None)
         if active:
             self.waiting.remove(active)
@@ -75,8 +67,8 @@ class Admission:
         return active
 
     def ready(self) -> Iterator[ActiveRequest]:
-        """Those that may begin now, each to be opened before the next is asked for: the first that wait, while there is
-        room; passed over are those that better wait until another one has evaluated what they begin with."""
+        """Dequeue requests for which there is room; each is opened before the next is asked for. Requests that are to
+        share what another one is about to evaluate are passed over."""
         for active in list(self.waiting):
             if len(self.active) >= self.n_open:
                 break
@@ -88,18 +80,18 @@ class Admission:
             yield active
 
     def is_awaited(self, request: Request) -> bool:
-        """Whether its root better stays back until its prompt is evaluated, as others are to begin where it stands."""
+        """Whether the request's root should stay back while requests wait that start with its prompt."""
         return bool(self.waiting) and self.prefixes.is_awaited(request, [active.request for active in self.waiting])
 
     @property
     def n_reserved(self) -> int:
-        """Cells of the target that the requests that are open or wait need soon."""
+        """Cells of the target that open and waiting requests need soon."""
         waiting = sum(active.request.n_soon(self.ahead) for active in self.waiting)
         return waiting + self.target.n_reserved(self._open, {}, self.ahead)
 
     def _is_worth_waiting(self, n_rows: int) -> bool:
-        """Whether evaluating so many rows again takes the slowest stage longer than all stages take for one: about so
-        long a request waits for what another one evaluates."""
+        """Whether so many rows take the slowest stage longer than one row takes all stages, which is about how long a
+        request waits for rows that another one evaluates."""
         cost = self.run_cost
         return not cost or cost.seconds(n_rows, 0) > self.target.pipeline.n_stages * cost.seconds(1, 0)
 
@@ -119,29 +111,30 @@ class Admission:
         return [active.request for active in self.active.values()]
 
     def forget_oldest(self, but: Prefix | None = None) -> bool:
-        """Give up what the first of the finished requests has left; whether there was one, other than `but`."""
-        if request := self.prefixes.oldest(but):
+        """Free what the oldest finished request, other than the source of `but`, has retained; False if there is
+        none."""
+        if request := self.prefixes.pop_oldest(but):
             self.speculator.forget(request)
             for level in self.levels:
                 level.pool.close(request.id)
         return request is not None
 
-    def to_preempt(self) -> ActiveRequest | None:
-        """Who has to give its cells up so that others have enough for their next tokens: of those that are open the
-        last by priority, then by when it came, but never all. What finished ones have left is given up before."""
+    def next_to_preempt(self) -> ActiveRequest | None:
+        """The open request of the lowest rank, while others have no cells for their next tokens; never the only one.
+        What finished requests have retained is freed first."""
         pool = self.target.pool
         while len(self.active) > 1 or self.prefixes.retained():
-            left = {each.id: each.n_retained for each in self.prefixes.retained()}
-            if self.target.n_reserved(self._open, left, self.ahead) <= pool.n_cells:
+            retained = {each.id: each.n_retained for each in self.prefixes.retained()}
+            if self.target.n_reserved(self._open, retained, self.ahead) <= pool.n_cells:
                 break
             if not self.forget_oldest():
                 return max(self.active.values(), key=RANK)
         return None
 
     def _make_room(self, request: Request) -> bool:
-        """Make room for the request and give it its `prefix_hit`, if that is possible: what finished ones have left is
-        given up for it, at last by moving there."""
-        while self.speculator.has_heard:  # else it will have when its step is done
+        """Set the request's `prefix_hit` and free retained cells until there is room; False if there is none. In the
+        end its own prefix moves."""
+        while self.speculator.has_heard:
             prefix = self.prefixes.best(request)
             if self._has_room(request, prefix):
                 request.prefix_hit = prefix

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Hashable)
 
 
 class RoundRobin(Generic[T]):
-    """Members by id, each once. A new member is due after all others, a member that was served as well."""
+    """Members, each once. New members and those that were served come last."""
 
     def __init__(self) -> None:
-        self._members: dict[int, T] = {}
+        self._members: dict[T, None] = {}
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __contains__(self, member_id: int) -> bool:
-        return member_id in self._members
+    def __contains__(self, member: T) -> bool:
+        return member in self._members
 
     def __iter__(self) -> Iterator[T]:
         """Members in their order; they may come and go meanwhile."""
-        return iter(list(self._members.values()))
+        return iter(list(self._members))
 
-    def add(self, member_id: int, member: T) -> None:
-        self._members.setdefault(member_id, member)
+    def add(self, member: T) -> None:
+        self._members[member] = None
 
-    def discard(self, member_id: int) -> None:
-        self._members.pop(member_id, None)
+    def discard(self, member: T) -> None:
+        self._members.pop(member, None)
 
-    def prefer(self, member_id: int) -> None:
-        """The member comes first now."""
-        if len(self._members) > 1 and member_id in self._members:
-            self._members = {member_id: self._members[member_id], **self._members}
+    def prefer(self, member: T) -> None:
+        """Move a member to the front."""
+        if len(self._members) > 1 and member in self._members:
+            self._members = {member: None, **self._members}
 
-    def rotate(self, member_id: int) -> None:
-        """The member was served: all others come first now."""
-        if member_id in self._members:
-            self._members[member_id] = self._members.pop(member_id)
+    def rotate(self, member: T) -> None:
+        """Move a member that was served to the end."""
+        if member in self._members:
+            del self._members[member]
+            self._members[member] = None

@@ -1,4 +1,4 @@
-"""What a run costs the slowest stage: timed at loading, corrected by what the stages report of each run since.
+"""Seconds of a run in the slowest stage: timed at loading, corrected by what stages report of runs.
 
 Knows numbers of rows and tokens; no model, no pipeline and no clock.
 """
@@ -10,43 +10,42 @@ from collections.abc import Mapping
 from pipeinfer.core.interpolation import interpolate
 
 CHEAP = 1.25
-"""A run may cost this many times a single row: beyond it, two smaller runs use a pipeline better."""
+"""Rows are cheap while a run costs at most so many times a single row; two smaller runs are better beyond it."""
 
 MEMORY = 0.98
-"""What an observation still weighs after the next one."""
+"""The weight of an observation after the next one."""
 
 FAITH_IN_TIMES, FAITH_IN_SLOPE = 2.0, 5.0
-"""How firmly it is believed, in observations, that runs take as long as timed and that their context costs no more than
-that. If only single rows are seen, an excess after a short context means a busy machine, after a long one attention."""
+"""Weights, in observations, of the timed costs and of a timed slope. While all runs have one row, an excess after a
+short context means a busy machine, and after a long one attention."""
 
 LARGEST_EXCESS = 3.0
-"""An observation counts as this many times what was expected at most: ranks are interrupted now and then."""
+"""The largest factor by which an observation exceeds what was expected: ranks are interrupted now and then."""
 
 PER_TOKENS = 1000.0
 
 CHUNK_MEMORY = 4
-"""Chunks of prompts over which it is averaged what such cost: a long prompt has a dozen."""
+"""Chunks of prompts in the running mean of their costs; a long prompt has a dozen."""
 
 CHUNKS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""Sizes of chunks that are thought about besides those timed."""
+"""Sizes of chunks that are considered beside those timed."""
 
 NEARLY, WORTH = 1.25, 2.0
-"""How much longer than in the best chunks prompts may take in larger ones, and in the largest."""
+"""How much longer prompts may take in larger chunks than in the best, and in the largest chunk."""
 
 TILED = 2.0
-"""By how much rows beyond those timed may be cheaper than a straight line has them: kernels work on them in tiles."""
+"""How much cheaper than linear rows beyond those timed may be, as kernels are tiled."""
 
 
 class RunCost:
     """Seconds of a run of n rows after a context: scale × (timed(n) + timed slope × n × context) + slope × n × context.
 
-    `timed`: rows -> seconds at an empty cache, in the slowest stage; 1 must be among the rows. Runs of other sizes:
-    straight lines, the last one continued. `crowding`: threads that compute on each core. `n_sharing`: ranks that
-    compute on one host at most; together they may have been slower at loading by that factor. `chunk`: rows and seconds
-    of a chunk of a prompt, whose kernels are others; without it chunks are thought to be as any run. `context_s`:
-    seconds that a row takes longer for each token before it, as timed; 0 where that is not known. The scale is how much
-    slower than at loading everything is now, the slope what attention takes besides; both are fitted to what was
-    observed by recursive least squares with forgetting.
+    `timed`: rows -> seconds at an empty cache, in the slowest stage; 1 must be among the rows. Other sizes are
+    interpolated. `crowding`: threads that compute on each core. `n_sharing`: ranks that compute on one host at most;
+    together they may have been slower at loading by that factor. `chunk`: rows and seconds of a chunk of a prompt,
+    which has other kernels; without it chunks cost what runs do. `context_s`: seconds that each token before a row adds
+    to it, as timed; 0: unknown. The scale is how much slower everything is than at loading, the slope what attention
+    adds; both are fitted by recursive least squares with forgetting.
     """
 
     def __init__(
@@ -67,15 +66,15 @@ class RunCost:
         self._chunk_scale = chunk[1] / self.seconds(chunk[0], 0) if chunk else 1.0
 
     def seconds(self, n_rows: int, context: int) -> float:
-        """`context`: tokens before the run."""
+        """Of a run after `context` tokens."""
         return self._row_s * self._expected(self._timed(n_rows), n_rows * context / PER_TOKENS)
 
     def undisturbed_s(self, context: int) -> float:
-        """The least that a single row takes when no other rank of its host computes."""
+        """The least seconds of a single row while no other rank of its host computes."""
         return self._row_s * (1 + self._timed_slope * context / PER_TOKENS) / self._n_sharing
 
     def n_cheap_rows(self, context: int) -> int:
-        """The most rows, of the sizes timed, that a run may have without costing much more than one."""
+        """The largest timed size of a run that costs hardly more than one row."""
         if self._cheap is None or self._cheap[0] != context:
             limit = CHEAP * self._expected(1.0, context / PER_TOKENS)
             cheap = 1
@@ -86,10 +85,11 @@ class RunCost:
         return self._cheap[1]
 
     def n_chunk_rows(self, n_left: int, n_stages: int, most: int) -> int:
-        """In chunks of how many rows, `most` at most, `n_left` rows of prompts are through the stages soon. The first
-        chunk takes a stage's time in each of them and every further one that once more: many small ones fill the
-        pipeline, few large ones cost a row less, and messages and waiting ranks take time that is not known here. So
-        it is the largest chunk that is nearly as good as the best, and the most where that gains little."""
+        """The size of chunks, at most `most`, in which `n_left` rows of prompts pass the stages soonest.
+
+        Small chunks fill the pipeline, rows of large ones cost less, and messages and waiting ranks cost time that is
+        not known here. So it is the largest chunk that is nearly as good as the best, and `most` if little is gained.
+        """
         most = min(most, n_left)
         took = {n: self._prompt_share(n, n_left, n_stages) for n in {most, *self._rows, *CHUNKS} if n <= most}
         best = min(took.values())
@@ -107,7 +107,7 @@ class RunCost:
         return max(self._shares[-1], self._timed(n_rows) / TILED)
 
     def learn(self, n_rows: int, context: int, seconds: float) -> None:
-        """A run has taken the slowest stage so long."""
+        """A run took the slowest stage so many seconds."""
         x = n_rows * context / PER_TOKENS
         t = self._timed(n_rows) + self._timed_slope * x
         y = min(seconds / self._row_s, LARGEST_EXCESS * (self._scale * t + self._slope * x))
@@ -115,17 +115,17 @@ class RunCost:
         self._ty, self._xy = MEMORY * self._ty + t * y, MEMORY * self._xy + x * y
         tt, ty = self._tt + FAITH_IN_TIMES, self._ty + FAITH_IN_TIMES
         xx = self._xx + FAITH_IN_SLOPE
-        least = -self._timed_slope * ty / (tt - self._tx * self._timed_slope)  # takes back all that was timed
+        least = -self._timed_slope * ty / (tt - self._tx * self._timed_slope)  # cancels the timed slope
         self._slope = max(least, (tt * self._xy - self._tx * ty) / (tt * xx - self._tx**2))
         self._scale = max(0.0, (ty - self._tx * self._slope) / tt)
         self._cheap = None
 
     def chunk_seconds(self, n_rows: int, context: int) -> float:
-        """Of rows of a prompt, by how much longer or shorter such took before than runs of guesses would."""
+        """Of a chunk of a prompt after `context` tokens."""
         return self._chunk_scale * self.seconds(n_rows, context)
 
     def learn_chunk(self, n_rows: int, context: int, seconds: float) -> None:
-        """A run with rows of a prompt has taken the slowest stage so long."""
+        """A chunk of a prompt took the slowest stage so many seconds."""
         if (guesses_s := self.seconds(n_rows, context)) > 0:
             scale = min(seconds / guesses_s, LARGEST_EXCESS * self._chunk_scale)
             self._chunk_scale += (scale - self._chunk_scale) / CHUNK_MEMORY
@@ -144,5 +144,5 @@ class RunCost:
         if len(self._rows) == 1:
             return float(n_rows)
         share = interpolate(self._rows, self._shares, n_rows)
-        # more rows than the most that were timed never cost less than those
+        # more rows than were timed never cost less
         return max(share, self._shares[-1]) if n_rows > self._rows[-1] else share

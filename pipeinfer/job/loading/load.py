@@ -181,7 +181,7 @@ def make_drafter(context: Context, deployment: Deployment, options: RunOptions, 
     """On rank 0, which has the target's file. The model's cache must be empty."""
     context.vocabulary = context.vocabulary or VocabularyFile(deployment.model.path)
     pool = SequencePool(options.n_seq, deployment.n_cells, window=deployment.drafts[0].window)
-    return ModelDrafter(model, pool, N_GUESS_ROWS, model.n_vocab, options.couple, open_grammars(context))
+    return ModelDrafter(model, pool, N_GUESS_ROWS, options.couple, open_grammars(context))
 
 
 def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:

@@ -131,7 +131,7 @@ class Session:
             self.close()
             raise JobError(error)
         self._engine = self._make_engine()
-        if line := self._engine.delay_too_short:
+        if line := self._engine.batches.too_short:
             complain(line)
         gpus = {rank: reports[rank]["gpu"] for rank in self._ranks}
         if line := inexact_line(self.context.options, gpus):

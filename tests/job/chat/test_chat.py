@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.kv.sequences import SequencePool
@@ -111,7 +112,7 @@ def converse(
     """The tokens of each turn, all of them, and how many rows of each prompt were evaluated."""
     for stage in (*stages, draft):
         stage.clear()
-    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32, draft.n_vocab)
+    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32)
     pool = SequencePool(N_SEQ, N_CELLS, parked=True)
     pipeline = ToyPipeline(stages, random.Random(len(stages)))
     engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
@@ -125,7 +126,7 @@ def converse(
         engine.add(request, policy.begin(), heard)
         for _ in engine.generate():
             pass
-        engine.audit()
+        audit_engine(engine)
         stream = TextStream(tokenizer, markers=True)
         text = "".join(map(stream.push, request.tokens[len(asked.tokens) :])) + stream.flush()
         history.answered(request.tokens, text, whole=True)

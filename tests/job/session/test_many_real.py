@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
@@ -73,13 +74,13 @@ def generate(stages: Sequence[LlamaStage], draft: LlamaStage, requests: Sequence
         compact()
 
     pool.compact = count  # type: ignore[method-assign]
-    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32, draft.n_vocab)
+    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32)
     engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
     for request in requests:
         engine.add(request, make_policy(request.id))
     for _ in engine.generate():
         pass
-    engine.audit()
+    audit_engine(engine)
     return n_compactions
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
@@ -77,13 +78,13 @@ def generate(
         return found
 
     pool.take_pending = note  # type: ignore[method-assign]
-    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32, draft.n_vocab)
+    drafter = ModelDrafter(draft, SequencePool(N_SEQ, N_CELLS), 32)
     engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
     metrics = [RequestMetrics() for _ in requests]
     for request, observer in zip(requests, metrics, strict=True):
         engine.add(request, make_policy(request.id), observer)
     for _ in engine.generate():
-        engine.audit()
+        audit_engine(engine)
     return sum(each.n_kept for each in metrics), ops
 
 

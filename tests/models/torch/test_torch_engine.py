@@ -16,6 +16,7 @@ from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.wire import Transaction, encode_verdict
 from pipeinfer.cluster.stages.pending_run import PendingRun
 from pipeinfer.cluster.stages.stage import room_for
+from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
@@ -103,7 +104,7 @@ def write_text(
     engine.add(request, policy)
     while engine.busy:
         engine.step()
-        engine.audit()
+        audit_engine(engine)
     assert not any(pipeline.queues), "a run was forgotten"
 
 
@@ -240,7 +241,7 @@ def test_every_policy_gives_the_text_of_iterative(draft: LlamaStage, temp: float
             stage.clear()
         draft.clear()
         pipeline = ToyPipeline(stages, random.Random(1))
-        drafter = ModelDrafter(draft, SequencePool(60, 512), 32, draft.n_vocab)
+        drafter = ModelDrafter(draft, SequencePool(60, 512), 32)
         target = Level(pipeline, SequencePool(60, 512, parked=True), n_chunk=128, n_rows=32, blocks=True)
         engine = Engine(target, drafter, ToyWaiter(pipeline.rng), lambda: 0.0)
         requests = [Request(i, prompt, n, SamplingParams(seed=i, temp=temp), 200) for i, prompt in enumerate(prompts)]

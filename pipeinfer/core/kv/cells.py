@@ -1,17 +1,17 @@
-"""Cells of committed tokens that requests hold, alone or together, each counted once. Knows positions; no ids."""
+"""KV cells of committed tokens: each request's text, of which several may share a prefix. Knows positions, no nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
 class Cells:
-    """Those at positions [start, end) of one or more texts, behind those `below`. Each request has a tip of its own,
-    which alone grows; all below it may be other requests' too.
+    """Positions [start, end) of one or more texts, after those `below`. Each text has a tip of its own, the only part
+    that grows; what is below may be shared.
 
-    `n_holders`: the request whose tip it is, or what is right above.
+    `n_holders`: texts of which it is the tip, and parts right above it.
     """
 
     below: Cells | None = None
@@ -28,7 +28,7 @@ class Cells:
 
 
 def fork(tip: Cells, end: int) -> Cells:
-    """A further tip, behind the first `end` of the cells up to `tip`."""
+    """A new tip that shares the first `end` positions."""
     if not end:
         return Cells()
     shared = next(cells for cells in tip.path() if cells.start < end)
@@ -40,7 +40,7 @@ def fork(tip: Cells, end: int) -> Cells:
 
 
 def give_up(tip: Cells) -> int:
-    """How many cells nobody holds any more, once this tip's request does not."""
+    """Drop a tip; returns how many cells nobody holds any more."""
     n_free = 0
     for cells in tip.path():
         cells.n_holders -= 1
@@ -51,9 +51,25 @@ def give_up(tip: Cells) -> int:
 
 
 def n_held(tips: Iterable[tuple[Cells, int]]) -> int:
-    """How many cells these are, each tip with how many of the positions up to it count."""
+    """Distinct cells up to each (tip, position)."""
     found: dict[Cells, int] = {}
     for tip, end in tips:
         for cells in tip.path():
             found[cells] = max(found.get(cells, 0), min(cells.end, end) - cells.start)
     return sum(found.values())
+
+
+@dataclass(slots=True)
+class Text:
+    """A request's committed tokens below the root: cells [0, end) of `seq`, which becomes the root's when it is placed.
+
+    `lost_at`: its end when layers with an attention window last lost the cells outside of it; 0: never.
+    """
+
+    seq: int
+    cells: Cells = field(default_factory=Cells)
+    lost_at: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.cells.end
