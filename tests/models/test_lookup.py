@@ -214,9 +214,11 @@ TEXT = ["-p", "def read_lines(path):\n", "-n", "200", "--temp", "0", "--ignore-e
 def test_the_text_is_the_targets_and_the_repeating_part_is_guessed() -> None:
     plain = run_json(1, [*TEXT, "--policy", "iterative"])
     for n_ranks, flags in ((2, ["-md", "none"]), (3, [])):
-        found = run_json(n_ranks, [*TEXT, "--lookup", *flags])
+        assert run_json(n_ranks, [*TEXT, "--lookup", *flags])["tokens"] == plain["tokens"]
+        # unlike `auto` it guesses whether that saves time here or not
+        found = run_json(n_ranks, [*TEXT, "--lookup", "--policy", "pipeinfer", *flags])
         assert found["tokens"] == plain["tokens"]
-        assert found["settings"] == "lookup" and found["speculation"]["draft_n_accepted"] > 50
+        assert "lookup" in found["settings"] and found["speculation"]["draft_n_accepted"] > 50
 
 
 @pytest.mark.parametrize(
