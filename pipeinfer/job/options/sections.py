@@ -180,7 +180,7 @@ class Numerics:
         help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
     )  # fmt: skip
     repack: bool = setting(
-        True, "--repack/--no-repack",
+        True, "--repack/--no-repack", column=True,
         help="Copy weights into the layout of faster kernels; with --numerics exact where these give a row the same "
         "bits in every batch and on every rank, and there is memory for it.",
     )  # fmt: skip

@@ -62,9 +62,9 @@ def options_text(options: RunOptions) -> str:
 
 
 def _shown(setting: Setting, value: object) -> str:
-    name = setting.flag.removeprefix("--")
     if isinstance(value, bool):
-        return name
+        return setting.given_as.removeprefix("--")
+    name = setting.flag.removeprefix("--")
     return f"{name} {'chunk' if isinstance(setting.type, Delay) and value == ONE_CHUNK else _listed(value)}"
 
 

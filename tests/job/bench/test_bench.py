@@ -193,7 +193,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "backend": (Backend("torch"),),
         "policy": Speculative(), "layer_split": "1,8", "numerics": "fast", "slice_cache": tmp_path,
         "pace": "pipeinfer-c", "sampling": SamplingParams(seed=1), "couple": False,
-        "cancel": False, "partitions": False, "prepare_ahead": False, "post_ahead": False,
+        "cancel": False, "partitions": False, "prepare_ahead": False, "post_ahead": False, "repack": False,
         "sequences": 3, "lookup": True, "samplers": 1, "max_delay_s": 0.5, "gpu_aware": "on",
         "cache_type_k_draft": "q8_0", "cache_type_v_draft": "q4_0",
     }  # fmt: skip
