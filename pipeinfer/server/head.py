@@ -64,6 +64,7 @@ class Choice:
     id: int
     asked: GenerationRequest
     changed: Changed
+    client: str = ""
     asked_s: float = field(default_factory=time.monotonic)
     begun_s: float = math.nan
     has_turn: bool = False
@@ -95,9 +96,9 @@ class Choice:
 class Answer:
     """All texts of one request of a client; `changed` is set when something has come of any."""
 
-    def __init__(self, ids: Sequence[int], asked: Sequence[GenerationRequest]) -> None:
+    def __init__(self, ids: Sequence[int], asked: Sequence[GenerationRequest], client: str = "") -> None:
         self.changed = Changed()
-        self.choices = [Choice(id, each, self.changed) for id, each in zip(ids, asked, strict=True)]
+        self.choices = [Choice(id, each, self.changed, client) for id, each in zip(ids, asked, strict=True)]
 
     @property
     def has_ended(self) -> bool:
@@ -130,6 +131,10 @@ class Heard(Protocol):
         ...
 
     def shown(self, picture: Picture) -> None: ...
+
+
+SHARE = 0.75
+"""Of all texts, which one address may have open or waiting: others find room beside it."""
 
 
 class Head:
@@ -165,16 +170,19 @@ class Head:
             message, retry_s = RETRY[self.state.value]
             raise Refusal(503, message, retry_s)
 
-    def ask(self, asked: Sequence[GenerationRequest]) -> Answer:
+    def ask(self, asked: Sequence[GenerationRequest], client: str) -> Answer:
         """Raises Refusal when there is no room."""
         self.check_ready()
-        if len(self.choices) + len(asked) > self.n_most:
-            raise Refusal(429, f"{len(self.choices)} texts are being written or wait, with {len(asked)} more they were "
-                               f"more than {self.n_most}; ask again later", FULL_S)  # fmt: skip
-        answer = Answer([next(self._ids) for _ in asked], asked)
+        n_own = sum(choice.client == client for choice in self.choices.values())
+        most_own = max(1, int(SHARE * self.n_most))
+        for n_there, n_most, whose in ((len(self.choices), self.n_most, ""), (n_own, most_own, " of this address")):
+            if n_there + len(asked) > n_most:
+                raise Refusal(429, f"{n_there} texts{whose} are being written or wait, and with {len(asked)} more they "
+                                   f"were more than {n_most}; ask again later", FULL_S)  # fmt: skip
+        answer = Answer([next(self._ids) for _ in asked], asked, client)
         for choice in answer.choices:
             self.choices[choice.id] = choice
-            self.tell(_ask(choice.id, choice.asked))
+            self.tell(_ask(choice))
         return answer
 
     def drop(self, answer: Answer) -> None:
@@ -265,8 +273,9 @@ class Head:
         self.heard.shown(picture)
 
 
-def _ask(id: int, asked: GenerationRequest) -> Ask:
+def _ask(choice: Choice) -> Ask:
+    asked = choice.asked
     return Ask(
-        id, asked.prompt, asked.n_predict, asked.sampling, bool(asked.end_tokens), asked.stops, asked.markers,
-        asked.spans, asked.keep, asked.priority,
+        choice.id, asked.prompt, asked.n_predict, asked.sampling, bool(asked.end_tokens), asked.stops, asked.markers,
+        asked.spans, asked.keep, asked.priority, choice.client,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+from collections import Counter
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,6 +18,9 @@ WRITE = "pipeinfer.write"
 
 N_LINGERING, LINGER_S = 32, 1.0
 """Connections above the limit that may say what they want for so long, while they hear that it is too much."""
+
+SHARE = 0.75
+"""Of the connections, which one address may have: others find room beside it."""
 
 N_OTHER_FILES = 64 + N_LINGERING
 FULL = (
@@ -52,6 +56,7 @@ class Chunks:
 def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Protocol]:
     """uvicorn's protocol with these limits; as many connections as the system allows files, if that is less."""
     n_most = min(n_connections, _n_files() - N_OTHER_FILES)
+    n_of = Counter[str]()  # connections of each address that are served
 
     class LimitedProtocol(H11Protocol):
         def __init__(self, *given: Any, **named: Any) -> None:
@@ -66,10 +71,12 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._is_refused = len(self.connections) > n_most
+            self._address = self.client[0] if self.client else ""
+            self._is_refused = n_of.total() >= n_most or n_of[self._address] >= max(1, int(SHARE * n_most))
             if self._is_refused:
                 self._refuse(transport)
             else:
+                n_of[self._address] += 1
                 self._await_request()
 
         def _refuse(self, transport: asyncio.Transport) -> None:
@@ -105,6 +112,10 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
+            if not self._is_refused:
+                n_of[self._address] -= 1
+                if not n_of[self._address]:
+                    del n_of[self._address]
             _cancel(self._asking)
             _cancel(self._reading)
 

@@ -32,6 +32,9 @@ class HttpOptions:
     n_queue: int = setting(
         256, "--queue", most=1 << 20, help="Texts that may wait for room; for more the answer is 429."
     )
+    priorities: bool = setting(
+        False, "--priorities", help="Take `priority` of requests: whoever asks can pass and preempt others."
+    )
     n_connections: int = setting(
         1024, "--max-connections", least=1, most=1 << 20, help="Connections that are open at a time."
     )

@@ -35,7 +35,7 @@ LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 900, "seed": 1, "ignore_
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with Served(2, ["--parallel", "20", "--queue", "4", "--alias", "pair", "-sys", "of", "--timeout", "3"]) as found:
+    with Served(2, ["--parallel", "20", "--queue", "12", "--alias", "pair", "-sys", "of", "--timeout", "3"]) as found:
         yield found
 
 
@@ -424,7 +424,7 @@ def test_what_has_no_room_waits_and_what_has_no_room_to_wait_is_refused(served: 
 
 
 def test_who_waits_begins_by_priority() -> None:
-    with Served(1, ["--parallel", "1", "-md", "none"]) as served, ThreadPoolExecutor(3) as pool:
+    with Served(1, ["--parallel", "1", "-md", "none", "--priorities"]) as served, ThreadPoolExecutor(3) as pool:
         ended: list[int] = []
         queued_s: dict[int, float] = {}
 
@@ -458,7 +458,10 @@ def test_who_waits_begins_by_priority() -> None:
 
 def test_a_low_priority_passes_preempted_texts() -> None:
     """Of three texts two have cells for all they are to have, so the third one gives its own up before they end."""
-    with Served(1, ["--parallel", "4", "-c", "510", "-md", "none"]) as served, ThreadPoolExecutor(4) as pool:
+    with (
+        Served(1, ["--parallel", "4", "-c", "510", "-md", "none", "--priorities"]) as served,
+        ThreadPoolExecutor(4) as pool,
+    ):
         ended: list[int] = []
 
         def ask(priority: int, n: int, seed: int) -> int:

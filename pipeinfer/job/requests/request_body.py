@@ -83,8 +83,11 @@ def read_json(text: bytes) -> dict[str, Any]:
     there twice: one of the two would be dropped."""
     try:
         found = json.loads(text, object_pairs_hook=_each_once)
-    except (ValueError, RecursionError) as error:
-        refuse(f"is no JSON: {error}")
+    except RecursionError:
+        refuse("is nested too deeply; objects and lists may be within each other some hundred times")
+    except ValueError as error:
+        is_number = "int_max_str_digits" in str(error)
+        refuse("has a number of too many digits; 4300 are possible" if is_number else f"is no JSON: {error}")
     if not isinstance(found, dict):
         refuse('is no JSON object; write {"prompt": "…"} or what OpenAI\'s API asks')
     return without_null(found)

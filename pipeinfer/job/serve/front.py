@@ -15,7 +15,7 @@ from pipeinfer.job.requests.logprobs import Entry
 @dataclass(frozen=True, slots=True)
 class Ask:
     """The front: generate this. `id`: the front's, of which it has each once. `ends`: an end-of-generation token ends
-    it. Other fields as in `GenerationRequest`."""
+    it. `client`: texts of different clients begin in turns. Other fields as in `GenerationRequest`."""
 
     id: int
     prompt: tuple[int, ...]
@@ -27,6 +27,7 @@ class Ask:
     spans: tuple[Span, ...] | None
     keep: bool
     priority: int = 0
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)

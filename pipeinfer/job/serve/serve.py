@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from pipeinfer.cluster.hosts.cores import Host
@@ -51,6 +53,7 @@ class Service:
         self.console = stderr_console()
         self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then as they came; when
         self._open: dict[int, Open] = {}  # by the front's ids
+        self._clients: dict[int, str] = {}  # of those
         self._ids: dict[Open, int] = {}
         self._is_draining = False
 
@@ -140,6 +143,7 @@ class Service:
 
     def _drop(self, id: int) -> None:
         if opened := self._open.pop(id, None):
+            del self._clients[id]
             del self._ids[opened]
             self.requests.stop(opened)
         else:
@@ -148,12 +152,19 @@ class Service:
     # -- what becomes of it
 
     def _admit(self) -> None:
-        """Begin those that wait, in their order, while there is room."""
-        while self._waiting and self.requests.has_room(self._waiting[0][1]):
-            ask, asked, came_s = self._waiting.pop(0)
+        """Begin those that wait, while there is room."""
+        while self._waiting and self.requests.has_room(self._waiting[at := self._first()][1]):
+            ask, asked, came_s = self._waiting.pop(at)
             on_turn = partial(self._turn, ask.id)
             opened = self.requests.begin(asked, self.options.policy.begin(), came_s, on_turn)
-            self._open[ask.id], self._ids[opened] = opened, ask.id
+            self._open[ask.id], self._ids[opened], self._clients[ask.id] = opened, ask.id, ask.client
+
+    def _first(self) -> int:
+        """Which of those that wait begins next: of the lowest priority, of the client with the fewest open texts, the
+        one that came first."""
+        n_open = Counter(self._clients.values())
+        lowest = takewhile(lambda each: each[0].priority == self._waiting[0][0].priority, self._waiting)
+        return min(enumerate(lowest), key=lambda each: n_open[each[1][0].client])[0]
 
     def _turn(self, id: int, is_running: bool) -> None:
         self.front.tell(Begun(id) if is_running else Waits(id))
@@ -166,6 +177,6 @@ class Service:
         for each in news:
             if each.ended:
                 id = self._ids.pop(each.opened)
-                del self._open[id]
+                del self._open[id], self._clients[id]
                 timings = without_nan(service_timings(each.opened.metrics))
                 self.front.tell(Ended(id, each.opened.finish, timings, self.session.n_runs))

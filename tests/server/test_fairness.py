@@ -1,0 +1,91 @@
+"""One address does not keep others out of a server: texts, connections, long work."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
+from tests.support.server_hostile import ADDRESS
+from tests.support.serving import Served
+
+N_CONNECTIONS = 12
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    words = ["--parallel", "2", "--queue", "62", "--max-connections", str(N_CONNECTIONS), "-md", "none"]
+    with Served(1, words) as found:
+        yield found
+
+
+def connect(served: Served) -> socket.socket:
+    """As another client: this machine has many addresses of its own."""
+    return socket.create_connection(("127.0.0.1", served.port), timeout=60, source_address=(ADDRESS, 0))
+
+
+def asked_by_another(served: Served, **body: object) -> bytes:
+    data = json.dumps(body).encode()
+    with connect(served) as link:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(data)}\r\n"
+        )
+        link.sendall(head.encode() + b"\r\n" + data)
+        return b"".join(iter(lambda: link.recv(1 << 16), b""))
+
+
+def test_texts_of_other_addresses_begin_in_turns(served: Served) -> None:
+    """Of 40 texts that one client asks at once, most wait longer than one that another client asks then."""
+    said = list[bytes]()
+    flood = threading.Thread(
+        target=lambda: said.append(asked_by_another(served, prompt="x", n=40, max_tokens=60, ignore_eos=True))
+    )
+    flood.start()
+    served.until(lambda: len(served.http.get("/slots").json()) == 40)
+    served.complete(prompt="y", max_tokens=4)
+    assert len(served.http.get("/slots").json()) > 20 and not said
+    flood.join(60)
+    assert said[0].startswith(b"HTTP/1.1 200")
+
+
+def test_one_address_may_not_fill_the_queue(served: Served) -> None:
+    said = asked_by_another(served, prompt="x", n=50, max_tokens=4)
+    assert said.startswith(b"HTTP/1.1 429") and b"of this address" in said
+
+
+def test_one_address_may_not_take_all_connections(served: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(2 * N_CONNECTIONS):
+            stack.enter_context(connect(served))
+        assert served.http.get("/health").status_code == 200
+
+
+def test_priorities_are_refused_unless_the_server_takes_them(served: Served) -> None:
+    refused = served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "priority": -5})
+    assert refused.status_code == 400 and "--priorities" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "priority"
+    assert served.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "priority": 0}).status_code == 200
+
+
+def test_long_contents_are_not_tokenised(served: Served) -> None:
+    refused = served.http.post("/tokenize", json={"content": "a" * 200_000, "with_pieces": True})
+    assert refused.status_code == 400 and "up to 131072" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested too deeply"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "too many digits"),
+        (b'{"prompt": "x", "json_schema": {"$ref": "#"}}', "refers to itself"),
+    ],
+)
+def test_an_error_says_what_to_do(served: Served, body: bytes, words: str) -> None:
+    refused = served.http.post("/v1/completions", content=body)
+    assert refused.status_code == 400 and words in refused.json()["error"]["message"]
