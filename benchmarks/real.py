@@ -2,7 +2,7 @@
 
 Runs every policy on each question set of a folder (.jsonl with `turns`), on 1, 2 and 3 ranks, with exact and fast
 numerics, beside libllama alone: one token at a time, the whole model in one process, repacked weights. Rounds take
-turns. Prints a page (for docs/results, with -o).
+turns. Prints a page (docs/results/real.md with -o).
 """
 
 from __future__ import annotations
