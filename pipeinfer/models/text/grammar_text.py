@@ -17,7 +17,7 @@ ANY_TOKENS = '%llguidance {"no_forcing": true}\n'
 MAX_SYMBOLS = 50_000
 """Symbols of all rules of a grammar."""
 
-MAX_ITEMS = 1000
+MAX_ITEMS = 700
 """Parses of the text so far, behind one token. Time grows with their square."""
 
 ITEMS_A_STEP = 50_000, 3
