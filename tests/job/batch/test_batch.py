@@ -329,7 +329,7 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
     ("line", "said"),
     [
         ("nothing", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is nested too deeply"),
         ("[]", "is no JSON object"),
         ('{"prompt": "a", "seed": 1, "seed": 2}', 'has the field "seed" twice'),
         ('{"prompt": "a", "logit_bias": {"7": 1, "7": 2}}', 'has the field "7" twice'),
