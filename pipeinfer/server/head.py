@@ -30,6 +30,7 @@ from pipeinfer.job.serve.front import (
 )
 from pipeinfer.server.channel import decode, encode
 from pipeinfer.server.errors import DRAINING_S, FULL_S, LOADING_S, Refusal, lost
+from pipeinfer.server.options import most_of_one
 
 LINE_BYTES = 1 << 26
 N_ROW = 16
@@ -133,10 +134,6 @@ class Heard(Protocol):
     def shown(self, picture: Picture) -> None: ...
 
 
-SHARE = 0.75
-"""Of all texts, which one address may have open or waiting: others find room beside it."""
-
-
 class Head:
     """`n_most`: choices that are open or wait."""
 
@@ -174,7 +171,7 @@ class Head:
         """Raises Refusal when there is no room."""
         self.check_ready()
         n_own = sum(choice.client == client for choice in self.choices.values())
-        most_own = max(1, int(SHARE * self.n_most))
+        most_own = most_of_one(self.n_most)
         for n_there, n_most, whose in ((len(self.choices), self.n_most, ""), (n_own, most_own, " of this address")):
             if n_there + len(asked) > n_most:
                 raise Refusal(429, f"{n_there} texts{whose} are being written or wait, and with {len(asked)} more they "

@@ -10,6 +10,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pipeinfer.server.options import most_of_one
+
 HEAD_S = 30.0
 """How long the first lines of a request may take at most: until then nobody knows what a client wants."""
 
@@ -18,9 +20,6 @@ WRITE = "pipeinfer.write"
 
 N_LINGERING, LINGER_S = 32, 1.0
 """Connections above the limit that may say what they want for so long, while they hear that it is too much."""
-
-SHARE = 0.75
-"""Of the connections, which one address may have: others find room beside it."""
 
 N_OTHER_FILES = 64 + N_LINGERING
 FULL = (
@@ -72,7 +71,7 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._address = self.client[0] if self.client else ""
-            self._is_refused = n_of.total() >= n_most or n_of[self._address] >= max(1, int(SHARE * n_most))
+            self._is_refused = n_of.total() >= n_most or n_of[self._address] >= most_of_one(n_most)
             if self._is_refused:
                 self._refuse(transport)
             else:

@@ -8,6 +8,13 @@ from pathlib import Path
 from pipeinfer.core.settings import setting
 from pipeinfer.job.options.values import File, Number, Text
 
+SHARE = 0.75
+
+
+def most_of_one(n: int) -> int:
+    """How many of `n` connections, or of `n` texts, one address may have: others find room beside it."""
+    return max(1, int(SHARE * n))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:

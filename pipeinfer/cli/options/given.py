@@ -42,10 +42,10 @@ def run_options(given: dict[str, Any], is_chat: bool = False) -> RunOptions:
 def job_options(given: dict[str, Any], **found: Any) -> RunOptions:
     """The same of a command that makes no text. `found`: fields that are known."""
     model, named = take_models(given)
-    default, with_it = default_models(bool(named) or asks_for_guesses(given))
-    drafts = choose_drafts(named, () if model else with_it)
+    target, its_drafts = (model, ()) if model else default_models(bool(named) or asks_for_guesses(given))
+    drafts = choose_drafts(named, its_drafts)
     (policy,) = take_policies([policy_meant(given.pop("policy"), bool(drafts) or given["lookup"], given)], given)
-    return RunOptions(model=model or default, drafts=drafts, policy=policy, **found, **given)
+    return RunOptions(model=target, drafts=drafts, policy=policy, **found, **given)
 
 
 def take_models(given: dict[str, Any]) -> tuple[Path | None, tuple[Path, ...]]:
