@@ -26,10 +26,10 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.scheduling.prefixes import Prefixes, common, spans_to_continue
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.models.lookup import LookupDrafter
-from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
 from tests.core.test_engine import QuickStage, random_policy, toy_engine
 from tests.core.test_levels import draft_levels
+from tests.support.counted import Counted
 from tests.support.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline, ToyStage
 
 Spans = tuple[Span, ...]
@@ -73,19 +73,6 @@ class BlockStage(ToyStage):
 def marks_of(span: Span) -> dict[int, int]:
     """By row."""
     return {at: MARK * (start + 1) + end for start, end in pairwise(span.edges) for at in range(start, end)}
-
-
-@dataclass
-class Counted(RequestMetrics):
-    """With how many rows of the prompt were sent."""
-
-    n_context: int = 0
-
-    def run_sent(
-        self, now_s: float, n_rows: int, n_nodes: int, has_root: bool, n_branches: int, n_inflight: int
-    ) -> None:
-        super().run_sent(now_s, n_rows, n_nodes, has_root, n_branches, n_inflight)
-        self.n_context += n_rows - n_nodes
 
 
 @dataclass

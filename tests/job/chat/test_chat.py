@@ -40,9 +40,9 @@ from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.text.chat import ChatTemplate, Message, encode_rendered
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
-from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies.registry import POLICIES, make_policy
 from tests.core.test_engine import toy_engine
+from tests.support.counted import Counted
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.support.jobs import COMMAND, environment, launcher, start
 from tests.support.toy import ToyPipeline
@@ -95,17 +95,6 @@ def stages_of(path: Path, n_stages: int, exact: bool = True) -> list[LlamaStage]
     return [LlamaStage(open_slice(info, first, last), params) for first, last in pairwise(edges)]
 
 
-@dataclass
-class Heard(RequestMetrics):
-    n_context: int = 0
-
-    def run_sent(
-        self, now_s: float, n_rows: int, n_nodes: int, has_root: bool, n_branches: int, n_inflight: int
-    ) -> None:
-        super().run_sent(now_s, n_rows, n_nodes, has_root, n_branches, n_inflight)
-        self.n_context += n_rows - n_nodes
-
-
 def converse(
     stages: Sequence[LlamaStage], draft: LlamaStage, tokenizer: Tokenizer, policy: Policy, keep: bool = True
 ) -> tuple[list[list[int]], list[int]]:
@@ -122,7 +111,7 @@ def converse(
         asked = history.ask(LONG * 2 if turn in (0, 12) else f"is {turn}", N_CTX)
         params = SamplingParams(seed=1, temp=0.8)
         request = Request(turn, asked.tokens, N_PREDICT, params, N_CTX, ends, asked.spans, keep)
-        heard = Heard()
+        heard = Counted()
         engine.add(request, policy.begin(), heard)
         for _ in engine.generate():
             pass

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,33 +13,13 @@ from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
-from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
 from tests.core.test_engine import toy_engine
+from tests.support.shipped import N_CELLS, N_SEQ, load
 from tests.support.toy import ToyPipeline
 
-N_CELLS, N_CTX, N_SEQ, N_PREDICT = 768, 160, 31, 40
-N_LAYER = 9
-
-
-def load(cuts: Sequence[int]) -> list[LlamaStage]:
-    info = read_model_info(TARGET)
-    assert info.n_layer == N_LAYER
-    params = LlamaParams(N_CELLS, N_SEQ + 1, n_batch=129, n_outputs_max=33)
-    edges = [0, *cuts, N_LAYER]
-    return [LlamaStage(open_slice(info, first, last), params) for first, last in pairwise(edges)]
-
-
-@pytest.fixture(scope="module")
-def draft() -> Iterator[LlamaStage]:
-    info = read_model_info(DRAFT)
-    params = LlamaParams(N_CELLS, N_SEQ + 1, n_batch=32, n_outputs_max=32, exact=False)
-    stage = LlamaStage(open_slice(info, 0, info.n_layer), params)
-    yield stage
-    stage.close()
+N_CTX, N_PREDICT = 160, 40
 
 
 def make_requests() -> list[Request]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,35 +16,18 @@ from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
-from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics
 from tests.core.test_engine import toy_engine
-from tests.job.session.test_many_real import N_LAYER, make_policy
+from tests.job.session.test_many_real import make_policy
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
 from tests.support.jobs import finish
+from tests.support.shipped import N_CELLS, N_SEQ, load
 from tests.support.toy import ToyPipeline
 
-N_CELLS, N_CTX, N_SEQ, N_PREDICT = 768, 330, 31, 24
+N_CTX, N_PREDICT = 330, 24
 SYSTEM = [random.Random(1).randrange(300, 3000) for _ in range(200)]
-
-
-def load(cuts: Sequence[int]) -> list[LlamaStage]:
-    info = read_model_info(TARGET)
-    params = LlamaParams(N_CELLS, N_SEQ + 1, n_batch=129, n_outputs_max=33)
-    return [LlamaStage(open_slice(info, first, last), params) for first, last in pairwise([0, *cuts, N_LAYER])]
-
-
-@pytest.fixture(scope="module")
-def draft() -> Iterator[LlamaStage]:
-    info = read_model_info(DRAFT)
-    params = LlamaParams(N_CELLS, N_SEQ + 1, n_batch=32, n_outputs_max=32, exact=False)
-    stage = LlamaStage(open_slice(info, 0, info.n_layer), params)
-    yield stage
-    stage.close()
 
 
 def make_requests() -> list[Request]:
