@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.cluster.watch.deaths import Process, first_to_die
 from pipeinfer.cluster.watch.flow import Flow, Flows
 from pipeinfer.cluster.watch.heartbeats import HeartbeatMonitor
 from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
@@ -277,6 +278,20 @@ def test_a_killed_sentinel_is_not_taken_for_a_rank(start: Callable[[str], Job]) 
 
 def sentinels_of(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_rank_killed_by_the_launcher_is_not_named_for_the_one_that_died(number: signal.Signals) -> None:
+    """The kernel reported the end of rank 2, which the launcher had killed, before that of rank 1."""
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    processes = {rank: Process(child.pid) for rank, child in enumerate(children)}
+    children[2].kill()
+    children[1].send_signal(number)
+    named = first_to_die(processes, 2, processes[2].how_it_ended())
+    children[0].kill()
+    for child in children:
+        child.wait()
+    assert named == ((1, " of SIGSEGV") if number == signal.SIGSEGV else (2, " of SIGKILL"))
 
 
 def test_a_rank_that_never_comes_is_named(start: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch) -> None:

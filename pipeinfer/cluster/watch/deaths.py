@@ -22,6 +22,10 @@ INFO_EXIT = 1 << 3  # PIDFD_INFO_EXIT, Linux 6.15
 LOOK_S = 0.15
 HIGHEST_FILE = 1024  # what select(2) can take, and the usual limit
 N_SPARE_FILES = 8
+KILLED = " of SIGKILL"
+ASKED_TO_END = (" of SIGINT", " of SIGTERM", " of SIGHUP")
+KILLS_S = 0.1
+"""Time between a rank's closed files, which the launcher sees, and its reported end: its memory is freed in between."""
 
 
 class Process:
@@ -41,9 +45,9 @@ class Process:
         """Wait until it has ended. False at once if that is not possible."""
         return self._fd >= 0 and bool(select.select([self._fd], [], []))
 
-    def how_it_ended(self) -> str:
-        """` of SIGKILL`, ` with exit code 3`; empty if unknown or still running."""
-        if self._fd < 0 or not select.select([self._fd], [], [], LOOK_S)[0]:
+    def how_it_ended(self, wait_s: float = LOOK_S) -> str:
+        """` of SIGKILL`, ` with exit code 3`; empty if unknown or still running after `wait_s` seconds."""
+        if self._fd < 0 or not select.select([self._fd], [], [], wait_s)[0]:
             return ""
         deadline = time.monotonic() + LOOK_S
         while (status := self._status()) is None and time.monotonic() < deadline:
@@ -76,6 +80,22 @@ def first_to_close(link: Connection) -> Connection:
         link.close()
         return Connection(moved)
     return link
+
+
+def is_death(how: str) -> bool:
+    """Whether a process that ended in this way was ended by a signal that asks for nothing."""
+    return how.startswith(" of ") and how not in ASKED_TO_END
+
+
+def first_to_die(processes: dict[int, Process], rank: int, how: str) -> tuple[int, str]:
+    """The rank that died first, and how. A launcher kills the others; one of those may be reported before it."""
+    if how == KILLED:
+        time.sleep(KILLS_S)
+        for other, process in processes.items():
+            ended = process.how_it_ended(wait_s=0.0)
+            if is_death(ended) and ended != KILLED:
+                return other, ended
+    return rank, how
 
 
 def ranks_beside(pid: int) -> dict[int, int]:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from pipeinfer.cluster.watch.deaths import Process, ranks_beside
+from pipeinfer.cluster.watch.deaths import Process, first_to_die, is_death, ranks_beside
 from pipeinfer.cluster.watch.flow import Flow, Flows
 from pipeinfer.cluster.watch.heartbeats import HeartbeatMonitor
 from pipeinfer.cluster.watch.limits import BEATS, Limits
@@ -37,7 +37,6 @@ LAUNCHER_GRACE_S = 0.3
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 """How a connection to an unreachable host fails."""
 
-ASKED_TO_END = (" of SIGINT", " of SIGTERM", " of SIGHUP")
 LOOK_EVERY_S = 0.05
 FIND_S = 1.0
 """Time to look for ranks on this host: a launcher starts them together."""
@@ -200,8 +199,8 @@ class Sentinel:
         how = process.how_it_ended()
         if not how:  # unknown on older kernels: the next one may not be the first to end
             del self._beside[rank]
-        if rank in self._links or (how.startswith(" of ") and how not in ASKED_TO_END):
-            self._died(rank, how)
+        if rank in self._links or is_death(how):
+            self._died(*first_to_die(self._beside, rank, how))
 
     def _lost(self, rank: int) -> None:
         if rank in self._beside:  # wait for the process: processes are reported in the order of their ends
