@@ -42,7 +42,7 @@ class FakeHost:
     def evaluate(self) -> None:
         """All processes evaluate once, at the same time: each reads its own clocks, which is simulated in turns."""
         start = self.now_s, self.cpu_s, self.n_preempted
-        counts = [share.begin(1) for share in self.running]
+        counts = [share.begin() for share in self.running]
         n_threads = sum(counts) + self.n_other
         part = min(1.0, self.n_cores / n_threads)
         for count, share in zip(counts, self.running, strict=True):
@@ -105,7 +105,7 @@ def test_one_thread_asks_nothing() -> None:
         raise AssertionError("asked")
 
     share = ThreadShare(1, own=never)
-    assert share.begin(1) == 1
+    assert share.begin() == 1
     share.end()
 
 
@@ -155,23 +155,3 @@ def test_a_real_stage_gives_way_to_busy_processes(tmp_path: Path) -> None:
     assert stage.threads.n_threads < n_cores
     assert logits() == expected  # the same bits with any number of threads
     stage.close()
-
-
-def test_fewer_threads_are_used_where_they_are_faster_and_competitors_are_seen_all_the_same() -> None:
-    now_s, cpu_s, n_preempted = 0.0, 0.0, 0
-    share = ThreadShare(4, tries=True, own=lambda: Reading(now_s, cpu_s, n_preempted), free=lambda: 0.0)
-
-    def evaluate(n: int, fastest: int, n_free: int) -> int:
-        nonlocal now_s, cpu_s, n_preempted
-        for _ in range(n):
-            used = share.begin(1)
-            took_s = 0.004 * max(used / fastest, fastest / used) * max(1, used / n_free)
-            now_s, cpu_s = now_s + took_s, cpu_s + took_s * min(used, n_free)
-            n_preempted += 5 * (used > n_free)
-            share.end()
-        return used
-
-    assert evaluate(200, fastest=2, n_free=4) == 2
-    assert share.n_threads == 4
-    assert evaluate(200, fastest=2, n_free=1) == 1
-    assert share.n_threads == 1

@@ -32,7 +32,7 @@ class LlamaParams:
     n_batch          rows of the largest batch
     n_outputs_max    rows of a batch that may want logits, on the last stage; for the larger of this and n_seq_max it
                      takes 8 bytes a row and token of the vocabulary
-    n_threads        at most; fewer while other processes want the cores, or where fewer are faster
+    n_threads        at most; fewer while other processes want the cores
     n_gpu_layers     how many of this slice's layers go to the GPU; negative: all
     devices          names of libllama's devices that these layers go to; None: as libllama likes, empty: none
     stop_interval_s  about the time between two layers after which an evaluation may be ended; 0: after every one

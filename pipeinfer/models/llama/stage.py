@@ -76,7 +76,7 @@ class LlamaStage:
         if params.exact:  # its pages are mapped, and must stay as they are
             self._sources, slice_file.sources = slice_file.sources, ()
         self._table: ggml.TokenTable | None = None
-        self.threads = ThreadShare(params.n_threads, tries=params.exact)
+        self.threads = ThreadShare(params.n_threads)
         try:
             self._model = load_model(self._lib, slice_file, params, self._where)
             self._table = token_table(slice_file) if self.is_first and not self.is_last else None
@@ -158,13 +158,13 @@ class LlamaStage:
     ) -> int:  # fmt: skip
         """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
         self._callback.expect(len(batch.positions), self._n_part if context is self._context else LARGEST, at, hidden)
-        n_threads = self.threads.begin(len(batch.positions))
+        n_threads = self.threads.begin()
         self._lib.llama_set_n_threads(context, n_threads, n_threads)
         code = -1
         try:
             code = int(self._lib.llama_decode(context, self._fill(batch, hidden, wanted)))
         finally:
-            self.threads.end(code == 0 and not self._callback.stopped)
+            self.threads.end()
         return code
 
     def _fill(self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None) -> object:

@@ -1,4 +1,4 @@
-"""How many threads an evaluation uses: all that pay while the cores are free, fewer while other processes want them.
+"""How many threads an evaluation uses: all while the cores are free, fewer while other processes want them.
 
 The threads of an evaluation meet at a barrier after every operation and spin there. One that is preempted stops them
 all for a time slice, so that two processes with a thread a core each get a hundredth of their speed. With as many
@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from pipeinfer.models.llama.thread_trials import ThreadTrials
 
 SPIN_COUNT = "20000"
 """About a millisecond: longer than threads that have their cores wait for each other, and than the gaps between two
@@ -81,43 +79,34 @@ class ThreadShare:
     """The threads of one context: `begin` and `end` enclose each evaluation. `most` is where it starts.
 
     n_threads  at most, as long as other processes want the other cores
-    tries      whether fewer are tried while nobody wants them: not where a row's bits depend on how many there are
     """
 
-    def __init__(
-        self, most: int, tries: bool = False, own: Callable[[], Reading] = read_own, free: Free = read_free
-    ) -> None:
+    def __init__(self, most: int, own: Callable[[], Reading] = read_own, free: Free = read_free) -> None:
         self.most = self.n_threads = most
         self._own, self._free = own, free
-        self._trials = ThreadTrials(most) if tries else None
-        self._n_rows = self._n_used = 0  # of the evaluation under way
         self._forget()
         self._start: Reading | None = None
         self._looked_s, self._idle_s = 0.0, 0.0  # when cores were last looked at, and their idle time then
         self._patience_s = PATIENCE_S
 
-    def begin(self, n_rows: int) -> int:
-        """Threads for the evaluation of so many rows that begins now."""
+    def begin(self) -> int:
+        """Threads for the evaluation that begins now."""
         if self.most == 1:
             return 1
         self._start = self._own()
         if self.n_threads < self.most and self._start.wall_s - self._looked_s > self._patience_s:
             self._look(self._start.wall_s)
-        wanted = self._trials.n_threads(n_rows) if self._trials else self.most
-        self._n_rows, self._n_used = n_rows, min(self.n_threads, wanted)
-        return self._n_used
+        return self.n_threads
 
-    def end(self, is_whole: bool = True) -> None:
-        """The evaluation has ended, in whatever way; `is_whole`: not before its end."""
+    def end(self) -> None:
+        """The evaluation has ended, in whatever way."""
         if self.most == 1 or self._start is None:
             return
-        start, now = self._start, self._own()
-        if self._trials and is_whole:
-            self._trials.note(self._n_rows, self._n_used, now.wall_s - start.wall_s)
-        if self._n_used == 1:  # it waits for no other
+        if self.n_threads == 1:  # it waits for no other
             return
+        start, now = self._start, self._own()
         self._wall_s += now.wall_s - start.wall_s
-        self._thread_s += (now.wall_s - start.wall_s) * self._n_used
+        self._thread_s += (now.wall_s - start.wall_s) * self.n_threads
         self._cpu_s += now.cpu_s - start.cpu_s
         self._n_preempted += now.n_preempted - start.n_preempted
         if self._wall_s < WINDOW_S:

@@ -83,7 +83,7 @@ class TorchStage:
             torch.cuda.set_device(self.device)  # MPI moves a device's memory by the current one's means
         self._exact, is_cpu = params.exact, self.device.type == CPU
         self._in_order = self._exact and (params.padded or not is_cpu)
-        self.threads = ThreadShare(params.n_threads, tries=self._exact and is_cpu)
+        self.threads = ThreadShare(params.n_threads)
         self._cells = CellTable(params.n_cells, params.n_seq_max)
         may_go_at_once = numbers.n_expert_used and not self._exact and (params.padded or not is_cpu)
         self._experts_at_once = (
@@ -167,7 +167,7 @@ class TorchStage:
         """When the result will be complete; None when told to stop."""
         self._check(batch)
         self._cells.place(batch)
-        torch.set_num_threads(self.threads.begin(len(batch.positions)))
+        torch.set_num_threads(self.threads.begin())
         done = None
         try:
             with torch.inference_mode(), self._queue.current():
@@ -180,7 +180,7 @@ class TorchStage:
             self._cells.forget(batch)
             raise
         finally:
-            self.threads.end(done is not None)
+            self.threads.end()
         if done is None:
             self._cells.forget(batch)
         return done
