@@ -16,7 +16,7 @@ from pipeinfer.models.gguf.layers import Layers
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import _slice_tensors, slice_bytes
 from pipeinfer.models.llama import ggml
-from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.params import IS_X86, LlamaParams
 from tests.models.test_llama_stage import load, make_batch, random_tokens, run
 from tests.support.architecture_factory import N_VOCAB, write_random_model
 from tests.support.architecture_models import MODELS, WITH_EXTRA_LAYERS, with_extra_layer
@@ -27,8 +27,8 @@ BATCHES = (20, 13, 1, 1, 1, 4)
 
 
 def rows_of_whole(path: Path, tokens: list[int]) -> FloatArray:
-    """The logits after each token, (n, N_VOCAB): the whole file, a token at a time, flash attention, K in F16 and V in
-    BF16, both in BF16 where libllama keeps only one of them."""
+    """The logits after each token, (n, N_VOCAB): the whole file, a token at a time, flash attention, K in BF16 and V in
+    F16 (elsewhere than on x86 the reverse), both in BF16 where libllama keeps only one of them."""
     library = ggml.load_library()
     options = library.llama_model_default_params()
     options.use_extra_bufts = False
@@ -37,7 +37,9 @@ def rows_of_whole(path: Path, tokens: list[int]) -> FloatArray:
     info = read_model_info(path)
     params = library.llama_context_default_params()
     params.n_ctx, params.n_threads, params.n_threads_batch = 512, 1, 1
-    params.flash_attn_type, params.type_k, params.type_v = 1, BF16 if info.layers.shares_values else F16, BF16
+    alone = info.layers.shares_values
+    params.flash_attn_type = 1
+    params.type_k, params.type_v = BF16 if IS_X86 or alone else F16, F16 if IS_X86 and not alone else BF16
     context = library.llama_init_from_model(model, params)
     assert context, ggml.last_errors()
     out = []

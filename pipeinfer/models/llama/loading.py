@@ -10,7 +10,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.slice import ModelInfo, SliceFile
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.devices import device_list
-from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.params import IS_X86, LlamaParams
 from pipeinfer.models.llama.prefill import CacheForm
 
 LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
@@ -54,5 +54,6 @@ def token_table(slice_file: SliceFile) -> ggml.TokenTable:
 
 
 def cache_form(lib: ModuleType, model: object, info: ModelInfo) -> CacheForm:
-    has_planes = lib.llama_model_rope_type(model) in ROPE_OF_PLANES
-    return CacheForm(PLANE_BYTES if has_planes else 0, not info.layers.shares_values)
+    """x86 has vector instructions for keys in BF16; where it has not, rounded values cost less."""
+    has_planes, has_values = lib.llama_model_rope_type(model) in ROPE_OF_PLANES, not info.layers.shares_values
+    return CacheForm(PLANE_BYTES if has_planes else 0, has_values, IS_X86 or not has_values)

@@ -35,10 +35,17 @@ class CacheForm:
 
     cell_bytes   what is noted of each beside its position and sequences
     has_values   V is there, and not a part of K
+    rounds_keys  the cache that decodes has K in BF16 and V in F16; else the reverse
     """
 
     cell_bytes: int = 0
     has_values: bool = True
+    rounds_keys: bool = True
+
+    @property
+    def types(self) -> tuple[int, int]:
+        """Of K and V in the cache that decodes."""
+        return BF16 if self.rounds_keys else F16, F16 if self.rounds_keys and self.has_values else BF16
 
 
 class Prefill:
@@ -50,7 +57,7 @@ class Prefill:
         self._memory = library.llama_get_memory(context)
 
     def take(self, cells: Bytes, first: int, end: int) -> None:
-        """Take cells at positions [first, end), as they are where V, or all, is BF16. In ascending order."""
+        """Take cells at positions [first, end), as the cache that decodes has them. In ascending order."""
         state = with_values(cells, self._form, BF16, F16)
         if not self._lib.llama_state_seq_set_data(self.context, as_bytes(state), len(state), PART):
             raise RuntimeError(f"the cells {first}-{end} before a prompt's blocks cannot be copied")
@@ -70,7 +77,7 @@ class Prefill:
         self.end = min(self.end, first)
 
     def cells(self, first: int, end: int) -> Bytes:
-        """The cells at positions [first, end) as `llama_state_seq_set_data` takes them where V, or all, is BF16."""
+        """The cells at positions [first, end) as `llama_state_seq_set_data` takes them for the cache that decodes."""
         self._lib.llama_memory_seq_cp(self._memory, PROMPT, PART, first, end)
         state = state_of(self._lib, self.context, PART)
         self._lib.llama_memory_seq_rm(self._memory, PART, -1, -1)
@@ -89,8 +96,8 @@ def state_of(library: ModuleType, context: object, seq: int) -> Bytes:
 
 
 def with_values(state: Bytes, form: CacheForm, before: int, after: int) -> Bytes:
-    """The state of one sequence with V, or K where there is no V, rounded from type `before` to type `after`, which are
-    F16 and BF16 or the reverse; in place. K is F16 where there is V.
+    """The state of one sequence with K, or V, rounded from type `before` to type `after`, which are F16 and BF16 or the
+    reverse; in place. The other is F16.
 
     There are several caches where some layers have a sliding window. Raises ValueError for a layout that is not known:
     of other caches, or of another libllama.
@@ -118,7 +125,7 @@ def _round_cache(state: Bytes, at: int, form: CacheForm, before: int, after: int
         raise ValueError("a state with V transposed; this is not understood")
     n_records = 2 * n_layers if form.has_values else n_layers
     for record in range(n_records):  # K of every layer, then V of every layer
-        is_rounded = record >= n_records - n_layers
+        is_rounded = (record < n_layers) is form.rounds_keys
         type_, row_bytes = struct.unpack_from(_RECORD, state.data, at)
         if type_ != (before if is_rounded else F16):
             raise ValueError(f"record {record} of {n_records} is of type {type_}; this is not understood")

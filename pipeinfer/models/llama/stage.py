@@ -28,7 +28,7 @@ from pipeinfer.models.llama.eval_callback import EvalCallback
 from pipeinfer.models.llama.loading import cache_form, load_model, token_table
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.parts import apart, blocks_of, part_of
-from pipeinfer.models.llama.prefill import BF16, F16, N_SEQ, PROMPT, Prefill, as_bytes, state_of
+from pipeinfer.models.llama.prefill import F16, N_SEQ, PROMPT, Prefill, as_bytes, state_of
 from pipeinfer.models.llama.threads import ThreadShare
 
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
@@ -322,7 +322,7 @@ class LlamaStage:
         params = self.params
         # different types keep attention off the kernels whose sums depend on batch size and thread count; what comes
         # from a prompt's own context arrives in a further sequence
-        types = (F16 if self._form.has_values else BF16, BF16) if params.mixed_cache else params.cache.ggml
+        types = self._form.types if params.mixed_cache else params.cache.ggml
         n_seq_max = params.n_seq_max + params.exact
         n_outputs = params.n_outputs_max if self.is_last else params.n_batch
         return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq_max, n_outputs, types)
