@@ -26,7 +26,8 @@ def sleep_on_time() -> None:
 @dataclass(slots=True)
 class Idle:
     """Waits without taking cores from the computing ranks: poll for a moment, then sleep for a share of the time waited
-    so far, so that sleeping adds no more than that share. After a short wait it polls for longer."""
+    so far, so that sleeping adds no more than that share. Waits of a pipeline are alike: near the length of the last
+    one it sleeps less. After a short wait it polls for longer."""
 
     spin_s: float = 50e-6
     spin_when_busy_s: float = 500e-6
@@ -49,7 +50,8 @@ class Idle:
             if waited_s < spin_s:
                 os.sched_yield()
             else:
-                pause_s = min(max(self.share * waited_s, self.shortest_s), self.longest_s)
+                pause_s = min(self.share * waited_s, abs(waited_s - self._last_s) / 2, self.longest_s)
+                pause_s = max(pause_s, self.shortest_s)
                 time.sleep(min(pause_s, timeout_s - waited_s))
             waited_s = time.perf_counter() - start_s
         self._last_s = waited_s
