@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.free_memory import UNLIMITED, FreeMemory
-from pipeinfer.cluster.timing.slice_times import RankTimes
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.profile import Machine, ProfileFile
 
@@ -20,13 +19,12 @@ LAYER_S_A_CORE, LAYER_S, RUN_S = 2e-6, 60e-6, 200e-6
 @dataclass(frozen=True, slots=True)
 class Node:
     """What one rank runs on. `machine`: of the whole host, which its ranks share; None where nobody knows its speed.
-    `source`: who says how fast it is. `gpu`: its name; empty: none. `times`: what was timed on it; None: nothing."""
+    `source`: who says how fast it is. `gpu`: its name; empty: none."""
 
     host: Host
     machine: Machine | None = None
     source: str = ""
     gpu: str = ""
-    times: RankTimes | None = None
 
     def twin(self, name: str) -> Node:
         """One more such host."""

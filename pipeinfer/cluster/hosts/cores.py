@@ -62,9 +62,6 @@ class Host:
     """Why timing that failed."""
     device_messages: bool = False
     """Whether MPI sends from, and receives into, the memory of the device that computes this rank's layers."""
-    draft_s: tuple[float, float] | None = None
-    """Seconds of a row of the draft: by what computes the target's layers here, and by libllama on the CPU; None: not
-    timed."""
 
 
 def this_host(name: str) -> Host:

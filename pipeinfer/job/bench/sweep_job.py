@@ -19,7 +19,8 @@ from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.job.planning.prepare import check_outputs
 from pipeinfer.job.planning.prepared import get_ready
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.profiling.hosts import with_own_gpus, with_times
+from pipeinfer.job.profiling.hosts import with_own_gpus
+from pipeinfer.job.profiling.layer_times import with_layer_times
 from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.session import Session
 from pipeinfer.observe.report import stderr_console
@@ -39,7 +40,7 @@ def _run(crew: Crew, sweep: Sweep, table: Table, group_of: MakeGroup[M], head: t
         get_ready()
     hosts = with_own_gpus(crew, crew.hosts, sweep.base)
     # rank 0 finds out which splits fit: where some are given nothing is timed
-    hosts_of = [hosts if sweep.splits else with_times(crew, hosts, each) for each, _ in loaded_together(sweep)]
+    hosts_of = [hosts if sweep.splits else with_layer_times(crew, hosts, each) for each, _ in loaded_together(sweep)]
 
     def plan_all() -> list[tuple[RunOptions, Deployment]]:
         fetched = _fetched(sweep)

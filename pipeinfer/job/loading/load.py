@@ -157,7 +157,7 @@ def load_drafts(context: Context, deployment: Deployment) -> dict[int, LoadedMod
 
 
 def _load_draft(context: Context, deployment: Deployment, number: int, own: StagePlan) -> LoadedModel:
-    options = options_of_draft(context.options, deployment.hosts, context.rank)
+    options = options_of_draft(context.options, len(deployment.hosts), context.rank)
     params = LlamaParams(
         n_cells=deployment.n_cells,
         n_seq_max=options.n_seq + 1,

@@ -63,7 +63,7 @@ def time_stage(context: Context, deployment: Deployment, model: LoadedModel) -> 
 def time_draft(context: Context, deployment: Deployment, model: LoadedModel, number: int) -> RunCosts:
     """The same of what this rank has of a draft; of runs alone."""
     own, types = deployment.plan.drafts_on(context.rank)[number], " ".join(context.options.draft_cache)
-    options = options_of_draft(context.options, deployment.hosts, context.rank)
+    options = options_of_draft(context.options, len(deployment.hosts), context.rank)
     part = f"{deployment.drafts[number].fingerprint} {own.layers} of a draft, {types}"
     key = experiment_key(part, options, deployment.hosts, deployment.threads, context.rank)
     return RunCosts(_rows(deployment, model, key))

@@ -133,8 +133,7 @@ class Placement(Watching):
         AUTO_LAYERS, "--n-gpu-layers-draft", "--gpu-layers-draft", "--spec-draft-ngl", "-ngld", type=GPU_LAYERS,
         written="auto", column=True, for_guesses=True,
         help="Layers of drafts on the GPUs of their ranks; 0: libllama computes them on CPUs; auto: as -ngl and "
-        "--backend have it, but of one value for all ranks a lone draft goes to the CPU where it is timed to be faster "
-        "there.",
+        "--backend have it for the rank.",
     )  # fmt: skip
     device: tuple[tuple[str, ...], ...] = setting(
         ((),), "--device", "-dev", type=Listed(DEVICES), written="auto", column=True,

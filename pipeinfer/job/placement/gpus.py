@@ -71,7 +71,7 @@ def with_gpus(
     if not any(options.n_gpu_layers) and options.n_gpu_layers_draft in (0, AUTO_LAYERS):
         return tuple(hosts)
     own: Gpus = ()
-    used = [each for each in (options, options_of_draft(options, hosts, rank)) if _uses_gpus(each, rank)]
+    used = [each for each in (options, options_of_draft(options, len(hosts), rank)) if _uses_gpus(each, rank)]
     if used:
         names = rank_devices(used[0], hosts, rank)
         present = [device for device in gpus() if names is None or device.name in names]

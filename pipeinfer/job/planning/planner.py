@@ -49,7 +49,7 @@ class Prediction:
 class Planner:
     """`drafts`: the headers of all that are given, the smallest first. `acceptances`: how often each one's best guess
     is right; empty: as `simulate` takes it. `is_described`: nobody was on the nodes, and what is said of
-    them is believed. `untimed`: the rank that could not be timed, and why; empty: all were that should be."""
+    them is believed."""
 
     options: RunOptions
     info: ModelInfo
@@ -59,7 +59,6 @@ class Planner:
     n_prompt: int
     acceptances: Sequence[float] = ()
     is_described: bool = False
-    untimed: str = ""
 
     def changed(self, **changes: Any) -> Planner:
         """With other options."""
@@ -136,7 +135,7 @@ class Planner:
 
 def open_planner(
     options: RunOptions, info: ModelInfo, nodes: Sequence[Node], link: LinkCost, n_prompt: int,
-    acceptances: Sequence[float], is_described: bool = False, untimed: str = "",
+    acceptances: Sequence[float], is_described: bool = False,
 ) -> Planner:  # fmt: skip
     """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
     drafts = read_drafts(options.drafts)
@@ -145,4 +144,4 @@ def open_planner(
             f"--acceptance is given {len(acceptances)} times for {len(options.drafts)} drafts; give it once for each, "
             "the smallest first, or leave it out"
         )
-    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described, untimed)
+    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described)

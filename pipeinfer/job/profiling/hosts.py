@@ -11,7 +11,6 @@ from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.options import RunOptions, backend_of
 from pipeinfer.job.placement.gpus import check_own_devices, with_gpus
 from pipeinfer.job.placement.model_files import find_models
-from pipeinfer.job.profiling.draft_times import with_draft_times
 from pipeinfer.job.profiling.layer_times import with_layer_times
 from pipeinfer.models.llama.repacking import repacked_types
 
@@ -23,7 +22,7 @@ def find_hosts(crew: Crew, options: RunOptions) -> tuple[RunOptions, Sequence[Ho
     """The options, on rank 0 with files for names, and the hosts with all that is found. Collective. Raises
     JobError."""
     options, hosts = find_models(crew.link, crew.hosts, options)
-    return options, with_times(crew, with_repacked(crew, with_own_gpus(crew, hosts, options), options), options)
+    return options, with_layer_times(crew, with_repacked(crew, with_own_gpus(crew, hosts, options), options), options)
 
 
 def with_own_gpus(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
@@ -44,8 +43,3 @@ def with_repacked(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Seq
     asked = options.repack and options.numerics == "exact" and not backend_of(options, link.rank).is_torch
     found = link.agree_all(lambda: repacked_types() if asked else ())
     return [replace(host, repacked=each) for host, each in zip(hosts, link.all_gather(found), strict=True)]
-
-
-def with_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts with times of a lone draft and of the target's layers, where these decide something. Collective."""
-    return with_layer_times(crew, with_draft_times(crew, hosts, options), options)
