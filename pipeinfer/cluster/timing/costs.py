@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.interpolation import interpolate
@@ -77,8 +77,6 @@ class ModelCost:
     reshape_s: float = 0.0
     rest_s: float = 0.0
     prompt_s: float = 0.0
-    host: str = ""
-    """Slices of one host share its cores and memory, if the profile has the slowdown."""
 
     def before_layers_s(self, reshapes: bool, rested: bool = False, begins: bool = False) -> float:
         return self.run_s + self.reshape_s * reshapes + self.rest_s * rested + self.prompt_s * begins
@@ -156,8 +154,6 @@ class Profile:
     acceptance: tuple[float, ...] = ()
     """Each draft's published acceptance rate with the target."""
     host: HostWork = HostWork()
-    slowdowns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Host -> its own `slowdown`, where that differs."""
     blocks: bool = False
     """Prompts are cut into blocks; see `pipeinfer.core.kv.blocks`."""
     parked: bool = False
@@ -165,9 +161,9 @@ class Profile:
     wire_type: WireType = WireType.F32
     """The type of activations in messages."""
 
-    def crowding(self, n_busy: int, n_rows: int, host: str = "") -> float:
-        """A run's slowdown when `n_busy` ranks of its host compute, its own included."""
-        of_one = self.slowdowns.get(host, self.slowdown)
+    def crowding(self, n_busy: int, n_rows: int) -> float:
+        """A run's slowdown when `n_busy` ranks compute, its own included."""
+        of_one = self.slowdown
         if not of_one:
             return 1.0
         one, many = (times[min(max(n_busy, 1), len(times)) - 1] for times in (of_one, self.slowdown_of_many or of_one))

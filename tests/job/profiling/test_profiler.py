@@ -116,7 +116,7 @@ RECORDED: dict[str, tuple[dict[int, str], list[int], list[int], float]] = {
     "slow GPUs": ({0: "0-7", 2: "8-8"}, [1], [273, 224, 158], 0.35),
     "slow GPUs, rank 1": ({0: "0-7", 2: "8-8"}, [1], [255, 0, 140], 0.35),
 }
-"""What each case gave: the layers of each rank, the draft's rank, and what it took: evaluations of each rank, and seconds
+"""What each case gave: the layers of each rank, the draft's rank, evaluations of each rank, and seconds
 of the slowest."""
 
 
