@@ -30,11 +30,6 @@ class Node:
         """One more such host."""
         return replace(self, host=replace(self.host, name=name))
 
-    @property
-    def with_all_threads(self) -> Node:
-        """The same where no fewer are tried."""
-        return replace(self, machine=self.machine and replace(self.machine, n_threads=1))
-
 
 def described_host(name: str, n_cores: int, memory_bytes: float) -> Host:
     """As somebody describes it. `memory_bytes`: what models may take of it."""
@@ -45,7 +40,7 @@ def described_host(name: str, n_cores: int, memory_bytes: float) -> Host:
 def estimated_machine(name: str, n_cores: int, bytes_per_s: float, flop_per_s: float, memory_bytes: float) -> Machine:
     """A host of known speed. Costs of a layer and a run are estimated as in the shipped profiles."""
     layer_s = LAYER_S_A_CORE * n_cores if n_cores != UNKNOWN_CORES else LAYER_S
-    return Machine(name, bytes_per_s, flop_per_s, layer_s, RUN_S, memory_bytes, max(1, n_cores))
+    return Machine(name, bytes_per_s, flop_per_s, layer_s, RUN_S, memory_bytes)
 
 
 def profiled_nodes(file: ProfileFile) -> list[Node]:

@@ -47,12 +47,6 @@ class Host:
     """Ranks of a host with the same text see the same GPUs; else the launcher gave each its own."""
     gpus: tuple[tuple[str, int], ...] = ()
     """The devices of this rank's layers, and the bytes free on each; empty: none, or unknown."""
-    nodes: tuple[tuple[int, Cores], ...] = ()
-    """(number, the rank's cores) of each NUMA node with cores of this rank."""
-    is_bound: bool = False
-    """Whether these nodes have cores that the rank may not use."""
-    numa: str = ""
-    """The numbers of the NUMA nodes that the rank is bound to by --numa isolate; empty: not bound."""
     repacked: tuple[tuple[int, int, str], ...] = ()
     """Types of weights that libggml repacks, the rows of each that may be computed at once with exact numerics, and a
     digest of results; see pipeinfer.models.llama.repacking."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeinfer.cluster.messages.activations import WireType
@@ -41,22 +40,6 @@ def roofline(n_bytes: float, flop_per_row: float, bytes_per_s: float, flop_per_s
     knee = max(1.0, read_s / row_s)
     first_s = max(read_s, row_s) + fixed_s
     return Work((1.0, knee, knee + 1.0), (first_s, first_s, first_s + row_s))
-
-
-def fastest(ways: Sequence[Work]) -> Work:
-    """The fastest way for each number of rows; for very many rows that is the first. Attention is the first way's."""
-    first = ways[0]
-    if len(ways) == 1:
-        return first
-
-    def least_s(n_rows: float) -> float:
-        return min(interpolate(way.rows, way.seconds, n_rows) for way in ways)
-
-    rows = list(first.rows[:-1])
-    while least_s(rows[-1]) < interpolate(first.rows, first.seconds, rows[-1]):
-        rows.append(2 * rows[-1])
-    rows.append(rows[-1] + 1)
-    return Work(tuple(rows), tuple(map(least_s, rows)), first.context_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,16 +73,11 @@ class Planner:
         """Raises UserError when the prompt does not fit."""
         return fit_context(self.options, self.info, self.n_prompt)[0]
 
-    @property
-    def _computing(self) -> Sequence[Node]:
-        """Fewer threads are tried where no bit depends on it."""
-        return self.nodes if self.options.numerics == "exact" else [node.with_all_threads for node in self.nodes]
-
     @cached_property
     def deployment(self) -> Deployment:
         """Raises UserError when splits or threads do not fit; whether the memory does, `shortage` says."""
         timed = [node.host for node in self.nodes]
-        hosts = with_described_speeds(self._computing, self.info) if self.is_described else timed
+        hosts = with_described_speeds(self.nodes, self.info) if self.is_described else timed
         return lay_out(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
 
     @property
@@ -103,7 +98,7 @@ class Planner:
         """The costs of the plan; without a draft its rank has layers too, as in `run`."""
         asked = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
         caches = self.options.cache, self.options.draft_cache
-        costs = planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
+        costs = planned_profile(asked.deployment, self.info, asked.drafts_in_use, self.nodes, self.link, *caches)
         return replace(costs, wire_type=self.options.wire_type)
 
     def predict(self, policy: Policy) -> Prediction:

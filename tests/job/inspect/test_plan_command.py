@@ -295,31 +295,6 @@ def test_experts_count_as_far_as_a_row_uses_them(tmp_path: Path) -> None:
     assert host.speed.layer_s(info.layer_bytes) == pytest.approx(machine.slice_of(model, 1, True).layer.at(1))
 
 
-def test_of_many_cores_a_small_model_uses_few(tmp_path: Path, wide: Path) -> None:
-    """As `run` finds out with exact numerics; prompts are computed by all."""
-    info = read_model_info(wide)
-    file = write_model(tmp_path / "small.gguf", Shape(n_layer=4))
-    small = model_of(read_model_info(file))
-    (node,) = read_hosts(write(tmp_path, f"a cores=64 {FAST}"))
-    all_threads = node.with_all_threads.machine
-    assert node.machine and all_threads
-    some, every = (machine.slice_of(small, 4, True).layer for machine in (node.machine, all_threads))
-    assert every.at(1) > 128e-6 > 2 * some.at(1), "2 us a core"
-    assert all(some.at(n) <= every.at(n) * (1 + 1e-9) for n in range(1, 5000, 7))
-    for n in (100_000, 200_000):
-        assert some.at(n) == pytest.approx(every.at(n))
-    (few,) = read_hosts(write(tmp_path, f"a cores=2 {FAST}"))
-    assert few.machine
-    large = replace(model_of(info), layer_bytes=1e9, layer_params=1e9)
-    costs = [machine.slice_of(large, 4, True).layer for machine in (node.machine, all_threads, few.machine)]
-    assert costs[0].at(1) == costs[1].at(1) > costs[2].at(1) > 0.9 * costs[0].at(1)
-    hosts = write(tmp_path, *[f"{name} cores=64 {FAST}" for name in "ab"])
-    exact, fast = (
-        speed_of(plan("--hosts", hosts, "-m", file, "--numerics", numerics)[0]) for numerics in ("exact", "fast")
-    )
-    assert exact > 1.2 * fast
-
-
 def test_the_largest_number_that_holds() -> None:
     for most in (1, 2, 7, 8):
         for answer in range(most + 1):
