@@ -18,7 +18,7 @@ from pipeinfer.job.inspect.plan_report import plan_report
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.values import PROBABILITY, File, Number, Text, Whole
-from pipeinfer.job.placement.gpus import check_own_devices, gpu_names, with_gpus
+from pipeinfer.job.placement.gpus import gpu_names
 from pipeinfer.job.placement.model_files import fetch_models, open_models
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, open_planner
 from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, with_speeds
@@ -75,9 +75,10 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
     if question.profile or question.hosts:
         return tell(options, question, *_described(question))
     if not is_launched():
-        alone = [this_host(socket.gethostname())]
-        check_own_devices(options, alone, 0)
-        alone = list(with_gpus(options, alone, 0, lambda own: [own]))
+        from pipeinfer.job.profiling.hosts import describe_own  # what it loads with takes a while
+
+        options = fetch_models(options)
+        alone = [describe_own(options, [this_host(socket.gethostname())], 0)]
         return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.launch.start import start_job  # initialises MPI
 

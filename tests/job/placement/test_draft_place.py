@@ -16,7 +16,7 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import Deployment, lay_out
 from pipeinfer.job.placement.draft_place import options_of_draft
-from pipeinfer.job.placement.gpus import rank_devices, with_gpus
+from pipeinfer.job.placement.gpus import own_gpus, rank_devices
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.devices import Device
@@ -87,11 +87,8 @@ def test_a_gpu_that_only_the_draft_has_is_known(monkeypatch: pytest.MonkeyPatch)
     options = asked(n_gpu_layers=(0,), n_gpu_layers_draft=ALL_LAYERS)
     drafting = options_of_draft(options, len(places), 0)
     assert rank_devices(drafting, places, 0) is None, "all of them: nobody else uses one"
-    found = with_gpus(options, places, 0, lambda own: [own, ()])
-    assert [name for name, _ in found[0].gpus] == ["CUDA0", "CUDA1"]
-    assert with_gpus(replace(options, n_gpu_layers_draft=AUTO_LAYERS), places, 0, lambda own: [own, ()]) == tuple(
-        places
-    )
+    assert [name for name, _ in own_gpus(options, places, 0)] == ["CUDA0", "CUDA1"]
+    assert own_gpus(replace(options, n_gpu_layers_draft=AUTO_LAYERS), places, 0) == ()
 
 
 # -- jobs
