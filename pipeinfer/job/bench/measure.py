@@ -13,7 +13,7 @@ from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.launch.start import Crew, start_job
-from pipeinfer.job.loading.own_models import load_own
+from pipeinfer.job.loading.load import load_own
 from pipeinfer.job.loading.worker import run_stage
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import Deployment

@@ -14,11 +14,15 @@ from pipeinfer.job.options.options import RunOptions, backend_of, device_of, gpu
 def options_of_draft(options: RunOptions, n_ranks: int, rank: int) -> RunOptions:
     """The options by which a rank computes what it has of drafts."""
     asked = options.n_gpu_layers_draft
-    if asked == 0:
-        return _changed(options, n_ranks, rank, layers=0, device=(), backend=Backend())
-    if asked == AUTO_LAYERS or backend_of(options, rank).is_torch:
+    if asked == AUTO_LAYERS or (asked and backend_of(options, rank).is_torch):
         return options
-    return _changed(options, n_ranks, rank, layers=asked)
+    layers = [gpu_layers_asked(options, each) for each in range(n_ranks)]
+    devices = [device_of(options, each, n_ranks) for each in range(n_ranks)]
+    backends = [backend_of(options, each) for each in range(n_ranks)]
+    layers[rank] = asked
+    if asked == 0:
+        devices[rank], backends[rank] = (), Backend()
+    return replace(options, n_gpu_layers=tuple(layers), device=tuple(devices), backend=tuple(backends))
 
 
 def check_draft_gpu_layers(options: RunOptions, ranks: Sequence[int]) -> None:
@@ -32,19 +36,3 @@ def check_draft_gpu_layers(options: RunOptions, ranks: Sequence[int]) -> None:
                 f"-ngld {asked} is for a draft that libllama computes, and rank {rank} has --backend "
                 f"{backend_of(options, rank)}; give all, 0 (by libllama on the CPU), or a --backend for each rank"
             )
-
-
-def _changed(
-    options: RunOptions, n_ranks: int, rank: int, layers: int, device: tuple[str, ...] | None = None,
-    backend: Backend | None = None,
-) -> RunOptions:  # fmt: skip
-    """With other values for one rank; devices and backend stay where None is given."""
-    ranks = range(n_ranks)
-    return replace(
-        options,
-        n_gpu_layers=tuple(layers if each == rank else gpu_layers_asked(options, each) for each in ranks),
-        device=tuple(
-            device if each == rank and device is not None else device_of(options, each, n_ranks) for each in ranks
-        ),
-        backend=tuple(backend if each == rank and backend else backend_of(options, each) for each in ranks),
-    )
