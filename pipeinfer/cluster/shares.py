@@ -1,4 +1,4 @@
-"""How ranks of a host share its GPUs or NUMA nodes."""
+"""How ranks of a host share its GPUs."""
 
 from __future__ import annotations
 

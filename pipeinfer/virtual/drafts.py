@@ -86,7 +86,7 @@ class SimDrafter:
         self.n_rows += n_rows
         cost, clock = self.cost, self.clock
         self.pipeline.drafting = True
-        slower = self.pipeline.crowding(n_rows, cost.host)
+        slower = self.pipeline.crowding(n_rows)
         layer_s = slower * cost.layer.at(n_rows, context)
         reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
         begun_s = clock.now + slower * cost.before_layers_s(reshapes)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.free_memory import UNLIMITED, FreeMemory
-from pipeinfer.cluster.timing.slice_times import RankTimes
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.profile import Machine, ProfileFile
 
@@ -20,22 +19,16 @@ LAYER_S_A_CORE, LAYER_S, RUN_S = 2e-6, 60e-6, 200e-6
 @dataclass(frozen=True, slots=True)
 class Node:
     """What one rank runs on. `machine`: of the whole host, which its ranks share; None where nobody knows its speed.
-    `source`: who says how fast it is. `gpu`: its name; empty: none. `times`: what was timed on it; None: nothing."""
+    `source`: who says how fast it is. `gpu`: its name; empty: none."""
 
     host: Host
     machine: Machine | None = None
     source: str = ""
     gpu: str = ""
-    times: RankTimes | None = None
 
     def twin(self, name: str) -> Node:
         """One more such host."""
         return replace(self, host=replace(self.host, name=name))
-
-    @property
-    def with_all_threads(self) -> Node:
-        """The same where no fewer are tried."""
-        return replace(self, machine=self.machine and replace(self.machine, n_threads=1))
 
 
 def described_host(name: str, n_cores: int, memory_bytes: float) -> Host:
@@ -47,7 +40,7 @@ def described_host(name: str, n_cores: int, memory_bytes: float) -> Host:
 def estimated_machine(name: str, n_cores: int, bytes_per_s: float, flop_per_s: float, memory_bytes: float) -> Machine:
     """A host of known speed. Costs of a layer and a run are estimated as in the shipped profiles."""
     layer_s = LAYER_S_A_CORE * n_cores if n_cores != UNKNOWN_CORES else LAYER_S
-    return Machine(name, bytes_per_s, flop_per_s, layer_s, RUN_S, memory_bytes, max(1, n_cores))
+    return Machine(name, bytes_per_s, flop_per_s, layer_s, RUN_S, memory_bytes)
 
 
 def profiled_nodes(file: ProfileFile) -> list[Node]:

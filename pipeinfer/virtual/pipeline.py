@@ -205,14 +205,13 @@ class SimPipeline:
             self._run_until(end_s)
         return self._verdicts[0] if self._verdicts and self._verdicts[0].answered_s <= end_s else None
 
-    def crowding(self, n_rows: int, host: str) -> float:
+    def crowding(self, n_rows: int) -> float:
         """By how much a run that begins now is slowed down by ranks that compute beside it on a shared host."""
-        return self.profile.crowding(sum(each.n_busy(host) for each in self.neighbours), n_rows, host)
+        return self.profile.crowding(sum(each.n_busy() for each in self.neighbours), n_rows)
 
-    def n_busy(self, host: str) -> int:
+    def n_busy(self) -> int:
         """Ranks of it that compute now."""
-        n_drafting = int(self.drafting and self.profile.drafts[0].host == host)
-        return n_drafting + sum(stage.current is not None and stage.cost.host == host for stage in self.stages)
+        return int(self.drafting) + sum(stage.current is not None for stage in self.stages)
 
     def late_s(self, waited_s: float) -> float:
         """How late a rank that sleeps between looks notices what it waits for: half a sleep on average."""
@@ -259,7 +258,7 @@ class SimPipeline:
         else:
             flight.leave_out(now_s)
             now_s = self._prepared_s(flight, now_s)
-            stage.slower = self.crowding(flight.n_rows, stage.cost.host)
+            stage.slower = self.crowding(flight.n_rows)
             reshapes, stage.n_rows_before = flight.n_rows != stage.n_rows_before, flight.n_rows
             rested = now_s > stage.idle_since_s
             stage.layers_s = now_s + stage.slower * stage.cost.before_layers_s(reshapes, rested, flight.begins)

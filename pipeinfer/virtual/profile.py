@@ -18,7 +18,6 @@ from pipeinfer.cluster.timing.costs import (
     ModelCost,
     Profile,
     Work,
-    fastest,
     roofline,
 )
 from pipeinfer.errors import UserError
@@ -36,11 +35,7 @@ SHIPPED = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine: what inference reaches of its memory bandwidth and arithmetic; what a layer and a run cost on top.
-
-    `n_threads`: of which fewer compute where that is faster: half of them have half of what all reach, and wait half
-    as long for each other in a layer. 1: all of them always do.
-    """
+    """A machine: what inference reaches of its memory bandwidth and arithmetic; what a layer and a run cost on top."""
 
     name: str
     bytes_per_s: float
@@ -48,20 +43,12 @@ class Machine:
     layer_s: float
     run_s: float
     memory_bytes: float
-    n_threads: int = 1
 
     def slice_of(self, model: Model, layers: int, is_last: bool) -> ModelCost:
-        n_bytes, flop, shares = model.layer_bytes, 2 * model.layer_params, self._shares
-        layer = fastest([roofline(n_bytes, flop, self.bytes_per_s * share, self.flop_per_s * share,
-                                  self.layer_s * share) for share in shares])  # fmt: skip
+        layer = roofline(model.layer_bytes, 2 * model.layer_params, self.bytes_per_s, self.flop_per_s, self.layer_s)
         layer = Work(layer.rows, layer.seconds, (model.kv_bytes / self.bytes_per_s,))
         output = roofline(model.output_bytes, 2 * model.output_params, self.bytes_per_s, self.flop_per_s)
         return ModelCost(f"{layers} layers on {self.name}", layers, layer, output if is_last else NOTHING, self.run_s)
-
-    @property
-    def _shares(self) -> list[float]:
-        """Of the threads, all first."""
-        return [0.5**halvings for halvings in range(self.n_threads.bit_length())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def run_cost(profile: Profile, n_cells: int, chunk: tuple[int, float] | None = N
     """What a session would know of the slowest stage when it begins."""
     rows = row_costs(profile)
     context_s = max(_context_s(stage, rows, n_cells) for stage in profile.stages)
-    n_sharing = profile.n_ranks if profile.slowdown or profile.slowdowns else 1
+    n_sharing = profile.n_ranks if profile.slowdown else 1
     return RunCost(rows, chunk=chunk, context_s=context_s, n_sharing=n_sharing)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.timing.timed_layers import time_slice
+from pipeinfer.cluster.timing.timed_layers import time_layers
 from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.kv.sequences import SequencePool
@@ -303,7 +303,7 @@ def test_their_runs_can_be_timed(folder: Path, loaded: Loader, name: str) -> Non
     path, _ = model_and_cut(folder, name)
     (stage,) = loaded(path, (), replace(PARAMS, n_batch=128))
     layer_bytes = [1] * read_model_info(path).n_layer
-    assert time_slice(stage, layer_bytes, 1, time.perf_counter, True, lambda seconds: None).rows[0] == 1
+    assert time_layers(stage, layer_bytes, 1, time.perf_counter, True).s_per_byte > 0
     assert stage.next_position(0) == 0
     found = time_model(stage, len(layer_bytes), 32, 1024, time.perf_counter, 0.3, blocks=True, rewinds=False)
     assert found.in_context_s[1] > 0 and stage.next_position(0) == 0

@@ -20,8 +20,7 @@ from pipeinfer.core.runs import KvOp
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.profiling.host_speeds import known_speeds
-from pipeinfer.job.profiling.hosts import with_times
-from pipeinfer.job.profiling.run_times import known_run_times
+from pipeinfer.job.profiling.layer_times import with_layer_times
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.params import LlamaParams
 
@@ -124,10 +123,7 @@ class Found:
 
     hosts: Sequence[Host]
     speeds: Sequence[Speed]
-    times: Sequence[Any]
-    untimed: str
     n_runs: list[int]
-    n_runs_for_plan: list[int]
     took_s: list[float]
 
 
@@ -140,15 +136,9 @@ def job(ranks: Sequence[Played], options: RunOptions) -> Found:
         HERE.number, HERE.ranks = number, ranks
         own.now_s, own.n_runs, own.n_loads = 0.0, 0, 0
         crew: Any = SimpleNamespace(link=link, watch=SimpleNamespace(describe=own.told.append), hosts=hosts)
-        found = with_times(crew, hosts, options)
-        n_runs = own.n_runs
-        return found, known_speeds(crew.link, hosts), *known_run_times(crew, found, options), n_runs
+        return with_layer_times(crew, hosts, options), known_speeds(crew.link, hosts)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         everyone: list[Any] = list(threads.map(part, range(len(ranks)), timeout=WAIT_S))
-    shared = [each[:4] for each in everyone]
-    assert all(each == shared[0] for each in shared), "all ranks know the same"
-    n_runs = [each[-1] for each in everyone]
-    in_plan = [rank.n_runs - before for rank, before in zip(ranks, n_runs, strict=True)]
-    hosts, speeds, times, untimed = shared[0]
-    return Found(hosts, speeds, times, untimed, n_runs, in_plan, [round(rank.now_s, 2) for rank in ranks])
+    assert all(each == everyone[0] for each in everyone), "all ranks know the same"
+    return Found(*everyone[0], [rank.n_runs for rank in ranks], [round(rank.now_s, 2) for rank in ranks])

@@ -444,15 +444,15 @@ def test_ranks_of_one_host_slow_each_other_down() -> None:
 LACKS = """
 import sys
 from pipeinfer.errors import UserError
-from pipeinfer.job.loading import own_models
+from pipeinfer.job.loading import load as loading
 
-load = own_models.load_stage
+load = loading.load_stage
 def refused(context, *given):
     if context.rank:
         raise UserError("target.gguf differs")
     return load(context, *given)
 
-own_models.load_stage = refused
+loading.load_stage = refused
 from pipeinfer.cli.main import main
 main()
 """

@@ -47,12 +47,6 @@ class Host:
     """Ranks of a host with the same text see the same GPUs; else the launcher gave each its own."""
     gpus: tuple[tuple[str, int], ...] = ()
     """The devices of this rank's layers, and the bytes free on each; empty: none, or unknown."""
-    nodes: tuple[tuple[int, Cores], ...] = ()
-    """(number, the rank's cores) of each NUMA node with cores of this rank."""
-    is_bound: bool = False
-    """Whether these nodes have cores that the rank may not use."""
-    numa: str = ""
-    """The numbers of the NUMA nodes that the rank is bound to by --numa isolate; empty: not bound."""
     repacked: tuple[tuple[int, int, str], ...] = ()
     """Types of weights that libggml repacks, the rows of each that may be computed at once with exact numerics, and a
     digest of results; see pipeinfer.models.llama.repacking."""
@@ -62,9 +56,6 @@ class Host:
     """Why timing that failed."""
     device_messages: bool = False
     """Whether MPI sends from, and receives into, the memory of the device that computes this rank's layers."""
-    draft_s: tuple[float, float] | None = None
-    """Seconds of a row of the draft: by what computes the target's layers here, and by libllama on the CPU; None: not
-    timed."""
 
 
 def this_host(name: str) -> Host:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from pipeinfer.cluster.timing.timed_runs import evaluate, forget, in_turns
+from pipeinfer.cluster.timing.timed_runs import evaluate, forget, in_turns, time_run
 from pipeinfer.core.interfaces import StageModel
-from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.disk_cache import DiskCache
 
@@ -158,27 +157,8 @@ def _time_at(model: StageModel, n_rows: int, position: int, clock: Callable[[], 
     """Seconds of a run alone, the best of some: packing a cache takes time by its contents, and is rare."""
     times = []
     for _ in range(N_CHECKS):
-        start_s = clock()
-        evaluate(model, n_rows, position)
-        times.append(clock() - start_s)
+        times.append(time_run(model, n_rows, clock, position))
         forget(model, position)
-    return min(times)
-
-
-def time_chunk(model: StageModel, n_rows: int, blocks: bool, clock: Callable[[], float]) -> float:
-    """Seconds of so many rows of a prompt, the best of two; `blocks`: as a block behind another one.
-
-    The cache must be empty and is empty afterwards.
-    """
-    first, n_blocks = (BLOCK, 3 * BLOCK) if blocks else (0, 0)
-    times = []
-    for _ in range(2):
-        if blocks:
-            evaluate(model, BLOCK, 0, 0, n_blocks)
-        start_s = clock()
-        evaluate(model, n_rows, first, int(not blocks), n_blocks)
-        times.append(clock() - start_s)
-        forget(model)
     return min(times)
 
 

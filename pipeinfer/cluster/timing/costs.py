@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.interpolation import interpolate
@@ -43,22 +42,6 @@ def roofline(n_bytes: float, flop_per_row: float, bytes_per_s: float, flop_per_s
     return Work((1.0, knee, knee + 1.0), (first_s, first_s, first_s + row_s))
 
 
-def fastest(ways: Sequence[Work]) -> Work:
-    """The fastest way for each number of rows; for very many rows that is the first. Attention is the first way's."""
-    first = ways[0]
-    if len(ways) == 1:
-        return first
-
-    def least_s(n_rows: float) -> float:
-        return min(interpolate(way.rows, way.seconds, n_rows) for way in ways)
-
-    rows = list(first.rows[:-1])
-    while least_s(rows[-1]) < interpolate(first.rows, first.seconds, rows[-1]):
-        rows.append(2 * rows[-1])
-    rows.append(rows[-1] + 1)
-    return Work(tuple(rows), tuple(map(least_s, rows)), first.context_s)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelCost:
     """A slice of a model on one node: `layers` equal layers, each `layer`, then `output` (the vocabulary), and `run_s`
@@ -77,8 +60,6 @@ class ModelCost:
     reshape_s: float = 0.0
     rest_s: float = 0.0
     prompt_s: float = 0.0
-    host: str = ""
-    """Slices of one host share its cores and memory, if the profile has the slowdown."""
 
     def before_layers_s(self, reshapes: bool, rested: bool = False, begins: bool = False) -> float:
         return self.run_s + self.reshape_s * reshapes + self.rest_s * rested + self.prompt_s * begins
@@ -156,8 +137,6 @@ class Profile:
     acceptance: tuple[float, ...] = ()
     """Each draft's published acceptance rate with the target."""
     host: HostWork = HostWork()
-    slowdowns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Host -> its own `slowdown`, where that differs."""
     blocks: bool = False
     """Prompts are cut into blocks; see `pipeinfer.core.kv.blocks`."""
     parked: bool = False
@@ -165,9 +144,9 @@ class Profile:
     wire_type: WireType = WireType.F32
     """The type of activations in messages."""
 
-    def crowding(self, n_busy: int, n_rows: int, host: str = "") -> float:
-        """A run's slowdown when `n_busy` ranks of its host compute, its own included."""
-        of_one = self.slowdowns.get(host, self.slowdown)
+    def crowding(self, n_busy: int, n_rows: int) -> float:
+        """A run's slowdown when `n_busy` ranks compute, its own included."""
+        of_one = self.slowdown
         if not of_one:
             return 1.0
         one, many = (times[min(max(n_busy, 1), len(times)) - 1] for times in (of_one, self.slowdown_of_many or of_one))

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from pipeinfer.core.interfaces import Batch, StageModel
-from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.kv.blocks import BLOCK, Span
 from pipeinfer.core.runs import KvOp, OpKind
 
 T = TypeVar("T")
@@ -46,6 +46,30 @@ def evaluate(
         span=Span(0, n_blocks) if n_blocks else None,
     )
     model.evaluate(batch, between)
+
+
+def time_run(
+    model: StageModel, n_rows: int, clock: Callable[[], float], position: int = 0, n_wanted: int | None = None,
+    n_blocks: int = 0,
+) -> float:  # fmt: skip
+    """Seconds to `evaluate` these rows."""
+    start_s = clock()
+    evaluate(model, n_rows, position, n_wanted, n_blocks)
+    return clock() - start_s
+
+
+def time_chunk(model: StageModel, n_rows: int, n_blocks: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of a chunk of a prompt that is its first, and of one after that or, of a prompt with so many rows in
+    blocks, after a block. The cache must be empty and is empty afterwards."""
+    n_wanted = int(not n_blocks)  # of blocks no row is
+    first_s = time_run(model, n_rows, clock, 0, n_wanted, n_blocks)
+    if not n_blocks or n_rows > BLOCK:
+        forget(model)
+    if n_rows > BLOCK and n_blocks:
+        evaluate(model, BLOCK, 0, 0, n_blocks)
+    later_s = time_run(model, n_rows, clock, BLOCK if n_blocks else 0, n_wanted, n_blocks)
+    forget(model)
+    return first_s, later_s
 
 
 def forget(model: StageModel, first: int = 0) -> None:

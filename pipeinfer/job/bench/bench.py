@@ -119,13 +119,10 @@ class Bench(SweepHead[Case]):
                 return
             self.progress.update(self.task, description=describe(case.options, case.repetition, *_about(case, turn)))
             request = replace(case.request, prompt=case.conversation.prompt(said, turn))
-            generation = self._generate(session, request, case.options)
+            generation = session.generate(request, case.options, case.options.policy.begin(), lambda tokens: None)
             said = generation.request.tokens
             if case.repetition and not turn.measured and not self.crew.flag.reason:
                 self._keep(session.deployment, case, turn, generation)
-
-    def _generate(self, session: Session, request: GenerationRequest, options: RunOptions) -> Generation:
-        return session.generate(request, options, options.policy.begin(), lambda tokens: None)
 
     def _keep(self, deployment: Deployment, case: Case, turn: Turn, generation: Generation) -> None:
         asked = case.asked(deployment, turn)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import socket
-import time
 from dataclasses import replace
 from pathlib import Path
 
+from pipeinfer.cluster.hosts.cores import ranks_there
 from pipeinfer.cluster.timing.costs import MANY_ROWS
 from pipeinfer.cluster.timing.link_times import bandwidth_gbit
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.launch.start import Crew, start_job
-from pipeinfer.job.loading.own_models import load_own
+from pipeinfer.job.loading.load import load_own
 from pipeinfer.job.loading.worker import run_stage
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import Deployment
@@ -28,9 +28,7 @@ from pipeinfer.policies import Iterative, Speculative
 from pipeinfer.virtual.measured import ModelTimes, Overheads, disturbed_line, profile_toml
 
 ALONE_S, BESIDE_S = 0.3, 0.8  # how long ranks of one host compute runs of a size alone, beside each other
-SLOT_S, TIMING_S = 3.0, 2.0
-"""Ranks of one host take turns, for so long each, and time their models a part of it: nobody shall time a model while
-another one computes beside it."""
+TIMING_S = 2.0
 
 
 def measure(options: RunOptions, output: Path) -> int:
@@ -77,27 +75,24 @@ def _load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | N
 def _time_own_models(
     crew: Crew, context: Context, deployment: Deployment, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
 ) -> dict[str, ModelTimes]:
-    """Time and free this rank's models: ranks of one host in turns, then 2, 3, … of them at once."""
-    start_s = max(crew.link.all_gather(CLOCK() + context.clock_offset_s)) - context.clock_offset_s + 0.2
-    names = [host.name for host in crew.hosts]
-    n_here, n_most = names.count(names[context.rank]), max(map(names.count, names))
-    turn = names[: context.rank].count(names[context.rank])
-    _sleep_until(start_s + turn * SLOT_S)
-    found = _time_alone(context, deployment, stage, drafts)
-    models = [model for model in (stage, *drafts.values()) if model]
-    beside_s = next(iter(found.values())).beside_s
-    for n_rows in (1, MANY_ROWS):
-        beside_s[n_rows] = {1: time_over_and_over(models[0], n_rows, CLOCK, CLOCK() + ALONE_S)}
-    until_s = start_s + n_most * SLOT_S
+    """Time and free this rank's models: ranks of one host in turns, then 2, 3, … of them at once. Collective."""
+    here = ranks_there(crew.hosts, context.rank)
+    n_most, own = max(crew.link.all_gather(len(here))), here.index(context.rank)
+    models, found = [model for model in (stage, *drafts.values()) if model], dict[str, ModelTimes]()
+    for turn in range(n_most):
+        if turn == own:
+            found = _time_alone(context, deployment, stage, drafts)
+            beside_s = next(iter(found.values())).beside_s
+            for n_rows in (1, MANY_ROWS):
+                beside_s[n_rows] = {1: time_over_and_over(models[0], n_rows, CLOCK, CLOCK() + ALONE_S)}
+        crew.link.all_gather(None)  # nobody times a model while another one computes beside it
     for n_busy in range(2, n_most + 1):
         for n_rows, of_rows_s in beside_s.items():
-            _sleep_until(until_s)
-            until_s += BESIDE_S
-            if turn < n_busy <= n_here:
-                of_rows_s[n_busy] = time_over_and_over(models[0], n_rows, CLOCK, until_s)
+            if own < n_busy <= len(here):
+                of_rows_s[n_busy] = time_over_and_over(models[0], n_rows, CLOCK, CLOCK() + BESIDE_S)
+            crew.link.all_gather(None)
     for model in models:
         model.close()
-    _sleep_until(until_s)
     return found
 
 
@@ -116,11 +111,6 @@ def _time_alone(
         n_layer = deployment.drafts[number].n_layer  # all of them: no draft is cut here
         found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, deployment.n_cells, CLOCK, TIMING_S)
     return found
-
-
-def _sleep_until(when_s: float) -> None:
-    """On this rank's clock; at once if it is past."""
-    time.sleep(max(0.0, when_s - time.monotonic()))
 
 
 def _run_plainly(

@@ -19,7 +19,7 @@ from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.job.planning.prepare import check_outputs
 from pipeinfer.job.planning.prepared import get_ready
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.profiling.hosts import with_own_gpus, with_times
+from pipeinfer.job.profiling.hosts import find_hosts
 from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.session import Session
 from pipeinfer.observe.report import stderr_console
@@ -37,17 +37,15 @@ def _run(crew: Crew, sweep: Sweep, table: Table, group_of: MakeGroup[M], head: t
     link, groups = crew.link, list[Group[M]]()
     if link.rank:
         get_ready()
-    hosts = with_own_gpus(crew, crew.hosts, sweep.base)
+    sweep = link.agree(lambda: _fetched(sweep))
     # rank 0 finds out which splits fit: where some are given nothing is timed
-    hosts_of = [hosts if sweep.splits else with_times(crew, hosts, each) for each, _ in loaded_together(sweep)]
+    split = sweep.splits[0] if sweep.splits else None
+    hosts_of = [find_hosts(crew, replace(each, layer_split=split))[1] for each, _ in loaded_together(sweep)]
 
     def plan_all() -> list[tuple[RunOptions, Deployment]]:
-        fetched = _fetched(sweep)
-        check_outputs(fetched.base, table)
+        check_outputs(sweep.base, table)
         known = _known(sweep, table)
-        groups.extend(
-            left for group in plan_groups(fetched, hosts_of, group_of) if (left := group.without(known)).cases
-        )
+        groups.extend(left for group in plan_groups(sweep, hosts_of, group_of) if (left := group.without(known)).cases)
         return [(group.options, group.deployment) for group in groups]
 
     loads = link.agree(plan_all)

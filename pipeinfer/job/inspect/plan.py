@@ -18,10 +18,10 @@ from pipeinfer.job.inspect.plan_report import plan_report
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.values import PROBABILITY, File, Number, Text, Whole
-from pipeinfer.job.placement.gpus import check_own_devices, gpu_names, with_gpus
+from pipeinfer.job.placement.gpus import gpu_names
 from pipeinfer.job.placement.model_files import fetch_models, open_models
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, open_planner
-from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, timed_nodes, with_speeds
+from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, with_speeds
 from pipeinfer.observe.texts.json_text import json_text
 from pipeinfer.observe.texts.plan_text import plan_lines
 from pipeinfer.virtual.hosts_file import read_hosts
@@ -75,9 +75,10 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
     if question.profile or question.hosts:
         return tell(options, question, *_described(question))
     if not is_launched():
-        alone = [this_host(socket.gethostname())]
-        check_own_devices(options, alone, 0)
-        alone = list(with_gpus(options, alone, 0, lambda own: [own]))
+        from pipeinfer.job.profiling.hosts import describe_own  # what it loads with takes a while
+
+        options = fetch_models(options)
+        alone = [describe_own(options, [this_host(socket.gethostname())], 0)]
         return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.launch.start import start_job  # initialises MPI
 
@@ -95,20 +96,17 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
 def _plan_ranks(crew: Crew, options: RunOptions, question: PlanQuestion) -> int:
     """On every rank. Returns the exit code."""
     from pipeinfer.job.profiling.hosts import find_hosts  # what it loads with takes a while
-    from pipeinfer.job.profiling.run_times import known_run_times
 
     link = crew.link
     speeds = known_speeds(link, crew.hosts)
     gpus = link.all_gather(gpu_names())
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * bandwidth_gbit(link)) if link.size > 1 else ETHERNET
     options, hosts = find_hosts(crew, options)
-    times, untimed = known_run_times(crew, hosts, options)
-    nodes = timed_nodes(with_speeds(speeds, hosts, gpus), times)
-    return link.agree(lambda: tell(options, question, nodes, cost, untimed))
+    return link.agree(lambda: tell(options, question, with_speeds(speeds, hosts, gpus), cost))
 
 
-def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost, untimed: str = "") -> int:
-    """Print the plan; returns the exit code. Raises UserError where it does not fit. `untimed`: a rank, and why."""
+def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost) -> int:
+    """Print the plan; returns the exit code. Raises UserError where it does not fit."""
     if question.gbit is not None:
         link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
     options = fetch_models(options)
@@ -116,7 +114,7 @@ def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], lin
     tokenizer.close()
     is_described = bool(question.profile or question.hosts)
     n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.ctx_size or info.n_ctx_train) // 2))
-    planner = open_planner(options, info, nodes, link, n_prompt, question.acceptances, is_described, untimed)
+    planner = open_planner(options, info, nodes, link, n_prompt, question.acceptances, is_described)
     found = plan_report(planner)
     print(json_text(found) if options.json else "\n".join(plan_lines(found)), flush=True)
     if not found["fits"]:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.draft_place import has_choice
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.job.planning.plan_table import plan_rows
 from pipeinfer.job.planning.planner import Planner, Prediction
@@ -75,17 +74,15 @@ def _predictions(planner: Planner) -> tuple[list[Prediction], dict[str, str]]:
 
 def _notes(planner: Planner) -> Iterator[str]:
     """What the figures leave out."""
-    are_timed = all(node.times for node in planner.nodes)
-    if planner.untimed:
-        yield f"predictions go by the hosts' speed, and are too high: {planner.untimed}"
+    are_timed = all(host.speed for host in planner.deployment.hosts)
+    if not planner.is_described:
+        yield "predictions are estimates by how fast each host reads and multiplies; `measure` times the models there"
     if any(backend.is_torch for backend in planner.options.backend) and not are_timed:
-        yield "predictions take ranks of torch to be as fast as libllama; `measure` times them"
+        yield "predictions take ranks of torch to be as fast as libllama"
     if any(planner.options.n_gpu_layers):
         untimed = "" if are_timed else ", and predictions know the speed of CPUs only"
         yield f"what a GPU's driver takes there is not counted, nor what torch does{untimed}"
     if any("_exps" in tensor.name for tensor in planner.info.tensors):
         yield "predictions read the experts of one row: guesses, of which each has experts of its own, are dearer"
-    if has_choice(planner.options) and not any(host.draft_s for host in planner.deployment.hosts):
-        yield "the draft is planned where -ngl or --backend has it; `run` times it on the CPU too"
     if planner.may_split_otherwise:
         yield "layers go by size; `run` times them on ranks that are not alike, and may split them otherwise"

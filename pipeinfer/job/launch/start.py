@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import traceback
@@ -20,7 +19,6 @@ from pipeinfer.cluster.hosts.launch import (
     rank_from_environment,
     size_from_environment,
 )
-from pipeinfer.cluster.hosts.numa import DISTRIBUTE, ISOLATE, is_distributed, isolated, unheeded, with_nodes
 from pipeinfer.cluster.hosts.roster import check_alike, own_info
 from pipeinfer.cluster.idle import sleep_on_time
 from pipeinfer.cluster.timing.link_times import clock_offset_s
@@ -37,7 +35,7 @@ from pipeinfer.job.process.bus_error import report_bus_errors
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.signals import on_signals
 from pipeinfer.job.process.stop import StopFlag, Stopper
-from pipeinfer.models.llama.ggml import spread_over_nodes
+from pipeinfer.models.llama.ggml import use_nodes
 from pipeinfer.observe.trace import Tracer
 
 T = TypeVar("T")
@@ -115,14 +113,7 @@ def _meet(link: Link, watch: Watch, settings: object) -> None:
 
 
 def _places(link: Link, options: RunOptions) -> list[Host]:
-    """Where every rank runs, with cores of its own where that is asked for: before any thread computes."""
-    hosts = link.all_gather(with_nodes(this_host(socket.gethostname())))
-    if options.numa and link.rank == 0:
-        for line in unheeded(options.numa, hosts):
-            complain(line)
-    if options.numa == DISTRIBUTE and is_distributed(hosts, link.rank):
-        spread_over_nodes()
-    if options.numa == ISOLATE:
-        hosts = isolated(hosts)
-        os.sched_setaffinity(0, hosts[link.rank].cores)
-    return hosts
+    """Where every rank runs."""
+    if options.numa:
+        use_nodes(options.numa)
+    return link.all_gather(this_host(socket.gethostname()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipeinfer.cluster.messages.wire import verdict_bytes
 from pipeinfer.cluster.plan import StagePlan
@@ -15,8 +16,9 @@ from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.loading.arrivals import TARGET, model_file
-from pipeinfer.job.loading.stages import load_layers, local_rank
+from pipeinfer.job.loading.arrivals import TARGET, fetch_layers, model_file
+from pipeinfer.job.loading.run_costs import time_stage
+from pipeinfer.job.loading.stages import gpu_of, load_layers, local_rank
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions, backend_of
 from pipeinfer.job.placement.deployment import Deployment, ModelFile
 from pipeinfer.job.placement.draft_place import options_of_draft
@@ -36,6 +38,18 @@ STOP_INTERVAL_S = 5e-4
 computation of a graph."""
 
 N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a draft's answer at most
+
+
+def load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
+    """This rank's stage of the target, if it has one, and its drafts by number. Collective. Raises UserError."""
+    fetch_layers(context, deployment)
+    return load_stage(context, deployment), load_drafts(context, deployment)
+
+
+def stage_report(context: Context, deployment: Deployment, stage: LoadedModel) -> dict[str, Any]:
+    """What rank 0 has to know of a stage: what its runs cost, as `RunCosts`, and its `gpu`, as in `gpu_of`."""
+    costs = time_stage(context, deployment, stage)
+    return {"costs": costs, "gpu": gpu_of(context.options, deployment.hosts, context.rank)}
 
 
 def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
@@ -157,7 +171,7 @@ def load_drafts(context: Context, deployment: Deployment) -> dict[int, LoadedMod
 
 
 def _load_draft(context: Context, deployment: Deployment, number: int, own: StagePlan) -> LoadedModel:
-    options = options_of_draft(context.options, deployment.hosts, context.rank)
+    options = options_of_draft(context.options, len(deployment.hosts), context.rank)
     params = LlamaParams(
         n_cells=deployment.n_cells,
         n_seq_max=options.n_seq + 1,

@@ -12,10 +12,10 @@ from pipeinfer.cluster.timing.calibrate import (
     recall_context,
     recall_rows,
     slowest_stage,
-    time_chunk,
     time_context,
     time_rows,
 )
+from pipeinfer.cluster.timing.timed_runs import time_chunk
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.scheduling.run_cost import RunCost
@@ -56,14 +56,15 @@ def time_stage(context: Context, deployment: Deployment, model: LoadedModel) -> 
     chunk = None
     if 0 < context.options.max_delay_s < math.inf:
         n_rows = BLOCK if deployment.blocks else min(BLOCK, deployment.n_batch)
-        chunk = n_rows, time_chunk(model, n_rows, deployment.blocks, CLOCK)
+        n_blocks = 3 * BLOCK if deployment.blocks else 0
+        chunk = n_rows, min(time_chunk(model, n_rows, n_blocks, CLOCK)[1] for _ in range(2))
     return RunCosts(rows, context_s or 0.0, chunk)
 
 
 def time_draft(context: Context, deployment: Deployment, model: LoadedModel, number: int) -> RunCosts:
     """The same of what this rank has of a draft; of runs alone."""
     own, types = deployment.plan.drafts_on(context.rank)[number], " ".join(context.options.draft_cache)
-    options = options_of_draft(context.options, deployment.hosts, context.rank)
+    options = options_of_draft(context.options, len(deployment.hosts), context.rank)
     part = f"{deployment.drafts[number].fingerprint} {own.layers} of a draft, {types}"
     key = experiment_key(part, options, deployment.hosts, deployment.threads, context.rank)
     return RunCosts(_rows(deployment, model, key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.cores import Host, ranks_there
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions, backend_of, device_of, gpu_layers_asked
@@ -37,31 +37,22 @@ def load_layers(
     return TorchStage(open_layers(), own)
 
 
-def place_text(options: RunOptions, host: Host, n_threads: int, rank: int) -> str:
-    """Where and by what a rank's layers are computed: what their times depend on, besides the layers."""
-    backend = backend_of(options, rank)
-    where = f"-ngl {gpu_layers_asked(options, rank)} {' '.join(device_of(options, rank))}".rstrip()
-    by = f"{backend} {torch_version()}" if backend.is_torch else where
-    return f"{host.name}, {host.n_cores} cores, {n_threads} threads, {by}"
-
-
-def experiment_key(
-    what: str, options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], rank: int, also: str = ""
-) -> str:
+def experiment_key(what: str, options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> str:
     """All that the times of `what` depend on, on a rank: the name under which they are kept. Ranks of which it is the
     same are alike. `threads`: of each rank."""
-    there = " ".join(str(threads[other]) for other, each in enumerate(hosts) if each.name == hosts[rank].name)
-    place = place_text(options, hosts[rank], threads[rank], rank)
+    host, backend = hosts[rank], backend_of(options, rank)
+    there = " ".join(str(threads[other]) for other in ranks_there(hosts, rank))
+    where = f"-ngl {gpu_layers_asked(options, rank)} {' '.join(device_of(options, rank))}".rstrip()
+    by = f"{backend} {torch_version()}" if backend.is_torch else where
     return (
-        f"{what}, {hosts[rank].processor}, {place}{also}, threads there {there}, pipeinfer {__version__}, "
-        f"{describe_build()}"
+        f"{what}, {host.processor}, {host.name}, {host.n_cores} cores, {threads[rank]} threads, {by}, "
+        f"threads there {there}, pipeinfer {__version__}, {describe_build()}"
     )
 
 
 def local_rank(options: RunOptions, hosts: Sequence[Host], rank: int) -> int:
     """Which of the ranks this is, from 0 on, that torch gives the GPUs of its host in turns."""
-    beside = (other for other in range(rank) if hosts[other].name == hosts[rank].name)
-    return sum(takes_turns(backend_of(options, other)) for other in beside)
+    return sum(takes_turns(backend_of(options, other)) for other in ranks_there(hosts, rank) if other < rank)
 
 
 def takes_turns(backend: Backend) -> bool:

@@ -10,8 +10,7 @@ from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.loading.load import make_courier, make_draft_worker, make_worker
-from pipeinfer.job.loading.own_models import load_own, stage_report
+from pipeinfer.job.loading.load import load_own, make_courier, make_draft_worker, make_worker, stage_report
 from pipeinfer.job.loading.run_costs import time_draft
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.observe.ledger import StageLedger

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import click
 
-from pipeinfer.cluster.hosts.numa import STRATEGIES
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
 from pipeinfer.core.settings import setting
@@ -35,6 +34,7 @@ from pipeinfer.job.options.values import (
 )
 from pipeinfer.models.gguf.cache_types import CACHE_TYPES, F16_CACHE
 from pipeinfer.models.hub_names import HubName
+from pipeinfer.models.llama.params import NUMA_STRATEGIES
 from pipeinfer.policies.registry import POLICIES
 
 USUAL = Limits()
@@ -133,8 +133,7 @@ class Placement(Watching):
         AUTO_LAYERS, "--n-gpu-layers-draft", "--gpu-layers-draft", "--spec-draft-ngl", "-ngld", type=GPU_LAYERS,
         written="auto", column=True, for_guesses=True,
         help="Layers of drafts on the GPUs of their ranks; 0: libllama computes them on CPUs; auto: as -ngl and "
-        "--backend have it, but of one value for all ranks a lone draft goes to the CPU where it is timed to be faster "
-        "there.",
+        "--backend have it for the rank.",
     )  # fmt: skip
     device: tuple[tuple[str, ...], ...] = setting(
         ((),), "--device", "-dev", type=Listed(DEVICES), written="auto", column=True,
@@ -142,10 +141,10 @@ class Placement(Watching):
         "none: they stay on the CPU; auto: ranks of a host share its GPUs. One value, or one a rank: CUDA0,CUDA1,none.",
     )  # fmt: skip
     numa: str | None = setting(
-        None, "--numa", type=click.Choice(STRATEGIES), column=True,
-        help="isolate: several ranks of a host share its NUMA nodes, each on the cores of its own ones; distribute: "
-        "threads of a host's only rank go to its nodes in turns; numactl, as without: cores are as the launcher gives "
-        "them. Ranks that it has bound stay where they are.",
+        None, "--numa", type=click.Choice(NUMA_STRATEGIES), column=True,
+        help="How llama.cpp's threads of a rank use NUMA nodes: distribute: they go to all nodes in turns; isolate: to "
+        "the node on which the rank starts; numactl: to the cores that numactl gives. A launcher binds several ranks "
+        "of a host.",
     )  # fmt: skip
     backend: tuple[Backend, ...] = setting(
         (Backend(),), "--backend", type=Listed(BACKEND), column=True,

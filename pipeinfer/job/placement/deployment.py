@@ -30,7 +30,7 @@ from pipeinfer.job.options.options import (
     without_effect,
 )
 from pipeinfer.job.placement.cache_types import check_cache_types
-from pipeinfer.job.placement.draft_place import check_draft_gpu_layers, options_of_draft, place_note
+from pipeinfer.job.placement.draft_place import check_draft_gpu_layers, options_of_draft
 from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank
 from pipeinfer.job.placement.exactness import in_blocks, repacked_alike
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
@@ -230,7 +230,7 @@ def lay_out(
         blocks=in_blocks(options, info, len(hosts), len(drafts)),
         repacked=needs.repacked,
         parked=_parks(options, plan),
-        notes=tuple(_notes(options, info, hosts, plan, n_ctx)),
+        notes=tuple(_notes(options, info, n_ctx)),
         backends=tuple(backend_of(own, rank) for rank, own in enumerate(computed_by)),
         devices=tuple(device_text(each) if each else "" for each in names),
         pace=pace_profile(options.pace, len(hosts), len(drafts), plan.draft_split) if options.pace else None,
@@ -241,7 +241,7 @@ def lay_out(
 def options_on(options: RunOptions, hosts: Sequence[Host], plan: Plan, rank: int) -> RunOptions:
     """Those by which a rank computes: the target's layers where it has some, else those of a draft."""
     is_draft = plan.stage_of(rank) is None and bool(plan.drafts_on(rank))
-    return options_of_draft(options, hosts, rank) if is_draft else options
+    return options_of_draft(options, len(hosts), rank) if is_draft else options
 
 
 def _unused(options: RunOptions, deployment: Deployment) -> Iterator[str]:
@@ -255,10 +255,8 @@ def _unused(options: RunOptions, deployment: Deployment) -> Iterator[str]:
         yield f"--gpu-aware {ON} is without effect: {why}"
 
 
-def _notes(options: RunOptions, info: ModelInfo, hosts: Sequence[Host], plan: Plan, n_ctx: int) -> Iterator[str]:
-    """What the user should know of drafts that are computed elsewhere, and of texts that are not exact."""
-    for stages in plan.drafts:
-        yield from filter(None, (place_note(options, hosts[stage.rank], stage.rank) for stage in stages))
+def _notes(options: RunOptions, info: ModelInfo, n_ctx: int) -> Iterator[str]:
+    """What the user should know of texts that are not exact."""
     selected = info.layers.n_selected
     if options.numerics == "exact" and 0 < selected < n_ctx:
         yield (
@@ -277,7 +275,7 @@ def _check_computable(
     if any(backend_of(options, stage.rank).is_torch for stage in plan.stages):
         check_known(info)
     for model, stages in zip(drafts, plan.drafts, strict=True):
-        if any(backend_of(options_of_draft(options, hosts, stage.rank), stage.rank).is_torch for stage in stages):
+        if any(backend_of(options_of_draft(options, len(hosts), stage.rank), stage.rank).is_torch for stage in stages):
             check_known(model)
 
 
@@ -288,7 +286,7 @@ def memory_needs(
     n_rows = max(_n_batch(options, n_ctx) + 1, options.n_nodes)
     n_in_blocks = rows_in_blocks(n_prompt) if in_blocks(options, info, len(hosts), len(drafts)) else 0
     lacks = tuple(host.lacks for host in hosts)
-    of_drafts = tuple(options_of_draft(options, hosts, rank) for rank in range(len(hosts)))
+    of_drafts = tuple(options_of_draft(options, len(hosts), rank) for rank in range(len(hosts)))
     repacked = repacked_alike(options, hosts, info, len(drafts))
     return MemoryNeeds(options, info, drafts, cells_for(n_ctx), n_rows, n_in_blocks, lacks, of_drafts, repacked)
 

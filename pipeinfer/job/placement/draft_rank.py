@@ -59,8 +59,6 @@ def choose_draft_rank(
         return options.fixed_draft_rank
 
     def draft_s(rank: int) -> float:
-        if timed_s := hosts[rank].draft_s:
-            return min(timed_s)
         return sum(speeds[rank].seconds(draft.layer_bytes, draft.output_bytes))
 
     def slowest_s(rank: int) -> float:

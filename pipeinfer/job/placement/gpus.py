@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.shares import share_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE
+from pipeinfer.job.options.limits import NO_DEVICE
 from pipeinfer.job.options.options import (
     RunOptions,
     backend_of,
@@ -19,9 +18,6 @@ from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.models.llama.devices import GPUS, Device, llama_devices
 from pipeinfer.models.llama.ggml import load_library
-
-Gpus = tuple[tuple[str, int], ...]
-"""Names of devices and the bytes that are free on each."""
 
 BUILD = "a build of llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on"
 
@@ -64,19 +60,14 @@ def check_own_devices(options: RunOptions, hosts: Sequence[Host], rank: int) -> 
         raise UserError(f"rank {rank} (host {hosts[rank].name}): {error}") from None
 
 
-def with_gpus(
-    options: RunOptions, hosts: Sequence[Host], rank: int, gather: Callable[[Gpus], list[Gpus]]
-) -> tuple[Host, ...]:
-    """The hosts with the free memory of each rank's devices. `gather`: every rank's value, on every rank."""
-    if not any(options.n_gpu_layers) and options.n_gpu_layers_draft in (0, AUTO_LAYERS):
-        return tuple(hosts)
-    own: Gpus = ()
-    used = [each for each in (options, options_of_draft(options, hosts, rank)) if _uses_gpus(each, rank)]
-    if used:
-        names = rank_devices(used[0], hosts, rank)
-        present = [device for device in gpus() if names is None or device.name in names]
-        own = tuple((device.name, device.free_bytes) for device in present if device.free_bytes)
-    return tuple(replace(host, gpus=each) for host, each in zip(hosts, gather(own), strict=True))
+def own_gpus(options: RunOptions, hosts: Sequence[Host], rank: int) -> tuple[tuple[str, int], ...]:
+    """The devices of this rank's layers, and the bytes that are free on each, asked on it."""
+    used = [each for each in (options, options_of_draft(options, len(hosts), rank)) if _uses_gpus(each, rank)]
+    if not used:
+        return ()
+    names = rank_devices(used[0], hosts, rank)
+    present = [device for device in gpus() if names is None or device.name in names]
+    return tuple((device.name, device.free_bytes) for device in present if device.free_bytes)
 
 
 def _uses_gpus(options: RunOptions, rank: int) -> bool:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.complain import complain
-from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
+from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.vocabulary import vocabulary_digest
 from pipeinfer.models.hub_names import name_of
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -58,24 +55,10 @@ def translation_note(draft: Path, translation: Translation | None) -> str:
     )
 
 
-if TYPE_CHECKING:  # imports MPI
-    from pipeinfer.cluster.transport import Link
-
-
 def fetch_models(options: RunOptions) -> RunOptions:
     """The options with files in the place of names. Raises UserError for what cannot be had."""
     model, *drafts = fetch_files([options.model, *options.drafts], options.offline)
     return replace(options, model=model, drafts=tuple(drafts))
-
-
-def find_models(link: Link, hosts: Sequence[Host], options: RunOptions) -> tuple[RunOptions, Sequence[Host]]:
-    """The options, on rank 0 with files for names, and the hosts with the files they lack. Collective. Raises
-    JobError."""
-    fetched = link.agree(lambda: fetch_models(options))
-    paths = [fetched.model, *fetched.drafts]
-    lacks = link.all_gather(frozenset(str(path) for path in paths if not all(map(os.path.exists, part_paths(path)))))
-    hosts = [replace(host, lacks=own) for host, own in zip(hosts, lacks, strict=True)]
-    return options if link.rank else fetched, hosts
 
 
 def fetch_files(paths: Sequence[Path], offline: bool = False) -> list[Path]:

@@ -15,7 +15,7 @@ from pipeinfer.observe.report import show_table
 from pipeinfer.observe.texts.plan_text import ALWAYS, CELLS, plan_cells
 from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node
 
-WHERE = ("NUMA", "backend", "device")
+WHERE = ("backend", "device")
 """What is also shown on a narrow terminal, where a rank is told."""
 
 ENOUGH = 130
@@ -54,7 +54,6 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
                 "rank": rank,
                 "host": node.host.name,
                 "n_cores": node.host.n_cores if node.host.n_cores != UNKNOWN_CORES else None,
-                "numa": node.host.numa or None,
                 "room_bytes": room_bytes if room_bytes < UNLIMITED else None,
                 "gpu": node.gpu or None,
                 "backend": str(deployment.backends[rank]),

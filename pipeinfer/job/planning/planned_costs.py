@@ -9,7 +9,6 @@ from pipeinfer.cluster.hosts.cores import Host, sharers
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile
-from pipeinfer.cluster.timing.slice_times import RankTimes, SliceTimes, slowdowns_beside
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
@@ -47,15 +46,21 @@ def _share_of_experts(info: ModelInfo) -> float:
     return min(1.0, used.value / all_.value) if all_.value > 0 else 1.0
 
 
-def machines_of(deployment: Deployment, nodes: Sequence[Node]) -> list[Machine]:
-    """Of each rank its share of its host, whose ranks all compute. Raises UserError when some speed is not known."""
-    found = []
+def machines_of(deployment: Deployment, info: ModelInfo, nodes: Sequence[Node]) -> list[Machine]:
+    """Of each rank its share of its host, whose ranks all compute, as fast as a row was in the layers of `info` where
+    these were timed there. Raises UserError when some speed is not known."""
+    found, model = [], model_of(info)
     for rank, node in enumerate(nodes):
         if node.machine is None:
             raise UserError(
                 f"nobody knows how fast {node.host.name} is; give gb_per_s and gflop_per_s in the hosts file"
             )
-        found.append(_shared(node.machine, sharers(deployment.hosts, deployment.plan.computing, rank)))
+        own = _slowed(node.machine, sharers(deployment.hosts, deployment.plan.computing, rank))
+        speed = node.host.speed
+        if speed:
+            factor = speed.layer_s(info.layer_bytes) / own.slice_of(model, 1, True).layer.at(1)
+            own = _slowed(replace(own, layer_s=own.layer_s * factor), factor)
+        found.append(own)
     return found
 
 
@@ -68,15 +73,15 @@ def with_described_speeds(nodes: Sequence[Node], info: ModelInfo) -> list[Host]:
         if node.machine is None:
             return None
         share = sharers(hosts, frozenset(range(len(nodes))), rank)
-        cost = _shared(node.machine, share).slice_of(model, 1, True)
+        cost = _slowed(node.machine, share).slice_of(model, 1, True)
         return LayerSpeed(cost.layer.at(1) / mean_bytes, cost.output.at(1), node.source)
 
     return [replace(node.host, speed=speed(rank, node)) for rank, node in enumerate(nodes)]
 
 
-def _shared(machine: Machine, n_ranks: int) -> Machine:
-    """What each of so many ranks there has of it."""
-    return replace(machine, bytes_per_s=machine.bytes_per_s / n_ranks, flop_per_s=machine.flop_per_s / n_ranks)
+def _slowed(machine: Machine, factor: float) -> Machine:
+    """What one of so many ranks there has of it."""
+    return replace(machine, bytes_per_s=machine.bytes_per_s / factor, flop_per_s=machine.flop_per_s / factor)
 
 
 def planned_profile(
@@ -88,52 +93,27 @@ def planned_profile(
     Raises UserError for what virtual time does not know: a rank that has target and draft, a draft that is cut, a host
     whose speed nobody knows.
     """
-    plan, machines = deployment.plan, machines_of(deployment, nodes)
+    plan, machines = deployment.plan, machines_of(deployment, info, nodes)
     if plan.n_ranks == 1 and plan.drafts:
         raise UserError("a lone rank computes target and draft in turns, which is not simulated")
     if max(plan.draft_split, default=1) > 1:
         raise UserError("a draft on several ranks is not simulated")
-    target, times = model_of(info, cache), [node.times for node in nodes]
+    target = model_of(info, cache)
 
-    def cost(part: StagePlan, model: ModelInfo, own: SliceTimes | None) -> ModelCost:
-        read = target if model is info else model_of(model, draft_cache)
-        estimate = machines[part.rank].slice_of(read, part.last - part.first, part.last == model.n_layer)
-        estimate = replace(estimate, host=nodes[part.rank].host.name)
-        return own.slice_of(estimate, sum(model.layer_bytes) / model.n_layer, model.output_bytes) if own else estimate
+    def cost(part: StagePlan, model: Model) -> ModelCost:
+        return machines[part.rank].slice_of(model, part.last - part.first, part.last == model.layers)
 
     return Profile(
         name="the plan",
         n_embd=target.n_embd,
-        stages=tuple(cost(stage, info, own.target if (own := times[stage.rank]) else None) for stage in plan.stages),
+        stages=tuple(cost(stage, target) for stage in plan.stages),
         drafts=tuple(
-            cost(own, draft, draft_times(times, number, own.rank))
-            for number, (draft, (own,)) in enumerate(zip(drafts, plan.drafts, strict=True))
+            cost(own, model_of(draft, draft_cache)) for draft, (own,) in zip(drafts, plan.drafts, strict=True)
         ),
         link=link,
         head=HEAD,
         head_is_first=plan.stages[0].rank == 0,
         sleeps=True,
-        slowdowns=_slowdowns(deployment, nodes),
         blocks=deployment.blocks,
         parked=deployment.parked,
     )
-
-
-def draft_times(times: Sequence[RankTimes | None], number: int, rank: int) -> SliceTimes | None:
-    """Of a draft on its rank; where another rank timed it, which had it then, by how the two compare at the target."""
-    own, other = times[rank], next((each for each in times if each and each.draft_number == number), None)
-    if not own or not other or not other.draft:
-        return None
-    return other.draft.times(own.target.s_per_byte[0] / other.target.s_per_byte[0])
-
-
-def _slowdowns(deployment: Deployment, nodes: Sequence[Node]) -> dict[str, tuple[float, ...]]:
-    """Of each host on which several ranks compute, where its ranks were timed."""
-    found: dict[str, tuple[float, ...]] = {}
-    for name in {node.host.name for node in nodes}:
-        ranks = [rank for rank in sorted(deployment.plan.computing) if nodes[rank].host.name == name]
-        timed = [times for rank in ranks if (times := nodes[rank].times)]
-        if len(ranks) > 1 and len(timed) == len(ranks):
-            threads = [deployment.threads[rank] for rank in ranks]
-            found[name] = slowdowns_beside(timed, threads, nodes[ranks[0]].host.n_cores)
-    return found

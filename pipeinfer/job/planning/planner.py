@@ -49,7 +49,7 @@ class Prediction:
 class Planner:
     """`drafts`: the headers of all that are given, the smallest first. `acceptances`: how often each one's best guess
     is right; empty: as `simulate` takes it. `is_described`: nobody was on the nodes, and what is said of
-    them is believed. `untimed`: the rank that could not be timed, and why; empty: all were that should be."""
+    them is believed."""
 
     options: RunOptions
     info: ModelInfo
@@ -59,7 +59,6 @@ class Planner:
     n_prompt: int
     acceptances: Sequence[float] = ()
     is_described: bool = False
-    untimed: str = ""
 
     def changed(self, **changes: Any) -> Planner:
         """With other options."""
@@ -74,16 +73,11 @@ class Planner:
         """Raises UserError when the prompt does not fit."""
         return fit_context(self.options, self.info, self.n_prompt)[0]
 
-    @property
-    def _computing(self) -> Sequence[Node]:
-        """Fewer threads are tried where no bit depends on it."""
-        return self.nodes if self.options.numerics == "exact" else [node.with_all_threads for node in self.nodes]
-
     @cached_property
     def deployment(self) -> Deployment:
         """Raises UserError when splits or threads do not fit; whether the memory does, `shortage` says."""
         timed = [node.host for node in self.nodes]
-        hosts = with_described_speeds(self._computing, self.info) if self.is_described else timed
+        hosts = with_described_speeds(self.nodes, self.info) if self.is_described else timed
         return lay_out(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
 
     @property
@@ -104,7 +98,7 @@ class Planner:
         """The costs of the plan; without a draft its rank has layers too, as in `run`."""
         asked = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
         caches = self.options.cache, self.options.draft_cache
-        costs = planned_profile(asked.deployment, self.info, asked.drafts_in_use, self._computing, self.link, *caches)
+        costs = planned_profile(asked.deployment, self.info, asked.drafts_in_use, self.nodes, self.link, *caches)
         return replace(costs, wire_type=self.options.wire_type)
 
     def predict(self, policy: Policy) -> Prediction:
@@ -136,7 +130,7 @@ class Planner:
 
 def open_planner(
     options: RunOptions, info: ModelInfo, nodes: Sequence[Node], link: LinkCost, n_prompt: int,
-    acceptances: Sequence[float], is_described: bool = False, untimed: str = "",
+    acceptances: Sequence[float], is_described: bool = False,
 ) -> Planner:  # fmt: skip
     """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
     drafts = read_drafts(options.drafts)
@@ -145,4 +139,4 @@ def open_planner(
             f"--acceptance is given {len(acceptances)} times for {len(options.drafts)} drafts; give it once for each, "
             "the smallest first, or leave it out"
         )
-    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described, untimed)
+    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described)

@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.layer_speed import BEFORE, NOW
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import DoesNotFit, check_memory
 from pipeinfer.job.placement.memory import CELLS_PADDING
 from pipeinfer.job.planning.planner import ETHERNET, Planner, Prediction, open_planner
-from pipeinfer.job.profiling.host_speeds import MEASURED
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.sizes import size_text
 from pipeinfer.virtual.nodes import Node
@@ -21,8 +19,8 @@ from pipeinfer.virtual.nodes import Node
 MOST_NODES = 64
 """More than so many further hosts are not advised."""
 
-GAIN, CLEAR_GAIN = 1.03, 1.1
-"""A suggestion makes a plan so many times as fast at least; the second where hosts were timed for a moment only."""
+GAIN = 1.03
+"""A suggestion makes a plan so many times as fast at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ def advised(
 
 def _tried(planner: Planner) -> Iterator[Suggestion]:
     """What takes the least effort first."""
-    for what, change in (*_splits(planner), *_contexts(planner), *_order(planner), *_hosts(planner)):
+    for what, change in (*_left_out(planner), *_contexts(planner), *_hosts(planner)):
         try:
             short = change.shortage
             yield Suggestion(what, short, None if short else change.speed)
@@ -94,9 +92,11 @@ def _tried(planner: Planner) -> Iterator[Suggestion]:
             continue
 
 
-def _splits(planner: Planner) -> Iterator[tuple[str, Planner]]:
-    if planner.options.layer_split:
-        yield "leave --layer-split out", planner.changed(layer_split=None)
+def _left_out(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """What the plan chooses itself where nothing is given."""
+    for option, name in (("--layer-split", "layer_split"), ("--draft-rank", "draft_rank")):
+        if getattr(planner.options, name) is not None:
+            yield f"leave {option} out", planner.changed(**{name: None})
 
 
 def _contexts(planner: Planner) -> Iterator[tuple[str, Planner]]:
@@ -129,41 +129,6 @@ def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
     n = _enough(wider) if planner.shortage else 1
     if n:
         yield f"{n} more host{'s' * (n > 1)} like {last.host.name}", wider(n)
-
-
-def _order(planner: Planner) -> Iterator[tuple[str, Planner]]:
-    """Another host first: as a rule its first rank has the draft. Layers are split by what is known of the speed."""
-    base = replace(planner, is_described=planner.is_described or all(node.machine for node in planner.nodes))
-    now = None if planner.is_described else base.speed
-    for line, order in orders(base):
-        if now and (order.speed or 0) < CLEAR_GAIN * now:
-            continue
-        first = order.nodes[0].host.name
-        drafts = order.nodes[order.deployment.plan.drafts[0][0].rank].host.name == first
-        yield f"{first} first{', to draft' * drafts} (begin the hosts file with {line})", order
-
-
-def orders(planner: Planner) -> Iterator[tuple[str, Planner]]:
-    """Each other host first, one of each kind: the line of a hosts file, and the plan. Hosts that lack a model cannot
-    be."""
-    if not planner.drafts_in_use or planner.options.is_by_rank:
-        return
-    nodes = planner.nodes
-    kinds = {_kind(node) for node in nodes if node.host.name == nodes[0].host.name}
-    for node in nodes:
-        if _kind(node) not in kinds and not node.host.lacks:
-            kinds.add(_kind(node))
-            own = [other for other in nodes if other.host.name == node.host.name]
-            rest = [other for other in nodes if other.host.name != node.host.name]
-            yield f"{node.host.name}:{len(own)}", replace(planner, nodes=[*own, *rest])
-
-
-def _kind(node: Node) -> tuple[object, ...]:
-    """Equal for hosts that are alike. Measured speeds are never equal, so they do not count."""
-    machine, host = node.machine, node.host
-    if node.source in (MEASURED, NOW, BEFORE):
-        return host.processor, host.n_cores
-    return machine and (machine.bytes_per_s, machine.flop_per_s), host.n_cores, host.memory
 
 
 def _enough(wider: Callable[[int], Planner]) -> int:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host, ranks_there, share_cores
 from pipeinfer.cluster.hosts.speed import Speed, measure_speed
-from pipeinfer.cluster.timing.slice_times import RankTimes
-from pipeinfer.job.profiling.known_times import known, read_speed
+from pipeinfer.job.profiling.known_times import known
 from pipeinfer.virtual.nodes import Node, estimated_machine
 
 if TYPE_CHECKING:  # imports MPI
@@ -28,7 +26,7 @@ def known_speeds(link: Link, hosts: Sequence[Host]) -> list[Speed]:
     """Of every rank, as it was found the last time, else now. Collective."""
     host, n_there = hosts[link.rank], len(ranks_there(hosts, link.rank))
     key = f"speed: {host.name}, {host.processor}, {host.n_cores} cores, {n_there} ranks there, pipeinfer {__version__}"
-    found = known(link, key, read_speed, lambda: (own_speed(hosts, link.rank), ""), range(link.size))
+    found, _ = known(link, key, Speed, lambda: (own_speed(hosts, link.rank), ""), range(link.size))
     return [speed for speed, _ in found if speed]
 
 
@@ -41,10 +39,3 @@ def with_speeds(speeds: Sequence[Speed], hosts: Sequence[Host], gpus: Sequence[S
         machine = estimated_machine(host.name, host.n_cores, read, compute, host.memory.host)
         nodes.append(Node(host, machine, MEASURED, ", ".join(gpus[rank]) if gpus else ""))
     return nodes
-
-
-def timed_nodes(nodes: Sequence[Node], times: Sequence[RankTimes]) -> list[Node]:
-    """The nodes, with what was timed on each rank; as they are where nothing was."""
-    if not times:
-        return list(nodes)
-    return [replace(node, times=found, source=found.source) for node, found in zip(nodes, times, strict=True)]

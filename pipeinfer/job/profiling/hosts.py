@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.options import RunOptions, backend_of
-from pipeinfer.job.placement.gpus import check_own_devices, with_gpus
-from pipeinfer.job.placement.model_files import find_models
-from pipeinfer.job.profiling.draft_times import with_draft_times
-from pipeinfer.job.profiling.layer_times import with_layer_times
+from pipeinfer.job.placement.gpus import check_own_devices, own_gpus
+from pipeinfer.job.placement.model_files import fetch_models
+from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.models.llama.repacking import repacked_types
 
 if TYPE_CHECKING:  # imports MPI
@@ -22,30 +22,28 @@ if TYPE_CHECKING:  # imports MPI
 def find_hosts(crew: Crew, options: RunOptions) -> tuple[RunOptions, Sequence[Host]]:
     """The options, on rank 0 with files for names, and the hosts with all that is found. Collective. Raises
     JobError."""
-    options, hosts = find_models(crew.link, crew.hosts, options)
-    return options, with_times(crew, with_repacked(crew, with_own_gpus(crew, hosts, options), options), options)
-
-
-def with_own_gpus(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts with free memory of their GPUs, and whether MPI reads it. Collective. Raises JobError for wrong
-    GPUs."""
     from pipeinfer.cluster.transport import is_gpu_aware  # initialises MPI
+    from pipeinfer.job.profiling.layer_times import with_layer_times
 
     link = crew.link
-    link.agree_all(lambda: check_own_devices(options, hosts, link.rank))
-    hosts = with_gpus(options, hosts, link.rank, link.all_gather)
-    own = link.agree_all(lambda: sends_from_device(options, hosts, link.rank, is_gpu_aware))
-    return [replace(host, device_messages=each) for host, each in zip(hosts, link.all_gather(own), strict=True)]
+    fetched = link.agree(lambda: fetch_models(options))
+    own = link.agree_all(lambda: describe_own(fetched, crew.hosts, link.rank, is_gpu_aware))
+    options = options if link.rank else fetched
+    return options, with_layer_times(crew, link.all_gather(own), options)
 
 
-def with_repacked(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts with the types of weights that may be repacked there with exact numerics. Collective."""
-    link = crew.link
-    asked = options.repack and options.numerics == "exact" and not backend_of(options, link.rank).is_torch
-    found = link.agree_all(lambda: repacked_types() if asked else ())
-    return [replace(host, repacked=each) for host, each in zip(hosts, link.all_gather(found), strict=True)]
-
-
-def with_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts with times of a lone draft and of the target's layers, where these decide something. Collective."""
-    return with_layer_times(crew, with_draft_times(crew, hosts, options), options)
+def describe_own(
+    options: RunOptions, hosts: Sequence[Host], rank: int, ask_mpi: Callable[[], bool | None] = lambda: None
+) -> Host:
+    """A rank's host, asked there, with the models that it lacks, free memory of its GPUs, whether MPI reads that, and
+    the types of weights that may be repacked there with exact numerics. Raises UserError for wrong GPUs."""
+    check_own_devices(options, hosts, rank)
+    paths = (options.model, *options.drafts)
+    may_repack = options.repack and options.numerics == "exact" and not backend_of(options, rank).is_torch
+    return replace(
+        hosts[rank],
+        lacks=frozenset(str(path) for path in paths if not all(map(os.path.exists, part_paths(path)))),
+        gpus=own_gpus(options, hosts, rank),
+        device_messages=sends_from_device(options, hosts, rank, ask_mpi),
+        repacked=repacked_types() if may_repack else (),
+    )

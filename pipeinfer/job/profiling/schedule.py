@@ -119,22 +119,8 @@ def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
 def timing_turns(hosts: Sequence[Host], threads: Sequence[int], ranks: Collection[int]) -> dict[int, int]:
     """When each rank times. Ranks of a host compute at once, as in a full pipeline; where it lacks cores for all their
     threads they take turns, else the system's scheduler would be timed."""
-    everyone = frozenset(range(len(hosts)))
-    turns = one_at_a_time(hosts, ranks)
-    return {rank: turn if spare_cores(hosts, everyone, threads, rank) < 0 else 0 for rank, turn in turns.items()}
-
-
-def one_at_a_time(hosts: Sequence[Host], ranks: Collection[int]) -> dict[int, int]:
-    """When each of these ranks times, where the ranks of a host shall not disturb each other."""
-    return {
-        rank: sum(hosts[other].name == hosts[rank].name for other in ranks if other < rank) for rank in sorted(ranks)
-    }
-
-
-def ranks_beside(hosts: Sequence[Host], threads: Sequence[int], rank: int) -> list[int]:
-    """The first ranks of a rank's host, as many as it has cores for: they compute at once undisturbed."""
-    found: list[int] = []
-    for other in ranks_there(hosts, rank):
-        if sum(threads[each] for each in (*found, other)) <= hosts[rank].n_cores:
-            found.append(other)
-    return found
+    everyone, turns = frozenset(range(len(hosts))), {}
+    for rank in sorted(ranks):
+        before = sum(hosts[other].name == hosts[rank].name for other in ranks if other < rank)
+        turns[rank] = before if spare_cores(hosts, everyone, threads, rank) < 0 else 0
+    return turns

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from pipeinfer.cluster.timing.timed_runs import evaluate, forget, in_turns
+from pipeinfer.cluster.timing.timed_runs import evaluate, forget, in_turns, time_chunk, time_run
 from pipeinfer.core.interfaces import StageModel
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.observe.ledger import HeadLedger
@@ -36,8 +36,7 @@ def time_model(
     def over_at(when_s: float) -> Callable[[object], bool]:
         return lambda found: bool(found) and clock() > when_s
 
-    _evaluate(model, 0, 1)  # maps the weights in
-    forget(model)
+    _time_and_forget(model, 1, clock)  # maps the weights in
     sizes = [size for size in SIZES if size <= n_rows_max]
     guesses = [size for size in sizes if not is_chunk(size)]
     times = in_turns(guesses, REPEATS, lambda size: _time_twice(model, size, clock), over_at(start_s + budget_s / 2))
@@ -45,8 +44,10 @@ def time_model(
     rested_s = statistics.median(_time_after_rest(model, clock) for _ in range(REPEATS))
     # chunks of prompts come last: they slow down the small runs that follow
     chunks = [size for size in sizes if is_chunk(size) and clock() < until_s and size + BLOCK <= n_cells]
-    time_chunk = _time_chunk if blocks else _time_twice
-    chunk_times = in_turns(chunks, CHUNK_REPEATS, lambda size: time_chunk(model, size, clock), over_at(until_s))
+    n_blocks = PROMPT if blocks else 0
+    chunk_times = in_turns(
+        chunks, CHUNK_REPEATS, lambda size: time_chunk(model, size, n_blocks, clock), over_at(until_s)
+    )
     times |= chunk_times
     by_rows = {size: statistics.median(second for _, second in found) for size, found in times.items()}
     context = min(CONTEXT, n_cells // 2)
@@ -69,17 +70,14 @@ def _first_block_s(took_s: float, in_context_s: float, context: int) -> float:
 def _time_after_rest(model: StageModel, clock: Callable[[], float]) -> float:
     """Seconds of one row."""
     time.sleep(REST_S)
-    took_s = _time(model, 0, 1, clock)
-    forget(model)
-    return took_s
+    return _time_and_forget(model, 1, clock)
 
 
 def time_over_and_over(model: StageModel, n_rows: int, clock: Callable[[], float], until_s: float) -> float:
     """Seconds of a run, on average, evaluated again and again until `until_s`; other ranks may do the same."""
     start_s, n = clock(), 0
     while (now_s := clock()) < until_s or not n:
-        _evaluate(model, 0, n_rows)
-        forget(model)
+        _time_and_forget(model, n_rows, clock)
         n += 1
     return (max(now_s, clock()) - start_s) / n
 
@@ -95,28 +93,13 @@ def slowdowns(beside_s: Sequence[Mapping[int, float]]) -> list[float]:
 
 def _time_twice(model: StageModel, n_rows: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds of a run after one of another size, and of the same again."""
-    times = []
-    for _ in range(2):
-        times.append(_time(model, 0, n_rows, clock))
-        forget(model)
-    return times[0], times[1]
+    return _time_and_forget(model, n_rows, clock), _time_and_forget(model, n_rows, clock)
 
 
-def _time_chunk(model: StageModel, n_rows: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of the first chunk of a prompt in blocks, and of one that comes after a block."""
-    first_s = _time(model, 0, n_rows, clock, True)
-    if n_rows > BLOCK:
-        forget(model)
-        _evaluate(model, 0, BLOCK, True)
-    later_s = _time(model, BLOCK, n_rows, clock, True)
+def _time_and_forget(model: StageModel, n_rows: int, clock: Callable[[], float]) -> float:
+    took_s = time_run(model, n_rows, clock, 0, _n_wanted(n_rows))
     forget(model)
-    return first_s, later_s
-
-
-def _time(model: StageModel, position: int, n_rows: int, clock: Callable[[], float], blocks: bool = False) -> float:
-    start_s = clock()
-    _evaluate(model, position, n_rows, blocks)
-    return clock() - start_s
+    return took_s
 
 
 def _time_in_context(
@@ -128,7 +111,7 @@ def _time_in_context(
     def fill() -> None:
         n_batch = max(*by_rows, BLOCK) if blocks else max(by_rows)
         for start in range(0, context, n_batch):
-            _evaluate(model, start, min(n_batch, context - start), blocks)
+            evaluate(model, min(n_batch, context - start), start, 0, PROMPT if blocks else 0)
 
     fill()
     found: dict[int, float] = {}
@@ -138,7 +121,8 @@ def _time_in_context(
             continue
         times: list[float] = []
         while len(times) < (2 if clock() > until_s else 1 + CHUNK_REPEATS):
-            times.append(_time(model, context, size, clock, blocks and is_chunk(size)))
+            n_blocks = PROMPT if blocks and is_chunk(size) else 0
+            times.append(time_run(model, size, clock, context, _n_wanted(size, n_blocks), n_blocks))
             forget(model, context if rewinds else 0)
             if not rewinds:
                 fill()
@@ -148,10 +132,9 @@ def _time_in_context(
     return dict(sorted(found.items()))
 
 
-def _evaluate(model: StageModel, position: int, n_rows: int, blocks: bool = False) -> None:
-    # guesses all want their logits, prompts only their last row's, and those in blocks none
-    n_wanted = int(not blocks) if is_chunk(n_rows) else n_rows
-    evaluate(model, n_rows, position, n_wanted, PROMPT if blocks else 0)
+def _n_wanted(n_rows: int, n_blocks: int = 0) -> int:
+    """Guesses all want their logits, prompts only their last row's, and those in blocks none."""
+    return int(not n_blocks) if is_chunk(n_rows) else n_rows
 
 
 def overheads(

@@ -25,12 +25,13 @@ from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.load import (
     N_GUESS_BYTES,
     inexact_line,
+    load_own,
     make_courier,
     make_draft_worker,
     make_drafter,
     make_worker,
+    stage_report,
 )
-from pipeinfer.job.loading.own_models import load_own, stage_report
 from pipeinfer.job.loading.run_costs import RunCosts, run_cost, time_draft
 from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
 from pipeinfer.job.placement.deployment import Deployment

@@ -24,12 +24,12 @@ from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.header import Tensor
+from pipeinfer.models.llama.params import NUMA_STRATEGIES
 from pipeinfer.models.llama.threads import spin_briefly
 
 LOG_ERROR = 4
 PROBE_TIMEOUT_S = 20.0
 F32, F16 = 0, 1
-NUMA_DISTRIBUTE = 1
 
 _errors: deque[str] = deque(maxlen=4)
 _keep_alive: list[Any] = []
@@ -60,9 +60,9 @@ def load_library() -> ModuleType:
     return library
 
 
-def spread_over_nodes() -> None:
-    """Let libggml's threads go to the NUMA nodes in turns. Must come before the first of them."""
-    load_library().llama_numa_init(NUMA_DISTRIBUTE)
+def use_nodes(strategy: str) -> None:
+    """How libggml's threads use NUMA nodes, one of NUMA_STRATEGIES. Must come before the first of them."""
+    load_library().llama_numa_init(1 + NUMA_STRATEGIES.index(strategy))
 
 
 def _bindings() -> ModuleType:

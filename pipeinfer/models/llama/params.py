@@ -21,6 +21,9 @@ TILED_ROWS = 8
 OTHER_ALONE = frozenset([0, 1, 20, 30])
 """The same from two rows on: F32, F16, IQ4_NL, BF16."""
 
+NUMA_STRATEGIES = ("distribute", "isolate", "numactl")
+"""In the order of libggml's numbers, which begin with 1."""
+
 LEAST_PART = 3
 """Rows at once: with fewer guesses would cost as much as tokens."""
 

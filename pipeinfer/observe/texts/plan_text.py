@@ -20,7 +20,7 @@ UNFIT = "its plan does not fit"
 USUAL = {"backend": "llama"}
 """A column whose cells all say this is not shown; of the others one of dashes."""
 
-WORDS = ("host", "NUMA", "GPU", "backend", "device", "speed from", "a layer", "role", "layers")
+WORDS = ("host", "GPU", "backend", "device", "speed from", "a layer", "role", "layers")
 
 
 def _size(n_bytes: float | None) -> str:
@@ -41,7 +41,6 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "rank": lambda row: str(row["rank"]),
     "host": lambda row: row["host"],
     "cores": lambda row: _or_dash(row["n_cores"]),
-    "NUMA": lambda row: _or_dash(row["numa"]),
     "free": lambda row: _size(row["room_bytes"]),
     "GPU": lambda row: _or_dash(row["gpu"]),
     "backend": lambda row: row["backend"],

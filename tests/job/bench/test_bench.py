@@ -501,3 +501,23 @@ def test_experiments_measure_ablations_in_turns_with_what_they_are_held_against(
     }, "each round has them all"  # fmt: skip
     assert [row["repetition"] for row in rows] == [1] * 21 + [2] * 21
     assert (tmp_path / "figures" / "ablation.png").exists()
+
+
+TELLS = """
+import sys
+from pipeinfer.cli.main import main
+from pipeinfer.job.bench import bench
+from pipeinfer.models.llama.repacking import repacked_types
+deploy = bench.deploy
+def told(options, hosts, *others):
+    print("as run" if hosts[0].repacked == repacked_types() else "otherwise", file=sys.stderr)
+    return deploy(options, hosts, *others)
+bench.deploy = told
+main()
+"""
+
+
+def test_weights_are_repacked_as_run_has_them() -> None:
+    words = ["bench", "-md", "none", "-n", "2", "-r", "1", "--warm-up", "0", "-p", "4"]
+    done = subprocess.run([sys.executable, "-c", TELLS, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "as run" in done.stderr, done.stderr

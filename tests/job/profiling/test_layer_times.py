@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,14 @@ import pytest
 from pipeinfer.cluster.hosts.cores import Host, processor_name
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import Sizes
-from pipeinfer.cluster.timing.costs import NOTHING, HeadCost, LinkCost, Profile
-from pipeinfer.cluster.timing.slice_times import RankTimes, SliceTimes, slowdowns_beside
-from pipeinfer.cluster.timing.timed_layers import time_layers, time_slice
+from pipeinfer.cluster.timing.timed_layers import time_layers
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.profiling.known_times import read_layer_speed, read_rank_times
 from pipeinfer.job.profiling.schedule import (
     TIMED_BYTES,
     evened,
     is_doubtful,
-    ranks_beside,
     ranks_to_time,
     timed_span,
     timing_turns,
@@ -37,7 +33,6 @@ from pipeinfer.models.gguf.slice import open_blank, open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.policies import PipeInfer
-from pipeinfer.virtual.profile import Machine, Model
 from tests.support.jobs import environment, finish, launcher
 from tests.support.toy import ToyStage
 
@@ -113,92 +108,6 @@ def test_a_row_that_waited_for_cores_is_not_all_that_counts() -> None:
     assert timed(stage, [100]).s_per_byte == pytest.approx((LAYER_S + REST_S) / 100) and stage.n_runs >= 5
 
 
-# -- what runs cost, for predictions
-
-MORE_S, TOKEN_S, CHANGED_S, WOKEN_S = 0.002, 1e-5, 0.003, 0.005
-
-
-class CostlyStage(TimedStage):
-    """A layer takes MORE_S for each further row and TOKEN_S for each row and token before; a run after one of another
-    size takes CHANGED_S on top, one after a rest WOKEN_S."""
-
-    n_before, rested = 0, False
-
-    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
-        n_rows, context = len(batch.tokens), int(batch.positions[0])
-        self.now_s += REST_S + CHANGED_S * (n_rows != self.n_before) + WOKEN_S * self.rested
-        self.n_before, self.rested = n_rows, False
-        for layer in range(self.first, self.last):
-            self.now_s += LAYER_S + MORE_S * (n_rows - 1) + TOKEN_S * n_rows * context
-            if self.speaks and (self.is_last or layer + 1 < self.last):
-                stop()
-        self.now_s += n_rows * REST_S if self.is_last else 0
-        return ToyStage.evaluate(self, batch, lambda: False)
-
-    def rest(self, seconds: float) -> None:
-        self.now_s, self.rested = self.now_s + seconds, True
-
-
-def costs(stage: CostlyStage, layer_bytes: list[int], output_bytes: int = 0, asks: bool = True) -> SliceTimes:
-    found = time_slice(stage, layer_bytes, output_bytes, lambda: stage.now_s, asks, stage.rest)
-    assert not stage.cells()
-    return found
-
-
-def test_what_runs_cost_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TIMED_S", "FILLED_S"):
-        monkeypatch.setattr(f"pipeinfer.cluster.timing.timed_layers.{name}", 9.0)
-    layer_s = [LAYER_S + MORE_S * (n_rows - 1) for n_rows in (1, 2, 4, 8)]
-    found = costs(CostlyStage(1, 4, True), [100] * 3, 500)
-    assert found.rows == (1, 2, 4, 8) and found.s_per_byte == pytest.approx([each / 100 for each in layer_s])
-    assert found.output_s == pytest.approx([REST_S, 2 * REST_S, 4 * REST_S, 8 * REST_S])
-    fixed = (found.context_s, found.run_s, found.reshape_s, found.rest_s)
-    assert fixed == pytest.approx((TOKEN_S, REST_S, CHANGED_S, WOKEN_S))
-    whole = costs(CostlyStage(1, 4, False), [100] * 3, asks=False)
-    assert whole.s_per_byte[0] == pytest.approx((3 * LAYER_S + REST_S) / 300) and not whole.output_s and not whole.run_s
-    assert found.times(2).rest_s == 2 * found.rest_s and found.times(2).s_per_byte[1] == 2 * found.s_per_byte[1]
-
-
-def test_where_rows_take_long_fewer_runs_are_timed() -> None:
-    slow = CostlyStage(1, 40, False)
-    found = costs(slow, [100] * 39)
-    assert found.rows == (1,) and found.context_s is None, "it is the estimate's then"
-    assert slow.now_s < 10
-
-
-def test_a_single_row_costs_what_was_timed() -> None:
-    """As a machine would have it by its bandwidth, and as it was timed."""
-    machine = Machine("a", 1e9, 1e10, 1e-6, 2e-4, 1e12)
-    model = Model("m", 8, 64, 1e6, 1e6, 4e6, 4e6, 1000)
-    estimate = machine.slice_of(model, 4, True)
-    times = SliceTimes((1.0, 8.0), (3e-9, 5e-9), (0.02, 0.03), 1e-6, 1e-3, 2e-3, 3e-3)
-    cost = times.slice_of(estimate, 1e6, 4e6)
-    assert cost.seconds(1, 0) == pytest.approx(2e-4 + 1e-3 + 4 * 3e-3 + 0.02)
-    assert cost.seconds(8, 0, reshapes=True, rested=True) == pytest.approx(2e-4 + 6e-3 + 4 * 5e-3 + 0.03)
-    assert cost.seconds(1, 100) - cost.seconds(1, 0) == pytest.approx(4 * 100 * 1e-6)
-    assert cost.layer.at(64) == max(estimate.layer.at(64), 5e-3)
-    silent = replace(times, output_s=(), context_s=None).slice_of(machine.slice_of(model, 4, True), 1e6, 4e6)
-    assert silent.output.at(1) == pytest.approx(4e6 * 3e-9)
-    assert set(silent.layer.context_s) == set(estimate.layer.context_s)
-    assert times.slice_of(machine.slice_of(model, 4, False), 1e6, 4e6).output is NOTHING
-
-
-def test_ranks_of_a_host_slow_each_other_down_as_they_were_timed_and_take_turns_beyond_its_cores() -> None:
-    times = SliceTimes((1.0,), (1e-9,))
-    pair = [RankTimes(times, beside=1.4, n_beside=2), RankTimes(times, beside=1.2, n_beside=2), RankTimes(times)]
-    assert slowdowns_beside(pair, [1, 1, 1], 2) == pytest.approx((1.0, 1.3, 1.3 * 1.5))
-    assert slowdowns_beside([RankTimes(times)] * 2, [2, 2], 2) == pytest.approx((1.0, 2.0)), "none fits beside another"
-    assert slowdowns_beside([RankTimes(times, beside=1.0, n_beside=2)] * 2, [1, 1], 8) == (1.0, 1.0)
-    hosts = [host("a", 2), host("b", 2), host("a", 2), host("a", 2)]
-    assert ranks_beside(hosts, (1, 2, 1, 1), 3) == [0, 2] and ranks_beside(hosts, (1, 2, 1, 1), 1) == [1]
-    assert ranks_beside(hosts[:1], (4,), 0) == []
-
-
-def test_a_host_slows_down_its_own_ranks_alone() -> None:
-    profile = Profile("p", 4, (), (), LinkCost(0, 1), HeadCost(), slowdowns={"a": (1.0, 1.5)})
-    assert [profile.crowding(2, 1, name) for name in ("a", "b")] == [1.5, 1.0]
-
-
 # -- which layers, on which ranks, when
 
 
@@ -271,32 +180,12 @@ def test_ranks_of_a_host_time_at_once_where_it_has_cores_for_them() -> None:
     assert timing_turns(pair, (2, 3, 2, 1, 2), [1, 2, 3, 4]) == {1: 0, 2: 0, 3: 1, 4: 2}
 
 
-@pytest.mark.parametrize(
-    "value", [None, 3, {}, {"s_per_byte": 0.0, "output_s": None}, {"s_per_byte": 1.0, "output_s": "x"}]
-)
-def test_what_was_kept_and_is_no_time_is_timed_anew(value: object) -> None:
-    assert read_layer_speed(value) is None
-
-
 def test_a_processor_is_named_as_the_system_names_it(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\ncpu MHz\t: 1\n\nmodel name\t: other\n")
     assert processor_name(path) == "Some CPU @ 2 GHz" and processor_name(tmp_path / "none") == ""
     path.write_text("processor : 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n\n")
     assert processor_name(path) == "0x41 0xd0c"
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"beside": "x"}, {"target": None}, {"target": {}}, {"n_beside": 0}, {"s_per_byte": (0.0,)}, {"rows": ()}],
-)
-def test_costs_that_were_kept_and_are_none_are_timed_anew(changed: dict[str, Any]) -> None:
-    value = json.loads(json.dumps(asdict(RankTimes(SliceTimes((1.0,), (1e-9,)), SliceTimes((1.0,), (1e-9,)), 0))))
-    again = read_rank_times(value)
-    assert again and again.draft == SliceTimes((1.0,), (1e-9,)) and again.source == "timed before"
-    inner = {name: each for name, each in changed.items() if name not in value}
-    assert read_rank_times(value | changed | ({"target": value["target"] | inner} if inner else {})) is None
-    assert read_rank_times(None) is None and read_rank_times(3) is None
 
 
 # -- jobs
@@ -320,14 +209,14 @@ import os, sys
 from pipeinfer.cli.main import main
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.profiling import layer_times, probe
+from pipeinfer.job.profiling import layer_times
 how = sys.argv[1]
 def fail(*words, **more):
     if how == "die":
         os._exit(9)
     raise UserError("no such device")
 if rank_from_environment() == 2:
-    setattr(*(probe, "open_blank") if how == "refuse" else (layer_times, "time_layers"), fail)
+    setattr(layer_times, "open_blank" if how == "refuse" else "time_layers", fail)
 sys.argv[1:] = sys.argv[2:]
 main()
 """
@@ -344,13 +233,6 @@ def test_a_rank_that_fails_while_it_times_is_named(how: str, words: list[str], t
     done = failing(tmp_path, how, "run", "-p", "x", "-n", "2", "-t", "1,1,2")
     assert (done.returncode == 0) == (how == "refuse"), done.stderr
     assert all(word in done.stderr for word in words), done.stderr
-
-
-def test_that_a_rank_could_not_be_timed_is_said_of_what_is_predicted(tmp_path: Path) -> None:
-    done = failing(tmp_path, "refuse", "plan", "-t", "1")
-    assert done.returncode == 0 and "measured" in done.stdout, done.stderr
-    assert "predictions go by the hosts' speed, and are too high: rank 2 (" in done.stdout
-    assert "): no such device" in done.stdout
 
 
 def failing(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
