@@ -18,7 +18,7 @@ from pipeinfer.models.demo import TARGET
 from tests.long.auditing import Memory
 from tests.long.random_session import N_CTX, Case, random_case
 from tests.support.jobs import environment, launcher
-from tests.support.plain_llama import DECODING, FEW, SILENT, decode, make_context, read_blocks
+from tests.support.plain_llama import FEW, SILENT, decode, decoding, make_context, read_blocks
 
 pytestmark = pytest.mark.long
 
@@ -60,7 +60,7 @@ class PlainLlama:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = False
         self._model = llama_cpp.llama_model_load_from_file(str(TARGET).encode(), params)
-        self._context = make_context(self._model, N_CTX + 24, FEW, DECODING, 1)
+        self._context = make_context(self._model, N_CTX + 24, FEW, decoding(self._model), 1)
         self._n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
     def generate(self, case: Case, n: int) -> list[int]:

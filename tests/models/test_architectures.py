@@ -28,7 +28,7 @@ BATCHES = (20, 13, 1, 1, 1, 4)
 
 def rows_of_whole(path: Path, tokens: list[int]) -> FloatArray:
     """The logits after each token, (n, N_VOCAB): the whole file, a token at a time, flash attention, K in BF16 and V in
-    F16 (elsewhere than on x86 the reverse), both in BF16 where libllama keeps only one of them."""
+    F16 (with windows, or not on x86, the reverse), both in BF16 where libllama keeps only one of them."""
     library = ggml.load_library()
     options = library.llama_model_default_params()
     options.use_extra_bufts = False
@@ -37,9 +37,9 @@ def rows_of_whole(path: Path, tokens: list[int]) -> FloatArray:
     info = read_model_info(path)
     params = library.llama_context_default_params()
     params.n_ctx, params.n_threads, params.n_threads_batch = 512, 1, 1
-    alone = info.layers.shares_values
+    alone, rounds_keys = info.layers.shares_values, IS_X86 and info.layers.known.windows is None
     params.flash_attn_type = 1
-    params.type_k, params.type_v = BF16 if IS_X86 or alone else F16, F16 if IS_X86 and not alone else BF16
+    params.type_k, params.type_v = BF16 if rounds_keys or alone else F16, F16 if rounds_keys and not alone else BF16
     context = library.llama_init_from_model(model, params)
     assert context, ggml.last_errors()
     out = []

@@ -3,9 +3,10 @@
 Run as `python -m tests.support.plain_llama MODEL N ID,ID,… [GRAMMAR]`; prints the generated token ids as JSON, of a
 grammar up to the end of the text.
 
-A row alone: no repacked weights, flash attention, K in BF16 and V in F16 (on x86; elsewhere the reverse). A prompt of
-more than 64 tokens: all but the last of them in batches of 64, the last batch of up to 127, with K and V in F16; after
-each K (or V) is rounded to BF16. Where libllama has no flash attention (grok) every row is computed alone.
+A row alone: no repacked weights, flash attention, K in BF16 and V in F16 (the reverse where layers have a window,
+and elsewhere than on x86). A prompt of more than 64 tokens: all but the last of them in batches of 64, the last one of
+up to 127, with K and V in F16; after each K (or V) is rounded to BF16. Where libllama has no flash attention (grok)
+every row is computed alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import numpy as np
 
 SILENT = llama_cpp.llama_log_callback(lambda *_: None)  # kept: libllama calls it for as long as it lives
 F16, BF16 = 1, 30
-ROUNDS_KEYS = platform.machine().lower() in ("x86_64", "amd64")
-READING, DECODING = (F16, F16), ((BF16, F16) if ROUNDS_KEYS else (F16, BF16))  # types of K and V
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+READING = (F16, F16)  # types of K and V
 PAIR, RECORD = struct.Struct("<II"), struct.Struct("<iQ")
 MAX_LAYERS = 1024
 WITHOUT_FLASH = ("grok",)
@@ -43,7 +44,7 @@ def greedy(
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
-    context = make_context(model, len(prompt) + n_predict + 8, FEW, DECODING, n_threads)
+    context = make_context(model, len(prompt) + n_predict + 8, FEW, decoding(model), n_threads)
     vocab = llama_cpp.llama_model_get_vocab(model)
     n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
     sampler = llama_cpp.llama_sampler_init_grammar(vocab, grammar.encode(), b"root") if grammar else None
@@ -82,6 +83,16 @@ def best(sampler: Any, logits: Any) -> int:
     return token
 
 
+def rounds_keys(model: Any) -> bool:
+    """Whether K is in BF16 where rows are computed alone, and V in F16; else the reverse."""
+    return IS_X86 and llama_cpp.llama_model_n_swa(model) == 0
+
+
+def decoding(model: Any) -> tuple[int, int]:
+    """Types of K and V there."""
+    return (BF16, F16) if rounds_keys(model) else (F16, BF16)
+
+
 def make_context(model: Any, n_ctx: int, n_batch: int, types: tuple[int, int], n_threads: int) -> Any:
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
@@ -105,18 +116,18 @@ def read_blocks(model: Any, context: Any, tokens: Sequence[int], n_threads: int)
         n_bytes = llama_cpp.llama_state_seq_get_size(reader, 0)
         state = (ctypes.c_uint8 * n_bytes)()
         assert llama_cpp.llama_state_seq_get_data(reader, state, n_bytes, 0) == n_bytes
-        round_records(memoryview(state).cast("B"), F16)
+        round_records(memoryview(state).cast("B"), F16, rounds_keys(model))
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(reader), True)
         assert llama_cpp.llama_state_seq_set_data(reader, state, n_bytes, 0) == n_bytes
     llama_cpp.llama_free(reader)
-    round_records(memoryview(state).cast("B"), BF16)
+    round_records(memoryview(state).cast("B"), BF16, rounds_keys(model))
     assert llama_cpp.llama_state_seq_set_data(context, state, n_bytes, 0) == n_bytes
 
 
-def round_records(state: memoryview, type_: int) -> None:
+def round_records(state: memoryview, type_: int, keys: bool) -> None:
     """K (or V) of all layers to BF16, and noted as of that type, or as F16 again."""
     base = ctypes.CDLL(str(Path(str(llama_cpp.llama_cpp.__file__)).parent / "lib" / "libggml-base.so"))
-    for start, end in rounded_records(state):
+    for start, end in records(state, keys):
         n_values = (end - start - RECORD.size) // 2
         RECORD.pack_into(state, start, type_, RECORD.unpack_from(state, start)[1])
         halves = (ctypes.c_uint16 * n_values).from_buffer(state[start + RECORD.size : end])
@@ -128,7 +139,7 @@ def round_records(state: memoryview, type_: int) -> None:
             base.ggml_fp32_to_fp16_row(floats, halves, ctypes.c_int64(n_values))
 
 
-def rounded_records(state: memoryview) -> list[tuple[int, int]]:
+def records(state: memoryview, keys: bool) -> list[tuple[int, int]]:
     """(first, end) byte of each layer's K (or V) in the state of a sequence.
 
     A word and the sequence's number; then of each cache, two where some layers have a sliding window: streams, cells;
@@ -147,7 +158,7 @@ def rounded_records(state: memoryview) -> list[tuple[int, int]]:
                     break
                 for layer in range(2 * n_layers):
                     end = at + RECORD.size + n_cells * RECORD.unpack_from(state, at)[1]
-                    found += [(at, end)] * ((layer < n_layers) is ROUNDS_KEYS)
+                    found += [(at, end)] * ((layer < n_layers) is keys)
                     at = end
         if at == len(state):
             return found
