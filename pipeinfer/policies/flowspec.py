@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
 from pipeinfer.core.settings import setting
-from pipeinfer.core.tree import Node
+from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.likeliest import SCORE
 from pipeinfer.policies.limits import MAX_DEPTH, MAX_RUN, MAX_TREE, MAX_WIDTH
 
@@ -63,6 +63,7 @@ class FlowSpec(PaperPolicy):
     _sequence: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # S, its unsent part
 
     _n_empty: int = field(default=0, init=False, repr=False, compare=False)  # segments in flight without a live node
+    _has_returned: bool = field(default=False, init=False, repr=False, compare=False)  # one of them, not expanded after
 
     @property
     def n_rows(self) -> int:
@@ -109,8 +110,8 @@ class FlowSpec(PaperPolicy):
 
     def _step(self, context: PolicyContext) -> None:
         """After new verdicts: start a round, or expand the tree (section III-A)."""
-        root, n_before = context.tree.root, self._n_empty
-        self._n_empty = context.n_dead
+        root, n_before, self._n_empty = context.tree.root, self._n_empty, context.n_dead
+        self._has_returned |= self._n_empty < n_before
         if root is not self._root:
             if self._continues(context):
                 self._root = root
@@ -119,13 +120,18 @@ class FlowSpec(PaperPolicy):
             elif self._root is None or not context.n_evaluated:
                 self._root = root
                 self._initialise(context)
-        elif self.expansion and self._take is None and root.run_id is not None and self._is_due(n_before):
+        elif self.expansion and self._take is None and root.run_id is not None and self._is_due:
             self._expand_score_aware(context)
         self._grow(context)
 
-    def _is_due(self, n_empty_before: int) -> bool:
+    @property
+    def _is_due(self) -> bool:
         """Whether an expansion without new tokens is: all is sent, or an empty segment has come back."""
-        return not self._unsent() if self.eager else self._n_empty < n_empty_before
+        return not self._unsent() if self.eager else self._has_returned
+
+    def settled(self, settled: Settled, context: PolicyContext) -> str:
+        self._n_empty = context.n_dead
+        return ""
 
     def _continues(self, context: PolicyContext) -> bool:
         """The continuous condition (equation 2): the target's new token was already sent."""
@@ -142,6 +148,7 @@ class FlowSpec(PaperPolicy):
 
     def _expand_score_aware(self, context: PolicyContext) -> None:
         """The context is as before: draft d_se more layers, and add the best L_se new nodes (section III-D)."""
+        self._has_returned = False
         if self._layer:
             self._draft_from(self._layer, self._n_layers(context), self._best_of_rest)
 
