@@ -232,7 +232,7 @@ class Policy(ABC):
         return ""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PaperPolicy(Policy):
     """A policy of a paper. Settings that are our additions are off in the preset `paper`; `from_paper` makes that."""
 

@@ -21,7 +21,7 @@ from pipeinfer.virtual.pipeline import SimPipeline
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import simulate
 
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, float]] = {
     "speculative": {"n_draft": 4, "width": 1, "accept_cutoff": 0.001},
     "pipeinfer": {"microbatch": 4, "width": 3, "accept_cutoff": 0.001, "split_cutoff": 0.8, "recovery": 0.4,
                   "decay": 0.01},
