@@ -60,7 +60,7 @@ class Waiter:
 def opened(n_nodes: int, n_cheap: int, policy: Policy) -> PolicyContext:
     """A request whose tree has so many nodes, of which half were sent and half expanded."""
     request = Request(0, [1, 2, 3], 4000, SamplingParams(temp=0.0), 8000)
-    level = Level(Silent(), SequencePool(policy.n_seq, 8000))
+    level = Level(Silent(), SequencePool(policy.n_sequences, 8000))
     cost = RunCost({1: 0.03, n_cheap: 0.03, 8 * n_cheap: 0.3})
     drafter: Any = NoDrafter()
     engine = Engine(level, drafter, Waiter(), time.perf_counter, run_cost=cost)

@@ -1,4 +1,4 @@
-"""Every policy, tuned with hindsight, beside `auto` on the shipped clusters and from poor drafts to good ones.
+"""Every policy, at the best of a few settings, beside `auto` on the shipped clusters and from poor drafts to good ones.
 
 `python benchmarks/policies.py [-o docs/results/policies.md]` simulates it all in virtual time, some 35 minutes of one
 core, and writes the page "Which policy when"; each policy's best setting is chosen for each cell after the fact. Beside
@@ -79,14 +79,15 @@ PAGE = """# Which policy when
 Simulated in virtual time on the shipped profiles by `python benchmarks/policies.py`: the same texts, guesses and costs
 for every policy, {n_seeds} texts of {n_tokens} tokens a cell. `acceptance` is how often the draft's best guess is
 right. A policy's column says how many times as fast as `iterative` it is with the setting that is best in that very
-cell, chosen after the fact out of {settings}; `auto` has no settings.
+cell, chosen after the fact out of {settings}; `pipespec` has one, `auto` has none. Presets of papers
+([theirs beside ours](reproduction.md)) are not among them.
 `probabilities known` is `auto` without anything to learn, as the synthetic drafts say exactly how often their guesses
 are right: the bound of what better estimates could bring it.
 `of the limit`: beside a pipeline that emits a token whenever its slowest stage has done a single row; runs that bring
 several tokens can pass it.
 
-* Leave it to `auto`. Of the best of all others, each tuned with hindsight, it reaches {geo:.3f} in the geometric mean
-  of all cells ({gpu:.3f} on the clusters of GPUs, {cpu:.3f} on those of CPUs), {least:.3f} in the worst; {bound:.3f} of
+* Leave it to `auto`. Of the best of all others, each at its best setting, it reaches {geo:.3f} in the geometric mean of
+  all cells ({gpu:.3f} on the clusters of GPUs, {cpu:.3f} on those of CPUs), {least:.3f} in the worst; {bound:.3f} of
   what it would reach if it knew every probability. Each is a maximum over settings of means of a few texts: what luck
   gave the best of them is in it.
 * Where rows are free, as on GPUs, wide trees win: `pipedec` with a poor draft, `pipeinfer` with wide runs with a good

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -17,7 +18,7 @@ from experiments.cells import ANY_SIZE, N_PROMPT, N_TOKENS, SEEDS, Figures, Sett
 from experiments.reproduced_load import filler, sipipe
 from experiments.reproduced_methods import flowspec, others, pipedec, pipespec
 from pipeinfer.observe.texts.markdown import markdown_table
-from pipeinfer.policies import Iterative, PipeInfer
+from pipeinfer.policies import Iterative, PipeInfer, Speculative
 
 POOR = 0.05
 
@@ -29,25 +30,17 @@ speeds differ from the papers'; ratios are what is compared. Choices are synthet
 is right as often as the paper reports for the pair (where it reports that). Each figure is the mean of {n_seeds} texts
 of {n_tokens} tokens after a prompt of {n_prompt}. Speeds are in tokens a second.
 
-`speculative` is our own pipeline-parallel baseline with 4 guesses a round, as in PipeInfer's experiments, as a chain or
-a tree, whichever is faster in the cell. `its best` may have 1 to 12 guesses, chosen for each cell with hindsight.
-Neither is the papers' baseline: theirs were other programs, measured on hardware that is only modelled here. So a ratio
-over `speculative` that is larger than a paper's is not a better result, nor is a smaller one a worse result. `over
-iterative` rests on the fewest choices: plain pipelined decoding leaves little to do otherwise.
+**Paper** columns are `--preset paper`: the paper's rule and its published settings, without our additions. **Ours**
+is the default of the same policy, or what is said: it shows what the method gives when it is tuned for these
+clusters, and is no reproduction. `its best` is our `speculative` with 1 to 12 guesses, chosen for each cell with
+hindsight. The papers' baselines were other programs, measured on hardware that is only modelled here, so that ratios
+over them say more than speeds and less than ratios over iterative decoding, which leaves little to do otherwise.
 """
 
 
-def three(setting: Setting) -> tuple[Figures, Figures, Figures]:
-    """Iterative, speculative, pipeinfer."""
-    return run(setting, Iterative()), baseline(setting), run(setting, PipeInfer())
-
-
-NOT_THE_PAPERS = "no"
-
-
-def comparable(plain: float, tree: float) -> str:
-    """Whether our baseline does what a baseline is for: the papers' speculate because it pays."""
-    return "yes" if tree >= plain else NOT_THE_PAPERS
+def published(setting: Setting) -> tuple[Figures, Figures, Figures]:
+    """Iterative, and with the paper's settings speculative and pipeinfer."""
+    return run(setting, Iterative()), run(setting, Speculative.from_paper()), run(setting, PipeInfer.from_paper())
 
 
 # -- PipeInfer
@@ -69,25 +62,35 @@ def pipeinfer_speeds() -> Iterator[str]:
     yield (
         "The paper: 1.5 to 2.15 times pipeline-parallel speculation, up to 1.7 for well-aligned pairs and up to\n"
         "2.15 for poorly aligned ones. It gives single cells in pictures only: beside each stands the most it\n"
-        f"claims for such a pair. `baseline pays` is `{NOT_THE_PAPERS}` where our `speculative` is slower than\n"
-        "iterative decoding: a ratio over it is not the paper's comparison there, and the ratios over iterative\n"
-        "and over `its best` say more.\n"
+        "claims for such a pair. Its settings: `-pa 0.001 -ps 0.8 -pr 0.4 -pd 0.01 --draft 4`, for its baseline\n"
+        "too. The acceptance that it reports (79% with trees of four) is taken for how often the first guess is\n"
+        "right.\n"
     )
-    columns = ("cluster", "nodes", "pair", "acceptance", "iterative", "speculative", "its best", "pipeinfer",
-               "over iterative", "over speculative", "over its best", "paper over its baseline, at most",
-               "baseline pays")  # fmt: skip
+    columns = ("cluster", "nodes", "pair", "acceptance", "iterative", "paper: speculative", "paper: pipeinfer",
+               "over speculative", "the paper's ratio, at most", "over iterative", "ours: pipeinfer",
+               "ours over iterative", "ours over its best")  # fmt: skip
     yield from markdown_table(columns, (_speed_row(*cluster, pair) for pair in PAIRS for cluster in CLUSTERS))
+    yield (
+        "\n**What does not agree.** Goliath keeps rising to 32 nodes, where the paper's is best at 8; Orca 2 stays\n"
+        "far below TinyLlama, where the paper finds them alike; Falcon-40 hardly changes with the nodes, where\n"
+        "the paper's gain is largest at few of them; Goliath falls from 8 nodes of cluster A to 13 of B, where\n"
+        "the paper's rises. Where a draft step is long beside a row (clusters A and B), speculation of the\n"
+        "paper's baseline loses to iterative decoding here and wins there. Of absolute speeds it publishes one:\n"
+        "1.398 tokens/s and 1.04 s to the first token on 4 E5 nodes with Dolphin and TinyLlama; the row\n"
+        "`pipeinfer-a`, 4 is beside it. Ours exceeds the paper's maximum nearly everywhere, as it is another\n"
+        "policy. The paper has 10 runs of 512 tokens.\n"
+    )
 
 
 def _speed_row(cluster: str, nodes: int, pair: str) -> list[str]:
     setting = Setting(cluster, pair, nodes)
     acceptance, paper = PAIRS[pair]
-    plain, tree, ours = (figures.speed for figures in three(setting))
-    best = baseline(setting, ANY_SIZE).speed
+    plain, tree, theirs = (figures.speed for figures in published(setting))
+    ours, best = run(setting, PipeInfer()).speed, baseline(setting, ANY_SIZE).speed
     return [
-        cluster, str(nodes), pair, acceptance, *(f"{speed:.2f}" for speed in (plain, tree, best, ours)),
-        f"**{ours / plain:.2f}**", f"{ours / tree:.2f}", f"{ours / best:.2f}", f"{paper:.2f}",
-        comparable(plain, tree),
+        cluster, str(nodes), pair, acceptance, *(f"{speed:.2f}" for speed in (plain, tree, theirs)),
+        f"**{theirs / tree:.2f}**", f"{paper:.2f}", f"{theirs / plain:.2f}", f"{ours:.2f}", f"{ours / plain:.2f}",
+        f"{ours / best:.2f}",
     ]  # fmt: skip
 
 
@@ -95,60 +98,65 @@ def pipeinfer_poor() -> Iterator[str]:
     yield "\n## PipeInfer: a draft that is hardly ever right\n"
     yield (
         f"The paper: near-zero loss. Acceptance {POOR}; the ratio is over iterative decoding on as many nodes, all of\n"
-        "which hold layers then.\n"
+        "which hold layers then. Ours stops guessing for a while (`backoff`).\n"
     )
-    columns = ("cluster", "nodes", "pair", "iterative", "speculative", "pipeinfer", "over iterative")
+    columns = ("cluster", "nodes", "pair", "iterative", "paper: speculative", "over iterative", "paper: pipeinfer",
+               "over iterative", "ours: pipeinfer", "over iterative")  # fmt: skip
     cells = [(cluster, nodes, pair) for pair in ABLATED for cluster, nodes in (("pipeinfer-c", 8), ("pipeinfer-a", 8))]
     yield from markdown_table(columns, (_poor_row(*cell) for cell in cells))
 
 
 def _poor_row(cluster: str, nodes: int, pair: str) -> list[str]:
     setting = Setting(cluster, pair, nodes, acceptance=POOR)
-    plain, tree, ours = (figures.speed for figures in three(setting))
-    return [cluster, str(nodes), pair, *(f"{speed:.2f}" for speed in (plain, tree, ours)), f"**{ours / plain:.2f}**"]
+    plain, *others = (figures.speed for figures in (*published(setting), run(setting, PipeInfer())))
+    ratios = (text for speed in others for text in (f"{speed:.2f}", f"**{speed / plain:.2f}**"))
+    return [cluster, str(nodes), pair, f"{plain:.2f}", *ratios]
 
 
 def pipeinfer_first() -> Iterator[str]:
     yield "\n## PipeInfer: time to the first token\n"
     yield (
-        "As the paper counts it: from the token that ends the prompt's processing to the next one. The paper: near\n"
-        "parity with iterative decoding. Ratios below 1 are sooner than iterative. The\n"
-        "speculative policy's draft begins to read the prompt only when the target has read it.\n"
+        "As the paper counts it: from the token that ends the prompt's processing to the next one, and nothing is\n"
+        "guessed before. The paper: near parity with iterative decoding, far sooner than speculative inference.\n"
+        "Ours guesses while the prompt is read.\n"
     )
-    columns = ("cluster", "nodes", "pair", "iterative s", "speculative s", "pipeinfer s", "pipeinfer / iterative")
+    columns = ("cluster", "nodes", "pair", "iterative s", "paper: speculative s", "paper: pipeinfer s",
+               "pipeinfer / iterative", "ours: pipeinfer s")  # fmt: skip
     cells = [(cluster, nodes, pair) for pair in ABLATED for cluster, nodes in (("pipeinfer-c", 8), ("pipeinfer-a", 8))]
     yield from markdown_table(columns, (_first_row(*cell) for cell in cells))
 
 
 def _first_row(cluster: str, nodes: int, pair: str) -> list[str]:
     setting = Setting(cluster, pair, nodes)
-    plain, tree, ours = (figures.first_s for figures in three(setting))
-    return [cluster, str(nodes), pair, *(f"{first:.3f}" for first in (plain, tree, ours)), f"**{ours / plain:.2f}**"]
+    plain, tree, theirs = (figures.first_s for figures in published(setting))
+    ours = run(setting, PipeInfer()).first_s
+    firsts = (f"{first:.3f}" for first in (plain, tree, theirs))
+    return [cluster, str(nodes), pair, *firsts, f"**{theirs / plain:.2f}**", f"{ours:.3f}"]
 
 
 def pipeinfer_ablations() -> Iterator[str]:
     yield "\n## PipeInfer: ablations (figure 8)\n"
     yield (
         "8 nodes of cluster C, tokens a second. The paper: slower without cancellation; without continuous\n"
-        "speculation much slower for Dolphin and Goliath, moderately for Falcon; the others gave no valid output.\n"
+        "speculation, with larger trees instead, much slower for Dolphin and Goliath, moderately for Falcon; the\n"
+        "others gave no valid output.\n"
     )
-    variants: dict[str, Callable[[Setting], Figures]] = {
-        "whole": lambda setting: run(setting, PipeInfer()),
-        "no cancellation": lambda setting: run(setting, PipeInfer(), cancel=False),
-        "not continuous": lambda setting: run(setting, PipeInfer(continuous=False)),
-        "not continuous, runs of 4": lambda setting: run(setting, PipeInfer(continuous=False, microbatch=4)),
-        "not asynchronous": lambda setting: run(setting, PipeInfer(asynchronous=False)),
-    }
-    yield from markdown_table(
-        ("pair", "acceptance", *variants), (_ablation_row(pair, list(variants.values())) for pair in ABLATED)
-    )
+    columns = ("settings", "pair", "whole", "no cancellation", "not continuous", "not continuous, runs of 8",
+               "not asynchronous")  # fmt: skip
+    presets = {"paper": PipeInfer.from_paper(), "ours": PipeInfer()}
+    cells = [(name, policy, pair) for name, policy in presets.items() for pair in ABLATED]
+    yield from markdown_table(columns, (_ablation_row(*cell) for cell in cells))
 
 
-def _ablation_row(pair: str, variants: Sequence[Callable[[Setting], Figures]]) -> list[str]:
-    whole, *others = (variant(Setting("pipeinfer-c", pair, 8)).speed for variant in variants)
+def _ablation_row(name: str, policy: PipeInfer, pair: str) -> list[str]:
+    setting, serial = Setting("pipeinfer-c", pair, 8), replace(policy, continuous=False)
+    whole = run(setting, policy).speed
+    others = [run(setting, policy, cancel=False).speed]
+    variants = (serial, replace(serial, microbatch=8), replace(policy, asynchronous=False))
+    others += [run(setting, variant).speed for variant in variants]
     return [
+        name,
         pair,
-        PAIRS[pair][0],
         f"{whole:.2f}",
         *(f"{speed:.2f} ({100 * (speed / whole - 1):+.0f}%)" for speed in others),
     ]

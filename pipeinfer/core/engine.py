@@ -223,7 +223,7 @@ class Engine:
         self._emissions.append(Emission(request, tokens))
         active.observer.settled(now_s, len(tokens), settled)
         for level in self.levels:
-            if given_up := level.settle(request, settled.path):
+            if given_up := level.settle(request, settled.path, active.policy.prunes):
                 self._count_given_up(level, given_up)
         if self.speculator.n_drafts:
             self.speculator.settle(request, settled.path)

@@ -120,6 +120,10 @@ class Level:
         flights = self._of_request[request.id]
         return sum(not flight.dead for flight in flights.values()) if self._n_dead else len(flights)
 
+    def n_dead(self, request: Request) -> int:
+        """Dead runs of the request in flight."""
+        return len(self._of_request[request.id]) - self.n_inflight(request)
+
     def n_evaluated(self, request: Request) -> int:
         """Runs of the request in flight that the stages were not told to leave out."""
         return sum(not flight.cancelled for flight in self._of_request[request.id].values())
@@ -245,13 +249,13 @@ class Level:
 
     # -- settling
 
-    def settle(self, request: Request, path: Sequence[Node]) -> list[InFlightRun]:
+    def settle(self, request: Request, path: Sequence[Node], prune: bool = True) -> list[InFlightRun]:
         """The request's root moved along `path`, from the old root to the new one; other branches are dead. Returns
-        the runs that are dead now."""
+        the runs that are dead now. `prune`: stages leave dead rows out of the others."""
         self.pool.settle(request.id, path)
-        return self._give_up(request) if self._of_request[request.id] else []
+        return self._give_up(request, prune) if self._of_request[request.id] else []
 
-    def _give_up(self, request: Request) -> list[InFlightRun]:
+    def _give_up(self, request: Request, prune: bool = True) -> list[InFlightRun]:
         """Cancel the request's runs that are dead, and prune dead rows out of the others."""
         flying = [flight for flight in self._of_request[request.id].values() if not flight.dead]
         doomed = [flight for flight in flying if all(part.dead for part in flight.parts)]
@@ -261,7 +265,8 @@ class Level:
         if self.cancel:
             if doomed:
                 self.pipeline.cancel([flight.run_id for flight in doomed])
-            self._prune(request, [flight for flight in flying if not flight.dead])
+            if prune:
+                self._prune(request, [flight for flight in flying if not flight.dead])
         return doomed
 
     def _prune(self, request: Request, flights: Sequence[InFlightRun]) -> None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pipeinfer.core.interfaces import Clock
 from pipeinfer.core.levels import Level
@@ -16,6 +16,7 @@ from pipeinfer.core.runs import Guess
 from pipeinfer.core.scheduling.batch_planner import BatchPlanner
 from pipeinfer.core.scheduling.pacer import Pacer
 from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.settings import paper_settings, setting
 from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled, TokenTree
 
@@ -43,6 +44,12 @@ class AwaitDraft(NamedTuple):
 
 
 Answer = Send | HoldUntil | AwaitDraft
+
+N_ROWS = 32
+"""Rows of a run, and of a draft's step, at most, unless a setting of the policy says more."""
+
+OURS, PAPER = "ours", "paper"
+"""Presets: our settings and additions, or the rule and the settings of the policy's paper."""
 
 
 @dataclass(slots=True)
@@ -81,6 +88,11 @@ class PolicyContext:
     def n_inflight(self) -> int:
         """Runs in flight that are not dead."""
         return self.target.n_inflight(self.request)
+
+    @property
+    def n_dead(self) -> int:
+        """Dead runs in flight."""
+        return self.target.n_dead(self.request)
 
     def n_asked(self, draft: int) -> int:
         """Runs in flight at a larger draft, by its number."""
@@ -167,14 +179,32 @@ class Policy(ABC):
     """A dataclass with settings of its own (see `settings`). One instance serves one request and may keep state; it may
     share what it learns of the models with the instances that `begin` from it.
 
-    `name`: as in --policy. `drafts`: whether it uses a draft. `n_seq`: KV sequences that its trees can use. `uses`:
-    features that an ablation study can take away: `cancel` (of runs) and `partitions` (sequences).
+    `name`: as in --policy. `drafts`: whether it uses a draft. `n_seq`: KV sequences that its trees use. `uses`:
+    features that an ablation study can take away: `cancel` (of runs) and `partitions` (sequences). `n_rows`: rows of a
+    run and of a draft's step at most. `prunes`: stages leave dead rows out of runs in flight.
     """
 
     name: ClassVar[str]
     drafts: ClassVar[bool] = True
     n_seq: ClassVar[int] = 31
     uses: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def n_rows(self) -> int:
+        return N_ROWS
+
+    @property
+    def n_sequences(self) -> int:
+        """KV sequences that its trees can use: `n_seq`, with wide runs more."""
+        return max(self.n_seq, 2 * self.n_rows - 2 if self.n_rows > N_ROWS else 0)
+
+    @property
+    def prunes(self) -> bool:
+        return True
+
+    def preset_values(self) -> dict[str, Any]:
+        """Settings whose values in the policy's preset are not their defaults, and those values."""
+        return {}
 
     def begin(self) -> Policy:
         """The policy of a new request, with these settings."""
@@ -200,3 +230,24 @@ class Policy(ABC):
     def settled(self, settled: Settled, context: PolicyContext) -> str:
         """The root moved. Returns a notice for the user, usually empty."""
         return ""
+
+
+@dataclass(kw_only=True)
+class PaperPolicy(Policy):
+    """A policy of a paper. Settings that are our additions are off in the preset `paper`; `from_paper` makes that."""
+
+    preset: str = setting(
+        OURS, "--preset", choices=(OURS, PAPER),
+        help="paper: the paper's rule and published settings, without our additions.",
+    )  # fmt: skip
+
+    @classmethod
+    def from_paper(cls: type[P], **given: Any) -> P:
+        """The preset `paper`; `given`: settings in place of the published ones."""
+        return cls(**{**paper_settings(cls), **given, "preset": PAPER})
+
+    def preset_values(self) -> dict[str, Any]:
+        return paper_settings(type(self)) if self.preset == PAPER else {}
+
+
+P = TypeVar("P", bound=PaperPolicy)

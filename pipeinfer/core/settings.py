@@ -18,7 +18,8 @@ class Setting:
     even at its default. `type`: converts and checks a word; None: the default's type. `repeated`: may be given several
     times. `written`: the default as help writes it, if not as its text. `first`: among the options that most users
     need. `column`: results.csv has it if it is not at its default. `for_guesses`: has no effect without guesses.
-    `aliases`: other names in a request."""
+    `aliases`: other names in a request. `choices`: words that it may be. `paper`: its value in the preset `paper`;
+    None: the default."""
 
     flags: tuple[str, ...]
     help: str
@@ -32,6 +33,8 @@ class Setting:
     column: bool = False
     for_guesses: bool = False
     aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    paper: Any = None
 
     @property
     def flag(self) -> str:
@@ -52,3 +55,13 @@ def setting(default: Any, *flags: str, help: str, **more: Any) -> Any:
 def settings_of(kind: type[Any]) -> Iterator[tuple[str, Any, Setting]]:
     """(name, default, setting) of every setting of a dataclass."""
     return ((each.name, each.default, each.metadata[KEY]) for each in fields(kind) if KEY in each.metadata)
+
+
+def value_text(value: Any) -> str:
+    """A setting's value in tables and help."""
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def paper_settings(kind: type[Any]) -> dict[str, Any]:
+    """The settings whose values differ in the preset `paper`, and those values."""
+    return {name: setting.paper for name, _, setting in settings_of(kind) if setting.paper is not None}

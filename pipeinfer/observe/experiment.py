@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.settings import settings_of
+from pipeinfer.core.settings import settings_of, value_text
 from pipeinfer.observe.table import Record
 
 HASH_DIGITS = 16
@@ -23,21 +23,28 @@ def digest(value: object) -> str:
 
 
 def settings_text(policy: Policy, couple: bool = True, drafting: Sequence[str] = ()) -> str:
-    """The policy's main settings, and those that are not defaults: `draft 4, width 3`. `drafting`: how guesses are
-    made."""
+    """The policy's main settings, and those that are not defaults of its preset: `draft 4, width 3`. `drafting`: how
+    guesses are made."""
     if not policy.drafts:
         return ""
+    own = policy.preset_values()
     shown = [
-        f"{name.removeprefix('n_')} {getattr(policy, name):g}"
+        f"{name.removeprefix('n_')} {value_text(value)}"
         for name, default, setting in settings_of(type(policy))
-        if default is not True and (setting.shown or getattr(policy, name) != default)
+        if (value := getattr(policy, name)) != own.get(name, default) or setting.shown
+        if default is not True
     ]
     return ", ".join([*shown, *drafting, *([] if couple else ["no-couple-draft"])])
 
 
 def variant_text(policy: Policy, cancel: bool, partitions: bool) -> str:
-    """What an ablation study switched off, by the flags that did it; empty for the whole policy."""
-    off = [setting.flag[2:] for name, _, setting in settings_of(type(policy)) if getattr(policy, name) is False]
+    """What an ablation study switched off, by the flags that did it; empty for the whole policy of its preset."""
+    own = policy.preset_values()
+    off = [
+        setting.flag[2:]
+        for name, _, setting in settings_of(type(policy))
+        if getattr(policy, name) is False and own.get(name) is not False
+    ]
     return ", ".join([*["no-cancel"] * (not cancel), *off, *["no-partitions"] * (not partitions)])
 
 

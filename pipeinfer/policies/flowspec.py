@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
 from pipeinfer.core.settings import setting
-from pipeinfer.core.tree import Node
+from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.likeliest import SCORE
 from pipeinfer.policies.limits import MAX_DEPTH, MAX_RUN, MAX_TREE, MAX_WIDTH
 
@@ -19,15 +19,18 @@ Selection = Callable[[Sequence[Node]], list[Node]]
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
-class FlowSpec(Policy):
+class FlowSpec(PaperPolicy):
     """Rounds of continuous steps: a round lasts while the target's token is among the guesses that were sent.
 
-    `depth`, `tree_size`: of a round's first tree (d_0, L_0), with the root. `width`: nodes of a layer that the draft
-    expands, and guesses after each (k). `segment`: rows of a run (L_seg). `expansion_depth`, `expansion_size`: of what
-    a step adds to the tree (d_se, L_se).
+    `depth`: layers of a round's first tree below its root (d_0). `tree_size`: nodes of that tree that are verified, the
+    root among them (L_0). `width`: nodes of a layer that the draft expands, and guesses after each (k). `segment`: rows
+    of a run (L_seg). `expansion_depth`, `expansion_size`: of what a step adds to the tree (d_se, L_se).
 
     The draft here does not read the target's features, so its guesses after a node depend on no verdict. A fresh tree
     from a new root (section III-D) reuses what was drafted below that root, and d_se counts the layers beyond it.
+
+    `eager` is not the paper's, and off in its preset: the tree is expanded whenever all of it was sent, not only after
+    a segment has come back of which pruning left nothing.
 
     Ablations of table III: without `scored`, segments go layer by layer; without `expansion`, a round is its first tree
     alone ("Pruned PP"); with --no-cancel, too, each tree is verified as a whole before the next ("Chunk-PP").
@@ -37,22 +40,34 @@ class FlowSpec(Policy):
     n_seq: ClassVar[int] = 127
     uses: ClassVar[tuple[str, ...]] = ("cancel", "partitions")
 
-    depth: int = setting(5, "--depth", help="Layers of a round's first tree.", least=1, most=MAX_DEPTH, shown=True)
+    depth: int = setting(
+        5, "--depth", help="Layers of a round's first tree below its root.", least=1, most=MAX_DEPTH, shown=True
+    )
     tree_size: int = setting(80, "--tree-size", help="Nodes of that tree.", least=1, most=MAX_TREE, shown=True)
     width: int = setting(10, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
     segment: int = setting(16, "--segment", help="Rows a run.", least=1, most=MAX_RUN, shown=True)
     expansion_depth: int = setting(
         0, "--expansion-depth", help="Layers added in a step; 0: as many as are drafted while a stage works on a run.",
-        most=MAX_DEPTH, shown=True,
+        most=MAX_DEPTH, shown=True, paper=5,
     )  # fmt: skip
     expansion_size: int = setting(64, "--expansion-size", help="Nodes of these.", least=1, most=MAX_TREE, shown=True)
     scored: bool = setting(True, "--no-score-order", help="Ablation: segments layer by layer, not the best first.")
     expansion: bool = setting(True, "--no-expansion", help="Ablation: a round ends with its first tree.")
+    eager: bool = setting(
+        True, "--no-eager", paper=False, help="Ablation: the tree is expanded only after a verdict or an empty segment."
+    )
     _root: Node | None = field(default=None, init=False, repr=False, compare=False)
     _layer: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # drafted last
     _end: int = field(default=0, init=False, repr=False, compare=False)  # position of the last layer to draft
     _take: Selection | None = field(default=None, init=False, repr=False, compare=False)  # selects nodes of it then
     _sequence: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # S, its unsent part
+
+    _n_empty: int = field(default=0, init=False, repr=False, compare=False)  # segments in flight without a live node
+    _has_returned: bool = field(default=False, init=False, repr=False, compare=False)  # one of them, not expanded after
+
+    @property
+    def n_rows(self) -> int:
+        return max(N_ROWS, self.segment)
 
     # -- sending: step-wise verification (section III-B)
 
@@ -95,7 +110,8 @@ class FlowSpec(Policy):
 
     def _step(self, context: PolicyContext) -> None:
         """After new verdicts: start a round, or expand the tree (section III-A)."""
-        root = context.tree.root
+        root, n_before, self._n_empty = context.tree.root, self._n_empty, context.n_dead
+        self._has_returned |= self._n_empty < n_before
         if root is not self._root:
             if self._continues(context):
                 self._root = root
@@ -104,9 +120,18 @@ class FlowSpec(Policy):
             elif self._root is None or not context.n_evaluated:
                 self._root = root
                 self._initialise(context)
-        elif self.expansion and self._take is None and not self._unsent() and root.run_id is not None:
+        elif self.expansion and self._take is None and root.run_id is not None and self._is_due:
             self._expand_score_aware(context)
         self._grow(context)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether an expansion without new tokens is: all is sent, or an empty segment has come back."""
+        return not self._unsent() if self.eager else self._has_returned
+
+    def settled(self, settled: Settled, context: PolicyContext) -> str:
+        self._n_empty = context.n_dead
+        return ""
 
     def _continues(self, context: PolicyContext) -> bool:
         """The continuous condition (equation 2): the target's new token was already sent."""
@@ -122,7 +147,8 @@ class FlowSpec(Policy):
         self._draft_from(self._known(context, [context.tree.root]), self._n_layers(context), self._best_of_fresh)
 
     def _expand_score_aware(self, context: PolicyContext) -> None:
-        """Nothing was accepted: draft d_se more layers, and add the best L_se new nodes (section III-D)."""
+        """The context is as before: draft d_se more layers, and add the best L_se new nodes (section III-D)."""
+        self._has_returned = False
         if self._layer:
             self._draft_from(self._layer, self._n_layers(context), self._best_of_rest)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, PaperPolicy, PolicyContext, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
 from pipeinfer.policies.likeliest import SCORE
@@ -14,7 +14,7 @@ from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
-class PipeDec(Policy):
+class PipeDec(PaperPolicy):
     """Each timestep one layer of the tree enters the pipeline, and the draft expands it meanwhile.
 
     `children`: guesses after each node (the paper's c). `layer_width`: nodes of a layer at most (w). `group`: stages
@@ -22,7 +22,8 @@ class PipeDec(Policy):
 
     A node's `score` is its cumulative log-probability B (section 3.3.3). Which of the draft's guesses make the next
     layer is decided when it is sent, after the newest verdict has pruned the tree: the update that section 3.3.4 has
-    follow a hit. After a miss the root is new and alone, and so is the tree (section 3.3.2).
+    follow a hit. After a miss the root is new and alone, and so is the tree (section 3.3.2). The defaults are the
+    paper's (section 4.3.1): `early` makes its timesteps.
     """
 
     name: ClassVar[str] = "pipedec"
@@ -32,6 +33,10 @@ class PipeDec(Policy):
     children: int = setting(16, "--children", help="Guesses after each token.", least=1, most=MAX_WIDTH, shown=True)
     layer_width: int = setting(32, "--layer-width", help="Guesses a run.", least=1, most=MAX_RUN, shown=True)
     group: int = setting(1, "--group", help="Stages that act as one.", least=1, most=1000, shown=True)
+
+    @property
+    def n_rows(self) -> int:
+        return max(N_ROWS, self.layer_width)
 
     def send(self, context: PolicyContext) -> Answer:
         """The next layer, as soon as the first group of stages is through with the one before."""

@@ -6,10 +6,12 @@ stay in the tree and in the pipeline, and are never drafted or sent twice.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node, Settled
@@ -20,21 +22,24 @@ from pipeinfer.policies.limits import MAX_RUN, MAX_RUNS, MAX_WIDTH
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
-class PipeInfer(Policy):
+class PipeInfer(PaperPolicy):
     """`microbatch`: guesses a run at most (0: as many as are cheap). `inflight`: runs in flight at most (0: one more
     than there are stages).
 
-    Cutoffs are probabilities under the draft: the likeliest guess after a node enters the tree from `accept_cutoff` on,
-    a further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each expansion
-    that finds a guess raises the accept cutoff by `recovery`, each that finds none lowers it by `decay`; an accepted
-    guess resets it. Probabilities are corrected by experience (`confidence`) before they are compared or multiplied
-    along a path; requests of one session share it.
-
-    Larger drafts are asked first about the likeliest nodes after which nothing was sent. When hardly any guess is
-    right, only the root is sent, and guesses are tried again at growing intervals.
+    Cutoffs are probabilities under the draft: the likeliest guess after a node counts from `accept_cutoff` on, a
+    further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each micro-batch
+    raises both cutoffs by `recovery`, each draft step that finds no guess lowers them by `decay`; a verdict resets
+    them. A node is drafted once: guesses below a raised cutoff stay in the tree and count when it falls.
 
     For ablation studies (the paper's figure 8): without `continuous`, one run of guesses is in flight at a time;
     without `asynchronous`, the draft works only while the pipeline is empty.
+
+    Not the paper's, and off in its preset: `pacing` holds a run back until a stage is about to want it; `best_first`
+    fills runs with the likeliest guesses of the whole tree, where the paper drafts micro-batches after each other, each
+    from the end of the one before; `calibrated` corrects probabilities by experience, which requests of one session
+    share; `backoff` stops guessing for a while when hardly any guess is right; `pruning` leaves dead rows out of runs
+    in flight, where the paper cancels whole runs; `early` guesses while the target reads the prompt. Larger drafts are
+    asked first about the likeliest nodes after which nothing was sent.
     """
 
     name: ClassVar[str] = "pipeinfer"
@@ -42,34 +47,61 @@ class PipeInfer(Policy):
 
     microbatch: int = setting(
         0, "--microbatch", help="Guesses a run at most; 0: as many as cost hardly more than one row.", most=MAX_RUN,
-        shown=True,
+        shown=True, paper=4,
     )  # fmt: skip
     inflight: int = setting(
-        0, "--inflight", help="Runs in flight at most; 0: one more than there are stages.", most=MAX_RUNS, shown=True
+        0, "--inflight", help="Runs in flight at most; 0: one more than there are stages.", most=MAX_RUNS, shown=True,
+        paper=MAX_RUNS,
+    )  # fmt: skip
+    width: int = setting(
+        4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True, paper=3
     )
-    width: int = setting(4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
     accept_cutoff: float = setting(
-        0.02, "--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min", most=1,
+        0.02, "--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min", most=1, paper=0.001,
         help="Probability from which the draft's first guess counts.",
     )  # fmt: skip
     split_cutoff: float = setting(
-        0.05, "--split-cutoff", "-ps", "--draft-p-split", "--spec-draft-p-split", most=1,
+        0.05, "--split-cutoff", "-ps", "--draft-p-split", "--spec-draft-p-split", most=1, paper=0.8,
         help="The same for further guesses, which make branches.",
     )  # fmt: skip
     recovery: float = setting(
-        0.0, "--recovery", "-pr", most=1, help="Added to -pa for every expansion, until a guess is accepted."
+        0.0,
+        "--recovery",
+        "-pr",
+        most=1,
+        paper=0.4,
+        help="Added to -pa and -ps for each run of guesses after a verdict.",
     )
     decay: float = setting(
-        0.01, "--decay", "-pd", most=1, help="Taken off -pa for every expansion that finds no guess."
+        0.01, "--decay", "-pd", most=1, help="Taken off -pa and -ps for every draft step that finds no guess."
     )
+    pacing: bool = setting(True, "--no-pacing", paper=False, help="Ablation: runs go at once, and wait in queues.")
+    best_first: bool = setting(
+        True, "--no-best-first", paper=False, help="Ablation: micro-batches continue each other, whatever is likelier."
+    )
+    calibrated: bool = setting(True, "--no-calibration", paper=False, help="Ablation: the draft is taken at its word.")
+    backoff: bool = setting(True, "--no-backoff", paper=False, help="Ablation: guesses go on when hardly any is right.")
+    pruning: bool = setting(True, "--no-pruning", paper=False, help="Ablation: runs in flight keep dead rows.")
+    early: bool = setting(True, "--no-early", paper=False, help="Ablation: no guesses while a prompt is read.")
     continuous: bool = setting(True, "--no-continuous", help="Ablation: one run of guesses in flight at a time.")
     asynchronous: bool = setting(True, "--no-async", help="Ablation: the draft works only while the pipeline is empty.")
     calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
-    _shift: float = field(default=0.0, init=False, repr=False, compare=False)
     _backoff: SpeculationBackoff = field(default_factory=SpeculationBackoff, init=False, repr=False, compare=False)
+    _newest_run: int = field(default=0, init=False, repr=False, compare=False)  # of those sent before the last verdict
+    _n_failed: int = field(default=0, init=False, repr=False, compare=False)  # draft steps without a guess since then
+    _raised: float = field(default=0.0, init=False, repr=False, compare=False)  # the cutoffs are, in a draft step
+    _guesses: bool = field(default=True, init=False, repr=False, compare=False)  # that step does
 
     def begin(self) -> PipeInfer:
         return replace(self)
+
+    @property
+    def n_rows(self) -> int:
+        return max(N_ROWS, self.microbatch)
+
+    @property
+    def prunes(self) -> bool:
+        return self.pruning
 
     # -- sending
 
@@ -78,11 +110,14 @@ class PipeInfer(Policy):
         if root.run_id is None:
             waits_for_draft = not self.asynchronous and not context.n_inflight and self.draft(context)
             return AwaitDraft(root) if waits_for_draft else Send([root])
-        if context.n_inflight and (early := context.early()):
+        if self.pacing and context.n_inflight and (early := context.early()):
             return early
         if context.n_inflight >= self._n_inflight_max(context):
             return NOTHING
-        return Send(context.fitting(self._unsent(context))[: self._n_rows(context)])
+        if self.best_first:
+            return Send(context.fitting(self._unsent(context))[: self._n_rows(context)])
+        batch = self._microbatch(context)
+        return NOTHING if self._open(context, batch) else Send(context.fitting(batch[1:]))
 
     def _n_inflight_max(self, context: PolicyContext) -> int:
         # the root's run and one of guesses
@@ -92,27 +127,75 @@ class PipeInfer(Policy):
         return self.microbatch or context.n_cheap_rows
 
     def _unsent(self, context: PolicyContext) -> list[Node]:
-        """Guesses in reach, likeliest first; a child never comes before its parent."""
-        return sorted(unsent_in_reach(context), key=SCORE, reverse=True)
+        """Guesses in reach that count, likeliest first; a child never comes before its parent."""
+        raised, found = self._shift(context), dict[Node, None]()
+        for node in unsent_in_reach(context):
+            is_joined = node.parent in found or (node.parent and node.parent.run_id is not None)
+            if raised <= 0 or (is_joined and self._counts(node, raised)):
+                found[node] = None
+        return sorted(found, key=SCORE, reverse=True)
+
+    # -- micro-batches (section IV-B.1)
+
+    def _microbatch(self, context: PolicyContext) -> list[Node]:
+        """The newest guess that was sent, the first of its siblings, and the guesses that are drafted from it, layer by
+        layer."""
+        tip, raised, n_rows = context.tree.root, self._shift(context), self._n_rows(context)
+        while tip.children and tip.children[0].run_id is not None:
+            tip = tip.children[0]
+        batch, layer = [tip], [tip]
+        while layer and len(batch) <= n_rows:
+            children = [child for node in layer for child in node.children if child.run_id is None]
+            layer = [child for child in children if context.in_reach(child) and self._counts(child, raised)]
+            batch += layer
+        return batch[: 1 + n_rows]
+
+    def _open(self, context: PolicyContext, batch: Sequence[Node]) -> list[Node]:
+        """The nodes of an unfinished micro-batch that the draft expands next; none once it is finished."""
+        if len(batch) > self._n_rows(context) or self.accept_cutoff + self._shift(context) >= 1:
+            return []
+        return [node for node in batch if not node.expanded and context.may_branch(node)]
+
+    # -- reactive speculation (section IV-B.2)
+
+    def _shift(self, context: PolicyContext) -> float:
+        """By how much both cutoffs are raised now."""
+        raised = 0.0
+        if self.recovery:
+            runs = {node.run_id for node in context.tree.nodes[1:] if (node.run_id or 0) > self._newest_run}
+            raised = self.recovery * len(runs)
+        return raised - self.decay * self._n_failed
+
+    def _counts(self, node: Node, raised: float) -> bool:
+        """Whether a guess passes its cutoff."""
+        assert node.parent
+        cutoff = self.accept_cutoff if node is node.parent.children[0] else self.split_cutoff
+        return math.exp(node.log_prob) >= cutoff + raised
+
+    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
+        if not self._guesses:
+            return []
+        lowered = min(0.0, self._raised)
+        first = self.accept_cutoff + lowered if self.best_first else 0.0  # micro-batches look at the cutoff later
+        kept = [
+            guess
+            for rank, guess in enumerate(self.calibration.corrected(guesses, draft) if self.calibrated else guesses)
+            if guess.probability >= max(0.0, self.split_cutoff + lowered if rank else first)
+        ]
+        begins_run = self.best_first or node.run_id is not None
+        self._n_failed += begins_run and (not kept or kept[0].probability < self.accept_cutoff + self._raised)
+        return kept
 
     # -- drafting
 
     def draft(self, context: PolicyContext) -> dict[Node, int]:
-        """The likeliest open nodes whose children could be in the next run."""
+        """The nodes whose children could be in the next run: the likeliest, or those of the micro-batch."""
         n_rows = self._n_rows(context)
         if not n_rows or self._backoff.holds or (context.n_inflight and not self.asynchronous):
             return {}
-        return dict.fromkeys(to_expand(context, n_rows), self.width)
-
-    def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
-        cutoff = max(0.0, self.accept_cutoff + self._shift)
-        kept = [
-            guess
-            for rank, guess in enumerate(self.calibration.corrected(guesses, draft))
-            if guess.probability >= (self.split_cutoff if rank else cutoff)
-        ]
-        self._shift += self.recovery if kept else -self.decay
-        return kept
+        self._raised, self._guesses = self._shift(context), self.early or context.request.n_generated > 0
+        best = to_expand(context, n_rows) if self.best_first else self._open(context, self._microbatch(context))
+        return dict.fromkeys(best, self.width)
 
     def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
         if self._backoff.holds or (context.n_inflight and not self.asynchronous):
@@ -120,7 +203,7 @@ class PipeInfer(Policy):
         return dict.fromkeys(to_refine(context, draft), self.width)
 
     def settled(self, settled: Settled, context: PolicyContext) -> str:
-        if settled.n_matched:
-            self._shift = 0.0
+        self._n_failed = 0
+        self._newest_run = max((node.run_id or 0) for node in context.tree.nodes)
         self.calibration.settled(settled)
-        return self._backoff.settled(settled, self.calibration.hit_rate)
+        return self._backoff.settled(settled, self.calibration.hit_rate) if self.backoff else ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipeinfer.core.policy import Answer, AwaitDraft, Policy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
 from pipeinfer.policies.limits import MAX_RUN
@@ -15,12 +16,12 @@ SYNCHRONOUS_WINDOW = 8
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
-class PipeSpec(Policy):
+class PipeSpec(PaperPolicy):
     """Models M_0 … M_K: M_0 is the smallest draft, M_K the target. No branches: one guess follows each token.
 
-    The output of M_i, the paper's O_i, is the tree's chain of first children down to `_tip(i)`, the newest token that
-    M_i has chosen and no larger model has replaced. A rejection (lines 6, 7 and 16) needs no message: the token that
-    M_i chose instead becomes the first child, and the old one leaves the chain, unless a larger model chooses it later.
+    Algorithm 1, line by line: `_next` has lines 5 to 11. Line 12 is the run of a batch. Lines 13 and 14 are the core's,
+    which compares tokens and makes what matches the chain of first children. So are lines 15 and 16: the token that a
+    model chose instead becomes the first child, and no message is needed.
 
     `lookahead`: tokens that M_i waits for before it verifies them (section 4.4), unless M_0 … M_(i-1) cannot make more.
     Without `asynchronous` (table 1) a model that has made so many waits until they are verified.
@@ -35,40 +36,67 @@ class PipeSpec(Policy):
     )  # fmt: skip
     asynchronous: bool = setting(True, "--no-async", help="Ablation: the draft works only while the pipeline is empty.")
 
+    @property
+    def n_rows(self) -> int:
+        return max(N_ROWS, 1 + self.lookahead)
+
     def draft(self, context: PolicyContext) -> dict[Node, int]:
-        """M_0 makes its next token (line 9)."""
-        return dict.fromkeys(self._taken(context, 0), 1)
+        """Line 9: M_0 generates the next token."""
+        return dict.fromkeys(self._next(context)[0], 1)
 
     def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
-        """What M_`draft` compares with its own predictions (lines 11 to 14)."""
-        return dict.fromkeys(self._taken(context, draft), 1)
+        """Line 12: M_`draft` generates its predictions."""
+        return dict.fromkeys(self._next(context)[draft], 1)
 
     def send(self, context: PolicyContext) -> Answer:
-        """What M_K does."""
-        batch = self._taken(context, context.n_drafts)
+        """Line 12: so does M_K."""
+        batch = self._next(context)[-1]
         return Send(batch) if batch or context.n_inflight else AwaitDraft(context.tree.root)
 
-    def _taken(self, context: PolicyContext, model: int) -> list[Node]:
-        """The next batch of M_`model`, if it goes now: its newest token and what the model below added."""
-        if _works(context, model) or self._rests(context, model):
-            return []
-        batch = _batch(context, model)
-        below = range(model) if len(batch) <= self._window else ()
-        waits = any(_works(context, smaller) or self._taken(context, smaller) for smaller in below)
-        if model < context.n_drafts:
-            batch = [node for node in batch if context.may_branch(node) and node.passed_over < max(model, 1)]
-        return [] if waits else batch
+    def _next(self, context: PolicyContext) -> list[list[Node]]:
+        """What each model takes up now; nothing if it works or waits."""
+        found, smaller_go_on = list[list[Node]](), False
+        outputs = [_rolled_back(context, model) for model in range(context.n_drafts + 1)]  # lines 6 and 7
+        for model in range(context.n_drafts + 1):  # line 5
+            batch = _next_token(outputs) if model == 0 else _draft_tokens(outputs, model)  # lines 9 and 11
+            works = _works(context, model)
+            awaits_tokens = len(batch) <= self._window and smaller_go_on
+            takes = not (works or awaits_tokens or self._rests(context, outputs, model))
+            found.append(_askable(context, batch, model) if takes else [])
+            smaller_go_on |= works or bool(found[model])
+        return found
 
     @property
     def _window(self) -> int:
         return self.lookahead or (0 if self.asynchronous else SYNCHRONOUS_WINDOW)
 
-    def _rests(self, context: PolicyContext, model: int) -> bool:
+    def _rests(self, context: PolicyContext, outputs: Sequence[Sequence[Node]], model: int) -> bool:
         """Whether M_`model` waits for a larger one, as synchronous models do."""
         if self.asynchronous or model == context.n_drafts:
             return False
         larger = range(model + 1, context.n_drafts + 1)
-        return any(_works(context, each) for each in larger) or len(_batch(context, model + 1)) > self._window
+        return any(_works(context, each) for each in larger) or len(_draft_tokens(outputs, model + 1)) > self._window
+
+
+def _rolled_back(context: PolicyContext, model: int) -> list[Node]:
+    """Line 7: O_`model` up to the last token of the larger models that it goes with: from the root along the chain of
+    first children, which larger models reorder, to the first token after which M_`model` has not chosen one."""
+    output, n_left = [context.tree.root], context.depth_left
+    if model == context.n_drafts:
+        return output
+    while len(output) < n_left and output[-1].children and _has_chosen(output[-1], model):
+        output.append(output[-1].children[0])
+    return output
+
+
+def _next_token(outputs: Sequence[Sequence[Node]]) -> list[Node]:
+    """Line 9: M_0's newest token, after which it generates the next."""
+    return list(outputs[0][-1:])
+
+
+def _draft_tokens(outputs: Sequence[Sequence[Node]], model: int) -> list[Node]:
+    """Line 11: M_`model`'s newest token, and what M_(model - 1) has appended after it."""
+    return list(outputs[model - 1][len(outputs[model]) - 1 :])
 
 
 def _works(context: PolicyContext, model: int) -> bool:
@@ -76,16 +104,14 @@ def _works(context: PolicyContext, model: int) -> bool:
     return model > 0 and (context.n_asked(model) if model < context.n_drafts else context.n_inflight) > 0
 
 
-def _batch(context: PolicyContext, model: int) -> list[Node]:
-    """From the newest token of M_`model` to the newest of the model below."""
-    chain, n_left = [context.tree.root], context.depth_left
-    while len(chain) < n_left and chain[-1].children:
-        chain.append(chain[-1].children[0])
-    start = _tip(chain, model) if model < context.n_drafts else 0
-    return chain[start : _tip(chain, max(0, model - 1)) + 1]
+def _askable(context: PolicyContext, batch: list[Node], model: int) -> list[Node]:
+    """Without tokens after which a draft has chosen one, has no room for one, or needs none."""
+    if model == context.n_drafts:
+        return batch
+    askable = (node for node in batch if context.may_branch(node) and node.passed_over < max(model, 1))
+    return [node for node in askable if not _has_chosen(node, model)]
 
 
-def _tip(chain: list[Node], draft: int) -> int:
-    """The end of M_`draft`'s output: the first token after which it has not chosen one."""
-    heard = (node.refined >= draft and node.expanded for node in chain)
-    return next((index for index, known in enumerate(heard) if not known), len(chain))
+def _has_chosen(node: Node, model: int) -> bool:
+    """Whether M_`model`, a draft, has chosen what follows the token."""
+    return node.expanded and node.refined >= model

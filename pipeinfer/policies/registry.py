@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeinfer.core.policy import Policy
+from pipeinfer.core.policy import PAPER, PaperPolicy, Policy
 from pipeinfer.core.settings import settings_of
 from pipeinfer.policies.auto import Auto
 from pipeinfer.policies.flowspec import FlowSpec
@@ -34,5 +34,6 @@ ABLATIONS = tuple(dict.fromkeys(name for kind in POLICIES.values() for name in a
 def make_policy(name: str, given: Mapping[str, Any] = {}) -> Policy:
     """A policy with its own settings among those given."""
     kind = POLICIES[name]
-    own = {setting for setting, _, _ in settings_of(kind)}
-    return kind(**{setting: value for setting, value in given.items() if setting in own})
+    names = {setting for setting, _, _ in settings_of(kind)}
+    own = {setting: value for setting, value in given.items() if setting in names}
+    return kind.from_paper(**own) if issubclass(kind, PaperPolicy) and own.get("preset") == PAPER else kind(**own)

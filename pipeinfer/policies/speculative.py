@@ -5,10 +5,10 @@ The baseline of PipeInfer's evaluation: the pipeline and the draft wait for each
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, NOTHING, PAPER, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
@@ -16,8 +16,12 @@ from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
-class Speculative(Policy):
-    """One tree at a time, into an empty pipeline. Guesses below `min_probability` are dropped."""
+class Speculative(PaperPolicy):
+    """One tree at a time, into an empty pipeline. Guesses below `accept_cutoff` are dropped.
+
+    The preset `paper` has the settings of PipeInfer's experiments, whose -ps 0.8 lets no second guess in. There the
+    draft reads the prompt while the target does, and guesses afterwards.
+    """
 
     name: ClassVar[str] = "speculative"
 
@@ -25,8 +29,18 @@ class Speculative(Policy):
         4, "--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", help="Guesses a tree.", least=1, most=MAX_RUN,
         shown=True,
     )  # fmt: skip
-    width: int = setting(4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
-    min_probability: float = 0.05
+    width: int = setting(
+        4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True, paper=1
+    )
+    accept_cutoff: float = setting(
+        0.05, "--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min", most=1, paper=0.001,
+        help="Probability from which a guess counts.",
+    )  # fmt: skip
+    _reads: bool = field(default=False, init=False, repr=False, compare=False)  # the draft's step only reads the prompt
+
+    @property
+    def n_rows(self) -> int:
+        return max(N_ROWS, 1 + self.n_draft)
 
     def send(self, context: PolicyContext) -> Answer:
         if context.n_inflight:
@@ -38,7 +52,8 @@ class Speculative(Policy):
     def draft(self, context: PolicyContext) -> dict[Node, int]:
         """Best first: while one of the best `n_draft` guesses is not expanded, expanding it may find a better one."""
         root = context.tree.root
-        if context.n_inflight or not context.may_branch(root):
+        self._reads = self.preset == PAPER and not context.request.n_generated
+        if (context.n_inflight and not self._reads) or not context.may_branch(root):
             return {}
         if not root.expanded:
             return {root: self.width}
@@ -57,7 +72,7 @@ class Speculative(Policy):
         return [node for node in guesses if node in chosen]
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
-        return [guess for guess in guesses if guess.probability >= self.min_probability]
+        return [] if self._reads else [guess for guess in guesses if guess.probability >= self.accept_cutoff]
 
     def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
         """The finished tree, before it is sent: each draft after the smaller ones."""

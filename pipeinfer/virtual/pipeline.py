@@ -53,7 +53,7 @@ class _Flight:
     cancelled: bool = False  # a stage has noticed
     cancel_s: float = NEVER  # when the stages have the head's word
     answered_s: float = NEVER  # when its verdict is at the head
-    arrived_s: float = 0.0  # at the stage where it is
+    known_s: float = 0.0  # when its rows came to the first stage
     n_dropped: int = 0
 
     def leave_out(self, now_s: float) -> None:
@@ -91,8 +91,8 @@ class SimStage:
     n_rows_before: int = 0
     layers_s: float = 0.0  # when the layers of the current run begin
     slower: float = 1.0  # the current run is, because other ranks compute beside it
-    held: _Flight | None = None  # the next stage has yet to take it, before which this one begins no other
-    sends: bool = False  # and is about to
+    held: _Flight | None = None  # the next stage is not ready to receive it, before which this one begins no other
+    receives: bool = False  # a run that was not expected is on its way
     samplers_free_s: float = 0.0
     begun_s: float = 0.0  # when the evaluation of the current run began
     evaluated_s: float = 0.0  # what evaluations of runs that count took, all together
@@ -238,10 +238,9 @@ class SimPipeline:
                 continue
             stage = self.stages[index]
             if version is None:
-                flight.arrived_s = when_s
+                flight.known_s = flight.known_s if index else when_s
                 stage.queue.append(flight)
-                if index and not self.profile.host.posted:
-                    self._hand_over(index - 1, when_s)
+                stage.receives = False
                 if stage.current is None and stage.held is None:
                     self._start(index, stage, when_s + self.late_s(when_s - stage.idle_since_s))
             elif stage.current is flight and version == stage.version:
@@ -313,10 +312,11 @@ class SimPipeline:
     # -- what the stages' hosts do besides
 
     def _prepared_s(self, flight: _Flight, now_s: float) -> float:
-        """When a stage that is free can begin to evaluate."""
+        """When a stage that is free can begin to evaluate. Ahead: all stages prepare a run's input once its rows are
+        known, while they evaluate others (SiPipe, section 5.2)."""
         host = self.profile.host
         before_s = host.before_s(flight.n_rows)
-        return max(now_s, flight.arrived_s + before_s) if host.ahead else now_s + before_s
+        return max(now_s, flight.known_s + before_s) if host.ahead else now_s + before_s
 
     def _sampling_s(self, index: int, flight: _Flight) -> float:
         """How long the last stage chooses tokens itself."""
@@ -333,15 +333,11 @@ class SimPipeline:
         return stage.samplers_free_s
 
     def _meet(self, index: int, now_s: float) -> None:
-        """A run that was not expected goes to the next stage when both have time; both wait for it."""
+        """A run that was not expected is sent once the next stage is ready to receive it. That one waits for it to
+        arrive, and this one goes on (SiPipe, sections 3.1 and 7.5)."""
         stage, following = self.stages[index], self.stages[index + 1]
-        if stage.held is None or stage.sends or following.current or following.held or following.queue:
+        if stage.held is None or following.current or following.held or following.receives:
             return
-        stage.sends = True
-        self._pass_on(index, stage, stage.held, now_s + self.profile.host.meet_s)
-
-    def _hand_over(self, index: int, now_s: float) -> None:
-        """The next stage has taken the run."""
-        stage = self.stages[index]
-        stage.held, stage.sends = None, False
+        following.receives, flight, stage.held = True, stage.held, None
+        self._pass_on(index, stage, flight, now_s + self.profile.host.meet_s)
         self._go_on(index, stage, now_s)

@@ -21,7 +21,7 @@ from pipeinfer.virtual.choices import Choices
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 
-N_GUESS_ROWS, N_CHUNK = 32, 128  # as `pipeinfer run` has them
+N_CHUNK = 128  # as `pipeinfer run` has it
 N_CELLS_SPARE = 512
 
 
@@ -60,19 +60,22 @@ def simulate(
     clock = VirtualClock()
     tracer = Tracer(clock)
     n_ctx = n_prompt + n_predict
-    n_seq, n_cells = policy.n_seq if partitions else 1, n_ctx + N_CELLS_SPARE
+    n_seq, n_cells = policy.n_sequences if partitions else 1, n_ctx + N_CELLS_SPARE
     target = SimPipeline(profile, [choices], clock)
-    drafts = [_draft_level(profile, number, found, clock, n_seq, n_cells) for number, found in enumerate(larger, 1)]
+    n_rows = policy.n_rows
+    drafts = [
+        _draft_level(profile, number, found, clock, n_seq, n_cells, n_rows) for number, found in enumerate(larger, 1)
+    ]
     # a head that has layers has no draft: that is asked by messages
-    asked = [_draft_level(profile, 0, choices, clock, n_seq, n_cells)] if profile.drafts_elsewhere else []
+    asked = [_draft_level(profile, 0, choices, clock, n_seq, n_cells, n_rows)] if profile.drafts_elsewhere else []
     pipelines = (target, *(level.alone for level in (*asked, *drafts)))
     for pipeline in pipelines:
         pipeline.neighbours = pipelines
-    own = SimDrafter(profile, [choices], pipelines) if profile.drafts and not asked else None
+    own = SimDrafter(profile, [choices], pipelines, n_rows) if profile.drafts and not asked else None
     drafter = asked[0] if asked else own
     pool = SequencePool(n_seq, n_cells, parked=profile.parked)
     engine = Engine(
-        Level(target, pool, n_chunk=n_chunk, n_rows=N_GUESS_ROWS, cancel=cancel, blocks=profile.blocks), drafter,
+        Level(target, pool, n_chunk=n_chunk, n_rows=n_rows, cancel=cancel, blocks=profile.blocks), drafter,
         SimWaiter(clock), clock, drafts=drafts, run_cost=run_cost(profile, n_cells),
     )  # fmt: skip
     if own:
@@ -86,14 +89,15 @@ def simulate(
 
 
 def _draft_level(
-    profile: Profile, number: int, choices: Choices, clock: VirtualClock, n_seq: int, n_cells: int
+    profile: Profile, number: int, choices: Choices, clock: VirtualClock, n_seq: int, n_cells: int, n_rows: int
 ) -> SimDraftLevel:
     """A draft on its own rank, beyond one link."""
     cost = profile.drafts[number]
     pipeline = SimPipeline(replace(profile, stages=(cost,), drafts=(), head_is_first=False), [choices], clock)
     costs = {n_rows: cost.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS}
-    n_rows = largest_question(costs) if number else N_GUESS_ROWS
-    return SimDraftLevel(pipeline, [choices], SequencePool(n_seq, n_cells), n_rows)
+    return SimDraftLevel(
+        pipeline, [choices], SequencePool(n_seq, n_cells), largest_question(costs) if number else n_rows
+    )
 
 
 def run_cost(profile: Profile, n_cells: int, chunk: tuple[int, float] | None = None) -> RunCost:

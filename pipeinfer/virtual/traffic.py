@@ -25,7 +25,7 @@ from pipeinfer.observe.throughput import NOT_OFFERED, Throughput, offered_and_se
 from pipeinfer.virtual.choices import SyntheticChoices
 from pipeinfer.virtual.drafts import SimDrafter
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
-from pipeinfer.virtual.simulation import N_CELLS_SPARE, N_CHUNK, N_GUESS_ROWS, run_cost
+from pipeinfer.virtual.simulation import N_CELLS_SPARE, N_CHUNK, run_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,14 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
         for number in range(load.n_requests)
     ]
     pipeline = SimPipeline(profile, choices, clock)
-    n_seq = policy.n_seq + load.n_open - 1
+    n_seq = policy.n_sequences + load.n_open - 1
     n_cells = load.n_open * n_ctx + N_CELLS_SPARE
     pool = SequencePool(n_seq, n_cells, parked=profile.parked)
     coming_s, waiter = deque(arrivals_s(load.n_requests, load.rate, load.seed)), LoadWaiter(clock)
     chunk_s = max(stage.seconds(BLOCK, 0) for stage in profile.stages)
-    drafter = SimDrafter(profile, choices, (pipeline,)) if profile.drafts else None
+    drafter = SimDrafter(profile, choices, (pipeline,), policy.n_rows) if profile.drafts else None
     engine = Engine(
-        Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(N_GUESS_ROWS, load.n_open), blocks=profile.blocks),
+        Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(policy.n_rows, load.n_open), blocks=profile.blocks),
         drafter, waiter, clock, run_cost=run_cost(profile, n_cells, (BLOCK, chunk_s)),
         max_delay_s=load.max_delay_s,
     )  # fmt: skip

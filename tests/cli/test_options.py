@@ -147,9 +147,15 @@ def test_a_run_with_every_number_at_its_limit(which: str, policy: str) -> None:
     ("words", "said"),
     [
         (["run", "--draft", "4"], "--draft is an option of --policy speculative; of such options auto has none"),
-        (["run", "--policy", "iterative", "-pa", "0.1"], "--accept-cutoff is an option of --policy pipeinfer"),
-        (["run", "--policy", "speculative", "--no-async"], "speculative has --draft, --width"),
-        (["bench", "--policy", "iterative,speculative", "-pd", "0"], "iterative has none; speculative has --draft"),
+        (
+            ["run", "--policy", "iterative", "-pa", "0.1"],
+            "--accept-cutoff is an option of --policy speculative and pipeinfer",
+        ),
+        (["run", "--policy", "speculative", "--no-async"], "speculative has --preset, --draft, --width"),
+        (
+            ["bench", "--policy", "iterative,speculative", "-pd", "0"],
+            "iterative has none; speculative has --preset, --draft",
+        ),
         (["simulate", "--policy", "speculative", "--inflight", "3"], "--inflight is an option of --policy pipeinfer"),
     ],
 )

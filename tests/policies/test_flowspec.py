@@ -13,7 +13,10 @@ from pipeinfer.virtual.simulation import simulate
 from tests.support.timesteps import TEXT, GivenChoices, timesteps
 
 STAGE_S = 2.0
-SMALL = FlowSpec(width=2, depth=2, tree_size=7, segment=3, expansion_depth=2, expansion_size=4)
+SMALL, PAPERS = (
+    kind(width=2, depth=2, tree_size=7, segment=3, expansion_depth=2, expansion_size=4)
+    for kind in (FlowSpec, FlowSpec.from_paper)
+)
 FOLLOWS = {
     1: {2: 0.6, 10: 0.4}, 2: {3: 0.9, 11: 0.1}, 10: {12: 0.5, 13: 0.5}, 3: {4: 0.8, 14: 0.2}, 4: {5: 0.8, 15: 0.2},
     5: {6: 0.8, 16: 0.2},
@@ -62,6 +65,24 @@ def test_while_nothing_is_accepted_the_tree_gets_deeper() -> None:
     sent = segments(SMALL)
     assert sent[3] == (7.999, [4, 5, 14])
     assert 124 not in [token for _, run in sent for token in run]
+
+
+def test_in_the_paper_the_tree_is_expanded_only_after_a_segment_has_come_back() -> None:
+    """Section III-D: at 6 s all is sent; the first segment comes back at 8 s, with it new tokens, and the fresh tree of
+    three layers from 4 takes the draft until 11 s."""
+    sent = segments(PAPERS)
+    assert sent[:3] == FIRST_TREE
+    assert sent[3] == (11.0, [4, 5, 6])
+
+
+def test_an_empty_segment_has_the_tree_expanded_from_its_last_layer() -> None:
+    """Section III-D, score-aware: 10 is wrong at 14 s, when 2 is accepted. Its segment comes back empty behind 3's at
+    22 s, and the layer after 5 is drafted beside 5's way through the stages, four seconds each."""
+    choices = GivenChoices({1: {2: 0.5, 10: 0.45}, 10: {12: 0.9}, **{token: {token + 1: 0.9} for token in TEXT[1:]}})
+    policy = replace(PAPERS, segment=1, depth=2, expansion_depth=1, expansion_size=2)
+    sent = segments(policy, choices, stage_s=4.0)
+    assert [run for _, run in sent] == [[1], [2], [3], [10], [4], [5], [6], [7]]
+    assert sent[5][0] == 23.0 and sent[6][0] == pytest.approx(27.0, abs=0.01), "without it 6 goes at 32 s"
 
 
 def test_after_an_acceptance_a_fresh_tree_adds_what_is_new() -> None:

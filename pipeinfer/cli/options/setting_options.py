@@ -13,7 +13,7 @@ import click
 from pipeinfer.cli.options.command import Command
 from pipeinfer.cli.options.environment import read_variables
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.settings import REQUIRED, Setting, settings_of
+from pipeinfer.core.settings import REQUIRED, Setting, settings_of, value_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.job.options.options import choose_policy
@@ -143,7 +143,7 @@ def _policy_option(name: str, owners: Mapping[str, tuple[Any, Setting]]) -> Sett
     whose = f"({', '.join(owners)})"
     if default is True:
         return SettingOption(names, flag_value=False, type=bool, default=None, help=f"{setting.help} {whose}")
-    defaults = ", ".join(dict.fromkeys(f"{default:g}" for default, _ in owners.values()))
+    defaults = ", ".join(dict.fromkeys(value_text(default) for default, _ in owners.values()))
     return SettingOption(names, type=_type_of(default, setting), default=None,
                          help=f"{setting.help} {whose}  [default: {defaults}]")  # fmt: skip
 
@@ -152,6 +152,8 @@ def _type_of(default: Any, setting: Setting) -> click.ParamType:
     if setting.type is not None:
         found: click.ParamType = setting.type
         return found
+    if setting.choices:
+        return click.Choice(setting.choices)
     if isinstance(default, int):
         return Whole(int(setting.least), INT32_MAX if setting.most == float("inf") else int(setting.most))
     return Number(setting.least, setting.most)

@@ -15,7 +15,7 @@ from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.loading.load import load_own
 from pipeinfer.job.loading.worker import run_stage
-from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.prepare import inputs_of, prepare
 from pipeinfer.job.process.complain import complain
@@ -109,7 +109,7 @@ def _time_alone(
         )  # fmt: skip
     for number, draft in drafts.items():
         n_layer = deployment.drafts[number].n_layer  # all of them: no draft is cut here
-        found["draft"] = time_model(draft, n_layer, N_GUESS_ROWS, deployment.n_cells, CLOCK, TIMING_S)
+        found["draft"] = time_model(draft, n_layer, context.options.n_guess_rows, deployment.n_cells, CLOCK, TIMING_S)
     return found
 
 

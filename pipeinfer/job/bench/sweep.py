@@ -86,9 +86,11 @@ def loaded_together(sweep: Sweep) -> Iterator[tuple[RunOptions, tuple[Policy, ..
     """What is loaded at a time, but for the split, and the policies that are measured on it."""
     for model, drafts in sweep.pairs:
         for policies in _loaded_alike(sweep.policies):
-            needs_most = max(policies, key=lambda policy: policy.n_seq)
             cut = sweep.base.draft_split if len(drafts) == 1 + len(sweep.base.draft_split) else ()
-            yield replace(sweep.base, model=model, drafts=drafts, policy=needs_most, draft_split=cut), policies
+            yield (
+                replace(sweep.base, model=model, drafts=drafts, policy=policies[0], also=policies[1:], draft_split=cut),
+                policies,
+            )
 
 
 def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]], group_of: MakeGroup[M]) -> list[Group[M]]:
@@ -137,6 +139,8 @@ def _variants(options: RunOptions, ablations: Sequence[str]) -> Iterator[RunOpti
     """The whole policy, then without each of these that is part of it."""
     yield options
     for name in (name for name in ablations if name in ablations_of(type(options.policy))):
+        if getattr(options.policy, name, None) is False:
+            continue  # the preset has it off
         if name in options.policy.uses:
             yield replace(options, **{name: False})  # type: ignore[arg-type]
         else:

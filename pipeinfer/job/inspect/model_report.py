@@ -10,7 +10,7 @@ from pipeinfer.cluster.plan import make_plan
 from pipeinfer.core.kv.blocks import rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX
-from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import cells_for, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
 from pipeinfer.job.requests.request import DEFAULT_CTX
@@ -97,7 +97,7 @@ def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
     if n_ctx > MAX_CTX:
         raise UserError(f"-c {n_ctx} is more than the {MAX_CTX} tokens that a context holds; give fewer")
     options, n_cells = RunOptions(model=info.path, numerics=numerics), cells_for(n_ctx)
-    n_rows = max(min(options.batch_size, n_ctx) + 1, N_GUESS_ROWS)
+    n_rows = max(min(options.batch_size, n_ctx) + 1, options.n_guess_rows)
     n_in_blocks = rows_in_blocks(n_ctx) if numerics == "exact" and info.layers.known.flash else 0
     needs = MemoryNeeds(options, info, (), n_cells, n_rows, n_in_blocks)
     rows = []

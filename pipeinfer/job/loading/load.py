@@ -19,7 +19,7 @@ from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.arrivals import TARGET, fetch_layers, model_file
 from pipeinfer.job.loading.run_costs import time_stage
 from pipeinfer.job.loading.stages import gpu_of, load_layers, local_rank
-from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions, backend_of
+from pipeinfer.job.options.options import RunOptions, backend_of
 from pipeinfer.job.placement.deployment import Deployment, ModelFile
 from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.placement.gpus import rank_devices
@@ -31,13 +31,13 @@ from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.text.grammar import Grammars
 from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from pipeinfer.models.translated import TranslatedStage
-from pipeinfer.policies.limits import MAX_WIDTH
+from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
 STOP_INTERVAL_S = 5e-4
 """Each question whether to stop takes some microseconds, up to a twentieth part of a small layer, and divides the
 computation of a graph."""
 
-N_GUESS_BYTES = verdict_bytes(N_GUESS_ROWS, MAX_WIDTH * N_GUESS_ROWS)  # of a draft's answer at most
+N_GUESS_BYTES = verdict_bytes(MAX_RUN, MAX_WIDTH * MAX_RUN)  # of a draft's answer at most
 
 
 def load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
@@ -175,8 +175,8 @@ def _load_draft(context: Context, deployment: Deployment, number: int, own: Stag
     params = LlamaParams(
         n_cells=deployment.n_cells,
         n_seq_max=options.n_seq + 1,
-        n_batch=N_GUESS_ROWS,
-        n_outputs_max=N_GUESS_ROWS,
+        n_batch=options.n_guess_rows,
+        n_outputs_max=options.n_guess_rows,
         n_threads=deployment.threads[context.rank],
         n_gpu_layers=gpu_layers(options, context.rank),
         exact=False,  # guesses need not be reproducible to the bit: the target decides
@@ -195,7 +195,7 @@ def make_drafter(context: Context, deployment: Deployment, options: RunOptions, 
     """On rank 0, which has the target's file. The model's cache must be empty."""
     context.vocabulary = context.vocabulary or VocabularyFile(deployment.model.path)
     pool = SequencePool(options.n_seq, deployment.n_cells, window=deployment.drafts[0].window)
-    return ModelDrafter(model, pool, N_GUESS_ROWS, options.couple, open_grammars(context))
+    return ModelDrafter(model, pool, options.n_guess_rows, options.couple, open_grammars(context))
 
 
 def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:

@@ -29,7 +29,6 @@ from pipeinfer.job.options.text_sections import ChatOptions, Context, GrammarOpt
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.policies import Iterative
 
-N_GUESS_ROWS = 32  # guesses a run carries at most
 MAX_PROMPTS = 4
 
 N_GUESS_STATES = 16
@@ -54,18 +53,26 @@ class RunOptions(
     grammar: GrammarOptions = GrammarOptions()  # noqa: RUF009 (so is it)
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
     parallel: int = 1
+    also: tuple[Policy, ...] = ()
+    """Policies that are measured with the same loaded models."""
 
     @property
     def n_seq(self) -> int:
         """Sequences that trees may lease: as many as the policy uses, and one for each further request."""
         if not self.partitions:
             return self.parallel
-        return self.sequences or min(MAX_SEQUENCES, self.policy.n_seq + self.parallel - 1)
+        n_seq = max(policy.n_sequences for policy in (self.policy, *self.also))
+        return self.sequences or min(MAX_SEQUENCES, n_seq + self.parallel - 1)
+
+    @property
+    def n_guess_rows(self) -> int:
+        """Rows of a run with guesses, and of a draft's step, at most."""
+        return max(policy.n_rows for policy in (self.policy, *self.also))
 
     @property
     def n_nodes(self) -> int:
         """Nodes that a run of the target carries at most: guesses, or a root of each request."""
-        return max(N_GUESS_ROWS, self.parallel)
+        return max(self.n_guess_rows, self.parallel)
 
     @property
     def cache(self) -> CacheTypes:

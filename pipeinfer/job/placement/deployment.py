@@ -18,7 +18,6 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ON
 from pipeinfer.job.options.options import (
-    N_GUESS_ROWS,
     RunOptions,
     backend_of,
     check_by_rank,
@@ -123,7 +122,7 @@ class Deployment:
     def largest_input(self, rank: int) -> tuple[int, int]:
         """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
         drafts = [self.drafts[number] for number in self.plan.drafts_on(rank)]
-        return (N_GUESS_ROWS, drafts[0].n_embd) if drafts else (self.n_rows_max, self.model.n_embd)
+        return (self.n_nodes, drafts[0].n_embd) if drafts else (self.n_rows_max, self.model.n_embd)
 
     def hop_is_out_of_band(self, source: int | None, dest: int | None) -> bool:
         """Whether activations of this hop go from device to device: between stages of the target that torch

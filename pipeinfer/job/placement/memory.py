@@ -16,7 +16,7 @@ from pipeinfer.cluster.stages.samplers import N_BUFFERS
 from pipeinfer.core.kv.blocks import LARGEST
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
-from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions, backend_of, gpu_layers_asked
+from pipeinfer.job.options.options import RunOptions, backend_of, gpu_layers_asked
 from pipeinfer.job.placement.torch_memory import torch_memory
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo
@@ -78,7 +78,7 @@ class MemoryNeeds:
         if not by.n_on_gpu or by.backend.is_torch:
             return 0
         is_draft = number < len(self.drafts)
-        info, n_rows = (self.drafts[number], N_GUESS_ROWS) if is_draft else (self.info, self.n_rows)
+        info, n_rows = (self.drafts[number], self.options.n_guess_rows) if is_draft else (self.info, self.n_rows)
         types = self.options.draft_cache if is_draft else self.options.cache
         return gpu_bytes(info, first, last, self.n_cells, n_rows, self._n_outputs, by.n_on_gpu, types)
 
@@ -122,8 +122,9 @@ class MemoryNeeds:
         """Of layers [first, last) of a draft."""
         draft, types = self.drafts[number], self.options.draft_cache
         is_cut = last - first < draft.n_layer
-        messages = Memory(buffers=N_MESSAGES * 4 * N_GUESS_ROWS * draft.n_embd if is_cut else 0)
-        return messages + self._of_layers(draft, by, first, last, N_GUESS_ROWS, exact=False, types=types)
+        n_rows = self.options.n_guess_rows
+        messages = Memory(buffers=N_MESSAGES * 4 * n_rows * draft.n_embd if is_cut else 0)
+        return messages + self._of_layers(draft, by, first, last, n_rows, exact=False, types=types)
 
     def of_stage(self, by: Computed, first: int, last: int) -> Memory:
         """Of layers [first, last) of the target."""
@@ -159,7 +160,7 @@ class MemoryNeeds:
 
     @property
     def _n_outputs(self) -> int:
-        return max(N_GUESS_ROWS, self.options.n_seq) + 1
+        return max(self.options.n_guess_rows, self.options.n_seq) + 1
 
 
 class Computed(NamedTuple):

@@ -33,7 +33,7 @@ from pipeinfer.job.loading.load import (
     stage_report,
 )
 from pipeinfer.job.loading.run_costs import RunCosts, run_cost, time_draft
-from pipeinfer.job.options.options import N_GUESS_ROWS, RunOptions
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import GenerationRequest
@@ -171,7 +171,8 @@ class Session:
         levels = {
             number: Level(
                 pipeline, SequencePool(options.n_seq, n_cells, window=deployment.drafts[number].window),
-                n_chunk=N_GUESS_ROWS, n_rows=largest_question(self._refiner_costs[number]) if number else N_GUESS_ROWS,
+                n_chunk=options.n_guess_rows,
+                n_rows=largest_question(self._refiner_costs[number]) if number else options.n_guess_rows,
             )
             for number, pipeline in self._asked.items()
         }  # fmt: skip
