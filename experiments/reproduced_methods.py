@@ -82,7 +82,7 @@ def flowspec() -> Iterator[str]:
         "here the draft is a plain one of its size, which loses nothing with age, keeps its old tree, and costs\n"
         "PipeDec nothing either. So ratios that are close have other causes. Activations travel as float32, the\n"
         "paper's as float16. Not compared: Megatron-LM and Galaxy (tensor parallelism), Vicuna, temperature 1,\n"
-        "accepted lengths a turn and a round.\n"
+        "accepted lengths a turn and a round."
     )
 
 
@@ -127,7 +127,7 @@ def pipedec() -> Iterator[str]:
         "hindsight and drafted without idle stages between. 14 stages are at most 1.6 times as fast as 7 (paper:\n"
         "1.64), and only with a draft that is right nine times in ten; 21 stages go on rising, where the paper's\n"
         "speed hardly changes. No stages are grouped here: the paper's seven have two GPUs each. Not compared:\n"
-        "the 8B model on one GPU, stochastic decoding (figure 7), throughput under load (figure 8), accuracy.\n"
+        "the 8B model on one GPU, stochastic decoding (figure 7), throughput under load (figure 8), accuracy."
     )
     yield "\n### Figure 4: widths\n"
     yield (
@@ -179,7 +179,7 @@ def pipespec() -> Iterator[str]:
         "two models: 0.7 gives 1.49 in turns and 1.86 asynchronous, 0.8 gives 2.08 and 2.55, the paper 1.32 and\n"
         "2.27; its models in turns lose time to what it does not describe. A lookahead of 4 is best here, none\n"
         "there. Theorem 1 supposes that rejected tokens cost nothing; on clusters where each row costs,\n"
-        "asynchronous models can be slower than plain decoding. Not compared: table 2, figures 3 to 5.\n"
+        "asynchronous models can be slower than plain decoding. Not compared: table 2, figures 3 to 5."
     )
 
 

@@ -28,8 +28,9 @@ class PipeInfer(PaperPolicy):
 
     Cutoffs are probabilities under the draft: the likeliest guess after a node counts from `accept_cutoff` on, a
     further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each micro-batch
-    raises both cutoffs by `recovery`, each draft step that finds no guess lowers them by `decay`; a verdict resets
-    them. A node is drafted once: guesses below a raised cutoff stay in the tree and count when it falls.
+    raises both cutoffs by `recovery` until the next verdict, each draft step that finds no guess lowers them by `decay`
+    until a guess is accepted. A node is drafted once: guesses below a raised cutoff stay in the tree and count when it
+    falls.
 
     For ablation studies (the paper's figure 8): without `continuous`, one run of guesses is in flight at a time;
     without `asynchronous`, the draft works only while the pipeline is empty.
@@ -203,7 +204,7 @@ class PipeInfer(PaperPolicy):
         return dict.fromkeys(to_refine(context, draft), self.width)
 
     def settled(self, settled: Settled, context: PolicyContext) -> str:
-        self._n_failed = 0
+        self._n_failed = 0 if settled.n_matched else self._n_failed
         self._newest_run = max((node.run_id or 0) for node in context.tree.nodes)
         self.calibration.settled(settled)
         return self._backoff.settled(settled, self.calibration.hit_rate) if self.backoff else ""

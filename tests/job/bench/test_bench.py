@@ -105,7 +105,8 @@ def test_every_ablation_switches(tmp_path: Path) -> None:
     assert rows["no-partitions"]["branches"] == 0
     assert rows["no-continuous"]["inflight_max"] == 2, "the root's run and one of guesses"
     assert rows["no-async"]["draft_steps_inflight"] == 0 < rows["no-async"]["draft_steps"]
-    assert len(rows) == 3
+    ours = {setting.flag[2:] for _, _, setting in settings_of(PipeInfer) if setting.paper is False}
+    assert rows.keys() - ours == {"no-partitions", "no-continuous", "no-async"} and len(rows) == 3 + len(ours)
 
 
 def test_what_makes_a_measurement_worthless_is_said_once(pair: list[str], tmp_path: Path) -> None:
