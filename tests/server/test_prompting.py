@@ -41,7 +41,7 @@ def test_what_many_prompts_have_in_common_is_read_once() -> None:
     assert [body.prompt for body in found.bodies[::2]] == [str(at) for at in range(64)]
     with pytest.raises(UserError, match="200000 prompts with n 1 are 200000 texts; a request has up to 128"):
         read_asked({"prompt": ["a"] * 200_000}, COMPLETION, defaults)
-    assert time.process_time() - begin_s < 0.5
+    assert time.process_time() - begin_s < 1.0
 
 
 def test_chats_whose_renderer_fails_are_told() -> None:

@@ -355,15 +355,15 @@ def test_bad_options_give_one_line_and_exit_code_2(arguments: list[str], words: 
 def test_a_row_of_the_reproduction_table() -> None:
     row = reproduce._speed_row("pipeinfer-c", 8, "goliath-xwin7")
     assert row[:3] == ["pipeinfer-c", "8", "goliath-xwin7"]
-    iterative, speculative, _, speed = map(float, row[4:8])
-    assert float(row[8].strip("*")) == pytest.approx(speed / iterative, abs=0.02), "over iterative"
-    assert speculative < iterative and row[-1] == "no", "such a baseline is not the paper's"
+    iterative, speculative, theirs = map(float, row[4:7])
+    assert float(row[7].strip("*")) == pytest.approx(theirs / speculative, abs=0.02), "over speculative"
+    assert float(row[11]) == pytest.approx(float(row[10]) / iterative, abs=0.02), "ours over iterative"
     page = (ROOT / "docs" / "results" / "reproduction.md").read_text()
     lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in page.splitlines()]
-    assert row[:3] in lines and "| over iterative   | over speculative   |" in page
+    assert row[:3] in lines
     assert "ahead" not in page and "behind" not in page, "the baselines are not the same"
-    _, _, _, plain, _, ours, ratio = reproduce._poor_row("pipeinfer-c", 8, "goliath-xwin7")
-    assert float(ours) > 0.97 * float(plain), f"a poor draft must not cost much: {ratio}"
+    *_, ours = reproduce._poor_row("pipeinfer-c", 8, "goliath-xwin7")
+    assert float(ours.strip("*")) > 0.97, "a poor draft must not cost much"
 
 
 def test_a_larger_draft_pays_where_the_paper_says_so() -> None:
