@@ -141,4 +141,5 @@ def job(ranks: Sequence[Played], options: RunOptions) -> Found:
     with ThreadPoolExecutor(len(ranks)) as threads:
         everyone: list[Any] = list(threads.map(part, range(len(ranks)), timeout=WAIT_S))
     assert all(each == everyone[0] for each in everyone), "all ranks know the same"
-    return Found(*everyone[0], [rank.n_runs for rank in ranks], [round(rank.now_s, 2) for rank in ranks])
+    described, speeds = everyone[0]
+    return Found(described, speeds, [rank.n_runs for rank in ranks], [round(rank.now_s, 2) for rank in ranks])
