@@ -201,7 +201,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to
     # write, or where models come from
     not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose", "chat", "stops", "parallel"}
-    not_asked |= {"grammar", "offline", "send_layers", "rank_timeout_s"}
+    not_asked |= {"grammar", "offline", "send_layers", "rank_timeout_s", "also"}
     assert not set(changed) & not_asked
     elsewhere = {"draft_split", "draft_rank", "wire_type", "cache_type_k", "cache_type_v"}
     assert {field.name for field in fields(RunOptions)} == set(changed) | elsewhere | not_asked
@@ -213,7 +213,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         keys[f"draft_split {split}"] = key_with(hosts="abcde", drafts=(DRAFT, TARGET, TARGET), draft_split=split)
     for kind in POLICIES.values():
         for name, value, _ in settings_of(kind):
-            other: Any = not value if isinstance(value, bool) else value + 1
+            other: Any = not value if isinstance(value, bool) else "paper" if value == "ours" else value + 1
             keys[f"{kind.name} {name}"] = key_with(policy=kind(**{name: other}))
     for name, value, _ in settings_of(SamplingParams):
         if name != "seed":
