@@ -93,7 +93,7 @@ def test_every_ablation_switches(tmp_path: Path) -> None:
     """By what the switch forbids; the complete policy does all of it."""
     results = tmp_path / "results.csv"
     # one run brings such a prompt: chunks of a longer one are in flight together
-    arguments = ["bench", "-t", "1", "-p", str(TEXTS[1]), "--cut", "16", "-n", "64", "-r", "1"]
+    arguments = ["bench", "-t", "1", "-p", str(TEXTS[1]), "--cut", "16", "-n", "160", "-r", "1"]
     ablations = ["--policy", "pipeinfer", "--ablate", ",".join(ablations_of(PipeInfer))]
     done = finish(3, [*arguments, *ablations, "--results", str(results)])
     assert done.returncode == 0, done.stderr
