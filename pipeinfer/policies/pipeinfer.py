@@ -89,7 +89,7 @@ class PipeInfer(PaperPolicy):
     calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
     _backoff: SpeculationBackoff = field(default_factory=SpeculationBackoff, init=False, repr=False, compare=False)
     _newest_run: int = field(default=0, init=False, repr=False, compare=False)  # of those sent before the last verdict
-    _n_failed: int = field(default=0, init=False, repr=False, compare=False)  # draft steps without a guess since then
+    _n_failed: int = field(default=0, init=False, repr=False, compare=False)  # failed draft steps since the last hit
     _raised: float = field(default=0.0, init=False, repr=False, compare=False)  # the cutoffs are, in a draft step
     _guesses: bool = field(default=True, init=False, repr=False, compare=False)  # that step does
 
@@ -204,7 +204,8 @@ class PipeInfer(PaperPolicy):
         return dict.fromkeys(to_refine(context, draft), self.width)
 
     def settled(self, settled: Settled, context: PolicyContext) -> str:
-        self._n_failed = 0 if settled.n_matched else self._n_failed
+        if settled.n_matched:
+            self._n_failed = 0
         self._newest_run = max((node.run_id or 0) for node in context.tree.nodes)
         self.calibration.settled(settled)
         return self._backoff.settled(settled, self.calibration.hit_rate) if self.backoff else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,12 +37,14 @@ def test_what_many_prompts_have_in_common_is_read_once() -> None:
     """The loop that serves clients reads it, so they would all wait."""
     defaults = Defaults(SamplingParams(), -1, (), False)
     schema = {"properties": {f"p{at}": dict[str, int]() for at in range(60_000)}}
+    gc.freeze()  # what other tests left costs the collector time that is not measured here
     begin_s = time.process_time()
     found = read_asked({"prompt": [str(at) for at in range(64)], "n": 2, "json_schema": schema}, COMPLETION, defaults)
     assert [body.prompt for body in found.bodies[::2]] == [str(at) for at in range(64)]
     with pytest.raises(UserError, match="200000 prompts with n 1 are 200000 texts; a request has up to 128"):
         read_asked({"prompt": ["a"] * 200_000}, COMPLETION, defaults)
-    assert time.process_time() - begin_s < 1.0
+    gc.unfreeze()
+    assert time.process_time() - begin_s < 0.5
 
 
 def test_chats_whose_renderer_fails_are_told() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.cores import Host, ranks_there
 from pipeinfer.cluster.hosts.layer_speed import BEFORE, NOW, LayerSpeed
 from pipeinfer.cluster.plan import Sizes
 from pipeinfer.cluster.timing.timed_layers import time_layers
@@ -165,6 +165,6 @@ def _load_blank(skeleton: Skeleton, own: Span, hosts: Sequence[Host], options: R
 def _check_room(n_bytes: int, hosts: Sequence[Host], rank: int) -> None:
     """Raises UserError where the ranks of a host, all of which load as much, would leave it no memory."""
     room = hosts[rank].memory
-    left = min(room.own, room.host // sum(host.name == hosts[rank].name for host in hosts))
+    left = min(room.own, room.host // len(ranks_there(hosts, rank)))
     if n_bytes > left:
         raise UserError(f"{n_bytes / 1e6:.0f} MB of layers are more than the {left / 1e6:.0f} MB that it has")

@@ -121,6 +121,6 @@ def timing_turns(hosts: Sequence[Host], threads: Sequence[int], ranks: Collectio
     threads they take turns, else the system's scheduler would be timed."""
     everyone, turns = frozenset(range(len(hosts))), {}
     for rank in sorted(ranks):
-        before = sum(hosts[other].name == hosts[rank].name for other in ranks if other < rank)
+        before = sum(other < rank and other in ranks for other in ranks_there(hosts, rank))
         turns[rank] = before if spare_cores(hosts, everyone, threads, rank) < 0 else 0
     return turns
