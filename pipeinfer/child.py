@@ -1,7 +1,5 @@
 """The command line of a Python child process that imports what this process can import. Knows no model and no MPI."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

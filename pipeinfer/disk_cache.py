@@ -4,8 +4,6 @@ A value that cannot be read, or was written by something else, is no value; a fo
 Knows no model and no cluster.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

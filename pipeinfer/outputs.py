@@ -1,8 +1,6 @@
 """Files that are written: made beside their place and renamed, so that each is whole or as it was before. Also what is
 checked before work begins: that they can be written, and are none of the files that are read. Knows no contents."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

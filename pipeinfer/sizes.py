@@ -1,7 +1,5 @@
 """Amounts as texts."""
 
-from __future__ import annotations
-
 
 def size_text(n_bytes: float) -> str:
     """`3.2 GB`, three digits at most before the unit changes."""

@@ -1,7 +1,5 @@
 """`pipeinfer batch`: its options, and the sections that it takes. What it does is in `job.batch`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

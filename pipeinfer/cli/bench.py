@@ -1,7 +1,5 @@
 """`pipeinfer bench`: its options. What is measured, and how, is in `job.bench`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pipeinfer chat`: the sections of options that it takes. What it does is in `job.chat`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pipeinfer.cli.options.given import run_options, warn_of_variables

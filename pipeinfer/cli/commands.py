@@ -1,7 +1,5 @@
 """The commands: dispatches to one file a command and turns errors into one line and an exit code."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

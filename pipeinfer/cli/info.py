@@ -1,7 +1,5 @@
 """`pipeinfer info`: its options. Its report is in `job.inspect.info`."""
 
-from __future__ import annotations
-
 import click
 
 from pipeinfer.cli.options.setting_options import command

@@ -1,7 +1,5 @@
 """Where the `pipeinfer` command begins: ready for a Ctrl-C before anything that takes time, the imports included."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

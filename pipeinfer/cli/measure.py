@@ -1,7 +1,5 @@
 """`pipeinfer measure`: its options, and the sections that it takes. What it does is in `job.bench.measure`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Imports are in the functions: what loads libllama takes a while.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pipeinfer plan`: its options, and the sections that it takes. Its report is in `job.inspect`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pipeinfer.cli.options.given import job_options

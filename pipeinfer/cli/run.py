@@ -1,7 +1,5 @@
 """`pipeinfer run`: the sections of options that it takes. What it does is in `job.run`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pipeinfer.cli.options.given import run_options, warn_of_variables

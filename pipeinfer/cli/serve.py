@@ -3,8 +3,6 @@
 What it does is in `job.serve` and `server`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`pipeinfer simulate`: predicts a cluster in virtual time. Needs no MPI and no model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

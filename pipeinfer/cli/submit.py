@@ -1,7 +1,5 @@
 """`pipeinfer submit`: its options. What it does is in `job.submit`, the script in `cluster.slurm`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Knows ranks and messages; neither trees nor policies.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """How a rank waits. Knows no MPI."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

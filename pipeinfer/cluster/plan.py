@@ -1,7 +1,5 @@
 """Assign models to ranks and layers to stages. Pure functions of sizes; opens no file and no connection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise

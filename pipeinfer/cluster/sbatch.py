@@ -1,7 +1,5 @@
 """Slurm's commands: submit a script, query its job. Knows nothing of what a job does."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

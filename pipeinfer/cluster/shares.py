@@ -1,7 +1,5 @@
 """How ranks of a host share its GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

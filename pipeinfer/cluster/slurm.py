@@ -1,7 +1,5 @@
 """The script for Slurm's sbatch. Makes text from settings; calls no Slurm and writes no file."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Sequence

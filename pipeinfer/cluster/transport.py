@@ -3,8 +3,6 @@
 Knows bytes, sources and tags; no run and no pipeline. Sends never block, receives are posted ahead, waits are polls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

@@ -1,7 +1,5 @@
 """What must hold of an engine, its levels and their pools at any time. Changes nothing; tests ask."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from pipeinfer.core.engine import Engine

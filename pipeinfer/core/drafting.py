@@ -1,7 +1,5 @@
 """Expand tree nodes with a draft model. Knows the tree and a StageModel, no policy and no pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The event loop that joins requests, policies, drafts and levels. No I/O of its own: tests drive it by hand."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Piecewise linear interpolation. Knows numbers only."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from functools import lru_cache
 

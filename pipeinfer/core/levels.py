@@ -3,8 +3,6 @@
 Knows rows, sequences and runs; no policy, no model and no MPI.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Biases added to the logits of single tokens, as a text such as `15+1.5 22-inf`. Knows no vocabulary."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ The generator is counter-based (Philox 4x64-10, Salmon et al. 2011): a token's n
 tokens, on earlier numbers, on the batch, or on the rank.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """The events of one request, as the engine reports them. Keeps nothing: metrics and timelines override it."""
 
-from __future__ import annotations
-
 from pipeinfer.core.tree import Settled
 
 

@@ -1,7 +1,5 @@
 """What travels through the pipeline, as plain dataclasses. Knows no tree, no model and no MPI."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple

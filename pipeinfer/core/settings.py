@@ -1,7 +1,5 @@
 """Settings: dataclass fields that a user may change, with what a command line has to know of them. Parses nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields

@@ -1,7 +1,5 @@
 """How trees grow: steps of the smallest draft, answers of larger ones. Sends nothing to the target."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

@@ -1,7 +1,5 @@
 """`pipeinfer submit`: make a job's folder and script, queue it, and follow its output. Starts no MPI."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How often a draft guesses a target's greedy choice: the acceptance rate that a pair will have, measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The cache, the endpoint and the token are huggingface_hub's: HF_HOME, HF_ENDPOINT, HF_TOKEN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from errno import EACCES, EDQUOT, EEXIST, ENOSPC, ENOTDIR, EROFS

@@ -1,7 +1,5 @@
 """Names of models on the hub: which files of a repository one means. Knows no network and no cache."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Prompt lookup decoding (Saxena 2023; as references, Yang et al. 2023): text that
 for nothing.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

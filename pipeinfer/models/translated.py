@@ -1,7 +1,5 @@
 """A draft, or a slice of one, that reads and guesses in the target's token ids. Knows a table of ids, no text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The columns of results.csv and load.csv: their kinds, what they mean, and which say what was asked. Knows no row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

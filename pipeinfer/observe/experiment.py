@@ -1,7 +1,5 @@
 """Which experiment a row of results.csv is of: settings, ablations and models in its words. Knows no job."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Timestamps and counts of one request -> speeds, latencies, acceptance. Wall clock, seconds; knows no clock itself."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

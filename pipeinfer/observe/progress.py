@@ -1,7 +1,5 @@
 """Tell on standard error how far a long prompt, a transfer or a batch is. Knows counts and a clock, no engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """What rank 0 prints on stderr: tables and statistics. Plain text when it is no terminal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The tables results.csv, a row a generation, and load.csv, a row a load. Knows no ranks and no file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any

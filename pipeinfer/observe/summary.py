@@ -1,7 +1,5 @@
 """What a benchmark prints: one line a combination, means and deviations over its generations. Measures nothing."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """A table of measurements in a CSV file: rows are appended whole and read back. Knows no column's meaning."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import fcntl

@@ -1,7 +1,5 @@
 """The timeline of a run as Chrome trace events, one track a rank. Knows no rank's work, only its spans."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field

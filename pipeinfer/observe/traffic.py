@@ -1,7 +1,5 @@
 """What became of many requests, as a table: throughput, latencies, how busy the stages were. Measures nothing."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence

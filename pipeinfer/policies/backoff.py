@@ -1,7 +1,5 @@
 """When to stop guessing, and when to try again. Knows verdicts on guesses, no tree."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pipeinfer.core.tree import Settled

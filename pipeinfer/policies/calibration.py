@@ -1,7 +1,5 @@
 """How far a draft's confidence can be trusted, learned from how its likeliest guesses fared. Knows no tree."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Sections III-A to III-D and IV-A. The pruning of section III-C is in the core.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar

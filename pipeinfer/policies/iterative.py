@@ -1,7 +1,5 @@
 """Plain pipelined decoding, one token at a time: the baseline of all other policies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Orders of nodes that policies share: the likeliest first. Knows the tree."""
 
-from __future__ import annotations
-
 import math
 from operator import attrgetter
 

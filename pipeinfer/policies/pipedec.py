@@ -1,7 +1,5 @@
 """A dynamic prediction tree, fed to the pipeline layer by layer (PipeDec, Yin et al. 2025, sections 3.2 to 3.4)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

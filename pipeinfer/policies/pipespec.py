@@ -1,7 +1,5 @@
 """A hierarchy of models, each verifying what the one below it produces (PipeSpec, McDanel et al. 2025, algorithm 1)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

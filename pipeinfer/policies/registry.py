@@ -1,7 +1,5 @@
 """Policies by name. A new policy is a file and a line here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 The baseline of PipeInfer's evaluation: the pipeline and the draft wait for each other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

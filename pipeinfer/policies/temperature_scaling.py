@@ -4,8 +4,6 @@ A greedy target takes the likeliest token, so a draft's improbable guesses are r
 probabilities are raised to a power and normalised (Guo et al. 2017).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Whether guesses earn their time: seconds a token with them and without, measured in turns. Knows no tree."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 N_WITH, N_WITHOUT = 12, 8

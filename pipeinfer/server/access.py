@@ -1,7 +1,5 @@
 """Who may ask: keys, pages of other sites that a browser shows, bodies of two lengths. Knows no request's body."""
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ipaddress import ip_address

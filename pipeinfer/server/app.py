@@ -1,7 +1,5 @@
 """The server's endpoints. Each reads what a client says and answers; knows no MPI and no engine."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Container

@@ -3,8 +3,6 @@
 Knows no HTTP and tokenises nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

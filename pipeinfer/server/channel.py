@@ -1,7 +1,5 @@
 """The messages of `job.front` over a socket pair: a JSON object a line. Knows no HTTP and no engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

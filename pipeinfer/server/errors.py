@@ -1,7 +1,5 @@
 """What clients are told when they are not served, in OpenAI's form. Knows no request."""
 
-from __future__ import annotations
-
 from typing import Any
 
 TYPES = {

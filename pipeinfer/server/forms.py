@@ -1,7 +1,5 @@
 """Answers in OpenAI's forms, whole and in pieces, with llama.cpp's timings. Knows no HTTP: makes objects."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -4,8 +4,6 @@ That is a process of its own, in a session of its own: it takes no time from the
 launcher kills all the others, it still tells its clients. Imports nothing but the standard library and what rank 0 has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import pickle

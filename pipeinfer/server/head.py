@@ -1,7 +1,5 @@
 """The front's end of the channel to the head: what was asked of it, what has come of that. Knows no HTTP, no text."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

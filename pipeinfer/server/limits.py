@@ -1,7 +1,5 @@
 """What one connection may take: time to ask, time to read, room beside the others. Knows no requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

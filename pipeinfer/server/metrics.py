@@ -1,7 +1,5 @@
 """What happens in the server, as Prometheus has it: by llama.cpp's names, and by vLLM's where it counts the same."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """What the server's command line may set beside `run`'s: where it listens, who may ask, how much. Opens nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 It ends when the head does, after a word to each client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Policies side by side on one cluster in virtual time, and how near they come to what its stages allow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Drafts in virtual time: guesses from recorded or synthetic choices, durations from a profile."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@
 All values are of all ranks of the host together; docs/how-to/measure.md explains them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

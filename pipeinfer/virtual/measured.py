@@ -4,8 +4,6 @@ The TOML is written here, not by tomli_w: that gives every number of a list a li
 compare the rows of a table, which are to be read side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations

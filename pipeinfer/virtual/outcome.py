@@ -1,7 +1,5 @@
 """A simulated generation as the same result object, table and trace that a real one gives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import accumulate, pairwise

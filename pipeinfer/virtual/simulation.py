@@ -1,7 +1,5 @@
 """One generation in virtual time: the real engine on a `SimPipeline`. Knows no file and no model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

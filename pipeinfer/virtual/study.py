@@ -1,7 +1,5 @@
 """Questions about a cluster in virtual time, and the rows that answer them. Knows no file of a cluster."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Many requests in virtual time: the real engine and scheduler, arrivals, what becomes of them. Knows no file."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import deque

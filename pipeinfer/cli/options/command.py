@@ -1,7 +1,5 @@
 """How a command reads its words: llama.cpp's spellings, such as `-fa`, and its flags that have no effect here."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 `llama_arguments.txt` has a line for each option of the pinned llama.cpp: its variable or -, then its spellings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 

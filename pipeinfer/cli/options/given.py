@@ -1,7 +1,5 @@
 """Options of a job from the words of a command line. Checks how options go together."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

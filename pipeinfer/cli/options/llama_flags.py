@@ -1,7 +1,5 @@
 """llama.cpp's flags that no command here has: what to use instead, and those without effect. Knows no click."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 OFF = ("off", "0", "false", "disabled", "auto", "-1")

@@ -3,8 +3,6 @@
 A command names its sections; what it gets are the values of their settings by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 

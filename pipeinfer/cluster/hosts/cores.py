@@ -1,7 +1,5 @@
 """A rank's host: its cores and free memory, and how the ranks of a host share the cores. Knows no model and no MPI."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence, Set

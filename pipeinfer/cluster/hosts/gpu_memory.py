@@ -3,8 +3,6 @@
 Knows bytes, no model and no device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

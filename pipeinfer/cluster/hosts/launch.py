@@ -1,7 +1,5 @@
 """This process's rank before MPI starts, from the launcher's environment; how ranks end. Knows no MPI."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """A rank's speed at a model's layers, as seconds of one row. Knows sizes; loads and times nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

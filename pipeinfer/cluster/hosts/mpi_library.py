@@ -1,8 +1,6 @@
 """Which MPI is installed. Its library is loaded in a process of its own, so that no MPI starts here and a broken one
 does no harm. Imports no MPI."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from typing import Any

@@ -1,7 +1,5 @@
 """What each rank says of itself at the start of a job, and whether the ranks fit together. Knows no MPI."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass

@@ -1,8 +1,6 @@
 """How fast this host reads memory and multiplies, timed with as many threads as a rank will have. Knows no model and no
 MPI."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

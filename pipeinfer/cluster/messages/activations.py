@@ -1,7 +1,5 @@
 """The residual stream in bytes: as float32, or rounded to bf16. Knows no message."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 import numpy as np

@@ -4,8 +4,6 @@ Knows bytes, not what they are. The checksum is CRC-32, against faults: 6 GB/s, 
 other.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

@@ -14,8 +14,6 @@ A run has no activations as the head sends it, when it is cancelled, and where t
 header, which rows are dropped, and the activations in place, and sends the buffer on.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields

@@ -1,7 +1,5 @@
 """The tokens of each sequence, for samplers that look back. Operations apply as to a KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipeinfer.core.runs import KvOp, OpKind

@@ -3,8 +3,6 @@
 Models, messages and cancellations stay real; only their times are stretched. Knows no MPI and no particular model.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

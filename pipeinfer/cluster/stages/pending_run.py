@@ -1,7 +1,5 @@
 """A transaction that a stage has begun and whose result may be pending. Knows no MPI, and computes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -5,8 +5,6 @@ it between layers at most, so over slow links transfers would wait for computati
 sleeps when nothing large is on its way.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

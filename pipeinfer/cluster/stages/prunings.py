@@ -1,7 +1,5 @@
 """What a stage need not evaluate: cancelled runs and dead rows, as far as it has been told. Knows no MPI."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 

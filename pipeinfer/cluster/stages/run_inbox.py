@@ -1,7 +1,5 @@
 """Receive runs, whose activations are in the same message or, from a device, in a second one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The logits are copied, because the model overwrites them with the next run's.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -3,8 +3,6 @@
 Knows ranks and messages; the evaluation itself is in `stage`.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """One stage's work on a run: apply its operations, evaluate its rows, fill in the result. Knows no MPI."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Time a loaded model for runs of a few sizes. Knows no MPI."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise

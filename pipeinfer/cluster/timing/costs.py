@@ -1,7 +1,5 @@
 """Costs of a cluster's stages, links, drafts and head, in seconds and bytes. Knows no file and no model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pipeinfer.cluster.messages.activations import WireType

@@ -1,7 +1,5 @@
 """Time single rows in the layers of a loaded slice, and in its output. Knows sizes, no MPI."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise

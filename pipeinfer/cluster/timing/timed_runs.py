@@ -1,7 +1,5 @@
 """Artificial runs on a loaded model, of a few sizes in turns. Knows no MPI, and not what is timed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 

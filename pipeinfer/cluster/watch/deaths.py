@@ -1,7 +1,5 @@
 """How a process of this host ended, and which ranks run here. Knows /proc and pidfds; standard library alone."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -4,8 +4,6 @@ Ranks have watch connections to the sentinel, not to each other. If the link bet
 and it waits forever.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 

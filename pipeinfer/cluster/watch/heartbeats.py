@@ -1,7 +1,5 @@
 """Which rank has sent nothing for too long. Knows the times that it is given; no socket and no clock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -3,8 +3,6 @@
 Each pending connection is authenticated in a thread of its own, so no stranger delays the sentinel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -5,8 +5,6 @@ other's challenge that it holds the job's key, which is never sent. The two ends
 challenge cannot be answered by passing it on to another rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

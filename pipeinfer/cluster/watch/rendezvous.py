@@ -3,8 +3,6 @@
 Knows sockets and hosts, no MPI.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

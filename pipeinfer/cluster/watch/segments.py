@@ -5,8 +5,6 @@ MPI starts are recognised by it. Nothing is removed that a running process maps 
 leases; standard library alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

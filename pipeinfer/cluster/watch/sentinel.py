@@ -4,8 +4,6 @@ It runs in a session of its own, which the launcher does not kill, and imports o
 this package that do the same. Knows no MPI.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """End a Slurm step: srun leaves its tasks running when one of them has died. Standard library alone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

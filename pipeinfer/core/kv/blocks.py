@@ -7,8 +7,6 @@ itself, in order. A prompt shorter than a block, and the last token of any, the 
 A text that continues cached cells has its new rows in blocks of their own, if they fill one.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 BLOCK = 64

@@ -6,8 +6,6 @@ sequence cannot lose its newest rows alone, so every guess leases one. One pool 
 stage applies the same operations in the same order) or a draft's.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

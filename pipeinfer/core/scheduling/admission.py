@@ -1,7 +1,5 @@
 """Which requests are opened, when, and which are preempted: by cells, sequences and shared prefixes. Opens none."""
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter

@@ -4,8 +4,6 @@ A token waits in every stage for the chunks of prompts before it. A chunk goes w
 chunks follow each other at a distance, and a token waits for about one chunk in each stage, however many there are.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """When the slowest stage will want its next run, and what verdicts teach of costs. Knows times; no tree, no policy."""
 
-from __future__ import annotations
-
 import math
 
 from pipeinfer.core.in_flight import InFlightRun

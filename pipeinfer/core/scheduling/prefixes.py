@@ -4,8 +4,6 @@ The output does not depend on it: where prompts are evaluated in blocks, only ro
 the same way are shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 

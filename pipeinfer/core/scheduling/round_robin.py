@@ -1,7 +1,5 @@
 """Whose turn it is: members in the order in which they are due. Knows nothing of what they do."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 

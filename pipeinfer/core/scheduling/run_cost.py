@@ -3,8 +3,6 @@
 Knows numbers of rows and tokens; no model, no pipeline and no clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from pipeinfer.core.interpolation import interpolate

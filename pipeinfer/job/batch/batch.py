@@ -1,7 +1,5 @@
 """A batch in one MPI job: many requests share the loaded models, each result is written when it is there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace

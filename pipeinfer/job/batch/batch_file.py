@@ -1,7 +1,5 @@
 """The requests of a batch, a JSON object a line: what they may say, and what is wrong with them. Tokenises nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

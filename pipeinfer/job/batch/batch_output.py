@@ -1,7 +1,5 @@
 """The results of a batch, a JSON object a line, each appended as a whole when it is there. Knows no requests."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Rank 0 checks a batch before anything loads: every line, what is done already, what room it takes. Runs nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

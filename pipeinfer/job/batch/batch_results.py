@@ -1,7 +1,5 @@
 """What a batch writes of each request, as OpenAI has it or plainly. Writes nothing itself."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

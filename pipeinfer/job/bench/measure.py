@@ -1,7 +1,5 @@
 """Time this cluster with these models, and write a profile for `simulate`."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 from pathlib import Path

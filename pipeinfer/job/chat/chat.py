@@ -1,7 +1,5 @@
 """A chat in one MPI job: rank 0 reads what the user says and prints the answers, all ranks keep their models loaded."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The next prompt is the template's text of all messages. Where it begins as what 
 token, an answer as the model wrote it: tokenised anew it might be other tokens. Its cells are there and stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Ctrl-C in a conversation: it stops the answer; a second one, or one at the prompt, ends the job. Knows no signals."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

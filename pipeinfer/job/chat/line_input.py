@@ -1,7 +1,5 @@
 """What a user types, line by line: from a terminal, with editing and a history, or from a pipe. Knows no commands."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The report of `models info`: what a file is, whether it can be cut, the memory of stages. Loads no weights."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The report of `models check`: do vocabularies match, and how often is the draft right? Prints nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `plan` tells: who gets what, how fast each policy would be, what would help; as plain data. Prints nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any

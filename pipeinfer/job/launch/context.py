@@ -1,7 +1,5 @@
 """What every step of a job on one rank works with."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -1,7 +1,5 @@
 """One MPI job from start to end, on every rank: connect, do the rank's part, leave together. Knows no plan."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import traceback

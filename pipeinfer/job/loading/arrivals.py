@@ -3,8 +3,6 @@
 They go through the slice cache where there is one: what lies there, of the file that rank 0 has, is not sent.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator, Sequence

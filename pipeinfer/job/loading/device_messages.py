@@ -1,8 +1,6 @@
 """Which ranks' activations MPI shall move from device to device, past the host's memory: asked for, or where it says
 that it can. On every rank, before there is a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from pipeinfer.cluster.hosts.cores import Host

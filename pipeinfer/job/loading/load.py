@@ -1,7 +1,5 @@
 """Load what a rank hosts, its slice of the target or of a draft, and make what drives it."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any

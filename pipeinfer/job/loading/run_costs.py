@@ -1,8 +1,6 @@
 """What runs cost a loaded model, timed at loading or known from the last time, and the `RunCost` that an engine begins
 with. Sends nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field

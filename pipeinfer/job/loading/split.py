@@ -1,7 +1,5 @@
 """The slices of a model for the stages of a plan, written before any job runs. Loads no weights and prints nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A slice of layers loaded into what shall compute it. The only file that knows both backends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from pipeinfer import __version__

@@ -1,7 +1,5 @@
 """The rank of a stage, of the target or of a draft that is elsewhere, from loading to the shutdown."""
 
-from __future__ import annotations
-
 import socket
 
 from pipeinfer.cluster.stages.serve import N_POSTED, N_UNDER_WAY, Pipe, StageLoop

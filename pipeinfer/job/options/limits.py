@@ -1,7 +1,5 @@
 """Limits of options, and the words and numbers that stand for a special value. Knows no option."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 INT32_MAX = 2**31 - 1

@@ -1,7 +1,5 @@
 """What a run is asked to do, built once from the command line and checked as far as that goes without a model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

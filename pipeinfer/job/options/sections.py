@@ -5,8 +5,6 @@ A command names its sections. Those that `RunOptions` is made of are what a job 
 command line says of it in words of its own, which `cli/given.py` turns into fields of `RunOptions`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sections of options about texts: the prompt, chats, constraints, lengths. See `sections`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Every rank parses the same command line and must come to the same end, so nothin
 does, later. Knows no command.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

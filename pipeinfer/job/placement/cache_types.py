@@ -1,7 +1,5 @@
 """Whether the caches' types asked for are possible. Loads nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipeinfer.errors import UserError

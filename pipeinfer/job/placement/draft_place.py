@@ -1,7 +1,5 @@
 """What computes a draft on its rank: the target's backend there, or what -ngld says. Times nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

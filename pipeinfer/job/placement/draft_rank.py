@@ -1,7 +1,5 @@
 """Which rank drafts: rank 0, the one asked for, or the one whose loss slows the pipeline least. Loads nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from pipeinfer.cluster.hosts.cores import Host

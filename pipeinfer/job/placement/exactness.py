@@ -1,8 +1,6 @@
 """How exact numerics lay out prompts and weights, so that a row's bits depend neither on the split nor on other rows.
 Knows hosts and models' headers; loads nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipeinfer.cluster.hosts.cores import Host

@@ -1,7 +1,5 @@
 """Which of its host's GPUs a rank's libllama puts layers on: as asked, else its share. Loads nothing onto them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipeinfer.cluster.hosts.cores import Host

@@ -1,7 +1,5 @@
 """The files of target and drafts: downloaded where they are on the hub, opened, and compared. Loads no weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What ranks of torch will hold in memory. Loads no torch."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from pipeinfer.cluster.hosts.free_memory import Memory

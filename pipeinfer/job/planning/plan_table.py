@@ -1,7 +1,5 @@
 """A plan as a table: a row a rank with what it has, what it is given, and whether that fits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

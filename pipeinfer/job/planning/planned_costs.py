@@ -1,7 +1,5 @@
 """A deployment on known machines -> costs of its stages, drafts and links. Times nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rank 0 turns options into a deployment and a request, and checks all that can be wrong before models load."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From options to loaded models on every rank: rank 0 plans, all others do as the deployment says. Knows no command."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Suggestions: what would make a plan fit, or make it faster. Each is planned again. Prints nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -5,8 +5,6 @@ Python's own would never run, as that thread cannot go on; one that the C librar
 a death is reported by the watch alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

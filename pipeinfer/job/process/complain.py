@@ -1,7 +1,5 @@
 """The one line about what is wrong, on standard error. Knows nothing of what it says."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -1,7 +1,5 @@
 """Read a file or a stream that may have no end, such as a device or a pipe, up to a limit. Knows no prompts."""
 
-from __future__ import annotations
-
 from typing import IO, AnyStr
 
 from pipeinfer.errors import UserError

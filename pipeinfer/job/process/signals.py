@@ -4,8 +4,6 @@ The interpreter's own handlers run between two Python instructions of the main t
 byte that Python writes for every signal wakes a thread. Imports next to nothing: it is there before all else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM and SIGHUP in a job: rank 0 stops it, in order and with the text kept once there is one."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -4,8 +4,6 @@ A command writes as if all were well; what became of it is asked afterwards (`lo
 code.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

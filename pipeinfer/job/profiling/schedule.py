@@ -1,7 +1,5 @@
 """Which ranks are timed, at which layers, and when. Pure functions; times nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean

@@ -4,8 +4,6 @@ Two sources of a measured profile: each rank times its own model for runs of man
 shows what a run costs beyond that: in a stage, between two stages, on the head.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What requests ask -> prompts in tokens, within the context that there is. Plans and runs nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import islice, pairwise

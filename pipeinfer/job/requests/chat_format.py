@@ -1,8 +1,6 @@
 """How this job talks to its model: the template that was asked for, or the model's own, and what ends an answer.
 Loads nothing and runs nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a request says may come, read and checked against the vocabulary before anything loads. Chooses no token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pipeinfer.core.logit_bias import read_biases

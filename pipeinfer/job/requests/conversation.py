@@ -1,7 +1,5 @@
 """What is said to a model in a benchmark: texts and question sets, as tokens turn by turn. Runs nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Knows no engine and no HTTP.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial

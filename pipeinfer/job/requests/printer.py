@@ -1,7 +1,5 @@
 """Tokens of an answer -> text on standard output, as it comes. Knows no engine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

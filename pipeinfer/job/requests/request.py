@@ -1,8 +1,6 @@
 """What is asked of loaded models: a prompt, how it is to be continued, and whether that fits into the context. Loads
 nothing and plans nothing."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext

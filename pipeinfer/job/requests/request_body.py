@@ -1,8 +1,6 @@
 """What one request asks, in OpenAI's words and llama.cpp's: what it may say, and what is wrong with it. Tokenises
 nothing; who asks, and how it is answered, is not known here."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

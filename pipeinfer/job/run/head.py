@@ -1,7 +1,5 @@
 """Rank 0's part of `pipeinfer run`: stream the text of one generation, report."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

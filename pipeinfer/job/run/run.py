@@ -1,7 +1,5 @@
 """`pipeinfer run` on every rank. Knows what a job is, and nothing of what its ranks do."""
 
-from __future__ import annotations
-
 from pipeinfer.job.launch.context import Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment

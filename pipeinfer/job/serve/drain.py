@@ -3,8 +3,6 @@
 Knows no signals: who hears them asks here.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time

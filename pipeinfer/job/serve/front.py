@@ -1,7 +1,5 @@
 """What the head of a service and its front, who speaks with clients, tell each other. Knows no HTTP and no engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -1,8 +1,6 @@
 """How each rank spends its time, asked for now and then while a service runs, and never waited for: for who watches it,
 and because what ranks note would grow without end."""
 
-from __future__ import annotations
-
 from pipeinfer.job.launch.context import CLOCK
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.serve.front import Picture

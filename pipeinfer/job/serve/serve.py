@@ -1,7 +1,5 @@
 """A service in one MPI job: a front asks for others, their requests share the loaded models. Knows no HTTP."""
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rank 0 prepares a service before anything loads: what is wrong with its options, what room it has. Runs nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Knows no file and no client.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

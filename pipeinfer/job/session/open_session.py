@@ -1,7 +1,5 @@
 """A session from the loaded models to the shutdown, for every command that generates. Knows no command."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """How each rank spent the time of many requests, added up from what the ranks tell now and then. Runs nothing."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, astuple, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rank 0's hold on the loaded models of all ranks: one engine for all requests, and everyone's figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count

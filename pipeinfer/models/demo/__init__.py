@@ -1,7 +1,5 @@
 """The models of commands that name none: SmolLM2 where its package is installed, else the pair of MODEL_CARD.md."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path

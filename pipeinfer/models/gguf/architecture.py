@@ -1,8 +1,6 @@
 """What can be said of an architecture: where a model of it may be cut, and what a slice of it must be told. Knows none
 by name; opens no file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The known architectures, one record each. Data; every record is proved in tests/models/test_architectures.py."""
 
-from __future__ import annotations
-
 import math
 
 from pipeinfer.models.gguf.architecture import FREE, PART, Architecture, Refusal, Rescaled, States, Windows

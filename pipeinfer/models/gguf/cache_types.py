@@ -1,7 +1,5 @@
 """Types in which a cache may keep keys and values, by llama.cpp's names. Knows no model and loads nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

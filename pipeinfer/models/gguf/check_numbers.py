@@ -3,8 +3,6 @@
 Shapes are left to libllama, which refuses those that do not fit.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

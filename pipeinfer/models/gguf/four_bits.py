@@ -1,8 +1,6 @@
 """Tensors of GGUF's types of 4 bits as whole numbers from 0 to 15 with a scale and an offset for every 32. Knows bytes
 alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

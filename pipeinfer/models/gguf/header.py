@@ -4,8 +4,6 @@ Written for untrusted files: every length is checked against the file before it 
 UserError, never in a crash. Arrays of strings (vocabularies) are skipped, not materialised.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,8 +1,6 @@
 """What a model's layers are, by its header and what is known of its architecture: which slices there can be, and what
 the metadata of one say. Knows no tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a GGUF model is and what its parts weigh, from its header alone. Cuts nothing and loads nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What to say when a file could not be written whole: what it needs, and what there is. Knows no model."""
 
-from __future__ import annotations
-
 import errno
 import os
 

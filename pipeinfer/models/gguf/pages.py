@@ -1,7 +1,5 @@
 """Large pages for a file in memory. Knows file descriptors, no models."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """A model whose file is on another host: what is asked of it there, what is made of that here. Knows no messages."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace

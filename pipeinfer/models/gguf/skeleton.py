@@ -3,8 +3,6 @@
 Knows no messages.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The GGUF of layers [first, last) of a model, on disk or in memory. Computes nothing."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A cached slice is its GGUF and, behind it, a seal: which files it was cut from (
 digest of samples of it. A slice whose seal does not hold is written anew.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

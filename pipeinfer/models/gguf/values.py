@@ -1,7 +1,5 @@
 """Metadata values as a GGUF file has them. Knows no key."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 

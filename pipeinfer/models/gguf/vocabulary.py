@@ -1,8 +1,6 @@
 """A vocabulary's bytes, and what it lacks, read before libllama does, which on some damage ends the process instead of
 refusing."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection
 from pathlib import Path

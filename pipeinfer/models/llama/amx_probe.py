@@ -4,8 +4,6 @@ Exit code 0: right, or libggml has no such kernels for this processor; anything 
 Knows libggml's C API alone; only the standard library may be imported here.
 """
 
-from __future__ import annotations
-
 import array
 import ctypes
 import itertools

@@ -1,7 +1,5 @@
 """A llama_batch over arrays that are allocated once: filling it costs a few microseconds a row set, not one a field."""
 
-from __future__ import annotations
-
 import ctypes
 from types import ModuleType
 from typing import Any

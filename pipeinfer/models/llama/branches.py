@@ -3,8 +3,6 @@
 Knows libllama's sequences, no batch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

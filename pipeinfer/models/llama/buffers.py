@@ -4,8 +4,6 @@ The forms follow libllama's own figures ("compute buffer size", "output buffer s
 and phi3 models: within a few MB, rather above than below.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of

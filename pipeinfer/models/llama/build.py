@@ -1,7 +1,5 @@
 """Which llama.cpp is installed: asked of its libraries, without importing llama_cpp, which takes half a second."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Could these numbers come from a sound model? Knows no model."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@ order, so that a cell only moves to the front, and the cells of a sequence keep 
 packed with the shortest of them, before what the others have behind it.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The devices that this process's libllama can compute on. Loads nothing onto them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

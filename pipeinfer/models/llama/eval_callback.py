@@ -9,8 +9,6 @@ A graph has some 30 nodes a layer: the callback is in C where it was compiled wi
 the same in Python elsewhere.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable

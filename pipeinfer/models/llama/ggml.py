@@ -3,8 +3,6 @@
 llama_cpp is imported by `load_library`, not by importing this module: it takes a while. Knows no stage and no cache.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Load a slice into libllama, and find out what its caches hold. Knows no context and no batch."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from types import ModuleType

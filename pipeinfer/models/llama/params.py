@@ -1,7 +1,5 @@
 """What a slice is loaded with, and what follows for the batches that it computes. Loads nothing."""
 
-from __future__ import annotations
-
 import platform
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A batch in parts that libllama evaluates one by one. Knows batches, no library."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

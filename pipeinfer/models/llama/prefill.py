@@ -6,8 +6,6 @@ a block has left is rounded as that cache does before the next one sees it, so t
 cells before it are from here or were handed over: another request may have evaluated them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Such a kernel multiplies few rows one by one and more of them several at a time,
 how many on depends on the processor and the build.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import itertools

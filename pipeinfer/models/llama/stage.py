@@ -4,8 +4,6 @@ The residual stream leaves through libllama's evaluation callback, which may als
 `eval_callback`.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace

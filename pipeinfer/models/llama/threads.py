@@ -6,8 +6,6 @@ threads as it really gets cores a process keeps its share. Knows no model and no
 host's clocks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import resource

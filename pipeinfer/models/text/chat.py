@@ -1,7 +1,5 @@
 """Render messages by a chat template to text and tokens. Knows no MPI and runs no model."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The chat templates in a model file's header. Renders nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from pipeinfer.models.gguf.header import Value

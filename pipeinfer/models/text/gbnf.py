@@ -5,8 +5,6 @@ llguidance's own `gbnf_to_lark` makes such terminals, and rejects valid escapes,
 rules of their own, so that nothing is nested.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NoReturn

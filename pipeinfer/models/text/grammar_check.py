@@ -1,7 +1,5 @@
 """Check a grammar, in a process with limited time and memory. Chooses no token."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

@@ -1,8 +1,6 @@
 """Try a grammar, in a process of its own: some take unbounded time or memory in llguidance, or crash it. Chooses no
 token."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Mapping

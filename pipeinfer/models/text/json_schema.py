@@ -1,7 +1,5 @@
 """JSON schemas as grammars for llguidance, interpreted as in llama.cpp. Knows no vocabulary, and checks no limits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

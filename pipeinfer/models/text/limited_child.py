@@ -1,7 +1,5 @@
 """The child of a `limited_process`: reads one JSON object from standard input, writes the answer to standard output."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

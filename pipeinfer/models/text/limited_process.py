@@ -1,7 +1,5 @@
 """Process untrusted input in a child with limited time and memory. Does not know what is done there."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

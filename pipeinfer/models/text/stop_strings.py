@@ -1,7 +1,5 @@
 """Stop strings: texts that end a generated text where they occur. Knows no tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pipeinfer.errors import UserError

@@ -3,8 +3,6 @@
 A template comes with a model file, from anywhere: it may loop forever, or try to leave the sandbox.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Text to tokens and back with a model's vocabulary. Loads no weights."""
 
-from __future__ import annotations
-
 import codecs
 import ctypes
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Compare two vocabularies: which token of a draft is which of the target's. Prints nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A model's vocabulary without its weights: the file is held open until the vocabulary is needed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

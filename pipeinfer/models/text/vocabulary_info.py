@@ -1,7 +1,5 @@
 """A vocabulary's kind, size and special tokens. Compares nothing and encodes nothing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

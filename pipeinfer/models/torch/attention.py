@@ -4,8 +4,6 @@ Keys and values are (n_head_kv, n_cells, head_dim). The query heads that share a
 that no key is repeated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

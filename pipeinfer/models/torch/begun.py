@@ -1,7 +1,5 @@
 """A run that a device has been told to evaluate. Knows no layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic
 

@@ -3,8 +3,6 @@
 A cell is free when no sequence has it. Nothing is parked: whoever needs the order of positions asks for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

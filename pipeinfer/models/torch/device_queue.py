@@ -1,8 +1,6 @@
 """What a device does in order while the host goes on: work, marks in it, and the host's memory that it copies from and
 to. Knows no layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol

@@ -1,8 +1,6 @@
 """The experts that rows have chosen, all multiplied at once and without the host's knowing which: nothing waits for the
 device, so that it can be recorded. Knows neither router nor layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 

@@ -5,8 +5,6 @@ filled up with zeros, there is one order. Whether a row's place in its group mat
 hand (`rows_together`): what a library does for a shape is nowhere said.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Which models the torch backend computes, and their numbers, by metadata and tensor names. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

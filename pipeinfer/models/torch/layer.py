@@ -3,8 +3,6 @@
 The residual stream is float32 whatever the weights are; matrices multiply in their own type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Is torch there, and how is it made ready? Imports it only when asked to. Knows no model."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,5 @@
 """A matrix, whatever its numbers are kept as: float32, bf16, or whole numbers of 8 or 4 bits. Knows no layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """What a torch stage is loaded with. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"

@@ -1,7 +1,5 @@
 """Where what a run has computed goes: to the host, or no further. Knows no layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar

@@ -4,8 +4,6 @@ Pairs are always half a head apart. Where a model has them side by side, its row
 order when they are loaded, which changes no product of the two.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

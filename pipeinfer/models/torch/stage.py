@@ -1,7 +1,5 @@
 """A StageModel on PyTorch: a slice of layers of the llama family, on a CPU or a GPU. Knows no MPI and no tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any

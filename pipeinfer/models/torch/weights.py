@@ -1,8 +1,6 @@
 """The tensors of a slice as torch's, dequantised on the way, a few rows at a time: for the CPU, and of rarer types, by
 ggml's own conversions, else on the device, to which a file's bytes are the least to copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

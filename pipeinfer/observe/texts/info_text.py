@@ -1,7 +1,5 @@
 """What hosts can do, for people: lines of a name and what there is. Knows plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Results as JSON text. Knows no fields: only that a figure which does not exist is NaN here and null there."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

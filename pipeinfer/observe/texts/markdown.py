@@ -1,7 +1,5 @@
 """A table in Markdown, its columns as wide as what is in them. Knows texts, not what they say."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 
 

@@ -1,7 +1,5 @@
 """What was found out about model files, in lines for people. Knows plain data; reads no file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any

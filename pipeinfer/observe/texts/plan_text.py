@@ -1,7 +1,5 @@
 """A plan for people: its rows as cells of a table, its predictions and what would help as lines. Knows plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Layouts are those of ggml's `ggml-common.h`; each function takes (n_blocks, byte
 values of a block) in float32. Types that are not here are read by ggml, on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
