@@ -1,7 +1,10 @@
 """The columns of results.csv and load.csv: their kinds, what they mean, and which say what was asked. Knows no row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
+
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.settings import KEY
 
 Kind = Literal["text", "integer", "number", "integers", "numbers"]
 
@@ -19,6 +22,24 @@ class Column:
 def _asked(name: str, kind: Kind, meaning: str) -> Column:
     return Column(name, kind, meaning, asked=True)
 
+
+_KINDS: dict[type, Kind] = {int: "integer", float: "number", str: "text"}
+_SAMPLED = {
+    "seed": "of sampling; of `simulate`, of the choices",
+    "temp": "temperature; 0 is greedy",
+    "logit_bias": "`--logit-bias`, by token",
+    "grammar": "16 digits that two different grammars do not share; empty: none",
+}
+"""What columns mean, where the option does not say it."""
+
+SAMPLED = tuple(
+    _asked(each.name, _KINDS[type(each.default)], _SAMPLED.get(each.name) or f"`{each.metadata[KEY].flag}`")
+    for each in fields(SamplingParams)
+    if each.name != "n_logprobs"
+)
+"""What decides which tokens are chosen."""
+
+SAMPLING = tuple(column.name for column in SAMPLED)
 
 COLUMNS = (
     Column("prompt_per_second", "number", "tokens of the prompt / `ttft_s`"),
@@ -44,17 +65,7 @@ COLUMNS = (
     _asked("prompt_hash", "text", "of its tokens; of a later turn, of all that was said to the model"),
     _asked("prompt_n", "integer", "tokens of the prompt, cached ones included"),
     _asked("predicted_n", "integer", "tokens generated"),
-    _asked("seed", "integer", "of sampling; of `simulate`, of the choices"),
-    _asked("temp", "number", "temperature; 0 is greedy"),
-    _asked("top_k", "integer", "`--top-k`"),
-    _asked("top_p", "number", "`--top-p`"),
-    _asked("min_p", "number", "`--min-p`"),
-    _asked("repeat_last_n", "integer", "`--repeat-last-n`"),
-    _asked("repeat_penalty", "number", "`--repeat-penalty`"),
-    _asked("frequency_penalty", "number", "`--frequency-penalty`"),
-    _asked("presence_penalty", "number", "`--presence-penalty`"),
-    _asked("logit_bias", "text", "`--logit-bias`, by token"),
-    _asked("grammar", "text", "16 digits that two different grammars do not share; empty: none"),
+    *SAMPLED,
     _asked("numerics", "text", "`exact` or `fast`; `virtual` in `simulate`"),
     _asked("pace", "text", "profile that the ranks were slowed down to"),
     _asked("pace_hash", "text", "of what that profile says"),
@@ -130,8 +141,8 @@ LOAD_COLUMNS = (
     Column("rate", "number", "requests a second, a Poisson process; empty: as clients ask", asked=True),
     Column("parallel", "integer", "requests at a time that the job was loaded for, and has open at most", asked=True),
     Column("seed", "integer", "of when requests come, and of the first one's sampling", asked=True),
-    *_shared("temp", "top_k", "top_p", "min_p", "repeat_last_n", "repeat_penalty", "frequency_penalty"),
-    *_shared("presence_penalty", "numerics", "pace", "pace_hash", "repetition"),
+    *(column for column in SAMPLED if column.name != "seed"),
+    *_shared("numerics", "pace", "pace_hash", "repetition"),
     Column("wall_s", "number", "time (s) from when the first request came to the last token"),
     Column("prompt_n", "integer", "tokens of all prompts, cached ones included"),
     Column("cache_n", "integer", "of these, those that another request which begins alike had evaluated"),

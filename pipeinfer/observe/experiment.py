@@ -2,17 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of, value_text
 from pipeinfer.observe.table import Record
 
 HASH_DIGITS = 16
-SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name != "n_logprobs")
-"""What decides which tokens are chosen."""
 
 
 def digest(value: object) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.timing.costs import Profile
-from pipeinfer.observe.experiment import SAMPLING, digest, model_columns
+from pipeinfer.observe.columns import SAMPLING
+from pipeinfer.observe.experiment import digest, model_columns
 from pipeinfer.observe.ledger import head_time, stage_time
 from pipeinfer.observe.results import result_object
 from pipeinfer.observe.table import Record

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import ASKED, COLUMNS, NAMES
-from pipeinfer.observe.results import append_result, as_read, check_results, key_of, read_results
+from pipeinfer.observe.results import LOADS, append_result, as_read, check_results, key_of, read_results
 from tests.support.jobs import finish
 from tests.support.rows import make_row
 
@@ -30,6 +32,12 @@ def test_round_trip(tmp_path: Path) -> None:
     assert second["rss_bytes"] == (2e9, 2e9, 2e9) and second["messages"] == 160
     assert all(isinstance(value, int) for value in (second["ranks"], *second["layers"], *second["rss_bytes"]))
     assert len(second["itl_percentiles_s"]) == 101 and second["hosts"] == "node,1,node,1,node,1"
+
+
+def test_every_sampling_option_is_in_the_keys_of_both_tables() -> None:
+    """Else rows of other texts would pass for the same experiment."""
+    options = {field.name for field in fields(SamplingParams)} - {"n_logprobs"}
+    assert options <= set(ASKED) and options <= set(LOADS.asked)
 
 
 def _append_many(path: Path, policy: str) -> None:

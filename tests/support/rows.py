@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.observe.columns import SAMPLING
 from pipeinfer.observe.results import LOADS, Record, result_row
 
+SAMPLING_PARAMS = SamplingParams(seed=7, temp=0.0)
 SPEEDS = {"iterative": 10.0, "speculative": 14.0, "pipeinfer": 20.0}
 
 
@@ -50,9 +53,7 @@ def make_asked(policy: str = "pipeinfer", ranks: int = 3, **more: Any) -> Record
         "model_draft": "small.gguf" if drafted else "", "model_draft_bytes": 1_000_000_000 if drafted else "",
         "model_draft_hash": "fedcba0987654321" if drafted else "", "quantisation_draft": "Q8_0" if drafted else "",
         "ranks": ranks, "layers": [4] * (ranks - 1), "threads": [2] * ranks, "prompt": "tale", "prompt_hash": "12ab",
-        "prompt_n": 128, "predicted_n": 64, "seed": 7, "temp": 0.0, "top_k": 40, "top_p": 0.95, "min_p": 0.05,
-        "repeat_last_n": 64, "repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-        "logit_bias": "", "grammar": "",
+        "prompt_n": 128, "predicted_n": 64, **{name: getattr(SAMPLING_PARAMS, name) for name in SAMPLING},
         "numerics": "exact", "pace": "", "pace_hash": "", "repetition": 1,
     } | more  # fmt: skip
 

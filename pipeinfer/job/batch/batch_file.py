@@ -4,12 +4,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.settings import KEY
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.limited import MAX_LENGTH
 from pipeinfer.job.requests.request_body import (
@@ -25,9 +24,12 @@ from pipeinfer.job.requests.request_body import (
 )
 
 ENVELOPE = ("custom_id", "method", "url", "body")
-N_ID_DIGITS = 24
-NOT_ASKED = {each.name: each.default for each in fields(SamplingParams) if KEY not in each.metadata}
-"""What an id is made without where a request says nothing of it."""
+N_ID_DIGITS, DEFAULTS = 24, SamplingParams()
+IN_EVERY_ID = {
+    "seed", "temp", "top_k", "top_p", "min_p", "repeat_last_n", "repeat_penalty", "frequency_penalty",
+    "presence_penalty",
+}  # fmt: skip
+"""What decides which tokens are chosen, in ids also at its default. All else is not, so that known ids stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,11 @@ class BatchRequest:
         asked = asdict(self)
         asked |= asked.pop("body")
         del asked["priority"]  # no text depends on it
-        sampling = asked["sampling"].items()
-        asked["sampling"] = {name: value for name, value in sampling if NOT_ASKED.get(name) != value}
+        asked["sampling"] = {
+            name: value
+            for name, value in asked["sampling"].items()
+            if name in IN_EVERY_ID or value != getattr(DEFAULTS, name)
+        }
         if self.custom_id is not None:
             del asked["index"]
         text = json.dumps([asked, salt], sort_keys=True)

@@ -9,7 +9,8 @@ from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK
 from pipeinfer.core.settings import Setting, settings_of
 from pipeinfer.job.options.options import RunOptions, device_text
 from pipeinfer.job.options.values import Delay
-from pipeinfer.observe.experiment import HASH_DIGITS, SAMPLING, digest, model_columns, settings_text, variant_text
+from pipeinfer.observe.columns import SAMPLING
+from pipeinfer.observe.experiment import HASH_DIGITS, digest, model_columns, settings_text, variant_text
 from pipeinfer.observe.table import Record
 
 if TYPE_CHECKING:  # these import MPI

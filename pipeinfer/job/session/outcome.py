@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.job.requests.asked import describe_drafts, describe_model
-from pipeinfer.observe.experiment import SAMPLING
+from pipeinfer.observe.columns import SAMPLING
 from pipeinfer.observe.ledger import TimeUse, Window, head_time, stage_time
 from pipeinfer.observe.results import result_object
 from pipeinfer.observe.table import Record
