@@ -9,20 +9,23 @@ from pipeinfer.cli.options.given import check_sequences, run_options, warn_of_va
 from pipeinfer.cli.options.setting_options import command, policy_ablations
 from pipeinfer.cli.run import SHARED
 from pipeinfer.job.options.limits import INT32_MAX, MAX_SEQUENCES
-from pipeinfer.job.options.sections import Models
+from pipeinfer.job.options.sections import Models, Resuming
 from pipeinfer.job.options.text_sections import Length, Traffic
 from pipeinfer.job.options.values import File, Whole
 
 HELP = {
     "ctx_size": "Context in tokens, of all open requests together; 0: what --parallel of the longest take, or as much "
     "as fits into the memory.",
+    "resume": "Note in this file what comes of texts that are not complete; the same command goes on from it.",
     "json": "Print the summary as a JSON object, too.",
     "seed": "Of requests without one; -1: a random one for each.",
     "escape": r"In -sys and --stop, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
 }
 
 
-@command("batch", Models, Length, *SHARED, Traffic, without=policy_ablations(), helps=HELP, has_variables=True)
+@command(
+    "batch", Models, Length, *SHARED, Traffic, Resuming, without=policy_ablations(), helps=HELP, has_variables=True
+)
 @click.argument("source", metavar="FILE.jsonl", type=File())
 @click.option("-o", "--output", type=File(), required=True, help="Append a line for every result to this file.")
 @click.option(

@@ -19,6 +19,7 @@ from pipeinfer.job.options.sections import (
     Placement,
     PolicyName,
     Records,
+    Resuming,
 )
 from pipeinfer.job.options.text_sections import (
     Asking,
@@ -38,7 +39,7 @@ SHARED = (
 """What all commands have that write texts for users."""
 
 
-@command("run", Models, Prompt, Asking, Length, *SHARED, Ablations, Records, has_variables=True)
+@command("run", Models, Prompt, Asking, Length, *SHARED, Ablations, Records, Resuming, has_variables=True)
 def run(chat: bool, conversation: bool, **given: Any) -> int:
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
 
@@ -48,8 +49,9 @@ def run(chat: bool, conversation: bool, **given: Any) -> int:
     warn_of_variables()
     options = run_options(given, is_chat=chat or conversation)
     if conversation:
-        if options.results or options.trace:
-            raise UserError("--results and --trace are of one text, -cnv has many; leave them out, or ask with --chat")
+        if options.results or options.trace or options.resume:
+            raise UserError("--results, --trace and --resume are of one text, -cnv has many; leave them out, or ask "
+                            "with --chat")  # fmt: skip
         from pipeinfer.job.chat.chat import run_chat  # initialises MPI
 
         return run_chat(options)

@@ -52,6 +52,9 @@ class Request:
     priority: int = 0
     """Requests of lower numbers are opened first and preempted last."""
 
+    begun: Sequence[int] = ()
+    """Its output so far, which another engine has emitted. It has not finished."""
+
     tokens: list[int] = field(init=False)
     tree: TokenTree = field(init=False)
     finish: Finish | None = field(default=None, init=False)
@@ -66,8 +69,8 @@ class Request:
 
     def __post_init__(self) -> None:
         assert self.prompt, "an empty prompt has no last token to continue"
-        self.tokens = list(self.prompt)
-        self.tree = TokenTree(self.prompt[-1], len(self.prompt) - 1)
+        self.tokens = [*self.prompt, *self.begun]
+        self.tree = TokenTree(self.tokens[-1], len(self.tokens) - 1)
         if self.spans is None:
             self.spans = spans_of(len(self.prompt))
         self.n_tokens_most = min(len(self.prompt) + self.n_predict, self.n_ctx)

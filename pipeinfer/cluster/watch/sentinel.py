@@ -44,7 +44,10 @@ REMAINS_S = 2.0
 class Sentinel:
     """Listens until every rank has joined or time is up; after that it talks to the ranks only."""
 
-    def __init__(self, head: Connection, head_pid: int, host: str, size: int, join_s: float, limits: Limits) -> None:
+    def __init__(
+        self, head: Connection, head_pid: int, host: str, size: int, join_s: float, limits: Limits, goes_on_from: str
+    ) -> None:
+        self._goes_on_from = goes_on_from
         self._head_pid = head_pid
         self._size = size
         self._join_s = join_s
@@ -220,7 +223,8 @@ class Sentinel:
 
     def _end(self, line: str, died: bool) -> None:
         if line:
-            write_line(line)
+            way_out = f"; the same command goes on from {self._goes_on_from}" if self._goes_on_from else ""
+            write_line(f"{line}{way_out}")
         self._tell_all({"end": True})
         if died:
             self._await_head(LAUNCHER_GRACE_S)
@@ -273,11 +277,14 @@ class Sentinel:
         return title(rank, self._hosts.get(rank, ""), self._abouts.get(rank, ""))
 
 
-def main(head_fd: str, head_pid: str, host: str, size: str, join_s: str, link_s: str, silent_s: str) -> None:
+def main(
+    head_fd: str, head_pid: str, host: str, size: str, join_s: str, link_s: str, silent_s: str, goes_on_from: str
+) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     limits = Limits(float(link_s), float(silent_s))
-    Sentinel(Connection(int(head_fd)), int(head_pid), host, int(size), float(join_s), limits).run()
+    head = Connection(int(head_fd))
+    Sentinel(head, int(head_pid), host, int(size), float(join_s), limits, goes_on_from).run()
 
 
 if __name__ == "__main__":

@@ -55,11 +55,12 @@ class Watch:
 
     def __init__(
         self, rank: int, size: int, end: Callable[[int], object], on_stop: Callable[[str], object],
-        limits: Limits = Limits(),  # noqa: B008 (it is frozen)
+        limits: Limits = Limits(), goes_on_from: Path | None = None,  # noqa: B008 (it is frozen)
     ) -> None:  # fmt: skip
         """`end(code)` ends all ranks; it is called from a thread and may return. `on_stop` is called on rank 0, from a
-        thread, when a rank asks for an orderly stop. `limits` must be the same on every rank."""
-        self.rank, self._size, self._limits = rank, size, limits
+        thread, when a rank asks for an orderly stop. `limits` must be the same on every rank. `goes_on_from`: the file
+        with which the same command goes on."""
+        self.rank, self._size, self._limits, self._goes_on_from = rank, size, limits, goes_on_from
         self._end_all = end
         self._on_stop = on_stop
         self._link: Connection | None = None
@@ -80,7 +81,7 @@ class Watch:
         if self.rank == 0:
             ours, theirs = Pipe()
             self._link = first_to_close(ours)
-            self._sentinel = _start_sentinel(theirs, self._size, self._limits)
+            self._sentinel = _start_sentinel(theirs, self._size, self._limits, self._goes_on_from)
             self._start(self._listen, self._link)
         else:
             self._start(self._await_joining)
@@ -230,9 +231,12 @@ class Watch:
             os._exit(EXIT_CODE)
 
 
-def _start_sentinel(theirs: Connection, size: int, limits: Limits) -> subprocess.Popen[bytes]:
+def _start_sentinel(
+    theirs: Connection, size: int, limits: Limits, goes_on_from: Path | None
+) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[3])
-    about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s(), limits.link_s, limits.silent_s]
+    about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s(), limits.link_s, limits.silent_s,
+             goes_on_from or ""]  # fmt: skip
     with theirs:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", START, root, *map(str, about)], stdin=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch.batch_file import BatchRequest
-from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, Ready, prepare_batch
+from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, prepare_batch
 from pipeinfer.job.batch.batch_results import refusal_of, result_of
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
@@ -20,6 +20,7 @@ from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.asked import describe_drafts, describe_model
 from pipeinfer.job.requests.logprobs import Entry, speller
+from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
 from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.rank_uses import RankUses
@@ -48,11 +49,11 @@ class Batch:
         self.console = stderr_console()
         self.throughput = Throughput()
         self.n_completed = self.n_failed = self.open_max = 0
-        self._asked: dict[Open, BatchRequest] = {}
+        self._asked: dict[Open, tuple[BatchRequest, str]] = {}  # with its id
         self._entries: dict[Open, list[Entry]] = {}
         self._spell = speller(work.prompts.tokenizer)
         self._coming = work.ready()
-        self._next: Ready | None = None
+        self._next: tuple[BatchRequest, GenerationRequest | UserError, str] | None = None
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -85,25 +86,33 @@ class Batch:
     def _serve(self) -> None:
         """Until every request has its result."""
         self.work.output.go_on()
-        self._next = next(self._coming, None)
+        self._advance()
         self._admit()
         while self.requests.engine.busy:
             self.requests.step()
             if self.session.n_noted >= N_NOTED:
                 self.uses.note(self.session.take_figures(), CLOCK())
 
+    def _advance(self) -> None:
+        """To the next one in the file, with what was noted of it."""
+        self._next = None
+        for request, asked in self._coming:
+            id = self.work.id(request)
+            self._next = request, asked if isinstance(asked, UserError) else self.work.journal.begin(id, asked), id
+            return
+
     def _admit(self) -> None:
         """Open those that come next in the file, while there is room."""
         while self._next:
-            request, asked = self._next
+            request, asked, id = self._next
             if isinstance(asked, UserError):
-                self._refuse(request, str(asked))
+                self._refuse(request, id, str(asked))
             elif self.requests.has_room(asked):
-                self._asked[self.requests.begin(asked, self.options.policy.begin())] = request
+                self._asked[self.requests.begin(asked, self.options.policy.begin())] = request, id
                 self.open_max = max(self.open_max, len(self.requests))
             else:
                 return
-            self._next = next(self._coming, None)
+            self._advance()
 
     @property
     def _n_written(self) -> int:
@@ -112,7 +121,8 @@ class Batch:
 
     def _take(self, news: Sequence[News]) -> None:
         for each in news:
-            self.progress.update(self._n_written, each.n_tokens)
+            self.progress.update(self._n_written, len(each.tokens))
+            self.work.journal.came(self._asked[each.opened][1], each.tokens)
             if each.entries:
                 self._entries.setdefault(each.opened, []).extend(each.entries)
             if each.ended:
@@ -121,18 +131,20 @@ class Batch:
 
     def _write(self, opened: Open) -> None:
         """The request has ended: keep its result, and forget it."""
-        asked, model = self._asked.pop(opened), self.deployment.model.path.name
+        (asked, id), model = self._asked.pop(opened), self.deployment.model.path.name
         entries = self._entries.pop(opened, [])
         if opened.request.finish is Finish.FAILED:
-            self._refuse(asked, TOO_MUCH)
+            self._refuse(asked, id, TOO_MUCH)
             return
-        self.work.output.write(result_of(self.work.id(asked), asked, opened, entries, self._spell, model))
+        self.work.output.write(result_of(id, asked, opened, entries, self._spell, model))
+        self.work.journal.ended(id)
         self.n_completed += 1
         self.throughput.add(opened.metrics)
         self.progress.update(self._n_written, 0)
 
-    def _refuse(self, asked: BatchRequest, message: str) -> None:
-        self.work.output.write(refusal_of(self.work.id(asked), asked, message))
+    def _refuse(self, asked: BatchRequest, id: str, message: str) -> None:
+        self.work.output.write(refusal_of(id, asked, message))
+        self.work.journal.ended(id)
         self.n_failed += 1
 
     # -- the end

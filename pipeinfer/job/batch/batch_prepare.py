@@ -17,6 +17,7 @@ from pipeinfer.job.planning.prepare import check_outputs, deploy_largest, inputs
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.constraints import constrained
+from pipeinfer.job.requests.journal import Journal, open_journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.models.gguf.model_info import ModelInfo
@@ -41,6 +42,10 @@ class BatchOptions:
     output: Path
     as_chat: bool = False
 
+    @property
+    def goes_on_from(self) -> Path:
+        return self.output
+
 
 @dataclass(slots=True)
 class BatchWork:
@@ -50,6 +55,7 @@ class BatchWork:
     output: BatchOutput
     prompts: BodyPrompts
     is_done: bytearray  # of each line
+    journal: Journal
     n_requests: int = 0
     n_done: int = 0
     n_ctx: int = 0
@@ -76,6 +82,7 @@ class BatchWork:
         return request.id(self.file.defaults.salt)
 
     def close(self) -> None:
+        self.journal.close()
         self.file.close()
         self.output.close()
 
@@ -84,11 +91,13 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deploymen
     """None when nothing is left to do. Raises UserError for whatever is wrong with options, files and lines."""
     options = asked.run
     check_outputs(options)
-    check_separate({WHAT: asked.output}, inputs_of(options) | {"the batch": [asked.source]})
+    outputs = {WHAT: asked.output, "--resume": options.resume}
+    check_separate(outputs, inputs_of(options) | {"the batch": [asked.source]})
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
     file = BatchFile(asked.source, _defaults(replace(asked, run=options), info))
-    work = BatchWork(file, BatchOutput(asked.output), BodyPrompts(options, info, tokenizer), bytearray())
+    output, prompts = BatchOutput(asked.output), BodyPrompts(options, info, tokenizer)
+    work = BatchWork(file, output, prompts, bytearray(), open_journal(options.resume))
     try:
         _check_lines(work)
         if not work.n_left:
@@ -130,7 +139,10 @@ def _check_lines(work: BatchWork) -> None:
             raise UserError(f"{work.file.path} line {request.index + 1}: custom_id {name!r} is that of line "
                             f"{first + 1} too; give each request its own")  # fmt: skip
         work.is_done.extend(bytes(request.index + 1 - len(work.is_done)))
-        work.is_done[request.index] = known.pop(work.id(request), 0) > 0
+        id = work.id(request)
+        work.is_done[request.index] = known.pop(id, 0) > 0
+        if work.is_done[request.index] and id in work.journal.texts:
+            work.journal.ended(id)
         work.n_requests += 1
         work.n_done += work.is_done[request.index]
     if not work.n_requests:

@@ -67,7 +67,7 @@ def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions
     flag, end = StopFlag(), partial(end_job, abort=abort)
     watch = Watch(
         rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason),
-        Limits.of(options.rank_timeout_s),
+        Limits.of(options.rank_timeout_s), getattr(settings, "goes_on_from", None),
     )  # fmt: skip
     stopper = Stopper(flag, watch, end)
     on_signals(stopper.on_signal)

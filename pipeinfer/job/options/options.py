@@ -22,6 +22,7 @@ from pipeinfer.job.options.sections import (
     Output,
     Placement,
     Records,
+    Resuming,
 )
 from pipeinfer.job.options.text_sections import ChatOptions, Context, GrammarOptions, Length, Prompt, Traffic
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
@@ -38,7 +39,19 @@ PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(
-    Output, Records, Experiments, Ablations, Loading, Traffic, Guesses, Numerics, Placement, Context, Length, Prompt
+    Output,
+    Resuming,
+    Records,
+    Experiments,
+    Ablations,
+    Loading,
+    Traffic,
+    Guesses,
+    Numerics,
+    Placement,
+    Context,
+    Length,
+    Prompt,
 ):
     """What a job is asked to do: the options of these sections, of which the last one's come first, and what other
     sections of the command line come to."""
@@ -53,6 +66,11 @@ class RunOptions(
     parallel: int = 1
     also: tuple[Policy, ...] = ()
     """Policies that are measured with the same loaded models."""
+
+    @property
+    def goes_on_from(self) -> Path | None:
+        """The file with which the same command goes on when the job was ended."""
+        return self.resume
 
     @property
     def n_seq(self) -> int:

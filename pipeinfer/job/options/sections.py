@@ -277,6 +277,17 @@ class Experiments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resuming:
+    """What outlives the job."""
+
+    heading = "Output"
+    resume: Path | None = setting(
+        None, "--resume", type=File(),
+        help="Note in this file what comes; where an earlier job noted the same there, go on from it.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Records:
     """What is written beside the text."""
 

@@ -95,7 +95,8 @@ def _noted(deployment: Deployment, options: RunOptions, info: ModelInfo) -> Depl
 
 def check_outputs(options: RunOptions, table: Table = RESULTS) -> None:
     """Raises UserError for files that cannot be written, or that are read. `table`: the one of --results."""
-    check_separate({"--results": options.results, "--trace": options.trace}, inputs_of(options))
+    outputs = {"--results": options.results, "--trace": options.trace, "--resume": options.resume}
+    check_separate(outputs, inputs_of(options))
     cache = options.slice_cache
     if cache and cache.exists() and not cache.is_dir():
         raise UserError(f"--slice-cache {cache} is no directory; name one, it is made if it is not there")

@@ -44,11 +44,14 @@ class GenerationRequest:
     priority: int = 0
     """See `core.requests`."""
 
+    begun: tuple[int, ...] = ()
+    """See `core.requests`."""
+
     def open(self, id: int) -> Request:
         """Its state in an engine."""
         return Request(
             id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens, self.spans, self.keep,
-            self.priority,
+            self.priority, self.begun,
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Rank 0's part of `pipeinfer run`: stream the text of one generation, report."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeinfer.core.requests import Finish
@@ -13,12 +13,11 @@ from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.streams import lost
 from pipeinfer.job.requests.asked import asked_of
 from pipeinfer.job.requests.printer import Printer
-from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.run.run import RunWork
 from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.outcome import make_result, write_trace
 from pipeinfer.job.session.session import Generation
 from pipeinfer.models.text.grammar_check import TOO_MUCH
-from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import show_ranks, show_statistics, stderr_console
 from pipeinfer.observe.results import Record, append_result, result_row
@@ -28,12 +27,12 @@ from pipeinfer.observe.texts.json_text import json_text
 class Head:
     """Rank 0's part of one job."""
 
-    def __init__(
-        self, context: Context, deployment: Deployment, request: GenerationRequest, tokenizer: Tokenizer
-    ) -> None:
-        self.context, self.deployment, self.request, self.options = context, deployment, request, context.options
+    def __init__(self, context: Context, deployment: Deployment, work: RunWork) -> None:
+        self.context, self.deployment, self.options, self.key = context, deployment, context.options, work.key
         self.console = stderr_console()
-        self.printer = Printer(context.flag, tokenizer, request, self.options.json)
+        self.journal = work.journal
+        self.request = self.journal.begin(work.key, work.request)
+        self.printer = Printer(context.flag, work.tokenizer, self.request, self.options.json)
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -42,9 +41,12 @@ class Head:
         with open_session(self.context, self.deployment, on_loaded=self._show_loaded) as session:
             progress = ProgressBar(self.console, CLOCK, "prompt", len(self.request.prompt) - 1, "tokens")
             policy = self.options.policy.begin()
-            generation = session.generate(self.request, self.options, policy, self.printer.push, progress.update)
+            self.printer.push(self.request.begun)
+            generation = session.generate(self.request, self.options, policy, self._take, progress.update)
             progress.close()
             self.printer.finish()
+            if generation.request.finish is not Finish.STOPPED:
+                self.journal.ended(self.key)
         code = self._report(generation)
         if generation.request.finish is Finish.FAILED:
             complain(TOO_MUCH)
@@ -53,12 +55,17 @@ class Head:
             complain(f"{flag.reason}; the text up to here is complete")
         return flag.exit_code or code
 
+    def _take(self, tokens: Sequence[int]) -> bool:
+        self.journal.came(self.key, tokens)
+        return self.printer.push(tokens)
+
     def _about(self) -> str:
         request, policy = self.request, self.options.policy.name
+        noted = f", {len(request.begun)} tokens of it are noted" if request.begun else ""
         n_predict = f"up to {request.n_predict} tokens" if request.n_predict else "no tokens"
         return (
             f"policy {policy}, {len(request.prompt)} prompt tokens, {n_predict}, context {request.n_ctx}, "
-            f"seed {request.sampling.seed}"
+            f"seed {request.sampling.seed}{noted}"
         )
 
     def _show_loaded(self, rank: int, loaded_s: float) -> None:

@@ -169,7 +169,7 @@ class Service:
 
     def _tell(self, news: Sequence[News]) -> None:
         """In one message what has come at one time."""
-        parts = [(self._ids[each.opened], each.n_tokens, each.text, each.entries) for each in news]
+        parts = [(self._ids[each.opened], len(each.tokens), each.text, each.entries) for each in news]
         token_s = news[0].opened.metrics.token_s
         self.front.tell(Came(token_s[-1] if token_s else CLOCK(), CLOCK(), parts))
         for each in news:

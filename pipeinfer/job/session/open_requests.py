@@ -22,7 +22,8 @@ from pipeinfer.observe.metrics import RequestMetrics
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A request in the engine. `n_heard`: tokens of its text that have come, up to a stop string."""
+    """A request in the engine. `n_heard`: tokens of its text that have come, up to a stop string. `n_told`: characters
+    of it in news."""
 
     asked: GenerationRequest
     request: Request
@@ -30,6 +31,7 @@ class Open:
     metrics: RequestMetrics
     entries: Entries
     n_heard: int = 0
+    n_told: int = 0
 
     @property
     def has_ended(self) -> bool:
@@ -46,10 +48,11 @@ class Open:
 @dataclass(frozen=True, slots=True)
 class News:
     """What has come of a request: tokens, the text that is certain with them, and what its tokens' log-probabilities
-    are if it asked for these. `ended`: nothing more comes."""
+    are if it asked for these. The first text has that of the tokens before, if it was begun. `ended`: nothing more
+    comes."""
 
     opened: Open
-    n_tokens: int
+    tokens: Sequence[int]
     text: str
     entries: Sequence[Entry]
     ended: bool
@@ -95,7 +98,7 @@ class OpenRequests:
 
     def _n_soon(self, asked: GenerationRequest) -> int:
         """Cells that it needs to begin: others give theirs up when it comes to more."""
-        return min(asked.n_ctx, len(asked.prompt) + self.engine.admission.ahead)
+        return min(asked.n_ctx, len(asked.prompt) + len(asked.begun) + self.engine.admission.ahead)
 
     def begin(
         self,
@@ -107,8 +110,9 @@ class OpenRequests:
         """Hand it to the engine, where it may have to wait. `came_s`: since when it has waited already. `on_turn`:
         hears whether it is worked on from now on, or waits again."""
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
+        printer.push(asked.begun)
         entries, metrics = Entries(asked.end_tokens), RequestMetrics(on_turn=on_turn)
-        opened = Open(asked, asked.open(self.session.next_id()), printer, metrics, entries)
+        opened = Open(asked, asked.open(self.session.next_id()), printer, metrics, entries, len(asked.begun))
         self._open[opened.request.id] = opened
         self.engine.add(opened.request, policy, metrics)
         if came_s is not None:
@@ -126,7 +130,7 @@ class OpenRequests:
             self.take(news)
 
     def _news(self, opened: Open, tokens: list[int]) -> News:
-        printer, n_before, n_characters = opened.printer, opened.n_heard, len(opened.printer.text)
+        printer, n_before, n_told = opened.printer, opened.n_heard, opened.n_told
         for token in tokens:
             opened.n_heard += 1
             opened.entries.add(token, printer.n_decoded)
@@ -140,7 +144,8 @@ class OpenRequests:
         entries = opened.entries.take(len(printer.text))
         if ended and not printer.was_cut:
             entries += opened.entries.rest()
-        return News(opened, opened.n_heard - n_before, printer.text[n_characters:], entries, ended)
+        opened.n_told = len(printer.text)
+        return News(opened, tokens[: opened.n_heard - n_before], printer.text[n_told:], entries, ended)
 
     def stop(self, opened: Open) -> None:
         """Give one up: nothing more comes of it."""

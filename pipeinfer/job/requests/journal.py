@@ -1,0 +1,128 @@
+"""What has come of texts that are not complete, noted so that a later job goes on with them. Knows no engine.
+
+A note is a line of JSON: `[key, seed]` begins a text anew, `[key, [token, …]]` is what came, `[key]` ends it. The key
+names what was asked.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.process.limited import MAX_LENGTH
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.outputs import write_error
+
+WHAT = "--resume"
+NOTE = b'["'
+"""What each note begins with: what begins otherwise is not this job's to cut off."""
+
+
+class Journal:
+    """Notes that nobody keeps. `texts`: of each that is not complete its seed and the tokens that came."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, tuple[int, list[int]]] = {}
+
+    def take(self, note: bytes) -> None:
+        """Raises ValueError for what is none."""
+        match json.loads(note):
+            case [str(key)]:
+                self.texts.pop(key, None)
+            case [str(key), int(seed)]:
+                self.texts[key] = seed, []
+            case [str(key), [*tokens]] if key in self.texts and all(isinstance(each, int) for each in tokens):
+                self.texts[key][1].extend(tokens)
+            case _:
+                raise ValueError("no note")
+
+    def notes(self) -> Iterator[bytes]:
+        """Of all texts that are not complete."""
+        for key, (seed, tokens) in self.texts.items():
+            yield note_of(key, seed)
+            yield note_of(key, tokens)
+
+    def begin(self, key: str, asked: GenerationRequest) -> GenerationRequest:
+        """The request with the seed and the output that were noted of it. The last token comes again, so that there
+        is one to come; a text with log-probabilities, which are not noted, comes again as a whole."""
+        seed, tokens = self.texts.get(key, (asked.sampling.seed, []))
+        begun = tuple(tokens[:-1]) if asked.sampling.n_logprobs < 0 else ()
+        self._note(key, seed)
+        if begun:
+            self._note(key, begun)
+        return replace(asked, sampling=replace(asked.sampling, seed=seed), begun=begun)
+
+    def came(self, key: str, tokens: Sequence[int]) -> None:
+        self._note(key, tokens)
+
+    def ended(self, key: str) -> None:
+        self._note(key)
+
+    def _note(self, *what: str | int | Sequence[int]) -> None:
+        note = note_of(*what)
+        self.take(note)
+        self.write(note)
+
+    def write(self, note: bytes) -> None:
+        """Keep it for a later job."""
+
+    def close(self) -> None:
+        """Nothing more is noted."""
+
+
+def note_of(*what: str | int | Sequence[int]) -> bytes:
+    return json.dumps(what, separators=(",", ":")).encode()
+
+
+def open_journal(path: Path | None) -> Journal:
+    """Raises UserError, as `JournalFile` does."""
+    return JournalFile(path) if path else Journal()
+
+
+class JournalFile(Journal):
+    """A file of notes that this job alone appends to. It is removed when all its texts are complete."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError when it cannot be written, has something else, or another job writes it."""
+        super().__init__()
+        self.path, self._is_full = path, False
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(os.dup(self._fd), "rb") as file:
+                notes = file.read(MAX_LENGTH + 1)
+        except BlockingIOError:
+            raise UserError(f"{WHAT} {path}: another job is writing it; wait for that, or name another file") from None
+        except OSError as error:
+            raise write_error(path, WHAT, error) from None
+        if len(notes) > MAX_LENGTH:
+            raise UserError(f"{WHAT} {path} is longer than {MAX_LENGTH >> 20} MiB; name another file")
+        *lines, torn = notes.split(b"\n")
+        self._take_all([*lines, *([] if NOTE.startswith(torn[: len(NOTE)]) else [torn])])
+        if torn:
+            os.ftruncate(self._fd, len(notes) - len(torn))
+
+    def _take_all(self, lines: Iterable[bytes]) -> None:
+        for number, line in enumerate(lines, start=1):
+            try:
+                self.take(line)
+            except ValueError:
+                raise UserError(f"{WHAT} {self.path} line {number} is no note of a job; name another file") from None
+
+    def write(self, note: bytes) -> None:
+        if self._is_full:
+            return
+        try:
+            os.write(self._fd, note + b"\n")
+        except OSError as error:
+            self._is_full = True
+            complain(f"{write_error(self.path, WHAT, error)}; what comes from now on is not noted")
+
+    def close(self) -> None:
+        if not self.texts:
+            self.path.unlink(missing_ok=True)
+        os.close(self._fd)

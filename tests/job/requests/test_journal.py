@@ -1,0 +1,134 @@
+"""What came of a text is noted; the same command goes on from there to the same text."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.errors import UserError
+from pipeinfer.job.requests.journal import Journal, JournalFile
+from pipeinfer.job.requests.request import GenerationRequest
+from tests.support.jobs import descendants, finish, start
+
+ASKED = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=5), frozenset())
+TEXT = ["-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1"]
+
+
+def test_a_text_goes_on_before_its_last_token(tmp_path: Path) -> None:
+    first = JournalFile(tmp_path / "notes")
+    assert first.begin("x", ASKED) == ASKED
+    first.came("x", [7, 8])
+    first.came("x", [9])
+    first.close()
+    again = JournalFile(tmp_path / "notes")
+    other = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=99), frozenset())
+    found = again.begin("x", other)
+    assert (found.begun, found.sampling.seed) == ((7, 8), 5), "its seed too"
+    assert again.texts == {"x": (5, [7, 8])}
+    again.came("x", [9, 4])
+    again.ended("x")
+    again.close()
+    assert not (tmp_path / "notes").exists()
+
+
+def test_texts_with_log_probabilities_come_again() -> None:
+    journal = Journal()
+    asked = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=5, n_logprobs=0), frozenset())
+    journal.begin("x", asked)
+    journal.came("x", [7, 8])
+    assert journal.begin("x", asked).begun == () and journal.texts["x"] == (5, [])
+
+
+def test_notes_are_taken_by_another_journal() -> None:
+    journal, other = Journal(), Journal()
+    for key in "xy":
+        journal.begin(key, ASKED)
+        journal.came(key, [1, 2])
+    journal.ended("x")
+    for note in journal.notes():
+        other.take(note)
+    assert other.texts == {"y": (5, [1, 2])}
+
+
+@pytest.mark.parametrize("content", [b"hello", b"{}\n", b'["x"', b'["x",1]\n["x",[1,true'])
+def test_only_a_torn_note_is_cut_off(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes"
+    path.write_bytes(content)
+    if content.startswith(b"["):
+        JournalFile(path).write(b'["z",1]')
+        assert path.read_bytes() == content[: content.rfind(b"\n") + 1] + b'["z",1]\n'
+    else:
+        with pytest.raises(UserError, match=r"line 1 is no note of a job; name another file"):
+            JournalFile(path)
+        assert path.read_bytes() == content
+
+
+def test_one_job_writes_it(tmp_path: Path) -> None:
+    file = JournalFile(tmp_path / "notes")
+    with pytest.raises(UserError, match="another job is writing it"):
+        JournalFile(tmp_path / "notes")
+    file.close()
+    JournalFile(tmp_path / "notes").close()
+
+
+def test_a_full_disk_ends_the_notes_not_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    journal = JournalFile.__new__(JournalFile)
+    Journal.__init__(journal)
+    journal.path, journal._is_full, journal._fd = Path("/dev/full"), False, os.open("/dev/full", os.O_WRONLY)
+    journal.came("x", []) if journal.begin("x", ASKED) else None
+    assert capsys.readouterr().err.count("what comes from now on is not noted") == 1
+
+
+def kill_a_rank(job: subprocess.Popen[str], notes: Path, n_lines: int) -> str:
+    """Once so much is noted; what the job says of it."""
+    deadline = time.monotonic() + 60
+    while not notes.exists() or notes.read_bytes().count(b"\n") < n_lines:
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(max(pid for pid in descendants(job.pid) if b"--resume" in _command(pid)), signal.SIGKILL)
+    return job.communicate(timeout=60)[1]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        ["--temp", "0.8", "--seed", "3", "--repeat-penalty", "1.1"],
+        ["--temp", "0.8", "--seed", "3", "--grammar", "root ::= [a-z ()\\n]+ [z] [z] [z] [z]", "--stop", "zzzz"],
+    ],
+)
+def test_a_killed_text_goes_on(tmp_path: Path, sampling: list[str]) -> None:
+    words, notes = ["run", *TEXT, *sampling], tmp_path / "notes"
+    words = [word for word in words if word != "--ignore-eos" or "--grammar" not in words]
+    errors = kill_a_rank(start(3, [*words, "--resume", str(notes)]), notes, 60)
+    assert f"ending the job; the same command goes on from {notes}" in errors
+    n_noted = sum(len(note[1]) for note in map(json.loads, notes.read_text().splitlines()) if isinstance(note[1], list))
+    again, alone = finish(2, [*words, "--resume", str(notes)]), finish(1, [*words, "--policy", "iterative"])
+    assert f"{n_noted - 1} tokens of it are noted" in again.stderr
+    assert again.stdout == alone.stdout and again.returncode == 0 and not notes.exists()
+
+
+def test_a_killed_batch_goes_on_within_its_texts(tmp_path: Path) -> None:
+    source, notes = tmp_path / "in.jsonl", tmp_path / "notes"
+    source.write_text("".join(f'{{"prompt": "def f{n}(", "ignore_eos": true}}\n' for n in range(6)))
+    words = ["batch", str(source), "-o", str(tmp_path / "out"), "-n", "150", "--parallel", "3", "-t", "1"]
+    kill_a_rank(start(3, [*words, "--seed", "4", "--resume", str(notes)]), notes, 120)
+    assert finish(3, [*words, "--seed", "4", "--resume", str(notes)]).returncode == 0 and not notes.exists()
+    words[3] = str(tmp_path / "whole")
+    assert finish(2, [*words, "--seed", "4"]).returncode == 0
+    texts = [
+        {result["index"]: result["text"] for result in map(json.loads, Path(path).read_text().splitlines())}
+        for path in (tmp_path / "out", tmp_path / "whole")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 6
