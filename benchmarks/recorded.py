@@ -26,16 +26,19 @@ import click
 from harness import grown
 from policies import BOUND, TUNED, speed
 
-from experiments.recording import RecordedChoices, record_pair
+from experiments.record import Prompt, record_pair
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.virtual.profile import load_profile
+from pipeinfer.virtual.recorded import RecordedChoices, read_choices, write_choices
 
 CLUSTERS = (
     ("pipedec-7", "", 0), ("pipespec", "llama-70b-1b", 3), ("flowspec", "llama2-13b", 0),
     ("pipeinfer-c", "goliath-xwin7", 8),
 )  # fmt: skip
+QWEN = Path(__file__).parent.parent / "experiments" / "choices" / "qwen2.5-coder.jsonl"
 N_LAYER_GROWN, NOISE = 18, 1.5
 CODE, QUESTIONS = ("humaneval",), ("gsm8k", "mt_bench", "qa", "alpaca", "sum")
 N_CHARACTERS = 500  # of a prompt
@@ -57,12 +60,11 @@ has no settings.
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A recorded text; `acceptance`: how often the draft's best guess is the next token."""
+    """A recorded text."""
 
     pair: str
     kind: str
-    path: Path
-    acceptance: float
+    choices: RecordedChoices
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +113,28 @@ def recorded(folder: Path, questions: Path, n_tokens: int) -> Iterator[Text]:
     if not deeper.exists():
         grown(deeper, N_LAYER_GROWN, NOISE)
     pairs = {"shipped": (TARGET, DRAFT), "grown": (deeper, DRAFT), "grown, ungrown drafts": (deeper, TARGET)}
-    for (pair, models), (kind, number, prompt) in product(pairs.items(), list(prompts(questions))):
-        path = folder / f"{pair}-{kind}-{number}-{n_tokens}.json".replace(" ", "")
+    for (pair, models), (kind, asked) in product(pairs.items(), prompts(questions).items()):
+        path = folder / f"{pair}-{kind}-{n_tokens}.jsonl".replace(" ", "")
         if not path.exists():
-            record_pair(*models, prompt, n_tokens + 1, n_threads=1).save(path)
-        yield Text(pair, kind, path, RecordedChoices.load(path).acceptance)
+            write_choices(path, [record_pair(*models, prompt, n_tokens + 1, n_threads=1) for prompt in asked])
+        yield from (Text(pair, kind, choices) for choices in read_choices(path))
+    for choices in read_choices(QWEN):
+        yield Text("Qwen2.5-Coder 1.5B, 0.5B", choices.name.partition("/")[0], choices)
 
 
-def prompts(questions: Path) -> Iterator[tuple[str, int, str]]:
-    """(kind, number, text)."""
+def prompts(questions: Path) -> dict[str, list[Prompt]]:
+    """By kind."""
     program, *prose = (path.read_text() for path in sorted(TEXTS, key=lambda path: path.stem != "program"))
     asked = {name: first_turns(questions / f"{name}.jsonl") for name in (*CODE, *QUESTIONS)}
     kinds = {
         "code": [program, *(turn for name in CODE for turn in asked[name][:2])], "prose": prose,
         "questions": [turn for name in QUESTIONS for turn in asked[name][:1]],
     }  # fmt: skip
-    for kind, found in kinds.items():
-        for number, text in enumerate(found):
-            yield kind, number, text[:N_CHARACTERS]
+    encode = Tokenizer(TARGET).encode
+    return {
+        kind: [Prompt(f"{kind}/{number}", encode(text[:N_CHARACTERS])) for number, text in enumerate(found)]
+        for kind, found in kinds.items()
+    }
 
 
 def first_turns(path: Path) -> list[str]:
@@ -137,13 +143,13 @@ def first_turns(path: Path) -> list[str]:
 
 def measure(cluster: tuple[str, str, int], texts: Sequence[Text], n_tokens: int) -> Cell:
     name, pair, nodes = cluster
-    choices, speeds = [RecordedChoices.load(text.path) for text in texts], {}
+    choices, speeds = [text.choices for text in texts], dict[str, float]()
     for policy, variants in TUNED.items():
         if policy != BOUND:
             profile = load_profile(name).lay_out(nodes, pair, variants[0].drafts)
             speeds[policy] = max(speed(variant, profile, choices, n_tokens) for variant in variants)
     first = texts[0]
-    return Cell(name, first.pair, first.kind, statistics.fmean(text.acceptance for text in texts), speeds)
+    return Cell(name, first.pair, first.kind, statistics.fmean(text.acceptance for text in choices), speeds)
 
 
 def report(cells: Sequence[Cell], n_tokens: int) -> bool:

@@ -12,7 +12,7 @@ from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies.registry import make_policy
 from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.profile import load_profile
-from pipeinfer.virtual.traffic import Load, simulate_load
+from pipeinfer.virtual.traffic import Load, simulate_load, synthetic_texts
 
 SAMPLERS = 8
 WAYS = {  # what of the stages' host work holds nobody up
@@ -71,7 +71,9 @@ def _carried(name: str, way: str, meet_s: float | None = None) -> dict[str, Any]
     meet_s = profile.host.meet_s if meet_s is None else meet_s
     host = replace(profile.host, samplers=samplers, ahead=ahead, posted=posted, meet_s=meet_s)
     n = SETUPS[name][1]
-    return simulate_load(replace(profile, host=host), make_policy("iterative"), Load(n, 2, 40, n), ranks_for(0.5))
+    load = Load(n, 2, 40, n)
+    texts = synthetic_texts(load, ranks_for(0.5))
+    return simulate_load(replace(profile, host=host), make_policy("iterative"), load, texts)
 
 
 def _sipipe_row(name: str, way: str) -> list[str]:
@@ -105,8 +107,9 @@ def _filler_row(name: str, acceptance: float) -> list[str]:
     cells = []
     for n in FILLED:
         load = Load(2 * n, 64, 96, n)
+        texts = synthetic_texts(load, ranks_for(acceptance))
         plain, auto = (
-            simulate_load(profile, make_policy(policy), load, ranks_for(acceptance))["predicted_per_second"]
+            simulate_load(profile, make_policy(policy), load, texts)["predicted_per_second"]
             for policy in ("iterative", "auto")
         )
         cells.append(f"{auto:.1f} / {plain:.1f} = {auto / plain:.2f}")

@@ -17,8 +17,8 @@ from pipeinfer.job.options.limits import MAX_GBIT, MAX_SEQUENCES, MAX_TOKENS
 from pipeinfer.job.options.loads import PARALLEL, Loads
 from pipeinfer.job.options.sections import Ablations, Experiments, Numerics, Output, Records
 from pipeinfer.job.options.text_sections import Traffic
-from pipeinfer.job.options.values import PROBABILITY, Listed, Number, Text
-from pipeinfer.observe.results import check_results
+from pipeinfer.job.options.values import PROBABILITY, File, Listed, Number, Text
+from pipeinfer.observe.results import LOADS, RESULTS
 from pipeinfer.observe.summary import print_summary
 from pipeinfer.observe.traffic import show_loads
 from pipeinfer.outputs import check_separate, check_writable
@@ -27,6 +27,7 @@ from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.compare import side_by_side
 from pipeinfer.virtual.outcome import write_trace
 from pipeinfer.virtual.profile import load_profile, shipped_profiles
+from pipeinfer.virtual.recorded import read_choices
 from pipeinfer.virtual.study import Question, ask
 from pipeinfer.virtual.traffic import Load
 
@@ -41,7 +42,7 @@ HELP = {
     "parallel": "Requests of a load at a time at most. [default: the largest --concurrency, with --rate "
     f"{PARALLEL} at least; at once: all, {MAX_SEQUENCES} at most]",
     "json": "Print one JSON object for every generation instead.",
-    "results": "Append a row for every generation to this CSV file.",
+    "results": "Append a row for every generation, or every load, to this CSV file.",
     "trace": "Write the timeline of the last generation, as Chrome trace events.",
 }
 
@@ -76,6 +77,11 @@ class SimulateOptions:
         (), "--ranks", type=Listed(PROBABILITY), repeated=True,
         help="How often its first, second, … guess is right, as in 0.7,0.1,0.05; likewise.",
     )  # fmt: skip
+    choices: Path | None = setting(
+        None, "--choices", type=File(),
+        help="Texts recorded by experiments/record.py, a generation each, in place of synthetic ones of -p tokens and "
+        "--repetitions; of a load the first requests', and again.",
+    )  # fmt: skip
     samplers: int = setting(
         0, "--sampler-threads", most=1024,
         help="Threads beside the last stage that choose tokens, of a profile that says what that takes.",
@@ -108,14 +114,15 @@ def simulate_command(**given: Any) -> int:
     if asked.profile is None:
         raise UserError(f"give --profile: a TOML file, or one of {', '.join(shipped_profiles())}")
     outputs = {"--results": records.results, "--trace": records.trace}
-    check_separate(outputs, {"--profile": [Path(asked.profile)]})
+    check_separate(outputs, {"--profile": [Path(asked.profile)], "--choices": filter(None, [asked.choices])})
+    has_loads = bool(loads.requests or loads.concurrencies or loads.rates)
     if records.results:
-        check_results(records.results)
+        (LOADS if has_loads else RESULTS).check(records.results)
     if records.trace:
         check_writable(records.trace, "--trace")
-    if asked.acceptances and asked.ranks:
-        raise UserError("give one of --acceptance and --ranks")
-    has_loads = bool(loads.requests or loads.concurrencies or loads.rates)
+    if bool(asked.acceptances) + bool(asked.ranks) + bool(asked.choices) > 1:
+        raise UserError("give one of --acceptance, --ranks and --choices")
+    texts = read_choices(asked.choices) if asked.choices else []
     chosen = take_policies(asked.policies or (USUAL if has_loads else POLICIES), given)
     file = load_profile(asked.profile)
 
@@ -127,17 +134,18 @@ def simulate_command(**given: Any) -> int:
 
     question = Question(
         lay_out, asked.predict, asked.prompt_tokens, asked.ranks or [ranks_for(share) for share in asked.acceptances],
-        given["cancel"], given["partitions"],
+        given["cancel"], given["partitions"], texts, asked.choices.stem if asked.choices else "",
     )  # fmt: skip
-    seeds = range(asked.seed, asked.seed + asked.repetitions)
+    seeds = range(len(texts)) if texts else range(asked.seed, asked.seed + asked.repetitions)
     if has_loads:
-        if any(outputs.values()) or not question.cancel or not question.partitions:
-            raise UserError("--results, --trace, --no-cancel and --no-partitions are of single requests; leave them "
-                            "out, or --requests, --concurrency and --rate")  # fmt: skip
+        if records.trace or not question.cancel or not question.partitions:
+            raise UserError("--trace, --no-cancel and --no-partitions are of single requests; leave them out, or "
+                            "--requests, --concurrency and --rate")  # fmt: skip
         each_load = list(_loads(loads, asked, given["max_delay_s"]))
         figures = (
-            question.carry(policy, replace(load, seed=seed)) for seed in seeds for load in each_load
-            for policy in chosen
+            question.carry(policy, replace(load, seed=seed), records.results)
+            for seed in range(asked.seed, asked.seed + asked.repetitions)
+            for load in each_load for policy in chosen
         )  # fmt: skip
         show_loads(figures, asked.output, given["json"])
         return 0
@@ -149,7 +157,7 @@ def simulate_command(**given: Any) -> int:
         generations.append((last, result))
     if records.trace:
         write_trace(records.trace, last)
-    if asked.output == "md" and not (asked.policies or given["json"]):
+    if asked.output == "md" and not given["json"] and (texts or not asked.policies):
         print("\n".join(side_by_side(generations)))
     elif not given["json"]:
         print_summary(rows, asked.output)

@@ -204,6 +204,7 @@ class Engine:
             if verdict.cancelled:
                 active.observer.run_spared()
                 continue
+            active.observer.run_answered(verdict.slowest_s)
             if part.n_context and not part.request.n_generated:
                 active.n_heard += part.n_context
                 active.observer.prompt_evaluated(active.n_heard)

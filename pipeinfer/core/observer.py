@@ -27,6 +27,9 @@ class Observer:
     def run_cancelled(self) -> None:
         """A run is dead, and the stages were told."""
 
+    def run_answered(self, slowest_s: float) -> None:
+        """The verdict of a run has come; its slowest stage took `slowest_s` for it."""
+
     def run_spared(self) -> None:
         """At least one stage did not evaluate a cancelled run."""
 

@@ -67,6 +67,11 @@ class Settled:
     """For each token that was guessed at: its guesses, likeliest first, and the right one, if any."""
 
     @property
+    def n_matched_of_sent(self) -> int:
+        """The right guesses that had been sent."""
+        return sum(right is not None and right.run_id is not None for _, right in self.contests)
+
+    @property
     def n_contested(self) -> int:
         """Tokens that were guessed at."""
         return len(self.contests)

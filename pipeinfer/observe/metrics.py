@@ -46,6 +46,9 @@ class RequestMetrics(Observer):
     n_refined: int = 0  # nodes of which a larger draft said what follows
     n_judged: int = 0
     n_matched: int = 0
+    n_sent_matched: int = 0  # accepted guesses that had gone to the target
+    n_rounds: int = 0  # tokens whose place no run in flight stood for: speculation began anew after them
+    turns_s: list[float] = field(default_factory=list)  # of runs after the prompt, the slowest stage's time
     n_contested: int = 0  # tokens in whose place at least one guess stood
     by_depth: dict[int, list[int]] = field(default_factory=dict)  # depth -> [likeliest guesses judged, right ones]
     draft_s: float = 0.0
@@ -93,6 +96,10 @@ class RequestMetrics(Observer):
     def run_spared(self) -> None:
         self.n_saved += 1
 
+    def run_answered(self, slowest_s: float) -> None:
+        if self.token_s:
+            self.turns_s.append(slowest_s)
+
     def draft_stepped(self, start_s: float, end_s: float, n_nodes: int, n_inflight: int, lost: bool) -> None:
         self.draft_s += end_s - start_s
         self.n_draft_steps += 1
@@ -113,6 +120,8 @@ class RequestMetrics(Observer):
         self.n_judged += settled.n_judged
         self.n_matched += settled.n_matched
         self.n_contested += settled.n_contested
+        self.n_sent_matched += settled.n_matched_of_sent
+        self.n_rounds += settled.path[-1].run_id is None
         for node, right in settled.firsts:
             counts = self.by_depth.setdefault(node.depth, [0, 0])
             counts[0] += 1
@@ -142,6 +151,29 @@ class RequestMetrics(Observer):
     def ttft_s(self) -> float:
         """Time to first token, from submission."""
         return self.token_s[0] - self.submitted_s if self.token_s else float("nan")
+
+    @property
+    def ttft_after_prompt_s(self) -> float:
+        """From the token that the prompt's evaluation gives to the next one (PipeInfer, section V-A)."""
+        after_s = (at_s for at_s in self.token_s if at_s > self.token_s[0])
+        return next(after_s, math.nan) - self.token_s[0] if self.token_s else math.nan
+
+    @property
+    def top1_rate(self) -> float:
+        """Tokens that the draft's likeliest guess named / tokens in whose place a guess stood."""
+        return sum(right for _, right in self.by_depth.values()) / self.n_contested if self.n_contested else math.nan
+
+    @property
+    def sent_acceptance(self) -> float:
+        """Accepted guesses / guesses that went to the target, cancelled ones too: the papers' acceptance rate."""
+        return self.n_sent_matched / self.n_sent if self.n_sent else math.nan
+
+    @property
+    def tokens_per_turn(self) -> float:
+        """FlowSpec's ALT: tokens / turns of the pipeline, each as long as the slowest stage takes for a run."""
+        if not self.turns_s or self.token_s[-1] == self.token_s[0]:
+            return math.nan
+        return (len(self.token_s) - 1) / (self.token_s[-1] - self.token_s[0]) * float(np.mean(self.turns_s))
 
     @property
     def acceptance_rate(self) -> float:
@@ -203,6 +235,7 @@ def speeds(metrics: RequestMetrics) -> dict[str, Any]:
         "predicted_ms": 1e3 * generation_s,
         "predicted_per_second": (n - 1) / generation_s if n > 1 and generation_s > 0 else float("nan"),
         "ttft_s": metrics.ttft_s,
+        "ttft_after_prompt_s": metrics.ttft_after_prompt_s,
         "tpot_s": generation_s / (n - 1) if n > 1 else float("nan"),
         "total_s": (metrics.finished_s or float("nan")) - metrics.submitted_s,
     }
@@ -236,10 +269,14 @@ def speculation(metrics: RequestMetrics) -> dict[str, Any]:
         "draft_n_judged": metrics.n_judged,
         "draft_n_accepted": metrics.n_matched,
         "acceptance_rate": metrics.acceptance_rate,
+        "sent_acceptance": metrics.sent_acceptance,
+        "top1_rate": metrics.top1_rate,
         "contested_n": metrics.n_contested,
         "hit_rate": metrics.hit_rate,
         "by_depth": {str(depth): {"n": n, "right": right} for depth, (n, right) in sorted(metrics.by_depth.items())},
         "accepted_length": len(metrics.token_s) / n_settled if n_settled else float("nan"),
+        "tokens_per_turn": metrics.tokens_per_turn,
+        "tokens_per_round": len(metrics.token_s) / metrics.n_rounds if metrics.n_rounds else float("nan"),
         "accepted_length_histogram": {str(length): n for length, n in sorted(metrics.accepted_lengths.items())},
         "draft_n_sent": metrics.n_sent,
         "runs": metrics.n_runs,

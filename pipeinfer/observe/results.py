@@ -1,5 +1,6 @@
 """The tables results.csv, a row a generation, and load.csv, a row a load. Knows no ranks and no file."""
 
+import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -39,6 +40,8 @@ def result_row(result: dict[str, Any], asked: Record) -> Record:
     """The columns of one generation: what was asked for, and what its result object (what `--json` prints) measured."""
     ranks, hops = result["ranks"], result["wire"]["hops"]
     known = result["timings"] | result["speculation"] | {"version": result["version"]}
+    by_host = {rank["host"]: rank.get("joules", math.nan) for rank in ranks}  # ranks of a host have one meter
+    known["joules_per_token"] = sum(by_host.values()) / max(1, known["predicted_n"])
     known["prompt_n"] = known["prompt_n"] + known["cache_n"]
     lists = [column.name for column in COLUMNS if column.name in ranks[0] and not column.asked]
     return asked | {name: known[name] for name in NAMES if name in known} | {

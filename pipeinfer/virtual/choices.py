@@ -38,6 +38,11 @@ class Choices(Protocol):
         ...
 
 
+def n_predicted(choices: Choices, n_predict: int) -> int:
+    """Tokens of a text that is to have `n_predict`, where the target's path does not end before."""
+    return min(n_predict, choices.n_tokens - len(choices.prompt))
+
+
 SPREAD = 2.0
 """alpha + beta of the Beta distribution of the draft's confidence; 2.3 for the shipped pair of models, less for drafts
 that are surer of themselves."""
@@ -45,6 +50,12 @@ that are surer of themselves."""
 FURTHER = 0.5
 """How often a further guess is right if those before it were wrong, as a share of how often the first one is. The
 shipped pair (0.66) has 0.35 for the second and 0.18 for the third guess; PipeDec's figure 3 a top 8 of nearly 1."""
+
+
+def ranks_text(by_rank: Sequence[float]) -> str:
+    """`0.7`, where further guesses are as usual; else all of them."""
+    usual = ranks_for(by_rank[0], len(by_rank))
+    return f"{by_rank[0]:g}" if tuple(by_rank) == usual else ",".join(f"{share:g}" for share in by_rank)
 
 
 def ranks_for(acceptance: float, n_ranks: int = MAX_WIDTH) -> tuple[float, ...]:

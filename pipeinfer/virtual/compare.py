@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from pipeinfer.cluster.timing.costs import Profile
@@ -23,7 +23,8 @@ def limit_of(profile: Profile, context: int) -> float:
 
 
 def side_by_side(generations: Sequence[Generation]) -> list[str]:
-    """A Markdown table: a row of means for each policy, then what the stages allow with the draft where it is."""
+    """A Markdown table: a row of means for each policy, the speed's deviation between texts beside it, then what the
+    stages allow with the draft where it is."""
     return markdown_table(COLUMNS, list(_rows(generations)), right_aligned=COLUMNS[2:])
 
 
@@ -37,9 +38,10 @@ def _rows(generations: Sequence[Generation]) -> Iterator[tuple[str, ...]]:
     limit = min(limit_of(simulated.profile, len(simulated.request.prompt)) for simulated, _ in generations)
     for policy, found in by_policy.items():
         metrics = [simulated.metrics for simulated, _ in found]
+        spread = f" ± {number(stdev(_timings(found, 'predicted_per_second')))}" if len(found) > 1 else ""
         itl_s = (fmean(_timings(found, f"itl_p{rank}_s")) for rank in (50, 95, 99))
         yield (
-            policy, str(found[0][1]["settings"]), number(speeds[policy]), number(speeds[policy] / plain),
+            policy, str(found[0][1]["settings"]), number(speeds[policy]) + spread, number(speeds[policy] / plain),
             number(speeds[policy] / limit), number(1e3 * fmean(_timings(found, "ttft_s")), 1),
             " / ".join(number(1e3 * each_s, 1) for each_s in itl_s),
             number(fmean((each.n_root_runs + each.n_sent) / len(each.token_s) for each in metrics), 1),

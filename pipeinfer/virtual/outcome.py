@@ -1,6 +1,6 @@
 """A simulated generation as the same result object, table and trace that a real one gives."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -8,8 +8,10 @@ from typing import Any
 
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.timing.costs import Profile
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Request
 from pipeinfer.observe.columns import SAMPLING
-from pipeinfer.observe.experiment import digest, model_columns
+from pipeinfer.observe.experiment import digest, model_columns, settings_text
 from pipeinfer.observe.ledger import head_time, stage_time
 from pipeinfer.observe.results import result_object
 from pipeinfer.observe.table import Record
@@ -21,7 +23,7 @@ SHOWN = ("policy", "variant", "settings", "seed", "temp", "numerics")  # of what
 
 
 def make_result(simulated: Simulated, asked: Record) -> dict[str, Any]:
-    """`asked`: what `simulated_columns` gave for it."""
+    """`asked`: the columns that say what was."""
     models: dict[str, Any] = {
         role: {"name": asked[role], "bytes": 0, "quantisation": "simulated"} if asked[role] else None
         for role in ("model", "model_draft")
@@ -32,29 +34,37 @@ def make_result(simulated: Simulated, asked: Record) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def simulated_columns(simulated: Simulated, drafts: Sequence[object], seed: int, repetition: int) -> Record:
-    """Every column that says what was asked, but for those of the policy. `drafts`: what says what each one guesses."""
-    request, profile = simulated.request, simulated.profile
+def simulated_columns(profile: Profile, policy: Policy, choices: str, seed: int, repetition: int) -> Record:
+    """The columns that say what was asked, but for those of prompt and text. `choices`: what each draft guesses."""
     virtual = {"bytes": 0, "quantisation": "simulated"}
     model = {"name": profile.name, "hash": digest(profile)} | virtual
-    draft = {"name": "+".join(["draft"] * len(profile.drafts)), "hash": "+".join(map(digest, drafts))} | virtual
-    ranks = _ranks(simulated)
+    draft = {"name": "+".join(["draft"] * len(profile.drafts)), "hash": digest(choices)} | virtual
     return model_columns(model, draft if profile.drafts else None) | {
+        "policy": policy.name,
+        "settings": settings_text(policy),
         "options": "" if profile.wire_type is WireType.F32 else f"wire-type {profile.wire_type}",
-        "ranks": len(ranks),
+        "ranks": profile.n_ranks,
         "layers": [cost.layers for cost in profile.stages],
-        "threads": [rank["threads"] for rank in ranks],
-        "prompt": f"pp{len(request.prompt)}",
-        "prompt_hash": digest(tuple(request.prompt)),
-        "prompt_n": len(request.prompt),
-        "predicted_n": request.n_predict,
+        "threads": [1] * profile.n_ranks,
         **dict.fromkeys(SAMPLING, ""),
         "seed": seed,
         "temp": 0.0,
         "numerics": "virtual",
         "pace": "",
         "pace_hash": "",
+        "choices": choices if profile.drafts else "",
         "repetition": repetition,
+    }
+
+
+def text_columns(request: Request, name: str) -> Record:
+    """Those of a prompt and its text; `name`: of a recorded one."""
+    prompt = tuple(request.prompt)
+    return {
+        "prompt": name or f"pp{len(prompt)}",
+        "prompt_hash": digest(prompt),
+        "prompt_n": len(prompt),
+        "predicted_n": request.n_predict,
     }
 
 

@@ -10,13 +10,14 @@ from typing import Any
 from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
-from pipeinfer.observe.experiment import settings_text, variant_text
-from pipeinfer.observe.results import Record, append_result, as_read, result_row
+from pipeinfer.observe.experiment import digest, variant_text
+from pipeinfer.observe.results import LOADS, Record, append_result, as_read, result_row
 from pipeinfer.observe.texts.json_text import json_text
-from pipeinfer.virtual.choices import Choices, ranks_for, synthetic_team
-from pipeinfer.virtual.outcome import make_result, simulated_columns
+from pipeinfer.virtual.choices import Choices, n_predicted, ranks_for, ranks_text, synthetic_team
+from pipeinfer.virtual.outcome import make_result, simulated_columns, text_columns
+from pipeinfer.virtual.recorded import RecordedChoices
 from pipeinfer.virtual.simulation import Simulated, simulate
-from pipeinfer.virtual.traffic import Load, simulate_load
+from pipeinfer.virtual.traffic import Load, simulate_load, synthetic_texts
 
 DEFAULT_ACCEPTANCE = 0.7
 
@@ -24,7 +25,8 @@ DEFAULT_ACCEPTANCE = 0.7
 @dataclass(frozen=True, slots=True)
 class Question:
     """What to simulate. `lay_out`: the costs with drafts, or without; raises UserError when there is no such cluster.
-    `by_rank`: how often each draft's first, second, … guess is right, the smallest draft first; empty: as published."""
+    `by_rank`: how often each draft's first, second, … guess is right, the smallest draft first; empty: as published.
+    `texts`: recorded ones in place of synthetic ones, by the file `source`."""
 
     lay_out: Callable[[bool], Profile]
     predict: int
@@ -32,42 +34,58 @@ class Question:
     by_rank: Sequence[Sequence[float]] = ()
     cancel: bool = True
     partitions: bool = True
+    texts: Sequence[RecordedChoices] = ()
+    source: str = ""
 
     def answer(self, policy: Policy, seed: int = 0, repetition: int = 1) -> tuple[Simulated, dict[str, Any], Record]:
-        """One generation, its result object and row. Raises UserError when it cannot be simulated."""
+        """One generation, its result object and row; `seed`: the number of a recorded text. Raises UserError when it
+        cannot be simulated."""
         profile = self.lay_out(policy.drafts)
-        first, *larger = self._choices(profile, seed)
+        first, *larger = [self.texts[seed]] if self.texts else self._synthetic(profile, seed)
         simulated = simulate(
-            profile, first, policy.begin(), self.predict, cancel=self.cancel,
+            profile, first, policy.begin(), n_predicted(first, self.predict), cancel=self.cancel,
             partitions=self.partitions, larger=larger if profile.drafts else [],
         )  # fmt: skip
-        asked = simulated_columns(simulated, self._ranks(profile), seed, repetition) | {
-            "policy": policy.name,
-            "settings": settings_text(policy),
+        name = self.texts[seed].name if self.texts else ""
+        asked = simulated_columns(profile, policy, self._choices_text(profile), seed, repetition) | {
             "variant": variant_text(policy, self.cancel, self.partitions),
+            **text_columns(simulated.request, name),
         }
         result = make_result(simulated, asked)
         return simulated, result, result_row(result, asked)
 
-    def carry(self, policy: Policy, load: Load) -> dict[str, Any]:
-        """Figures of many requests. Raises UserError when they cannot be simulated."""
+    def carry(self, policy: Policy, load: Load, results: Path | None = None) -> dict[str, Any]:
+        """Figures of many requests, and the columns that say what was asked. Raises UserError when they cannot be
+        simulated."""
         profile = self.lay_out(policy.drafts)
         if len(profile.drafts) > 1:
             raise UserError(f"{profile.name} has {len(profile.drafts)} drafts; --requests takes pairs with one")
-        asked: dict[str, Any] = {
-            "policy": policy.name,
-            "settings": settings_text(policy),
+        if self.texts:
+            texts: Sequence[Choices] = [self.texts[number % len(self.texts)] for number in range(load.n_requests)]
+        else:
+            texts = synthetic_texts(load, self._ranks(profile)[0])
+        asked: dict[str, Any] = simulated_columns(profile, policy, self._choices_text(profile), load.seed, 1) | {
             "profile": profile.name,
+            "prompt": self.source or f"pp{load.prompt_tokens}",
+            "prompt_hash": digest([tuple(text.prompt) for text in texts]),
             **asdict(load),
         }
         for name in ("rate", "max_delay_s"):  # JSON has no infinity
             asked[name] = None if math.isinf(asked[name]) else asked[name]
-        found = simulate_load(profile, policy, load, self._ranks(profile)[0])
+        found = simulate_load(profile, policy, load, texts)
         if "notice" in found:
             print(f"pipeinfer: {found['notice']}", file=sys.stderr)
+        if results:
+            LOADS.append(results, asked | found)
         return asked | found
 
-    def _choices(self, profile: Profile, seed: int) -> Sequence[Choices]:
+    def _choices_text(self, profile: Profile) -> str:
+        """Of the column. Raises UserError when recorded texts are of fewer drafts than there are."""
+        if self.texts and len(profile.drafts) > 1:
+            raise UserError(f"{profile.name} has {len(profile.drafts)} drafts, recorded texts are of one; give --pair")
+        return self.source or "; ".join(map(ranks_text, self._ranks(profile)))
+
+    def _synthetic(self, profile: Profile, seed: int) -> Sequence[Choices]:
         """Of each draft. Raises UserError when there are not as many as drafts."""
         n_drafts = len(profile.drafts)
         found = synthetic_team(self._ranks(profile), seed, self.prompt_tokens)
@@ -87,7 +105,7 @@ def ask(
     """Simulate every policy with every seed: each generation, its result object, and its row as results.csv has it."""
     for repetition, seed in enumerate(seeds, start=1):
         for policy in policies:
-            simulated, result, row = question.answer(policy, seed, repetition)
+            simulated, result, row = question.answer(policy, seed, 1 if question.texts else repetition)
             if results:
                 append_result(results, row)
             if as_json:

@@ -20,7 +20,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.observe.ledger import TimeUse, stage_time
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.throughput import NOT_OFFERED, Throughput, offered_and_served
-from pipeinfer.virtual.choices import SyntheticChoices
+from pipeinfer.virtual.choices import Choices, SyntheticChoices, n_predicted
 from pipeinfer.virtual.drafts import SimDrafter
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.simulation import N_CELLS_SPARE, N_CHUNK, run_cost
@@ -65,18 +65,21 @@ class LoadWaiter(SimWaiter):
         super().wait(pipelines, left_s if timeout_s is None else min(timeout_s, left_s))
 
 
-def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequence[float]) -> dict[str, Any]:
-    """Throughput, latencies and how busy the stages were. `by_rank`: how often the draft's first, second, … guess is
-    right; every request has a text of its own.
+def synthetic_texts(load: Load, by_rank: Sequence[float]) -> list[SyntheticChoices]:
+    """A text of its own for every request. `by_rank`: how often the draft's first, second, … guess is right."""
+    first = load.seed * load.n_requests
+    return [SyntheticChoices(by_rank, first + number, load.prompt_tokens) for number in range(load.n_requests)]
+
+
+def simulate_load(profile: Profile, policy: Policy, load: Load, choices: Sequence[Choices]) -> dict[str, Any]:
+    """Throughput, latencies and how busy the stages were. `choices`: each request's; texts end after `load.predict`
+    tokens, or where they do.
 
     `busy`: each stage's share of the time between the first and the last token in which it was not idle; `evaluating`:
     without what its host does before and after. `notice`: why the load's limit of delays cannot be held, if so.
     """
-    clock, n_ctx = VirtualClock(), load.prompt_tokens + load.predict
-    choices = [
-        SyntheticChoices(by_rank, load.seed * load.n_requests + number, load.prompt_tokens)
-        for number in range(load.n_requests)
-    ]
+    clock = VirtualClock()
+    n_ctx = max(len(each.prompt) + n_predicted(each, load.predict) for each in choices)
     pipeline = SimPipeline(profile, choices, clock)
     n_seq = policy.n_sequences + load.n_open - 1
     n_cells = load.n_open * n_ctx + N_CELLS_SPARE
@@ -97,7 +100,9 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, by_rank: Sequenc
         if not engine.busy:
             clock.now = max(clock.now, coming_s[0])
         while coming_s and coming_s[0] <= clock.now and n_open < load.n_open:
-            request = Request(number, choices[number].prompt, load.predict, SamplingParams(temp=0.0), n_ctx)
+            text = choices[number]
+            n_predict = n_predicted(text, load.predict)
+            request = Request(number, text.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)
             engine.add(request, policy.begin(), metrics[number])
             came_s = coming_s.popleft()
             if not load.concurrency:  # else it comes when its client has the text before it: now

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.recording import record_pair
+from experiments.record import Prompt, record_pair
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.wire import encode
 from pipeinfer.cluster.stages.pace import Courier, PacedStage
@@ -20,6 +20,7 @@ from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.deployment import pace_profile
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.metrics import timings
 from pipeinfer.policies.registry import make_policy
 from pipeinfer.virtual.simulation import simulate
@@ -194,7 +195,8 @@ def test_simulate_foretells_a_paced_job(tmp_path: Path, policy: str) -> None:
     pace.write_text(PACE)
     words = ["-p", "def f(x):", "-n", str(n_predict), "--temp", "0", "--ignore-eos", "--policy", policy]
     paced = run_json(3, [*words, "--pace", str(pace), "-t", "1"])
-    choices = record_pair(TARGET, DRAFT, "def f(x):", n_predict, n_threads=1)
+    prompt = Prompt("f", Tokenizer(TARGET).encode("def f(x):"))
+    choices = record_pair(TARGET, DRAFT, prompt, n_predict, n_threads=1)
     profile = pace_profile(str(pace), 3, 1)
     simulated = simulate(profile, choices, make_policy(policy).begin(), n_predict)
     assert simulated.request.tokens[len(choices.prompt) :] == paced["tokens"]

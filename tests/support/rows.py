@@ -18,7 +18,13 @@ def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0) -
     use = {"busy_s": 0.5, "cancelled_s": 0.1, "waiting_s": 0.3, "idle_s": 0.1}
     stages: list[dict[str, Any]] = [{"layers": None, "role": "head" if policy == "iterative" else "draft"}]
     stages += [{"layers": [4 * i, 4 * i + 4], "role": f"stage {i}"} for i in range(ranks - 1)]
-    figures = {"threads": 2, "host": "node,1", "rss_bytes": 2_000_000_000, "peak_rss_bytes": 2_100_000_000}
+    figures = {
+        "threads": 2,
+        "host": "node,1",
+        "joules": 128.0,
+        "rss_bytes": 2_000_000_000,
+        "peak_rss_bytes": 2_100_000_000,
+    }
     return {
         "version": "0.1.0",
         "timings": {
@@ -29,6 +35,7 @@ def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0) -
             "predicted_per_second": speed,
             "itl_mean_s": 1 / speed,
             "ttft_s": 1.28,
+            "ttft_after_prompt_s": 0.03,
             "tpot_s": 1 / speed,
             "itl_p50_s": 1 / speed,
             "itl_p95_s": 2 / speed,
@@ -37,7 +44,8 @@ def make_result(policy: str = "pipeinfer", ranks: int = 3, speed: float = 0.0) -
             "total_s": 1.0,
         },
         "speculation": {"acceptance_rate": float("nan") if policy == "iterative" else 0.8, "accepted_length": 2.5,
-                        "hit_rate": 0.9, "draft_n": 90, "draft_n_sent": 85,
+                        "hit_rate": 0.9, "sent_acceptance": 0.7, "top1_rate": 0.75,
+                        "tokens_per_turn": 1.2, "tokens_per_round": 8.0, "draft_n": 90, "draft_n_sent": 85,
                         "draft_steps": 60, "runs": 80, "rows": 160, "runs_cancelled": 9},
         "wire": {"hops": [{"messages": 80, "bytes": 1000}] * (ranks - 1), "cancel_messages": 4},
         "ranks": [stage | figures | use for stage in stages],
@@ -54,7 +62,7 @@ def make_asked(policy: str = "pipeinfer", ranks: int = 3, **more: Any) -> Record
         "model_draft_hash": "fedcba0987654321" if drafted else "", "quantisation_draft": "Q8_0" if drafted else "",
         "ranks": ranks, "layers": [4] * (ranks - 1), "threads": [2] * ranks, "prompt": "tale", "prompt_hash": "12ab",
         "prompt_n": 128, "predicted_n": 64, **{name: getattr(SAMPLING_PARAMS, name) for name in SAMPLING},
-        "numerics": "exact", "pace": "", "pace_hash": "", "repetition": 1,
+        "numerics": "exact", "pace": "", "pace_hash": "", "choices": "", "repetition": 1,
     } | more  # fmt: skip
 
 

@@ -17,11 +17,10 @@ import pytest
 from click.testing import CliRunner
 
 from experiments import reproduce
-from experiments.recording import RecordedChoices
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.messages.wire import encode
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
-from pipeinfer.core.runs import Guess, Row, Run
+from pipeinfer.core.runs import Row, Run
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import ASKED
 from pipeinfer.observe.results import key_of, read_results
@@ -292,16 +291,6 @@ def test_choices_after_a_wrong_token_are_a_function_of_the_branch() -> None:
     first, second = SyntheticChoices((0.5,), seed=1), SyntheticChoices((0.5,), seed=1)
     assert first.guesses(9, (3, 4), 3) == second.guesses(9, (3, 4), 3)
     assert first.guesses(9, (3, 4), 3) != first.guesses(9, (3, 5), 3)
-
-
-def test_recorded_choices_survive_a_file(tmp_path: Path) -> None:
-    choices = RecordedChoices([1, 2], [3, 4], [[(3, 0.9), (8, 0.1)], [(7, 0.5), (4, 0.25)], [(5, 1.0)]])
-    assert choices.guesses(1, (), 2) == [Guess(3, 0.9), Guess(8, 0.1)] and choices.acceptance == 0.5
-    assert [choices.target(position) for position in range(6)] == [1, 2, 3, 4, 0, 0]
-    choices.save(tmp_path / "c.json")
-    loaded = RecordedChoices.load(tmp_path / "c.json")
-    assert loaded.guesses(2, (), 1) == [Guess(7, 0.5)]
-    assert loaded.guesses(3, (9, 9), 1), "a wrong branch gets some recorded guesses"
 
 
 # -- the command

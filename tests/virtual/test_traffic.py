@@ -19,7 +19,7 @@ from pipeinfer.observe.traffic import falls_behind
 from pipeinfer.policies.registry import make_policy
 from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.profile import load_profile
-from pipeinfer.virtual.traffic import Load, simulate_load
+from pipeinfer.virtual.traffic import Load, simulate_load, synthetic_texts
 from tests.support.jobs import finish
 
 STAGE = ModelCost("stage", 10, Work((1.0, 64.0), (0.001, 0.001)))  # 10 ms a run, whatever its rows
@@ -27,7 +27,7 @@ EVEN = Profile("even", 8, (STAGE,) * 4, (), LinkCost(1e-9, 1e15), HeadCost())
 
 
 def carry(profile: Profile, load: Load, policy: str = "iterative") -> dict[str, Any]:
-    return simulate_load(profile, make_policy(policy), load, ranks_for(0.7))
+    return simulate_load(profile, make_policy(policy), load, synthetic_texts(load, ranks_for(0.7)))
 
 
 def test_as_many_runs_as_stages_each_of_as_many_roots() -> None:
@@ -130,7 +130,8 @@ def test_speculation_fills_what_is_empty_and_no_more(cluster: str, acceptance: f
 
     def speed(policy: str, n_at_once: int) -> float:
         load = Load(2 * n_at_once, 32, 48, n_at_once)
-        return float(simulate_load(profile, make_policy(policy), load, ranks_for(acceptance))["predicted_per_second"])
+        texts = synthetic_texts(load, ranks_for(acceptance))
+        return float(simulate_load(profile, make_policy(policy), load, texts)["predicted_per_second"])
 
     assert speed("auto", 1) > 2 * speed("iterative", 1)
     assert speed("auto", n) >= 0.99 * speed("iterative", n)
@@ -140,7 +141,7 @@ def test_the_busiest_stage_of_sipipe_has_no_time_to_spare() -> None:
     """Nothing holds its processors up: what is left are messages, and the first and the last run."""
     profile = load_profile("sipipe").lay_out(has_draft=False)
     profile = replace(profile, host=replace(profile.host, samplers=8, ahead=True, posted=True))
-    found = simulate_load(profile, make_policy("iterative"), Load(512, 256, 64, 512), ranks_for(0.5))
+    found = carry(profile, Load(512, 256, 64, 512))
     assert max(found["busy"]) >= 0.95
 
 

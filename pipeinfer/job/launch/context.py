@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.cluster.hosts.energy import EnergyMeter
 from pipeinfer.cluster.stages.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox
 from pipeinfer.cluster.watch.flow import Flow
@@ -33,6 +34,7 @@ class Context:
     """What the watch knows of this rank's part in a pipeline."""
 
     clock_offset_s: float = 0.0
+    meter: EnergyMeter = field(default_factory=EnergyMeter)
     arrived: dict[int, SliceFile] = field(default_factory=dict)
     """What this rank hosts and came from rank 0, by the number of a draft, or -1, as `arrivals` has it."""
 
@@ -60,6 +62,7 @@ class Context:
             "runs_stopped": stats.n_stopped,
             "runs_left_to_samplers": stats.n_left,
             "layers_saved": stats.n_layers_saved,
+            "joules": self.meter.take_joules(),
             "rss_bytes": resident_bytes(),
             "peak_rss_bytes": peak_resident_bytes(),
             "open_files": count_open_files(),

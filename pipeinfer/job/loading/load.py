@@ -41,7 +41,9 @@ N_GUESS_BYTES = verdict_bytes(MAX_RUN, MAX_WIDTH * MAX_RUN)  # of a draft's answ
 def load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
     """This rank's stage of the target, if it has one, and its drafts by number. Collective. Raises UserError."""
     fetch_layers(context, deployment)
-    return load_stage(context, deployment), load_drafts(context, deployment)
+    loaded = load_stage(context, deployment), load_drafts(context, deployment)
+    context.meter.take_joules()  # loading is no part of what is measured
+    return loaded
 
 
 def stage_report(context: Context, deployment: Deployment, stage: LoadedModel) -> dict[str, Any]:
