@@ -27,9 +27,6 @@ class FlowSpec(PaperPolicy):
     The draft here does not read the target's features, so its guesses after a node depend on no verdict. A fresh tree
     from a new root (section III-D) reuses what was drafted below that root, and d_se counts the layers beyond it.
 
-    `eager` is not the paper's, and off in its preset: the tree is expanded whenever all of it was sent, not only after
-    a segment has come back of which pruning left nothing.
-
     Ablations of table III: without `scored`, segments go layer by layer; without `expansion`, a round is its first tree
     alone ("Pruned PP"); with --no-cancel, too, each tree is verified as a whole before the next ("Chunk-PP").
     """
@@ -45,15 +42,12 @@ class FlowSpec(PaperPolicy):
     width: int = setting(10, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
     segment: int = setting(16, "--segment", help="Rows a run.", least=1, most=MAX_RUN, shown=True)
     expansion_depth: int = setting(
-        0, "--expansion-depth", help="Layers added in a step; 0: as many as are drafted while a stage works on a run.",
+        0, "--expansion-depth", help="Layers added in a step; 0: as many as are drafted while a stage works on a run, --depth at least.",
         most=MAX_DEPTH, shown=True, paper=5,
     )  # fmt: skip
     expansion_size: int = setting(64, "--expansion-size", help="Nodes of these.", least=1, most=MAX_TREE, shown=True)
     scored: bool = setting(True, "--no-score-order", help="Ablation: segments layer by layer, not the best first.")
     expansion: bool = setting(True, "--no-expansion", help="Ablation: a round ends with its first tree.")
-    eager: bool = setting(
-        True, "--no-eager", paper=False, help="Ablation: the tree is expanded only after a verdict or an empty segment."
-    )
     _root: Node | None = field(default=None, init=False, repr=False, compare=False)
     _layer: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # drafted last
     _end: int = field(default=0, init=False, repr=False, compare=False)  # position of the last layer to draft
@@ -118,14 +112,9 @@ class FlowSpec(PaperPolicy):
             elif self._root is None or not context.n_evaluated:
                 self._root = root
                 self._initialise(context)
-        elif self.expansion and self._take is None and root.run_id is not None and self._is_due:
+        elif self.expansion and self._take is None and root.run_id is not None and self._has_returned:
             self._expand_score_aware(context)
         self._grow(context)
-
-    @property
-    def _is_due(self) -> bool:
-        """Whether an expansion without new tokens is: all is sent, or an empty segment has come back."""
-        return not self._unsent() if self.eager else self._has_returned
 
     def settled(self, settled: Settled, context: PolicyContext) -> str:
         self._n_empty = context.n_dead
@@ -151,10 +140,10 @@ class FlowSpec(PaperPolicy):
             self._draft_from(self._layer, self._n_layers(context), self._best_of_rest)
 
     def _n_layers(self, context: PolicyContext) -> int:
-        """d_se, such that drafting takes no longer than a stage's run (section IV-A)."""
+        """d_se; unless it is given, such that drafting takes as long as a stage's run (section IV-A), d_0 at least."""
         if self.expansion_depth or not context.draft_s:
             return self.expansion_depth or self.depth
-        return max(1, min(int(context.run_s(self.segment) / context.draft_s), MAX_DEPTH))
+        return max(self.depth, min(int(context.run_s(self.segment) / context.draft_s), MAX_DEPTH))
 
     def _draft_from(self, layer: list[Node], n_layers: int, take: Selection) -> None:
         self._layer, self._end, self._take = layer, layer[0].position + n_layers, take

@@ -30,7 +30,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
     "pipespec": {"lookahead": 0},
 }  # fmt: skip
 ADDITIONS = {
-    "pipeinfer": {"pacing", "best_first", "calibrated", "backoff", "pruning", "early"}, "flowspec": {"eager"},
+    "pipeinfer": {"pacing", "best_first", "calibrated", "backoff", "pruning", "early"},
 }  # fmt: skip
 PAPERS = [name for name, kind in POLICIES.items() if issubclass(kind, PaperPolicy)]
 
