@@ -42,8 +42,8 @@ class FlowSpec(PaperPolicy):
     width: int = setting(10, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
     segment: int = setting(16, "--segment", help="Rows a run.", least=1, most=MAX_RUN, shown=True)
     expansion_depth: int = setting(
-        0, "--expansion-depth", help="Layers added in a step; 0: as many as are drafted while a stage works on a run, --depth at least.",
-        most=MAX_DEPTH, shown=True, paper=5,
+        0, "--expansion-depth", most=MAX_DEPTH, shown=True, paper=5,
+        help="Layers added in a step; 0: as many as are drafted while a stage works on a run, --depth at least.",
     )  # fmt: skip
     expansion_size: int = setting(64, "--expansion-size", help="Nodes of these.", least=1, most=MAX_TREE, shown=True)
     scored: bool = setting(True, "--no-score-order", help="Ablation: segments layer by layer, not the best first.")
