@@ -12,8 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from pipeinfer.errors import UserError
+from pipeinfer.job.requests.fields import flag, is_whole, refuse, shown
 from pipeinfer.job.requests.logprobs import speller
-from pipeinfer.job.requests.request_body import CHAT, COMPLETION, Defaults, flag, is_whole, read_json, refuse, shown
+from pipeinfer.job.requests.request_body import CHAT, COMPLETION, Defaults, read_json
 from pipeinfer.job.serve.front import Setup
 from pipeinfer.models.text.chat import TemplateFault
 from pipeinfer.models.text.tokenizer import Tokenizer

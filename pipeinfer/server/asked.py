@@ -7,17 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeinfer.job.requests.request_body import (
-    CHAT,
-    Body,
-    Defaults,
-    flag,
-    is_whole,
-    read_body,
-    read_prompt,
-    refuse,
-    shown,
-)
+from pipeinfer.job.requests.fields import flag, is_whole, refuse, shown
+from pipeinfer.job.requests.request_body import CHAT, Body, Defaults, read_body, read_prompt
 
 MAX_CHOICES = 128
 """Of one request, as OpenAI has it."""

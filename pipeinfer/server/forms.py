@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
+from pipeinfer.job.requests.answer_form import call_of, finish_of, message_of, reader_of
 from pipeinfer.job.requests.logprobs import Spell, chat_form, completion_form
+from pipeinfer.models.text.answers import AnswerReader, Part
 from pipeinfer.server.asked import Asked
 from pipeinfer.server.head import Answer, Choice
 
@@ -46,6 +48,8 @@ class Form:
             "system_fingerprint": version,
         }
         self._around: dict[int, tuple[bytes, bytes]] = {}  # of each choice what is before and behind a text
+        self._readers: dict[int, AnswerReader] = {}
+        self._n_told: dict[int, int] = {}  # the number of the last call that was told
 
     # -- whole
 
@@ -54,10 +58,29 @@ class Form:
         return {**self.common, "choices": choices, "usage": self.usage(), "timings": self._timings()}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        text = choice.take()
-        said = {"message": {"role": "assistant", "content": text}} if self.asked.is_chat else {"text": text}
-        return {"index": index, **said, "logprobs": self._logprobs(choice), "finish_reason": choice.finish,
-                "seed": choice.asked.sampling.seed}  # fmt: skip
+        is_chat = self.asked.is_chat
+        said = {"message": message_of(self._parts(index, choice))} if is_chat else {"text": choice.take()}
+        finish, seed = self._finish(index, choice), choice.asked.sampling.seed
+        return {"index": index, **said, "logprobs": self._logprobs(choice), "finish_reason": finish, "seed": seed}
+
+    def _parts(self, index: int, choice: Choice) -> list[Part]:
+        """What a chat's answer has had since the last time."""
+        reader = self._reader(index)
+        found = reader.push(choice.take())
+        return found + reader.finish() if choice.finish else found
+
+    def _reader(self, index: int) -> AnswerReader:
+        if index not in self._readers:
+            body, asked = self.asked.bodies[index], self.answer.choices[index].asked
+            self._readers[index] = reader_of(body, asked.thought)
+        return self._readers[index]
+
+    def _finish(self, index: int, choice: Choice) -> str | None:
+        reader = self._readers.get(index)
+        return finish_of(choice.finish, reader) if reader and choice.finish else choice.finish
+
+    def _logged(self, choice: Choice) -> dict[str, Any]:
+        return {"logprobs": self._logprobs(choice)} if choice.entries else {}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         """Of what has come since the last time; None if nobody asked for them."""
@@ -94,13 +117,27 @@ class Form:
         for index, choice in enumerate(self.answer.choices):
             if index in told:
                 continue
-            if (text := choice.take()) or choice.entries:
-                yield self._text(index, text, choice)
+            for part in self._parts(index, choice) if self.asked.is_chat else [Part("content", choice.take())]:
+                if part.kind == "content" and part.text:
+                    yield self._text(index, part.text, choice)
+                elif part.text:
+                    yield self._piece(index, {"delta": self._delta(index, part)} | self._logged(choice))
+            if choice.entries:
+                yield self._piece(index, self._said("") | self._logged(choice))
             if choice.finish:
                 told.add(index)
                 end: dict[str, Any] = {"delta": {}} if self.asked.is_chat else {"text": ""}
                 seed = {"seed": choice.asked.sampling.seed}
-                yield self._piece(index, end | seed, choice.finish, {"timings": choice.timings})
+                yield self._piece(index, end | seed, self._finish(index, choice), {"timings": choice.timings})
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text}
+        at = self._n_told.get(index, -1)
+        if part.kind == "arguments":
+            return {"tool_calls": [{"index": at, "function": {"arguments": part.text}}]}
+        self._n_told[index] = at + 1
+        return {"tool_calls": [{"index": at + 1, **call_of(part.text, "")}]}
 
     def last(self) -> bytes:
         usage = {**self.common, "choices": [], "usage": self.usage()}
@@ -111,7 +148,7 @@ class Form:
         times = choice.n_tokens, choice.came_s, choice.told_s
         if choice.has_logprobs:
             more = {"timings": dict(zip(TIMES, times, strict=True))} if self.asked.timed else {}
-            return self._piece(index, self._said(text) | {"logprobs": self._logprobs(choice)}, more=more)
+            return self._piece(index, self._said(text) | self._logged(choice), more=more)
         if index not in self._around:
             before, _, after = self._piece(index, self._said(MARK)).partition(json_bytes(MARK))
             self._around[index] = before, after.removesuffix(b"}\n\n") if self.asked.timed else after

@@ -59,20 +59,25 @@ class Prompting:
 
     async def ask(self, asked: Asked, client: str) -> list[GenerationRequest]:
         """One for each of its texts. Raises UserError for the first prompt that cannot be served."""
-        bodies, tokenizer = asked.prompts, self.prompts.tokenizer
-        for grammar in {body.sampling.grammar for body in bodies if body.sampling.grammar and not body.ignore_eos}:
-            # what is found is remembered for whoever asks next
-            await self._checking.take(client, partial(check_grammar, tokenizer, grammar))
+        bodies = asked.prompts
+        await self._check({body.sampling.grammar for body in bodies if not body.ignore_eos}, client)
         found: Sequence[Found]
         if asked.is_chat:
             found = await self._ask_chats(bodies, client)
         else:
             found = await self.tokenise(client, partial(self.prompts.ask, bodies))
         prompts = [_or_raise(each) for each in found]
+        await self._check({prompt.sampling.grammar for prompt in prompts}, client)
         return [
-            replace(prompts[at // asked.n], sampling=body.sampling.settled, keep=asked.keep)
+            replace(prompt, sampling=replace(prompt.sampling, seed=body.sampling.seed).settled, keep=asked.keep)
             for at, body in enumerate(asked.bodies)
+            for prompt in [prompts[at // asked.n]]
         ]
+
+    async def _check(self, grammars: set[str], client: str) -> None:
+        """What is found is remembered for whoever asks next."""
+        for grammar in grammars - {""}:
+            await self._checking.take(client, partial(check_grammar, self.prompts.tokenizer, grammar))
 
     async def tokenise(self, client: str, work: Callable[[], T]) -> T:
         """Do something with the vocabulary, where nobody else waits for it."""

@@ -289,3 +289,25 @@ def test_templates_may_look_at_variables(model: Path, tokenizer: Tokenizer, tmp_
              str(tmp_path / "file.jinja"), "--chat-template-kwargs", '{"thinking": true}']  # fmt: skip
     done = subprocess.run([*COMMAND, *words], input="x", capture_output=True, text=True, env=environment(), timeout=60)
     assert json.loads(done.stdout)["prompt_tokens"] == encode_rendered(tokenizer, "<think>")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
+CALLED = [Message("user", "x"), Message("assistant", "", {"content": None, "tool_calls": [CALL]}), Message("tool", "2")]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
+        # as DeepSeek's, which joins texts
+        "{% for m in messages %}{% if m.content is none or m.tool_calls %}{{ '' + m.tool_calls[0]['function']"
+        "['arguments'] }}{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_gets_the_arguments_of_calls_as_it_wants_them(source: str, tokenizer: Tokenizer) -> None:
+    assert little(source).render(CALLED, tokenizer) == '{"a": "é"}'
+
+
+def test_each_conversation_has_its_own_variables(tokenizer: Tokenizer) -> None:
+    template = replace(little("{{ x }}{{ tools | length }}"), variables={"x": 1})
+    assert template.render_all([TURNS, TURNS], tokenizer, [{"tools": [2, 3]}, {"x": 2, "tools": []}]) == ["12", "20"]

@@ -74,7 +74,7 @@ def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("pipeinfer.server.prompting.check_grammar", check)
 
     async def run() -> None:
-        server = prompting(lambda bodies: [None] * len(bodies))
+        server = prompting(lambda bodies: [SimpleNamespace(sampling=SimpleNamespace(grammar=""))] * len(bodies))
         slow = [asyncio.create_task(server.ask(asked("slow"), "a")) for _ in range(5)]
         for is_chat in (False, True):
             assert await asyncio.wait_for(server.ask(asked(is_chat=is_chat), "a"), 10) == []

@@ -11,17 +11,8 @@ from typing import Any
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.limited import MAX_LENGTH
-from pipeinfer.job.requests.request_body import (
-    CHAT,
-    COMPLETION,
-    Body,
-    Defaults,
-    read_body,
-    read_json,
-    refuse,
-    shown,
-    without_null,
-)
+from pipeinfer.job.requests.fields import refuse, shown, without_null
+from pipeinfer.job.requests.request_body import CHAT, COMPLETION, Body, Defaults, read_body, read_json
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 N_ID_DIGITS, DEFAULTS = 24, SamplingParams()
@@ -45,7 +36,11 @@ class BatchRequest:
         """The same for the same question at the same place, or with the same custom_id."""
         asked = asdict(self)
         asked |= asked.pop("body")
-        del asked["priority"]  # no text depends on it
+        del asked["priority"], asked["splits"]  # no text depends on them
+        for said in (asked, *asked["messages"]):
+            for name in {"tools", "variables", "more"} & said.keys():
+                if not said[name]:
+                    del said[name]
         asked["sampling"] = {
             name: value
             for name, value in asked["sampling"].items()

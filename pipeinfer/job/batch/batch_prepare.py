@@ -21,6 +21,7 @@ from pipeinfer.job.requests.journal import Journal, open_journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.text.grammar_check import check_grammar
 from pipeinfer.observe.texts.json_text import json_text
 from pipeinfer.outputs import check_separate
 
@@ -76,7 +77,16 @@ class BatchWork:
         """Of each of them what is to be generated, or what is wrong with it. Raises UserError where all chats fail."""
         rest = self.requests()
         while group := list(islice(rest, N_AT_ONCE)):
-            yield from zip(group, self.prompts.ask([each.body for each in group]), strict=True)
+            yield from zip(group, map(self._checked, self.prompts.ask([each.body for each in group])), strict=True)
+
+    def _checked(self, asked: GenerationRequest | UserError) -> GenerationRequest | UserError:
+        """The same, or what is wrong with its grammar."""
+        try:
+            if not isinstance(asked, UserError) and asked.sampling.grammar:
+                check_grammar(self.prompts.tokenizer, asked.sampling.grammar)
+        except UserError as error:
+            return error
+        return asked
 
     def id(self, request: BatchRequest) -> str:
         return request.id(self.file.defaults.salt)

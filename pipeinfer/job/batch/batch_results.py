@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.job.batch.batch_file import BatchRequest
+from pipeinfer.job.requests.answer_form import finish_of, message_of, reader_of
 from pipeinfer.job.requests.logprobs import Entry, Spell, chat_form, completion_form
 from pipeinfer.job.requests.request_body import CHAT
 from pipeinfer.job.session.open_requests import Open
@@ -31,7 +32,11 @@ def result_of(
             **{name: times[name] for name in TIMES},
             **({"logprobs": logprobs} if logprobs else {}),
         }  # fmt: skip
-    said = {"message": {"role": "assistant", "content": text}} if asked.url == CHAT else {"text": text}
+    said: dict[str, Any] = {"text": text}
+    if asked.url == CHAT:
+        reader = reader_of(asked.body, opened.asked.thought)
+        said = {"message": message_of([*reader.push(text), *reader.finish()])}
+        finish = finish_of(finish, reader)
     body = {
         "id": id,
         "object": OBJECTS.get(asked.url, "text_completion"),

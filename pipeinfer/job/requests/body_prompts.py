@@ -1,8 +1,10 @@
 """What requests ask -> prompts in tokens, within the context that there is. Plans and runs nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice, pairwise
+from typing import Any
 
 from pipeinfer.core.kv.blocks import Span, spans_of
 from pipeinfer.core.scheduling.prefixes import common, spans_to_continue
@@ -15,6 +17,7 @@ from pipeinfer.job.requests.constraints import check_constraints
 from pipeinfer.job.requests.request import GenerationRequest, end_tokens
 from pipeinfer.job.requests.request_body import Body
 from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.text.answers import as_json, opened_thought
 from pipeinfer.models.text.chat import Message, encode_rendered
 from pipeinfer.models.text.tokenizer import Tokenizer
 
@@ -50,23 +53,29 @@ class BodyPrompts:
 
     def ask(self, bodies: Sequence[Body]) -> list[GenerationRequest | UserError]:
         """Of each what is to be generated, or what is wrong with it; their chats are rendered together, in a process
-        that is started for them. Raises UserError where all chats fail: for files of templates."""
-        wrong = [self._too_long(body.messages) for body in bodies]
+        that is started for them. The grammar of calls that must be made is not checked yet. Raises UserError where all
+        chats fail: for files of templates."""
+        wrong = [self._too_long(body) for body in bodies]
         conversations = [[] if why else turns_of(body.messages) for body, why in zip(bodies, wrong, strict=True)]
-        flat = [messages for turns in conversations for messages in turns]
+        flat = [
+            (messages, body.tools, body.variables)
+            for body, turns in zip(bodies, conversations, strict=True)
+            for messages in turns
+        ]
         rendered = iter(self.format.render_all(flat) if flat else [])
         return [
             why or self._or_error(body, list(islice(rendered, len(turns))))
             for body, turns, why in zip(bodies, conversations, wrong, strict=True)
         ]
 
-    def _too_long(self, messages: Sequence[Message]) -> UserError | None:
+    def _too_long(self, body: Body) -> UserError | None:
         """What is wrong with a conversation that no template makes short enough. Its turns are rendered one by one."""
+        messages = body.messages
         if len(messages) > self.n_ctx:
             return UserError(f"messages has {len(messages)} messages, and a request has {self.n_ctx} tokens at most; "
                              "say less, or start with a larger -c")  # fmt: skip
         try:
-            self._fitting("".join(message.content for message in messages))
+            self._fitting("".join(f"{message.content}{_size(message.more)}" for message in messages))
         except UserError as error:
             return error
         return None
@@ -84,6 +93,12 @@ class BodyPrompts:
         text = self._fitting(str(rendered[-1])) if rendered else ""
         prompt = encode_rendered(self.tokenizer, text) if rendered else self._tokens(body)
         check_constraints(body.sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
+        thought, sampling = opened_thought(text), body.sampling
+        if rendered and (calls := self.format.constraint(body.tools, thought)):
+            if body.ignore_eos:
+                raise UserError("ignore_eos goes on behind the end of the text, and tool_choice says what it is; leave "
+                                "one of them out")  # fmt: skip
+            sampling = replace(sampling, grammar=calls)
         if not prompt:
             raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
         n_predict = body.n_predict if body.n_predict >= 0 else max(1, min(self.share, self.n_ctx - len(prompt)))
@@ -99,9 +114,9 @@ class BodyPrompts:
         if body.messages:
             stops += self.format.stops[len(self.options.stops) :]
         return GenerationRequest(
-            tuple(prompt), n_predict, n_ctx, body.sampling.settled, frozenset() if body.ignore_eos else self._ends,
+            tuple(prompt), n_predict, n_ctx, sampling.settled, frozenset() if body.ignore_eos else self._ends,
             stops, markers=bool(body.messages), spans=spans_of_turns([*earlier, prompt]) if earlier else None,
-            priority=body.priority,
+            priority=body.priority, thought=thought,
         )  # fmt: skip
 
     def _fitting(self, text: str) -> str:
@@ -117,6 +132,11 @@ class BodyPrompts:
         if max(body.prompt) >= self.tokenizer.n_vocab:
             raise UserError(f"there is no token {max(body.prompt)}; the vocabulary has {self.tokenizer.n_vocab}")
         return body.prompt
+
+
+def _size(more: Mapping[str, Any]) -> str:
+    """What a message says beside its text."""
+    return as_json(more) if more else ""
 
 
 def turns_of(messages: Sequence[Message]) -> list[Sequence[Message]]:

@@ -2,8 +2,9 @@
 Loads nothing and runs nothing."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pipeinfer.errors import UserError
@@ -14,6 +15,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
 from pipeinfer.models.text.chat_template import template_of
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, told_plainly
 
 PLAIN = (
     "{path} has no chat template: a plain one is used, with 'User:' and 'Assistant:'; --chat-template-file FILE gives "
@@ -21,7 +23,7 @@ PLAIN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatFormat:
     """`system`: what is said before all else. `stops`: texts that end an answer."""
 
@@ -34,9 +36,24 @@ class ChatFormat:
         """The text up to the next answer of the assistant. Raises UserError as ChatTemplate does."""
         return self.template.render(self._with_system(messages), self.tokenizer)
 
-    def render_all(self, conversations: Sequence[Sequence[Message]]) -> Sequence[str | UserError]:
-        """The same of several conversations; of each its text, or what is wrong with it."""
-        return self.template.render_all([self._with_system(each) for each in conversations], self.tokenizer)
+    def render_all(
+        self, chats: Sequence[tuple[Sequence[Message], Tools | None, Mapping[str, Any]]]
+    ) -> Sequence[str | UserError]:
+        """The same of several: messages, tools, variables of the template. Of each its text, or what is wrong."""
+        said = [self._with_system(messages) for messages, *_ in chats]
+        if not self.knows_tools:
+            said = [told_plainly(messages, tools) for messages, (_, tools, _) in zip(said, chats, strict=True)]
+        variables = [{**more, **({"tools": tools.functions} if tools else {})} for _, tools, more in chats]
+        return self.template.render_all(said, self.tokenizer, variables)
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        return knows_tools(self.template.source)
+
+    def constraint(self, tools: Tools | None, thought: str) -> str:
+        """The grammar of calls that must be made; empty where none must."""
+        must = tools is not None and tools.choice != AUTO
+        return calls_grammar(tools, self.template.source, self.tokenizer, thought) if tools and must else ""
 
     def _with_system(self, messages: Sequence[Message]) -> list[Message]:
         """The system speaks first, unless it does already."""

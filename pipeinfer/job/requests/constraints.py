@@ -8,6 +8,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.requests.request import read_text
 from pipeinfer.models.text.grammar_check import check_grammar
+from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import read_schema, schema_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
 
@@ -40,4 +41,5 @@ def _grammar(options: RunOptions) -> str:
         return schema_grammar(read_schema(given.schema))
     if given.schema_file is not None:
         return schema_grammar(read_schema(read_text("--json-schema-file", given.schema_file)))
-    return read_text("--grammar-file", given.grammar_file) if given.grammar_file is not None else given.grammar or ""
+    text = read_text("--grammar-file", given.grammar_file) if given.grammar_file is not None else given.grammar or ""
+    return text.removeprefix(ANY_TOKENS)  # in GBNF it means nothing

@@ -47,6 +47,9 @@ class GenerationRequest:
     begun: tuple[int, ...] = ()
     """See `core.requests`."""
 
+    thought: str = ""
+    """What ends the reasoning that the prompt begins."""
+
     def open(self, id: int) -> Request:
         """Its state in an engine."""
         return Request(

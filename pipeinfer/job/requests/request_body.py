@@ -4,18 +4,21 @@ nothing; who asks, and how it is answered, is not known here."""
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pipeinfer.cluster.messages.logprobs import MAX_TOP
 from pipeinfer.core.logit_bias import bias_text, is_bias
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
-from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import INT32_MAX
+from pipeinfer.job.requests.chat_fields import CHAT_FIELDS, read_messages, read_tools, read_variables, splits_reasoning
+from pipeinfer.job.requests.fields import flag, is_number, is_whole, refuse, shown, without_null
 from pipeinfer.models.text.chat import Message
+from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import schema_grammar
 from pipeinfer.models.text.stop_strings import check_stops
+from pipeinfer.models.text.tools import AUTO, Tools
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 """As what may be asked."""
@@ -28,8 +31,7 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,),
-    "tools": ([],), "tool_choice": ("none", "auto"), "suffix": ("",),
-    "modalities": (["text"],), "parallel_tool_calls": (True, False),
+    "suffix": ("",), "modalities": (["text"],),
 }  # fmt: skip
 """Fields that are accepted with these values alone, with which they change nothing."""
 
@@ -43,11 +45,9 @@ ALIASES = {alias: name for name, _, setting in settings_of(SamplingParams) for a
 
 KNOWN = {
     *(name for name, _, _ in settings_of(SamplingParams)), *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, *FORMS,
-    "stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "priority",
+    *CHAT_FIELDS, "stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "priority",
 }  # fmt: skip
 """Fields that a request may have."""
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What is asked. `prompt`: a text or token ids; of a chat `messages`. `n_predict` below 0: it does not say."""
+    """What is asked. `prompt`: a text or token ids; of a chat `messages`, and `variables` of its template. `n_predict`
+    below 0: it does not say. `splits`: reasoning is no part of the text."""
 
     prompt: str | tuple[int, ...]
     messages: tuple[Message, ...]
@@ -74,6 +75,9 @@ class Body:
     stops: tuple[str, ...]
     ignore_eos: bool
     priority: int = 0
+    tools: Tools | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    splits: bool = True
 
 
 def read_json(text: bytes) -> dict[str, Any]:
@@ -110,15 +114,23 @@ def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Bo
             refuse(f"{name} is {shown(given[name])}; only {offered} can be served")
     if sum(name in given for name in PROMPTS) != 1:
         refuse("there must be one of prompt and messages")
-    messages = _messages(given["messages"]) if "messages" in given else ()
+    messages = read_messages(given["messages"]) if "messages" in given else ()
     prompt = read_prompt(given["prompt"]) if "prompt" in given else ""
     if as_chat and isinstance(prompt, str) and not messages:
         prompt, messages = "", (Message("user", prompt),)
     sampling = _sampling(given) | {"n_logprobs": _n_logprobs(given, bool(messages))}
+    flag(given, "parallel_tool_calls", True)
+    tools = read_tools(given)
+    if tools and not messages:
+        refuse("tools are for chats; give messages, or leave them out")
+    if tools and tools.choice != AUTO and sampling.get("grammar"):
+        refuse(f"tool_choice {shown(given['tool_choice'])} and {' and '.join(each for each in FORMS if each in given)} "
+               "both say what the text must be; give one of them")  # fmt: skip
     return Body(
         prompt, messages, _length(given, defaults.n_predict),
         replace(defaults.sampling, **sampling), _stops(given.get("stop"), defaults.stops),
         flag(given, "ignore_eos", defaults.ignore_eos), _priority(given.get("priority", 0)),
+        tools, read_variables(given), splits_reasoning(given),
     )  # fmt: skip
 
 
@@ -131,26 +143,6 @@ def read_prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, list) and value and all(is_whole(each) and 0 <= each <= INT32_MAX for each in value):
         return tuple(value)
     refuse(f"prompt is {shown(value)}; give one text, or a list of token ids")
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        refuse(f"messages is {shown(value)}; give a list of objects with role and content")
-    return tuple(_message(f"messages[{at}]", each) for at, each in enumerate(value))
-
-
-def _message(name: str, value: Any) -> Message:
-    """`name`: where it stands in the request."""
-    if not isinstance(value, dict) or set(without_null(value)) - {"role", "content", "name"}:
-        refuse(f"{name} is {shown(value)}; give an object with role and content alone")
-    role, content = value.get("role"), value.get("content")
-    if not isinstance(role, str) or role not in ROLES:
-        refuse(f"{name}.role is {shown(role)}; it is one of {', '.join(ROLES)}")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        refuse(f"{name}.content is {shown(content)}; give a text, or a list of parts of type text")
-    return Message(ROLES[role], content)  # type: ignore[arg-type]
 
 
 def _length(given: Mapping[str, Any], default: int) -> int:
@@ -184,7 +176,7 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
             value = given[written]
             if name in found:
                 refuse(f"{written} is given by two names; give one of them")
-            fits = is_whole(value) if isinstance(default, int) else _is_number(value)
+            fits = is_whole(value) if isinstance(default, int) else is_number(value)
             most = min(setting.most, INT32_MAX) if isinstance(default, int) and name != "seed" else setting.most
             if not fits or not setting.least <= value <= most:
                 kind = "whole number" if isinstance(default, int) else "number"
@@ -219,7 +211,8 @@ def _n_logprobs(given: Mapping[str, Any], is_chat: bool) -> int:
 
 def _grammar(name: str, value: Any) -> str:
     if name == "grammar":
-        return value if isinstance(value, str) else refuse(f"grammar is {shown(value)}; give a text in GBNF")
+        fits = isinstance(value, str) and not value.startswith(ANY_TOKENS)
+        return value if fits else refuse(f"grammar is {shown(value)}; give a text in GBNF")
     if name == "json_schema":
         return schema_grammar(value)
     kind = value.get("type") if isinstance(value, dict) else None
@@ -269,31 +262,3 @@ def _stops(value: Any, default: tuple[str, ...]) -> tuple[str, ...]:
         refuse(f"stop is {shown(value)}; give a text, or a list of texts")
     check_stops("stop", found)
     return tuple(found)
-
-
-def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = given.get(name, default)
-    if not isinstance(value, bool):
-        refuse(f"{name} is {shown(value)}; give true or false")
-    return value
-
-
-def without_null(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def refuse(what: str) -> NoReturn:
-    raise UserError(what)

@@ -32,8 +32,11 @@ class TemplateFault(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    role: Literal["system", "user", "assistant"]
+    """`more`: further fields for the template, such as tool_calls; a content in it replaces the text."""
+
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,13 @@ class ChatTemplate:
         return found
 
     def render_all(
-        self, conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer
+        self,
+        conversations: Sequence[Sequence[Message]],
+        tokenizer: Tokenizer,
+        variables: Sequence[Mapping[str, Any]] = (),
     ) -> Sequence[str | TemplateFault]:
-        """The text, or the fault, of each of several conversations, in about the time of one."""
+        """The text, or the fault, of each of several conversations, in about the time of one. `variables`: further
+        ones of each, if there are some."""
         common = {
             "add_generation_prompt": True,
             "bos_token": _text_of(tokenizer, tokenizer.bos),
@@ -77,8 +84,14 @@ class ChatTemplate:
             "documents": None,
             **self.variables,
         }
-        said = [[{"role": each.role, "content": each.content} for each in messages] for messages in conversations]
-        answers = self._answers([{"messages": messages, **common} for messages in said])
+        said = [
+            [{"role": each.role, "content": each.content, **each.more} for each in messages]
+            for messages in conversations
+        ]
+        own = variables or [{}] * len(said)
+        answers = self._answers([
+            {**common, **more, "messages": messages} for messages, more in zip(said, own, strict=True)
+        ])  # fmt: skip
         return [str(answer["text"]) if "text" in answer else self._fault(answer) for answer in answers]
 
     def _fault(self, answer: Mapping[str, Any]) -> TemplateFault:

@@ -16,7 +16,7 @@ from pipeinfer.core.scheduling.prefixes import common
 from pipeinfer.errors import UserError
 from pipeinfer.models.text.grammar_check import token_id
 from pipeinfer.models.text.grammar_text import lark_of, matcher, open_tokens
-from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import ATTR_CONTROL, Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -29,7 +29,6 @@ N_THREADS = 4
 N_KEPT = 8
 """Cached matchers at the beginning of a text: the texts of one request share one."""
 
-ATTR_CONTROL = 8
 CONTROL = b"\xff"
 """The prefix of tokens that are not text, for llguidance."""
 

@@ -49,7 +49,7 @@ def fault_of(text: str, error: str) -> str:
     if "NoExtensionBias" in error:  # all that llguidance says of it
         return "the JSON schema refers to itself with nothing between ($ref); give a value between the two"
     said = re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", error.split("\n   1 |")[0].strip())
-    what = "JSON schema" if text.startswith("{") else "grammar"
+    what = "JSON schema" if text.startswith("{") else "tools' JSON schema" if "%json" in text else "grammar"
     return f"the {what} cannot be used: {' '.join(said.split())[:300]}; leave that out, or write it in another way"
 
 

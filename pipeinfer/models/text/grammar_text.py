@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 ANY_TOKENS = '%llguidance {"no_forcing": true}\n'
-"""Forced text may be made of any tokens, as in llama.cpp."""
+"""Forced text may be made of any tokens, as in llama.cpp. What begins so is in Lark already: no client's grammar is."""
 
 MAX_SYMBOLS = 50_000
 """Symbols of all rules of a grammar."""
@@ -26,6 +26,8 @@ ITEMS_A_STEP = 50_000, 3
 
 def lark_of(text: str, token_id: Callable[[str], int]) -> str:
     """`token_id`: the id of a token that the grammar names as `<name>`. Raises UserError for an invalid grammar."""
+    if text.startswith(ANY_TOKENS):
+        return text
     if text.startswith("{"):
         return ANY_TOKENS + lark_of_schema(text)
     reader = GbnfReader(text)

@@ -33,15 +33,18 @@ def schema_grammar(schema: Any) -> str:
 
 
 def lark_of_schema(text: str) -> str:
-    """The grammar in Lark. As in llama.cpp, objects with given properties have no others, unless the schema allows them
-    or is a part of another one.
+    """The grammar in Lark. Raises RecursionError for a schema that is too deep."""
+    return f"start: {json_rule(json.loads(text))}"
+
+
+def json_rule(schema: Any) -> str:
+    """What a rule in Lark is that a schema describes. As in llama.cpp, objects with given properties have no others,
+    unless the schema allows them or is a part of another one.
 
     Raises RecursionError for a schema that is too deep.
     """
-    schema = json.loads(text)
-    open_places = {*_parts(schema)}
-    closed = _closed(schema, open_places, "#")
-    return "start: %json " + json.dumps({**closed, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    closed = _closed(schema, {*_parts(schema)}, "#")
+    return "%json " + json.dumps({**closed, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 def _parts(schema: Any, is_part: bool = False) -> Iterator[str]:

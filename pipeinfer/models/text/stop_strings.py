@@ -40,7 +40,7 @@ class StopStrings:
         self._held += text
         found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
         self.hit = bool(found)
-        return self._let_go(min(found)) if found else self._let_go(len(self._held) - self._n_begun())
+        return self._let_go(min(found)) if found else self._let_go(len(self._held) - n_begun(self._held, self.stops))
 
     def flush(self) -> str:
         """The text held back, at the end of the text."""
@@ -50,8 +50,9 @@ class StopStrings:
         text, self._held = self._held[:n], self._held[n:]
         return text
 
-    def _n_begun(self) -> int:
-        """The number of characters at the end that may begin a stop string."""
-        longest = min(len(self._held), max(map(len, self.stops)) - 1)
-        ends = (self._held[-n:] for n in range(longest, 0, -1))
-        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self.stops)), 0)
+
+def n_begun(text: str, marks: Sequence[str]) -> int:
+    """The number of characters at a text's end that may begin one of the marks."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    ends = (text[-n:] for n in range(longest, 0, -1))
+    return next((len(end) for end in ends if any(mark.startswith(end) for mark in marks)), 0)

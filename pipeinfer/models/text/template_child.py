@@ -30,6 +30,13 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     n_characters = asked["n_characters"]
 
     def render(template: Template, context: Mapping[str, Any]) -> dict[str, str]:
+        found = attempt(template, context)
+        if "error" in found and (plain := _with_texts(context)) != context:
+            again = attempt(template, plain)
+            found = again if "text" in again else found
+        return found
+
+    def attempt(template: Template, context: Mapping[str, Any]) -> dict[str, str]:
         signal.setitimer(signal.ITIMER_VIRTUAL, CHAT_S)
         text = _attempt("error", lambda: template.render(**context))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -41,6 +48,16 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(template, dict):
         return template
     return {"answers": [render(template, context) for context in asked["contexts"]]}
+
+
+def _with_texts(context: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the arguments of calls as texts in JSON, as some templates want them."""
+    said = json.loads(json.dumps(context["messages"]))
+    for message in said:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        message["content"] = message["content"] or ""
+    return {**context, "messages": said}
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ from pipeinfer.models.gguf.header import read_header
 from pipeinfer.models.gguf.vocabulary import VocabularyCheck
 from pipeinfer.models.llama import ggml
 
-ATTR_BYTE = 32
+ATTR_CONTROL, ATTR_BYTE = 8, 32
 NO_TOKEN_ID = -1
 NO_VOCABULARY, SENTENCE_PIECE = 0, 1
 

@@ -366,7 +366,7 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
         ('{"prompt": "a", "json_schema": 1}', "a JSON schema is an object"),
         ('{"prompt": "a", "response_format": "json"}', 'response_format is "json"'),
         ('{"prompt": "a", "logit_bias": 1}', "give an object of token ids"),
-        ('{"messages": [{"role": "tool", "content": "x"}]}', 'messages[0].role is "tool"; it is one of system,'),
+        ('{"messages": [{"role": "critic", "content": "x"}]}', 'messages[0].role is "critic"; it is one of system,'),
         ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "give a text, or a list of parts"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content is null; give a text"),
         ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "are served"),

@@ -1,0 +1,301 @@
+"""What a model's answer is made of: reasoning, content and tool calls, in whatever form models write them. Knows no
+tokens and no HTTP.
+
+All forms are read at once: a model that was asked in one often answers in another, and their marks do not collide.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from pipeinfer.models.text.stop_strings import n_begun
+
+Kind = Literal["content", "reasoning", "call", "arguments"]
+
+
+class Part(NamedTuple):
+    """A piece of an answer. `text`: of a call the function's name, of arguments a piece of the last call's JSON."""
+
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a call is written. `head`: up to its arguments, with the function's `name`. `close`: ends what a head does
+    not match. `pairs`: arguments that are no JSON, one by one, up to `close`."""
+
+    mark: str
+    head: re.Pattern[str]
+    close: str = ""
+    pairs: re.Pattern[str] | None = None
+
+
+def _form(mark: str, head: str, close: str = "", pairs: str = "") -> Form:
+    return Form(mark, re.compile(head, re.DOTALL), close, re.compile(pairs, re.DOTALL) if pairs else None)
+
+
+NAMED = (
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"[^"]*"\s*,\s*)?"(?:name|function)"\s*:\s*'
+    r'"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+BARE = re.compile(rf"(?:```(?:json)?\s*)?\[?\s*{NAMED}")
+BARE_BEGINNINGS = tuple(
+    f"{fence}{bracket}{{{kind}\"name\":\""
+    for fence in ("", "```", "```json") for bracket in ("", "[") for kind in ("", '"type":"function",')
+)  # fmt: skip
+"""Of a call without a mark, without white space: it is one at the beginning of an answer alone, of a known function."""
+
+DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+TO = r" to=(?:functions\.)?(?P<%s>[\w.-]+)"
+HARMONY = (
+    rf"(?:<\|end\|>)?(?:<\|start\|>assistant)?(?:{TO % 'first'})?<\|channel\|>(?:commentary|analysis)"
+    rf"(?:{TO % 'name'})?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>(?=\{{)"
+)
+FORMS = (
+    _form("<tool_call>", rf"<tool_call>\s*{NAMED}", "</tool_call>"),  # Hermes, Qwen
+    _form("<tool_call>", r"<tool_call>\s*<function=(?P<name>[^>\s]+)>", "</function>",
+          r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"),  # Qwen3-Coder
+    _form("<tool_call>", r"<tool_call>\n?(?P<name>[\w.-]+)\s*(?=<arg_key>|</tool_call>)", "</tool_call>",
+          r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),  # GLM
+    _form("<function=", r"<function=(?P<name>[^>\s]+)>\s*(?=\{)"),  # Llama
+    _form("<|python_tag|>", rf"<\|python_tag\|>\s*{NAMED}"),
+    _form("[TOOL_CALLS]", rf"\[TOOL_CALLS\]\s*\[?\s*{NAMED}"),  # Mistral
+    _form("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[]*)?\s*(?:\[ARGS\])?\s*(?=\{)"),
+    *(_form(mark, rf"(?:{DEEPSEEK[0]})?\s*{DEEPSEEK[1]}(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)"
+            r"(?:<｜tool▁sep｜>|\n```json\n)\s*(?=\{)") for mark in DEEPSEEK),
+    *(_form(mark, HARMONY) for mark in ("<|channel|>", "<|start|>", "<|end|>")),  # gpt-oss
+)  # fmt: skip
+
+CLOSERS = (
+    "</tool_call>", "</function>", "}", "]", ",", ";", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|call|>",
+    "<|eom_id|>", "<|eot_id|>",
+)  # fmt: skip
+"""What may follow a call's arguments, before the next call."""
+
+ASSISTANT = "<|start|>assistant"
+THOUGHTS: Mapping[str, str] = {
+    "<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    **{f"{start}<|channel|>analysis<|message|>": "<|end|>" for start in ("", ASSISTANT)},
+}  # fmt: skip
+"""What reasoning stands between."""
+
+NO_TEXT = (
+    *(f"{start}<|channel|>{channel}<|message|>" for start in ("", ASSISTANT) for channel in ("final", "commentary")),
+    "<|START_RESPONSE|>",
+)  # fmt: skip
+"""Marks before a text that are no part of it."""
+
+Step = list[Part] | None
+"""What is read, maybe nothing to tell; None until more has come."""
+
+
+def opened_thought(prompt: str) -> str:
+    """What ends the reasoning that a prompt begins; empty if it begins none."""
+    return next((end for begin, end in THOUGHTS.items() if prompt.rstrip().endswith(begin)), "")
+
+
+class AnswerReader:
+    """Reads an answer piece by piece; what is read does not depend on where it is cut.
+
+    `tools`: of each function the schema of its arguments; None: a call is text like any other. `thought`: what ends the
+    reasoning that the answer begins with, see `opened_thought`; None: reasoning is content.
+    """
+
+    def __init__(self, tools: Mapping[str, Any] | None = None, thought: str | None = "") -> None:
+        self.tools, self.n_calls = tools, 0
+        self._marks = tuple(dict.fromkeys(form.mark for form in FORMS)) if tools is not None else ()
+        self._starts = (*THOUGHTS, *NO_TEXT) if thought is not None else ()
+        self._thought = thought or ""
+        self._state: Callable[[], Step] = self._thinking if thought else self._starting
+        self._rest, self._is_blank, self._ends = "", bool(thought), False
+        self._depth, self._is_quoted, self._is_escaped = 0, False, False  # within arguments
+
+    def push(self, text: str) -> list[Part]:
+        self._rest += text
+        found = list[Part]()
+        while self._rest and (step := self._state()) is not None:
+            found += [part for part in step if part.text]
+        return found
+
+    def finish(self) -> list[Part]:
+        """What was held back, at the answer's end."""
+        self._ends = True
+        return self.push("")
+
+    def _take(self, n: int) -> str:
+        text, self._rest = self._rest[:n], self._rest[n:]
+        return text
+
+    # -- reasoning and content
+
+    def _starting(self) -> Step:
+        """Before the content. `_is_blank`: white space before it is no part of it."""
+        text = self._rest.lstrip()
+        if mark := next((each for each in self._starts if text.startswith(each)), ""):
+            self._rest, self._is_blank = text[len(mark) :], True
+            if mark in THOUGHTS:
+                self._thought, self._state = THOUGHTS[mark], self._thinking
+            return []
+        if self.tools is not None and (bare := self._bare(text)) is not False:
+            return bare
+        if not self._ends and (not text or any(mark.startswith(text) for mark in self._starts)):
+            return None
+        self._rest = text if self._is_blank else self._rest
+        self._state = self._content
+        return []
+
+    def _thinking(self) -> Step:
+        if self._is_blank:
+            self._rest = self._rest.lstrip()
+        at = self._rest.find(self._thought)
+        if at >= 0:
+            text = self._take(at).rstrip()
+            self._take(len(self._thought))
+            self._state, self._is_blank = self._starting, True
+            return [Part("reasoning", text)]
+        return self._certain("reasoning", [self._thought])
+
+    def _content(self) -> Step:
+        found = [at for mark in self._marks if (at := self._rest.find(mark)) >= 0]
+        if not found:
+            return self._certain("content", self._marks)
+        at = min(found)
+        if self._rest[:at].strip():
+            return [Part("content", self._take(len(self._rest[:at].rstrip())))]
+        call = self._call(at)
+        if call is not False:
+            return call
+        mark = next(mark for mark in self._marks if self._rest.startswith(mark, at))
+        return [Part("content", self._take(at + len(mark)))]  # a mark of nothing is text
+
+    def _certain(self, kind: Kind, marks: Sequence[str]) -> Step:
+        """What no mark can begin in, nor white space before one."""
+        n = len(self._rest)
+        if marks and not self._ends:
+            n = len(self._rest[: n - n_begun(self._rest, marks)].rstrip())
+        if not n:
+            return None
+        self._is_blank = False
+        return [Part(kind, self._take(n))]
+
+    # -- calls
+
+    def _call(self, at: int) -> Step | Literal[False]:
+        """Of a call whose mark is at `at`; False if none is."""
+        text = self._rest[at:]
+        forms = [form for form in FORMS if text.startswith(form.mark)]
+        for form in forms:
+            match = form.head.match(text)
+            end = text.find(form.close, match.end()) if match and form.pairs else -1
+            if match and form.pairs and end >= 0:
+                given = self._paired(form.pairs, match["name"], text[match.end() : end])
+                self._take(at + end + len(form.close))
+                return self._called([Part("call", match["name"]), Part("arguments", given)])
+            if match and not form.pairs:
+                return self._begin(match, at)
+        close = forms[0].close
+        if not self._ends and not (close and close in text):
+            return None
+        return self._whole(at + len(forms[0].mark))
+
+    def _begin(self, match: re.Match[str], before: int) -> Step:
+        """`before`: characters before the match."""
+        self._take(before + match.end())
+        self.n_calls += 1
+        self._state = self._arguing
+        return [Part("call", match["name"] or match["first"])]
+
+    def _called(self, parts: list[Part]) -> Step:
+        self.n_calls += len(parts) // 2
+        self._state = self._behind
+        return parts
+
+    def _whole(self, start: int) -> Step | Literal[False]:
+        """Calls in JSON whose fields come in another order, or whose arguments are a text."""
+        start += len(self._rest[start:]) - len(self._rest[start:].lstrip())
+        try:
+            found, end = json.JSONDecoder().raw_decode(self._rest, start)
+        except (ValueError, RecursionError):
+            return False
+        parts = list[Part]()
+        for each in found if isinstance(found, list) else [found]:
+            call = each.get("function", each) if isinstance(each, dict) else None
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+                return False
+            given = call.get("arguments", call.get("parameters")) or {}
+            parts += [
+                Part("call", call["name"]),
+                Part("arguments", given if isinstance(given, str) else as_json(given)),
+            ]
+        self._take(end)
+        return self._called(parts) if parts else False
+
+    def _bare(self, text: str) -> Step | Literal[False]:
+        """Of a call without a mark, behind white space; False if it is none."""
+        if (match := BARE.match(text)) and match["name"] in (self.tools or ()):
+            return self._begin(match, len(self._rest) - len(text))
+        if not self._may_be_bare(text):
+            return False
+        return self._whole(self._rest.find("{")) if self._ends else None
+
+    def _may_be_bare(self, text: str) -> bool:
+        squeezed = "".join(text[:256].split())
+        for begins in BARE_BEGINNINGS if squeezed else ():
+            if begins.startswith(squeezed):
+                return True
+            if squeezed.startswith(begins):
+                name, quote, _ = squeezed[len(begins) :].partition('"')
+                return any(tool == name if quote else tool.startswith(name) for tool in self.tools or ())
+        return False
+
+    def _arguing(self) -> Step:
+        """Within the arguments of a call, a JSON object."""
+        for at, character in enumerate(self._rest):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_quoted:
+                self._is_escaped, self._is_quoted = character == "\\", character != '"'
+            elif character == '"':
+                self._is_quoted = True
+            elif character in "{}":
+                self._depth += 1 if character == "{" else -1
+                if not self._depth:
+                    self._state = self._behind
+                    return [Part("arguments", self._take(at + 1))]
+        return [Part("arguments", self._take(len(self._rest)))]
+
+    def _behind(self) -> Step:
+        """Behind a call: what ends it, or the next one."""
+        text = self._rest.lstrip()
+        if closer := next((each for each in CLOSERS if text.startswith(each)), ""):
+            self._rest = text[len(closer) :]
+            return []
+        if (bare := self._bare(text)) is not False:
+            return bare
+        if not self._ends and (not text or any(each.startswith(text) for each in CLOSERS)):
+            return None
+        self._rest, self._state = text, self._content
+        return []
+
+    def _paired(self, pairs: re.Pattern[str], name: str, text: str) -> str:
+        """Arguments as JSON: what is no text by its schema is JSON already."""
+        known = (self.tools or {}).get(name)
+        properties = known.get("properties") if isinstance(known, dict) else None
+        found: dict[str, Any] = {}
+        for match in pairs.finditer(text):
+            key, value = match["key"].strip(), match["value"]
+            schema = properties.get(key) if isinstance(properties, dict) else None
+            found[key] = value
+            if not (isinstance(schema, dict) and schema.get("type") == "string"):
+                with contextlib.suppress(ValueError, RecursionError):
+                    found[key] = json.loads(value)
+        return as_json(found)
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,180 @@
+"""Answers as models write them: reasoning, content and calls, read alike wherever a stream cuts them."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pipeinfer.models.text.answers import AnswerReader, Part, opened_thought
+
+TOOLS: dict[str, Any] = {
+    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    "list_files": {"type": "object", "properties": {"path": {"type": "string"}, "deep": {"type": "boolean"}}},
+    "now": {"type": "object", "properties": {}},
+}
+ADD = ("add", {"a": 1, "b": 22})
+LIST = ("list_files", {"path": 'a "b" {c}\n', "deep": True})
+ADD_JSON = '{"name": "add", "arguments": {"a": 1, "b": 22}}'
+LIST_ARGUMENTS = json.dumps(LIST[1])
+LIST_JSON = f'{{"name": "list_files", "arguments": {LIST_ARGUMENTS}}}'
+V3 = "<｜tool▁calls▁begin｜>"
+V3_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+V3_END = "<｜tool▁calls▁end｜>"
+COMMENTARY = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 22}'
+ANALYSIS = "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant"
+
+Read = tuple[str, str, list[tuple[str, Any]]]
+
+SAMPLES: dict[str, tuple[str, Read]] = {
+    # Hermes and Qwen
+    "qwen": (f"<tool_call>\n{ADD_JSON}\n</tool_call>", ("", "", [ADD])),
+    "qwen, two": (
+        f"<tool_call>\n{ADD_JSON}\n</tool_call>\n<tool_call>\n{LIST_JSON}\n</tool_call>",
+        ("", "", [ADD, LIST]),
+    ),
+    "qwen, with words": (f"I add.\n\n<tool_call>\n{ADD_JSON}\n</tool_call>", ("", "I add.", [ADD])),
+    "qwen, thinking": (
+        f"<think>\nTwo numbers.\n</think>\n\n<tool_call>{ADD_JSON}</tool_call>",
+        ("Two numbers.", "", [ADD]),
+    ),
+    "qwen, nothing to give": ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', ("", "", [("now", {})])),
+    "arguments first": ('<tool_call>{"arguments": {"a": 1, "b": 22}, "name": "add"}</tool_call>', ("", "", [ADD])),
+    "arguments as a text": (
+        f'<tool_call>{{"name": "add", "arguments": {json.dumps(json.dumps(ADD[1]))}}}</tool_call>',
+        ("", "", [ADD]),
+    ),
+    "no arguments": ('<tool_call>\n{"name": "now"}\n</tool_call>', ("", "", [("now", {})])),
+    "unclosed": (f"<tool_call>\n{ADD_JSON}", ("", "", [ADD])),
+    "words behind": (f"<tool_call>\n{ADD_JSON}\n</tool_call>\nDone, I hope.", ("", "Done, I hope.", [ADD])),
+    "qwen coder": (
+        '<tool_call>\n<function=list_files>\n<parameter=path>\na "b" {c}\n\n</parameter>\n<parameter=deep>\ntrue\n'
+        "</parameter>\n</function>\n</tool_call>",
+        ("", "", [LIST]),
+    ),
+    # without marks, as small models and Llama 3 write
+    "bare": (ADD_JSON, ("", "", [ADD])),
+    "fenced": (f"```json\n{ADD_JSON}\n```", ("", "", [ADD])),
+    "a list": (f"[{ADD_JSON}, {LIST_JSON}]", ("", "", [ADD, LIST])),
+    "llama": ('{"name": "add", "parameters": {"a": 1, "b": 22}}', ("", "", [ADD])),
+    "llama, type": ('{"type": "function", "name": "add", "parameters": {"a": 1, "b": 22}}', ("", "", [ADD])),
+    "llama, two": (f'{{"name": "add", "parameters": {{"a": 1, "b": 22}}}}; {LIST_JSON}', ("", "", [ADD, LIST])),
+    "llama, tag": ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 22}}', ("", "", [ADD])),
+    "llama, function": ('<function=add>{"a": 1, "b": 22}</function>', ("", "", [ADD])),
+    # Mistral
+    "mistral": (f"[TOOL_CALLS][{ADD_JSON}, {LIST_JSON}]", ("", "", [ADD, LIST])),
+    "mistral, arguments": (
+        f'[TOOL_CALLS]add[ARGS]{{"a": 1, "b": 22}}[TOOL_CALLS]list_files[ARGS]{LIST_ARGUMENTS}',
+        ("", "", [ADD, LIST]),
+    ),
+    "mistral, id": ('[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": 1, "b": 22}', ("", "", [ADD])),
+    "mistral, plain name": ('[TOOL_CALLS]add{"a": 1, "b": 22}', ("", "", [ADD])),
+    "magistral": (f"[THINK]Add.[/THINK]So: [TOOL_CALLS][{ADD_JSON}]", ("Add.", "So:", [ADD])),
+    # DeepSeek
+    "deepseek v3": (
+        V3 + V3_CALL.format("add", '{"a": 1, "b": 22}') + "\n" + V3_CALL.format("list_files", LIST_ARGUMENTS) + V3_END,
+        ("", "", [ADD, LIST]),
+    ),
+    "deepseek v3.1": (
+        "Now.\n"
+        + V3
+        + V31_CALL.format("add", '{"a": 1, "b": 22}')
+        + V31_CALL.format("list_files", LIST_ARGUMENTS)
+        + V3_END,
+        ("", "Now.", [ADD, LIST]),
+    ),
+    # GLM
+    "glm": (
+        '<think>Hm</think>\n<tool_call>list_files\n<arg_key>path</arg_key>\n<arg_value>a "b" {c}\n</arg_value>\n'
+        "<arg_key>deep</arg_key>\n<arg_value>true</arg_value>\n</tool_call>",
+        ("Hm", "", [LIST]),
+    ),
+    "glm, nothing to give": ("<tool_call>now</tool_call>", ("", "", [("now", {})])),
+    # gpt-oss
+    "gpt-oss": (f"{ANALYSIS}{COMMENTARY}<|call|>", ("We add.", "", [ADD])),
+    "gpt-oss, role": (
+        f'{ANALYSIS} to=functions.add<|channel|>commentary json<|message|>{{"a": 1, "b": 22}}',
+        ("We add.", "", [ADD]),
+    ),
+    "gpt-oss, preamble": (
+        f"{ANALYSIS}<|channel|>commentary<|message|>First.<|end|><|start|>assistant{COMMENTARY}",
+        ("We add.", "First.", [ADD]),
+    ),
+    "gpt-oss, text": (f"{ANALYSIS}<|channel|>final<|message|>It is 23.", ("We add.", "It is 23.", [])),
+    # no calls
+    "text": ("It is 23, or {x}.\n", ("", "It is 23, or {x}.\n", [])),
+    "json": ('{"name": "Bob", "age": 3}', ("", '{"name": "Bob", "age": 3}', [])),
+    "json of a stranger": (
+        '{"name": "sub", "arguments": {"a": 1}}',
+        ("", '{"name": "sub", "arguments": {"a": 1}}', []),
+    ),
+    "code": ("```json\n[1, 2]\n```", ("", "```json\n[1, 2]\n```", [])),
+    "a mark of nothing": (
+        "Models write <tool_call> and </tool_call>.",
+        ("", "Models write <tool_call> and </tool_call>.", []),
+    ),
+    "broken": ('<tool_call>\n{"name": add}\n</tool_call>', ("", '<tool_call>\n{"name": add}\n</tool_call>', [])),
+    "thinking alone": ("<think>\nHm.\n", ("Hm.\n", "", [])),
+    "thought and text": ("<think>\nHm,\n\nhm.\n</think>\n\nYes. ", ("Hm,\n\nhm.", "Yes. ", [])),
+    "no thought": ("<think>\n\n</think>\n\nYes", ("", "Yes", [])),
+    "late thought": ("Yes <think> so", ("", "Yes <think> so", [])),
+}
+
+
+def parts_of(pieces: Sequence[str], tools: Any = TOOLS, thought: str | None = "") -> list[Part]:
+    reader = AnswerReader(tools, thought)
+    found = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    assert reader.n_calls == sum(part.kind == "call" for part in found)
+    return found
+
+
+def read(pieces: Sequence[str], tools: Any = TOOLS, thought: str | None = "") -> Read:
+    texts, calls = {"content": "", "reasoning": ""}, list[list[str]]()
+    for kind, text in parts_of(pieces, tools, thought):
+        assert text
+        if kind == "call":
+            calls.append([text, ""])
+        elif kind == "arguments":
+            calls[-1][1] += text
+        else:
+            texts[kind] += text
+    return texts["reasoning"], texts["content"], [(name, json.loads(given)) for name, given in calls]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_an_answer_is_read_alike_wherever_it_is_cut(name: str) -> None:
+    text, meant = SAMPLES[name]
+    assert read([text]) == meant
+    assert read(list(text)) == meant
+    for at in range(1, len(text)):
+        assert read([text[:at], text[at:]]) == meant, text[:at]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_without_tools_calls_are_text(name: str) -> None:
+    text, (thought, *_) = SAMPLES[name]
+    for pieces in ([text], list(text)):
+        reasoning, content, calls = read(pieces, None)
+        assert reasoning == thought and not calls and text.endswith(content)
+        assert read(pieces, None, None) == ("", text, [])
+
+
+def test_a_prompt_may_begin_the_reasoning() -> None:
+    assert opened_thought("…<|im_start|>assistant\n<think>\n") == "</think>"
+    assert opened_thought("…<think>\n\n</think>\n\n") == opened_thought("") == ""
+    for pieces in (["Hm.\n</think>\n\nYes"], list("Hm.\n</think>\n\nYes")):
+        assert read(pieces, None, "</think>") == ("Hm.", "Yes", [])
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    text, _ = SAMPLES["qwen, two"]
+    parts = parts_of(list(text))
+    assert [part.text for part in parts if part.kind == "call"] == ["add", "list_files"]
+    assert sum(part.kind == "arguments" for part in parts) == len('{"a": 1, "b": 22}') + len(LIST_ARGUMENTS)
+    assert {len(part.text) for part in parts if part.kind == "arguments"} == {1}
+
+
+def test_an_answer_that_is_cut_off_tells_what_it_has() -> None:
+    parts = parts_of(['<tool_call>{"name": "add", "arguments": {"a": 1, "b'])
+    assert parts == [Part("call", "add"), Part("arguments", '{"a": 1, "b')]

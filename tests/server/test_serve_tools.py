@@ -1,0 +1,168 @@
+"""Tools and reasoning over HTTP: OpenAI's own client against a real server on two ranks, as agents ask it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+import openai
+
+from tests.support.serving import Served
+
+TEMPLATE = (
+    "{% for t in tools or [] %}T {{ t.function.name }} {% endfor %}{% if effort %}{{ effort }} {% endif %}"
+    "{% for m in messages %}{{ m.role[0] }} {% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{{ m.content or '' }}\n{% endfor %}a {% if enable_thinking %}{{ '<th' ~ 'ink>' }}{% endif %}"
+)
+"""Where it says <think>, a model may think before it calls, and this one would not come to an end."""
+
+CALCULATE = {"type": "object", "properties": {"left": {"type": "integer", "maximum": 99},
+             "operator": {"enum": ["+", "-"]}}, "required": ["left", "operator"]}  # fmt: skip
+LIST = {"type": "object", "properties": {"hidden": {"type": "boolean"}}, "required": ["hidden"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": "x", "parameters": schema, "strict": True}}
+    for name, schema in (("calculate", CALCULATE), ("list_files", LIST))
+]
+ASKED: dict[str, Any] = {"model": "x", "tools": TOOLS, "max_tokens": 300, "seed": 3, "temperature": 0.6}
+USER = {"role": "user", "content": "What is 1 + 1?"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    template = Path(tmp_path_factory.mktemp("template")) / "tools.jinja"
+    template.write_text(TEMPLATE)
+    with Served(2, ["--chat-template-file", str(template), "-c", "4096", "--parallel", "4"]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def whole(client: openai.OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], str, str | None]:
+    """Calls, the reason of the end, content."""
+    choice = client.chat.completions.create(**ASKED | asked).choices[0]
+    calls: Any = choice.message.tool_calls or []
+    assert all(len(call.id) == 9 and call.type == "function" for call in calls)
+    return (
+        [(call.function.name, call.function.arguments) for call in calls],
+        choice.finish_reason,
+        choice.message.content,
+    )
+
+
+def streamed(client: openai.OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], str, str | None]:
+    calls, content, finish = dict[int, list[str]](), "", ""
+    for piece in client.chat.completions.create(stream=True, **ASKED | asked):
+        choice = piece.choices[0]
+        finish, content = choice.finish_reason or finish, content + (choice.delta.content or "")
+        for call in choice.delta.tool_calls or []:
+            if call.id:
+                assert call.index == len(calls)
+                calls[call.index] = [call.function.name, ""]
+            calls[call.index][1] += call.function.arguments or ""
+    return [(name, given) for name, given in calls.values()], finish, content or None
+
+
+def check(name: str, given: str) -> None:
+    """Raises what is wrong with a call by its schema."""
+    found = json.loads(given)
+    if name == "calculate":
+        assert found.keys() == {"left", "operator"} and found["operator"] in "+-" and found["left"] <= 99
+    else:
+        assert name == "list_files" and found.keys() == {"hidden"} and isinstance(found["hidden"], bool)
+
+
+def test_a_loop_of_required_calls_streamed_or_not(client: openai.OpenAI) -> None:
+    messages: list[Any] = [USER]
+    for step in range(5):
+        asked = {"messages": messages, "tool_choice": "required", "parallel_tool_calls": False, "seed": step}
+        calls, finish, content = whole(client, **asked)
+        assert streamed(client, **asked) == (calls, finish, content) and len(calls) == 1
+        assert finish == "tool_calls" and content is None
+        check(*calls[0])
+        function = {"name": calls[0][0], "arguments": calls[0][1]}
+        call = {"id": f"abcdefg{step:02}", "type": "function", "function": function}
+        messages = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": call["id"], "content": "2"}]  # fmt: skip
+
+
+def test_a_function_may_be_named_and_several_calls_be_made(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "list_files"}}
+    calls, finish, _ = whole(client, messages=[USER], tool_choice=named)
+    assert [name for name, _ in calls] == ["list_files"] and finish == "tool_calls"
+    found = [whole(client, messages=[USER], tool_choice="required", seed=seed) for seed in range(6)]
+    assert max(len(calls) for calls, *_ in found) > 1
+    for name, given in (call for calls, finish, _ in found for call in calls[: None if finish == "tool_calls" else -1]):
+        check(name, given)
+
+
+def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(client: openai.OpenAI) -> None:
+    asked = {"messages": [USER], "tool_choice": "required", "max_tokens": 24}
+    calls, finish, _ = whole(client, **asked)
+    assert finish == "length" and streamed(client, **asked)[:2] == (calls, finish)
+
+
+def test_without_a_choice_the_model_decides(client: openai.OpenAI, served: Served) -> None:
+    bare = {"model": "x", "messages": [USER], "max_tokens": 16, "seed": 3, "temperature": 0.6}
+    text = client.chat.completions.create(**bare).choices[0].message.content  # type: ignore[call-overload]
+    off: Any = {"messages": [USER], "tool_choice": "none", "max_tokens": 16}
+    assert whole(client, **off) == ([], "length", text) == streamed(client, **off)
+    used = client.chat.completions.create(**ASKED | {"messages": [USER], "max_tokens": 1}).usage
+    assert used and used.prompt_tokens > client.chat.completions.create(**ASKED | off).usage.prompt_tokens
+
+
+def test_the_template_is_steered_and_reasoning_split_off(served: Served) -> None:
+    def ask(**more: Any) -> dict[str, Any]:
+        asked = {"messages": [USER], "max_tokens": 12, "seed": 3, **more}
+        found: dict[str, Any] = served.http.post("/v1/chat/completions", json=asked).json()
+        return found
+
+    plain, longer = ask(), ask(chat_template_kwargs={"effort": "much much more"})
+    assert longer["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
+    thought = ask(reasoning_effort="high")["choices"][0]["message"]
+    assert thought["reasoning_content"] and thought["content"] == ""
+    kept = ask(reasoning_effort="high", reasoning_format="none")["choices"][0]["message"]
+    assert kept["content"].strip() == thought["reasoning_content"].strip() and "reasoning_content" not in kept
+    deltas = [
+        json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+        for line in served.http.post("/v1/chat/completions", json={
+            "messages": [USER], "max_tokens": 12, "seed": 3, "reasoning_effort": "high", "stream": True,
+        }).text.split("\n\n")
+        if line.startswith("data: {")
+    ]  # fmt: skip
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought["reasoning_content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": {}}, "tools is {}; give a list of up to 128 functions"),
+        ({"tools": [{"type": "web_search"}]}, "only tools of type function can be served"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "the function calculate twice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 'tools[0].function.name is "a b"'),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": TOOLS, "tool_choice": "must"}, "it is auto, none, required, or an object"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "name one of the tools"),
+        ({"tools": TOOLS, "tool_choice": "required", "grammar": 'root ::= "a"'}, "both say what the text must be"),
+        ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "leave one of them out"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+          "tool_choice": "required"}, "the tools' JSON schema cannot be used"),
+        ({"chat_template_kwargs": {"tools": []}}, "without add_generation_prompt, messages, tools"),
+        ({"reasoning_effort": "enough"}, "it is one of none, minimal"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls is 1; give true or false"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+         "messages[1].tool_calls[0].function.arguments is"),
+        ({"messages": [USER, {"role": "user", "content": "x", "tool_calls": [1]}]}, "an assistant's message may have"),
+        ({"prompt": "a", "tools": TOOLS}, "tools are for chats"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_tools_is_said(served: Served, fields: dict[str, Any], said: str) -> None:
+    url, more = ("/v1/completions", {}) if "prompt" in fields else ("/v1/chat/completions", {"messages": [USER]})
+    answer = served.http.post(url, json=more | fields)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
