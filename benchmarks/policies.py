@@ -1,13 +1,15 @@
 """Every policy, at the best of a few settings, beside `auto` on the shipped clusters and from poor drafts to good ones.
 
-`python benchmarks/policies.py [-o docs/results/policies.md]` simulates it all in virtual time, some 35 minutes of one
-core, and writes the page "Which policy when"; each policy's best setting is chosen for each cell after the fact. Beside
-it the bound: `auto` if it knew every probability, which synthetic drafts say exactly.
+`python benchmarks/policies.py [-o docs/results/policies.md]` simulates it all in virtual time, some 20 minutes of one
+core, and writes the page "Which policy when"; each policy's best setting is chosen for each cell after the fact, the
+papers' presets among them. Cells are kept in --folder, and not simulated again. Beside them the bound: `auto` if it
+knew every probability, which synthetic drafts say exactly.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -15,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -27,7 +29,7 @@ from pipeinfer.core.tree import Node
 from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
 from pipeinfer.policies.auto import LEAST
-from pipeinfer.virtual.choices import Choices, ranks_for, synthetic_team
+from pipeinfer.virtual.choices import Choices, n_predicted, ranks_for, synthetic_team
 from pipeinfer.virtual.compare import limit_of
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import simulate
@@ -55,32 +57,36 @@ ACCEPTANCES = (0.05, 0.3, 0.52, 0.66, 0.79, 0.9, 0.95)
 TUNED: dict[str, Sequence[Policy]] = {
     "iterative": [Iterative()],
     "speculative": [
-        *(Speculative(n_draft=n, width=4) for n in (2, 4, 8, 12)), Speculative(n_draft=4, width=1),
+        Speculative.from_paper(), *(Speculative(n_draft=n, width=4) for n in (2, 4, 8, 12)),
+        Speculative(n_draft=4, width=1),
     ],
     "pipeinfer": [
-        PipeInfer(), *(PipeInfer(microbatch=n) for n in (1, 2, 4, 8, 16)),
+        PipeInfer.from_paper(), PipeInfer(), *(PipeInfer(microbatch=n) for n in (1, 2, 4, 8, 16)),
         PipeInfer(microbatch=16, width=8, split_cutoff=0.02), PipeInfer(microbatch=32, width=16, split_cutoff=0.005),
     ],
     "pipedec": [
         PipeDec(), PipeDec(layer_width=16), *(PipeDec(layer_width=n, children=n) for n in (2, 4, 8)),
     ],
     "flowspec": [
-        FlowSpec(), FlowSpec(segment=8), FlowSpec(segment=4, tree_size=20, width=4, expansion_size=16),
+        FlowSpec.from_paper(), FlowSpec(), FlowSpec(segment=8),
+        FlowSpec(segment=4, tree_size=20, width=4, expansion_size=16),
         FlowSpec(segment=2, tree_size=8, width=4, expansion_size=8),
     ],
-    "pipespec": [PipeSpec()],
+    "pipespec": [PipeSpec(), PipeSpec(asynchronous=False)],
     "auto": [Auto()],
     BOUND: [Knowing()],
 }  # fmt: skip
 N_PROMPT = 128
+NEAR = 0.93
+"""A setting that is slower than so much of its policy's best on a first text is not tried on the others."""
 
 PAGE = """# Which policy when
 
 Simulated in virtual time on the shipped profiles by `python benchmarks/policies.py`: the same texts, guesses and costs
 for every policy, {n_seeds} texts of {n_tokens} tokens a cell. `acceptance` is how often the draft's best guess is
 right. A policy's column says how many times as fast as `iterative` it is with the setting that is best in that very
-cell, chosen after the fact out of {settings}; `pipespec` has one, `auto` has none. Presets of papers
-([theirs beside ours](reproduction.md)) are not among them.
+cell, chosen after the fact out of {settings}; `auto` has none. The papers' presets ([theirs beside
+ours](reproduction.md)) are among them; `pipedec`'s and `pipespec`'s are the defaults.
 `probabilities known` is `auto` without anything to learn, as the synthetic drafts say exactly how often their guesses
 are right: the bound of what better estimates could bring it.
 `of the limit`: beside a pipeline that emits a token whenever its slowest stage has done a single row; runs that bring
@@ -122,24 +128,38 @@ class Cell:
         return [speed for name, speed in self.speeds.items() if name not in ("auto", BOUND)]
 
 
-def measure(cluster: tuple[str, str, int], acceptance: float, seeds: int, n_tokens: int) -> Cell:
+def measure(cluster: tuple[str, str, int], acceptance: float, seeds: int, n_tokens: int, folder: Path | None) -> Cell:
     name, pair, nodes = cluster
+    kept = folder / f"{name}-{pair}-{nodes}-{acceptance:g}-{seeds}-{n_tokens}.json" if folder else None
+    if kept and kept.exists():
+        return Cell(**json.loads(kept.read_text()))
     speeds, limit = {}, 0.0
     texts = [*chain(*(synthetic_team([ranks_for(acceptance)], seed, N_PROMPT) for seed in range(seeds)))]
     for policy_name, variants in TUNED.items():
         profile = load_profile(name).lay_out(nodes, pair, variants[0].drafts)
-        speeds[policy_name] = max(speed(policy, profile, texts, n_tokens) for policy in variants)
+        speeds[policy_name] = best_speed(variants, profile, texts, n_tokens)
         limit = limit_of(profile, N_PROMPT)
-    return Cell(name, pair, nodes or profile.n_ranks, acceptance, speeds, limit)
+    cell = Cell(name, pair, nodes or profile.n_ranks, acceptance, speeds, limit)
+    if kept:
+        kept.write_text(json.dumps(asdict(cell)))
+    return cell
+
+
+def best_speed(variants: Sequence[Policy], profile: Profile, texts: Sequence[Choices], n_tokens: int) -> float:
+    """That of the fastest setting; one that is far behind on the first text is given up."""
+    firsts = [speed(policy, profile, texts[:1], n_tokens) for policy in variants] if len(variants) > 1 else [1.0]
+    near = (policy for policy, first in zip(variants, firsts, strict=True) if first >= NEAR * max(firsts))
+    return max(speed(policy, profile, texts, n_tokens) for policy in near)
 
 
 def speed(policy: Policy, profile: Profile, texts: Sequence[Choices], n_tokens: int) -> float:
     """Tokens a second after the first ones, of all texts together, which share what was learned, and no more."""
-    took_s, policy = 0.0, deepcopy(policy)
+    took_s, n_emitted, policy = 0.0, 0, deepcopy(policy)
     for choices in texts:
-        token_s = simulate(profile, choices, policy.begin(), n_tokens).metrics.token_s
+        token_s = simulate(profile, choices, policy.begin(), n_predicted(choices, n_tokens)).metrics.token_s
         took_s += token_s[-1] - token_s[0]
-    return len(texts) * (n_tokens - 1) / took_s
+        n_emitted += len(token_s) - 1
+    return n_emitted / took_s
 
 
 def page(cells: Sequence[Cell], seeds: int, n_tokens: int) -> Iterator[str]:
@@ -176,11 +196,14 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("-n", "--predict", type=int, default=200)
+    parser.add_argument("--folder", type=Path, help="Keep what was simulated here, and use it again.")
     parser.add_argument("--jobs", type=int, default=1, help="Processes that share the work.")
     asked = parser.parse_args()
+    if asked.folder:
+        asked.folder.mkdir(parents=True, exist_ok=True)
     cells = []
     with ProcessPoolExecutor(asked.jobs) as processes:
-        work = partial(measure, seeds=asked.seeds, n_tokens=asked.predict)
+        work = partial(measure, seeds=asked.seeds, n_tokens=asked.predict, folder=asked.folder)
         for cell in processes.map(work, *zip(*product((*GPUS, *CPUS), ACCEPTANCES), strict=True)):
             cells.append(cell)
             print(cell.profile, cell.pair, cell.acceptance, f"{cell.auto_of_best:.3f}", file=sys.stderr, flush=True)

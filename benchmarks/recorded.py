@@ -24,7 +24,7 @@ from pathlib import Path
 
 import click
 from harness import grown
-from policies import BOUND, TUNED, speed
+from policies import BOUND, TUNED, best_speed
 
 from experiments.record import Prompt, record_pair
 from pipeinfer.job.requests.prompts import TEXTS
@@ -147,7 +147,7 @@ def measure(cluster: tuple[str, str, int], texts: Sequence[Text], n_tokens: int)
     for policy, variants in TUNED.items():
         if policy != BOUND:
             profile = load_profile(name).lay_out(nodes, pair, variants[0].drafts)
-            speeds[policy] = max(speed(variant, profile, choices, n_tokens) for variant in variants)
+            speeds[policy] = best_speed(variants, profile, choices, n_tokens)
     first = texts[0]
     return Cell(name, first.pair, first.kind, statistics.fmean(text.acceptance for text in choices), speeds)
 

@@ -26,7 +26,7 @@ ANY_SIZE = (*BASELINE, *(Speculative(n_draft=n, width=width) for n in (1, 2, 3, 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A cell's cluster: profile, pair, nodes; `gbit` and `acceptance` in place of the profile's. `token_s`: the target
-    is slowed down until a token takes so long."""
+    is slowed down until a token takes so long. `ageing`: of the draft, as SyntheticChoices has it."""
 
     profile: str
     pair: str = ""
@@ -34,6 +34,7 @@ class Setting:
     gbit: float | None = None
     acceptance: float | None = None
     token_s: float | None = None
+    ageing: float = 1.0
 
     def lay_out(self, has_draft: bool) -> Profile:
         profile = load_profile(self.profile).lay_out(self.nodes, self.pair, has_draft)
@@ -72,7 +73,9 @@ def run(setting: Setting, policy: Policy, cancel: bool = True) -> Figures:
     assert profile.acceptance, f"{profile.name} does not say how often the draft is right"
     found = []
     for seed in SEEDS:
-        choices, *larger = synthetic_team([ranks_for(share) for share in profile.acceptance], seed, N_PROMPT)
+        choices, *larger = synthetic_team(
+            [ranks_for(share) for share in profile.acceptance], seed, N_PROMPT, setting.ageing
+        )
         larger = larger if profile.drafts else []
         simulated = simulate(profile, choices, policy.begin(), N_TOKENS, cancel=cancel, larger=larger)
         token_s = simulated.metrics.token_s

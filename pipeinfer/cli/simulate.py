@@ -77,6 +77,11 @@ class SimulateOptions:
         (), "--ranks", type=Listed(PROBABILITY), repeated=True,
         help="How often its first, second, … guess is right, as in 0.7,0.1,0.05; likewise.",
     )  # fmt: skip
+    ageing: float = setting(
+        1.0, "--ageing", type=PROBABILITY,
+        help="Of a draft that reads the target's features, as EAGLE's: what its acceptance is multiplied by for each "
+        "token that it guesses after without knowing the target's verdict. 1: a draft that does not.",
+    )  # fmt: skip
     choices: Path | None = setting(
         None, "--choices", type=File(),
         help="Texts recorded by experiments/record.py, a generation each, in place of synthetic ones of -p tokens and "
@@ -122,6 +127,8 @@ def simulate_command(**given: Any) -> int:
         check_writable(records.trace, "--trace")
     if bool(asked.acceptances) + bool(asked.ranks) + bool(asked.choices) > 1:
         raise UserError("give one of --acceptance, --ranks and --choices")
+    if asked.choices and asked.ageing < 1:
+        raise UserError("--ageing is of synthetic drafts; leave it out, or --choices")
     texts = read_choices(asked.choices) if asked.choices else []
     chosen = take_policies(asked.policies or (USUAL if has_loads else POLICIES), given)
     file = load_profile(asked.profile)
@@ -134,7 +141,7 @@ def simulate_command(**given: Any) -> int:
 
     question = Question(
         lay_out, asked.predict, asked.prompt_tokens, asked.ranks or [ranks_for(share) for share in asked.acceptances],
-        given["cancel"], given["partitions"], texts, asked.choices.stem if asked.choices else "",
+        given["cancel"], given["partitions"], asked.ageing, texts, asked.choices.stem if asked.choices else "",
     )  # fmt: skip
     seeds = range(len(texts)) if texts else range(asked.seed, asked.seed + asked.repetitions)
     if has_loads:

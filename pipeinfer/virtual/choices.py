@@ -33,8 +33,9 @@ class Choices(Protocol):
         """The token at `position` on the target's path."""
         ...
 
-    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
-        """What the draft guesses after a context, likeliest first."""
+    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
+        """What the draft guesses after a context, likeliest first. `age`: tokens after the newest one that the target
+        has judged."""
         ...
 
 
@@ -75,6 +76,9 @@ class SyntheticChoices:
 
     `beside`: another draft of the same target. The two find the same tokens easy: where one is surer the other is too,
     and the better one is right wherever the other is.
+
+    `ageing`: of a draft that reads the target's features, as EAGLE's does. All of `by_rank` is multiplied by it for each
+    token of the context that the target has not judged, since the draft goes on from features of its own there.
     """
 
     N_WRONG = 1 << 12
@@ -87,6 +91,7 @@ class SyntheticChoices:
         n_tokens: int = 1 << 20,
         n_vocab: int = 32000,
         beside: SyntheticChoices | None = None,
+        ageing: float = 1.0,
     ) -> None:
         """Raises UserError when `by_rank` are no probabilities that add up to 1 at most."""
         if not by_rank or min(by_rank) < 0 or sum(by_rank) > 1 + 1e-9:
@@ -95,13 +100,14 @@ class SyntheticChoices:
                 "give numbers from 0 to 1 that add up to 1 at most"
             )
         self.by_rank, self.seed, self.n_vocab, self.n_tokens = tuple(by_rank), seed, n_vocab, n_tokens
-        self.beside = beside
+        self.beside, self.ageing = beside, ageing
         missed = max(1 - by_rank[0], 1e-12)
         self._tail = list(accumulate(share / missed for share in by_rank[1:]))  # given that the first is wrong
         self._decay = [share / missed for share in (*by_rank[1:], *[1e-6] * MAX_WIDTH)][: MAX_WIDTH - 1]
         self._tokens: list[int] = []
         self._confidence: list[float] = []
         self._rank: list[int] = []  # of the right token; MAX_WIDTH: not among the guesses
+        self._endures: list[float] = []  # the least of `ageing` with which it stays there
         self._n_blocks = 0
         # confidences after wrong tokens: nothing ever comes of them, only their distribution counts
         self._wrong_confidence = self._confidences(np.random.default_rng([seed, 1]), self.N_WRONG).tolist()
@@ -113,23 +119,26 @@ class SyntheticChoices:
 
     def _extend(self) -> None:
         """The next block of positions."""
-        confidence, tokens, first, later = (self.beside or self)._block(self._n_blocks)
+        confidence, tokens, first, later, endures = (self.beside or self)._block(self._n_blocks)
         if self.beside:
             own = self._confidences(np.random.default_rng([self.seed, 2, self._n_blocks]), len(confidence))
             confidence[np.argsort(confidence)] = np.sort(own)
         self._n_blocks += 1
         self._tokens += tokens.tolist()
         self._confidence += confidence.tolist()
+        self._endures += endures.tolist()
         # 0 and 1 are meant exactly
         hits = first < (confidence if 0 < self.by_rank[0] < 1 else self.by_rank[0])
         self._rank += [
             0 if hit else self._later_rank(draw) for hit, draw in zip(hits.tolist(), later.tolist(), strict=True)
         ]
 
-    def _block(self, index: int, n: int = 1024) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of a block of positions: confidences, tokens, the draws for the first guess and for further ones."""
+    def _block(self, index: int, n: int = 1024) -> tuple[np.ndarray, ...]:
+        """Of a block of positions: confidences, tokens, the draws for the first guess, for further ones, for their
+        ageing."""
         rng = np.random.default_rng([self.seed, 0, index])
-        return self._confidences(rng, n), rng.integers(0, self.n_vocab, n), rng.random(n), rng.random(n)
+        draws = (rng.random(n) for _ in range(3))
+        return self._confidences(rng, n), rng.integers(0, self.n_vocab, n), *draws
 
     def _later_rank(self, draw: float) -> int:
         rank = 1 + bisect_left(self._tail, draw)
@@ -140,24 +149,28 @@ class SyntheticChoices:
             self._extend()
         return self._tokens[position]
 
-    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
+    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
+        kept = self.ageing**age
         if branch:
             h = hash((self.seed, start, *branch))  # integers hash alike in every process
-            return self._list(self._wrong_confidence[h % self.N_WRONG], h % self.n_vocab, MAX_WIDTH, width)
+            return self._list(self._wrong_confidence[h % self.N_WRONG], h % self.n_vocab, MAX_WIDTH, width, kept)
         right = self.target(start + 1)
-        return self._list(self._confidence[start], right, self._rank[start], width)
+        rank = self._rank[start] if self._endures[start] < kept else MAX_WIDTH
+        return self._list(self._confidence[start], right, rank, width, kept)
 
-    def _list(self, confidence: float, right: int, rank: int, width: int) -> list[Guess]:
-        """`width` guesses, `right` at its rank; the others are its neighbours."""
+    def _list(self, confidence: float, right: int, rank: int, width: int, kept: float) -> list[Guess]:
+        """`width` guesses, `right` at its rank; the others are its neighbours. `kept`: of their probabilities."""
         missed = 1 - confidence
         found = []
         for index in range(min(width, MAX_WIDTH)):
             token = right if index == rank else (right + 1 + index) % self.n_vocab
-            found.append(Guess(token, missed * self._decay[index - 1] if index else confidence))
+            found.append(Guess(token, kept * (missed * self._decay[index - 1] if index else confidence)))
         return found
 
 
-def synthetic_team(by_rank: Sequence[Sequence[float]], seed: int = 0, n_prompt: int = 128) -> list[SyntheticChoices]:
+def synthetic_team(
+    by_rank: Sequence[Sequence[float]], seed: int = 0, n_prompt: int = 128, ageing: float = 1.0
+) -> list[SyntheticChoices]:
     """One target and several drafts, one for each of `by_rank`. Raises UserError as SyntheticChoices does."""
-    first = SyntheticChoices(by_rank[0], seed, n_prompt)
-    return [first, *(SyntheticChoices(ranks, seed, n_prompt, beside=first) for ranks in by_rank[1:])]
+    first = SyntheticChoices(by_rank[0], seed, n_prompt, ageing=ageing)
+    return [first, *(SyntheticChoices(ranks, seed, n_prompt, beside=first, ageing=ageing) for ranks in by_rank[1:])]

@@ -65,7 +65,10 @@ class SimDrafter:
             return None
         cache.nodes.update(fitting)
         self.clock.advance(self.settle_s)
-        return {node: guesses_after(node, choices, width) for node, width in widths.items() if node in cache.nodes}
+        root = request.tree.root
+        return {
+            node: guesses_after(node, root, choices, width) for node, width in widths.items() if node in cache.nodes
+        }
 
     def _catch_up(self, request: Request, cache: _Cache, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the committed tokens below the root that the draft lacks. False when the root moved meanwhile."""
@@ -142,13 +145,15 @@ class SimDraftLevel(Level):
     def _guesses(self, flight: InFlightRun) -> Iterator[list[Guess]]:
         for part in flight.parts:
             yield from ([] for _ in range(part.n_context))
-            choices = self.choices[part.request.id]
-            yield from (guesses_after(node, choices, part.n_wanted(node)) if node.live else [] for node in part.nodes)
+            choices, root = self.choices[part.request.id], part.request.tree.root
+            yield from (
+                guesses_after(node, root, choices, part.n_wanted(node)) if node.live else [] for node in part.nodes
+            )
 
 
-def guesses_after(node: Node, choices: Choices, width: int) -> list[Guess]:
+def guesses_after(node: Node, root: Node, choices: Choices, width: int) -> list[Guess]:
     start, branch = fork(node, choices)
-    return choices.guesses(start, branch, width)
+    return choices.guesses(start, branch, width, node.position - root.position)
 
 
 def fork(node: Node, choices: Choices) -> tuple[int, tuple[int, ...]]:

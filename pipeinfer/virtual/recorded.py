@@ -54,7 +54,7 @@ class RecordedChoices:
             return 0  # beyond the end of the text
         return self.tokens[index] if index >= 0 else self.prompt[position]
 
-    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
+    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
         index = start - self.n_prompt + 1
         if branch:
             index = hash((start, branch)) % max(1, len(self.tokens))

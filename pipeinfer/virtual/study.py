@@ -26,7 +26,7 @@ DEFAULT_ACCEPTANCE = 0.7
 class Question:
     """What to simulate. `lay_out`: the costs with drafts, or without; raises UserError when there is no such cluster.
     `by_rank`: how often each draft's first, second, … guess is right, the smallest draft first; empty: as published.
-    `texts`: recorded ones in place of synthetic ones, by the file `source`."""
+    `ageing`: as SyntheticChoices has it. `texts`: recorded ones in place of synthetic ones, by the file `source`."""
 
     lay_out: Callable[[bool], Profile]
     predict: int
@@ -34,6 +34,7 @@ class Question:
     by_rank: Sequence[Sequence[float]] = ()
     cancel: bool = True
     partitions: bool = True
+    ageing: float = 1.0
     texts: Sequence[RecordedChoices] = ()
     source: str = ""
 
@@ -63,7 +64,7 @@ class Question:
         if self.texts:
             texts: Sequence[Choices] = [self.texts[number % len(self.texts)] for number in range(load.n_requests)]
         else:
-            texts = synthetic_texts(load, self._ranks(profile)[0])
+            texts = synthetic_texts(load, self._ranks(profile)[0], self.ageing)
         asked: dict[str, Any] = simulated_columns(profile, policy, self._choices_text(profile), load.seed, 1) | {
             "profile": profile.name,
             "prompt": self.source or f"pp{load.prompt_tokens}",
@@ -83,12 +84,13 @@ class Question:
         """Of the column. Raises UserError when recorded texts are of fewer drafts than there are."""
         if self.texts and len(profile.drafts) > 1:
             raise UserError(f"{profile.name} has {len(profile.drafts)} drafts, recorded texts are of one; give --pair")
-        return self.source or "; ".join(map(ranks_text, self._ranks(profile)))
+        aged = f", ageing {self.ageing:g}" if self.ageing < 1 else ""
+        return self.source or "; ".join(map(ranks_text, self._ranks(profile))) + aged
 
     def _synthetic(self, profile: Profile, seed: int) -> Sequence[Choices]:
         """Of each draft. Raises UserError when there are not as many as drafts."""
         n_drafts = len(profile.drafts)
-        found = synthetic_team(self._ranks(profile), seed, self.prompt_tokens)
+        found = synthetic_team(self._ranks(profile), seed, self.prompt_tokens, self.ageing)
         if n_drafts and len(found) != n_drafts:
             raise UserError(f"{profile.name} has {n_drafts} drafts; give --acceptance or --ranks {n_drafts} times")
         return found

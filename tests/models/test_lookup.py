@@ -192,7 +192,7 @@ class Repeating(SyntheticChoices):
     def target(self, position: int) -> int:
         return super().target(position % self.period)
 
-    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
+    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
         return super().guesses(start if branch else start % self.period, branch, width)
 
 

@@ -30,7 +30,7 @@ class Known:
     def target(self, position: int) -> int:
         return position
 
-    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
+    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
         position = start + 1 + len(branch)
         missed = branch or position in self.wrong
         return [Guess(-100 * (self.name + 1) - position if missed else position, 0.5)]

@@ -34,7 +34,7 @@ class GivenChoices:
     def target(self, position: int) -> int:
         return TEXT[min(position, len(TEXT) - 1)]
 
-    def guesses(self, start: int, branch: Branch, width: int) -> list[Guess]:
+    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
         token = branch[-1] if branch else TEXT[start]
         found = self.after.get(token, {100 + 2 * token: 0.5, 101 + 2 * token: 0.5})
         return [Guess(guess, share) for guess, share in found.items()][:width]

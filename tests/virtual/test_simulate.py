@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from click.testing import CliRunner
@@ -291,6 +292,28 @@ def test_choices_after_a_wrong_token_are_a_function_of_the_branch() -> None:
     first, second = SyntheticChoices((0.5,), seed=1), SyntheticChoices((0.5,), seed=1)
     assert first.guesses(9, (3, 4), 3) == second.guesses(9, (3, 4), 3)
     assert first.guesses(9, (3, 4), 3) != first.guesses(9, (3, 5), 3)
+
+
+def test_a_draft_that_ages_is_right_less_often_the_longer_it_knows_nothing() -> None:
+    choices = SyntheticChoices((0.8, 0.1), seed=2, n_prompt=4, ageing=0.9)
+    found = [[choices.guesses(start, (), 2, age) for start in range(4, 4004)] for age in range(4)]
+    for age, lists in enumerate(found):
+        right = sum(first.token == choices.target(start) for start, (first, _) in enumerate(lists, 5)) / len(lists)
+        assert right == pytest.approx(0.8 * 0.9**age, abs=0.02)
+        assert fmean(first.probability for first, _ in lists) == pytest.approx(right, abs=0.02), "it knows"
+    assert found[0] == [SyntheticChoices((0.8, 0.1), seed=2, n_prompt=4).guesses(n, (), 2, 3) for n in range(4, 4004)]
+
+
+def test_ageing_costs_who_guesses_far_ahead() -> None:
+    words = ["--profile", "pipedec-14", "--policy", "speculative,pipedec", "-n", "64", "--acceptance", "0.8"]
+    speeds = []
+    for more in ([], ["--ageing", "0.9"]):
+        done = command(*words, *more, "--json")
+        assert done.returncode == 0, done.stderr
+        speeds.append([json.loads(line)["timings"]["predicted_per_second"] for line in done.stdout.splitlines()])
+    (chain, tree), (aged_chain, aged_tree) = speeds
+    assert aged_chain < chain and aged_tree / tree < 0.9 * aged_chain / chain
+    assert "--ageing" in command(*words[:-2], "--ageing", "0.9", "--choices", __file__).stderr
 
 
 # -- the command
