@@ -77,8 +77,8 @@ class SyntheticChoices:
     `beside`: another draft of the same target. The two find the same tokens easy: where one is surer the other is too,
     and the better one is right wherever the other is.
 
-    `ageing`: of a draft that reads the target's features, as EAGLE's does. All of `by_rank` is multiplied by it for each
-    token of the context that the target has not judged, since the draft goes on from features of its own there.
+    `ageing`: of a draft that reads the target's features, as EAGLE's does. All of `by_rank` is multiplied by it for
+    each token of the context that the target has not judged, since the draft goes on from features of its own there.
     """
 
     N_WRONG = 1 << 12
