@@ -20,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
 from pipeinfer.core.kv.blocks import Span, spans_of
@@ -31,7 +32,7 @@ from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.text.chat import PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
 from pipeinfer.models.text.chat_template import template_of
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.policies.limits import MAX_WIDTH
+from pipeinfer.policies.likeliest import MAX_WIDTH
 from pipeinfer.virtual.recorded import RecordedChoices, write_choices
 
 N_BATCH = 128

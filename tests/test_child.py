@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.child import ROOT, python_command
-from pipeinfer.cluster.hosts import mpi_library
+from pipeinfer.job.inspect import info
 
 PARENT = """
 import subprocess, sys
@@ -31,4 +31,4 @@ def test_the_current_directory_replaces_no_module(tmp_path: Path, monkeypatch: p
     (tmp_path / "json.py").write_text("raise SystemExit(9)")
     monkeypatch.chdir(tmp_path)
     assert subprocess.run(python_command("import json")).returncode == 0
-    assert mpi_library.describe_mpi()["error"] is None
+    assert info.describe_mpi()["error"] is None

@@ -39,17 +39,10 @@ class HeadPipeline(Generic[A]):
     while `work` evaluates. `n_posted`: receives of verdicts that are posted ahead."""
 
     def __init__(
-        self,
-        comm: Comm,
-        stage_ranks: Sequence[int],
-        worker: StageWorker | None,
-        n_bytes: int,
-        decode: Callable[[Buffer], A],
-        courier: Courier | None = None,
-        wire_type: WireType = WireType.F32,
-        progress: Progress = NO_PROGRESS,
-        n_posted: int = N_POSTED,
-    ) -> None:
+        self, comm: Comm, stage_ranks: Sequence[int], worker: StageWorker | None, n_bytes: int,
+        decode: Callable[[Buffer], A], courier: Courier | None = None, wire_type: WireType = WireType.F32,
+        progress: Progress = NO_PROGRESS, n_posted: int = N_POSTED,
+    ) -> None:  # fmt: skip
         self.comm, self.worker, self.wire_type, self.progress = comm, worker, wire_type, progress
         self.decode: Callable[[Buffer], A] = decode
         self.n_stages = len(stage_ranks)

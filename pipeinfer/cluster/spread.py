@@ -1,7 +1,5 @@
 """Split layers into stages so that the slowest is as fast as memory allows. Pure functions of costs; knows no rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +62,7 @@ class StageRoom:
                 held = self.take(held, stage, first, last)
         return held is not None
 
-    def equal_shares(self) -> StageRoom:
+    def equal_shares(self) -> "StageRoom":
         """The same with an equal share of its host's and its GPUs' memory for each stage."""
         left: dict[str, float] = {}
 

@@ -112,15 +112,9 @@ class Inbox:
     """
 
     def __init__(
-        self,
-        comm: Comm,
-        source: int,
-        tag: Tag,
-        n_bytes: int,
-        n_ahead: int = 2,
-        courier: Courier | None = None,
+        self, comm: Comm, source: int, tag: Tag, n_bytes: int, n_ahead: int = 2, courier: Courier | None = None,
         allocate: Callable[[int], Any] = lambda n_bytes: np.empty(n_bytes, np.uint8),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.comm, self.source, self.tag, self._n_ahead, self._allocate = comm, source, tag, n_ahead, allocate
         self.n_bytes = n_bytes + (N_STAMP if courier else 0)
         self.courier = courier

@@ -4,8 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.in_flight import InFlightRun, RequestSlice
+from pipeinfer.core.in_flight import ActiveRequest, InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Clock, Drafter, Waiter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.observer import Observer
@@ -14,8 +13,8 @@ from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.scheduling.admission import Admission
 from pipeinfer.core.scheduling.batch_planner import BatchPlanner
 from pipeinfer.core.scheduling.pacer import Pacer
-from pipeinfer.core.scheduling.round_robin import RoundRobin
 from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.scheduling.scheduler import RoundRobin
 from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled
 
@@ -34,17 +33,10 @@ class Engine:
     """
 
     def __init__(
-        self,
-        target: Level,
-        drafter: Drafter | Level | None,
-        waiter: Waiter,
-        clock: Clock,
-        *,
-        drafts: Sequence[Level] = (),
-        run_cost: RunCost | None = None,
-        n_prompts: int = 1 << 30,
+        self, target: Level, drafter: Drafter | Level | None, waiter: Waiter, clock: Clock, *,
+        drafts: Sequence[Level] = (), run_cost: RunCost | None = None, n_prompts: int = 1 << 30,
         max_delay_s: float = math.inf,
-    ) -> None:
+    ) -> None:  # fmt: skip
         remote = [drafter] if isinstance(drafter, Level) else []
         self.target, self.levels = target, (target, *remote, *drafts)
         self.waiter, self.clock, self.run_cost = waiter, clock, run_cost

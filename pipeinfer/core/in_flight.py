@@ -1,14 +1,17 @@
-"""What a run carries of each request, and a run between its submission and its verdict. Sends nothing."""
-
-from __future__ import annotations
+"""What the parts of the engine hand each other: open requests, parts of runs, runs in flight. Does nothing."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.observer import Observer
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import POSITION_END
 from pipeinfer.core.tree import Node, State
+
+if TYPE_CHECKING:
+    from pipeinfer.core.policy import Policy, PolicyContext
 
 NO_ROWS: Set[int] = frozenset()
 
@@ -60,7 +63,7 @@ class RequestSlice:
         """Answers wanted after one of its nodes: one of the target."""
         return self.widths[node] if self.widths else 1
 
-    def cut(self, n_context: int, n_nodes: int) -> RequestSlice:
+    def cut(self, n_context: int, n_nodes: int) -> "RequestSlice":
         """At most so many of its committed tokens and nodes."""
         if n_context == self.n_context and n_nodes == len(self.nodes):
             return self
@@ -81,3 +84,21 @@ class InFlightRun:
     dead: bool = False  # nobody needs any of its rows
     cancelled: bool = False  # and the stages were told
     whole: bool = True  # every stage evaluates all of its rows
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request that is open, or waits to be opened."""
+
+    request: Request
+    policy: "Policy"
+    observer: Observer
+    context: "PolicyContext"
+    n_heard: int = 0  # rows of the prompt that every stage has evaluated
+    arrival: int = 0  # its number in the order of arrival; 0: it has yet to wait
+    was_open: bool = False  # if it waits, it was preempted
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower ranks are opened first and preempted last."""
+        return self.request.priority, self.arrival

@@ -24,15 +24,9 @@ class Level:
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline[Any],
-        pool: SequencePool,
-        *,
-        n_chunk: int = 128,
-        n_rows: int = 64,
-        cancel: bool = True,
-        blocks: bool = False,
-    ) -> None:
+        self, pipeline: Pipeline[Any], pool: SequencePool, *, n_chunk: int = 128, n_rows: int = 64,
+        cancel: bool = True, blocks: bool = False,
+    ) -> None:  # fmt: skip
         self.pipeline, self.pool, self.n_chunk, self.n_rows, self.cancel = pipeline, pool, n_chunk, n_rows, cancel
         self.blocks = blocks
         self._next_run_id = 1
@@ -79,13 +73,9 @@ class Level:
         return min(prefix.n_tokens, n_there)
 
     def has_room(
-        self,
-        request: Request,
-        prefix: Prefix | None,
-        opened: Sequence[Request],
-        retained: Sequence[Request],
+        self, request: Request, prefix: Prefix | None, opened: Sequence[Request], retained: Sequence[Request],
         ahead: int,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Whether there are cells for the text of one more request and `ahead` tokens more, beside the same for open
         requests and what is retained. The `prefix` that it starts with counts once."""
         n_shared = 0
@@ -224,9 +214,6 @@ class Level:
     @property
     def busy(self) -> bool:
         return bool(self._flights)
-
-    def is_inflight(self, run_id: int | None) -> bool:
-        return run_id in self._flights
 
     def sent_s(self, run_id: int) -> float:
         """When a run was sent; -inf if it is not in flight."""

@@ -1,7 +1,5 @@
 """What every policy answers, and what it may look at. Knows the tree, no pipeline and no model."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -206,7 +204,7 @@ class Policy(ABC):
         """Settings whose values in the policy's preset are not their defaults, and those values."""
         return {}
 
-    def begin(self) -> Policy:
+    def begin(self) -> "Policy":
         """The policy of a new request, with these settings."""
         return copy(self)
 
@@ -238,11 +236,10 @@ class PaperPolicy(Policy):
 
     preset: str = setting(
         OURS, "--preset", choices=(OURS, PAPER),
-        help="paper: the paper's rule and published settings, without our additions.",
-    )  # fmt: skip
+        help="paper: the paper's rule and published settings, without our additions.")  # fmt: skip
 
     @classmethod
-    def from_paper(cls: type[P], **given: Any) -> P:
+    def from_paper(cls: "type[P]", **given: Any) -> "P":
         """The preset `paper`; `given`: settings in place of the published ones."""
         return cls(**{**paper_settings(cls), **given, "preset": PAPER})
 

@@ -1,7 +1,5 @@
 """A request: one prompt and its growing output. Owns its tree and its limits; knows no model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,7 +23,7 @@ class Prefix(NamedTuple):
     """The first `n_tokens` of another request, which is open, or has finished and retained them. `moves`: its cells
     become this request's, and nobody else can use them."""
 
-    source: Request
+    source: "Request"
     n_tokens: int
     moves: bool = False
 

@@ -4,8 +4,6 @@ Knows no tree and no model. A choice reads every logit about once: usually only 
 get noise.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +77,7 @@ class SamplingParams:
             object.__setattr__(self, "temp", 0.0)
 
     @property
-    def settled(self) -> SamplingParams:
+    def settled(self) -> "SamplingParams":
         """The same with a random seed if none was given."""
         return self if self.seed >= 0 else replace(self, seed=secrets.randbits(32))
 

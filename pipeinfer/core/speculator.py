@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.in_flight import RequestSlice
+from pipeinfer.core.in_flight import ActiveRequest, RequestSlice
 from pipeinfer.core.interfaces import Clock, Drafter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.scheduling.round_robin import RoundRobin
+from pipeinfer.core.scheduling.scheduler import RoundRobin
 from pipeinfer.core.tree import Node
 
 N_AHEAD = 2
@@ -41,14 +40,10 @@ class Speculator:
     """
 
     def __init__(
-        self,
-        drafter: Drafter | Level | None,
-        drafts: Sequence[Level],
-        clock: Clock,
-        active: Mapping[int, ActiveRequest],
-        grown: Callable[[ActiveRequest], None],
+        self, drafter: Drafter | Level | None, drafts: Sequence[Level], clock: Clock,
+        active: Mapping[int, ActiveRequest], grown: Callable[[ActiveRequest], None],
         in_flight: Callable[[Request], int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.drafter = None if isinstance(drafter, Level) else drafter
         self.remote = drafter if isinstance(drafter, Level) else None
         self.drafts, self.n_drafts = tuple(drafts), (drafter is not None) + len(drafts)

@@ -1,7 +1,5 @@
 """The token tree of one request: guesses are added, verdicts settled. Knows no model, no MPI, no sequence ids."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,10 +20,10 @@ class Node:
 
     token: int
     position: int
-    parent: Node | None = None
+    parent: "Node | None" = None
     log_prob: float = 0.0
     score: float = 0.0
-    children: list[Node] = field(default_factory=list)
+    children: "list[Node]" = field(default_factory=list)
     run_id: int | None = None  # the run that carries it to the target
     verdict: int | None = None
     expanded: bool = False  # the smallest draft has guessed what follows
@@ -43,10 +41,10 @@ class Node:
         """Whether the larger draft may still refine it."""
         return max(self.refined, self.passed_over) < draft
 
-    def child(self, token: int) -> Node | None:
+    def child(self, token: int) -> "Node | None":
         return next((child for child in self.children if child.token == token), None)
 
-    def subtree(self) -> Iterator[Node]:
+    def subtree(self) -> "Iterator[Node]":
         """This node and all below it, parents before children."""
         stack = [self]
         while stack:
@@ -168,19 +166,6 @@ class TokenTree:
     def unsent(self) -> Iterator[Node]:
         """Live nodes that were not sent, parents before children."""
         return (node for node in self.nodes if node.run_id is None)
-
-    def audit(self) -> None:
-        """Raise AssertionError unless `nodes` is exactly the root's subtree, parents first."""
-        assert self.nodes[0] is self.root, "the root is not the first node"
-        assert {id(node) for node in self.nodes} == {id(node) for node in self.root.subtree()}, "stray nodes"
-        seen: set[int] = set()
-        for node in self.nodes:
-            assert node.live, f"a {node.state.value} node among the live"
-            assert node is self.root or id(node.parent) in seen, "a child before its parent"
-            assert node.run_id is None or node.parent is None or node.parent.run_id is not None, (
-                "sent before its parent"
-            )
-            seen.add(id(node))
 
 
 def with_ancestors(nodes: Sequence[Node], placed: Container[Node]) -> list[Node]:

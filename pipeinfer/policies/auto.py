@@ -27,8 +27,6 @@ the next run. When hardly any guess is right (`SpeculationBackoff`), or when tok
 (`SpeculationTrial`), it rests.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,10 +37,8 @@ from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyCon
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.backoff import SpeculationBackoff
-from pipeinfer.policies.calibration import Calibration
-from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
-from pipeinfer.policies.limits import MAX_WIDTH
-from pipeinfer.policies.temperature_scaling import TemperatureScaling
+from pipeinfer.policies.calibration import Calibration, TemperatureScaling
+from pipeinfer.policies.likeliest import MAX_WIDTH, SCORE, to_expand, to_refine, unsent_in_reach
 from pipeinfer.policies.trial import SpeculationTrial
 
 LEAST = 0.01
@@ -57,9 +53,6 @@ refute it."""
 
 N_BEHIND = 4
 """Tokens that the draft reads at no cost before it guesses again."""
-
-SOON_S = 1e-9
-"""Time left of an overdue verdict: guesses below it come last."""
 
 MOST_ROWS = 8
 """Rows of a lone stage's run, unless more are cheap."""
@@ -86,13 +79,11 @@ class Auto(Policy):
     temperature: TemperatureScaling = field(default_factory=TemperatureScaling, compare=False, repr=False)
     _backoff: SpeculationBackoff = field(default_factory=SpeculationBackoff, init=False, repr=False, compare=False)
     _trial: SpeculationTrial = field(default_factory=SpeculationTrial, init=False, repr=False, compare=False)
+    # when the last tokens came; NaN before the first ones, and while other requests are open
     _settled_s: float = field(default=math.nan, init=False, repr=False, compare=False)
-    """When the last tokens came; NaN before the first ones, and while other requests are open."""
+    _guessed_at: int = field(default=-1, init=False, repr=False, compare=False)  # the last position guessed after
 
-    _guessed_at: int = field(default=-1, init=False, repr=False, compare=False)
-    """The last position after which the draft guessed."""
-
-    def begin(self) -> Auto:
+    def begin(self) -> "Auto":
         return replace(self)
 
     # -- sending
@@ -241,7 +232,7 @@ def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]
         above = node.parent
         assert above
         if above not in left_s:
-            left_s[above] = context.verdict_in_s(above) or SOON_S
+            left_s[above] = context.verdict_in_s(above) or 1e-9  # overdue: its guesses come last
         left_s[node] = left_s[above]
     return {node: _chance(context, node.score) * left_s[node] for node in nodes}
 

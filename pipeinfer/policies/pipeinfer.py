@@ -4,8 +4,6 @@ The newest token is sent at once; guesses follow in micro-batches while it is in
 stay in the tree and in the pipeline, and are never drafted or sent twice.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +15,7 @@ from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.backoff import SpeculationBackoff
 from pipeinfer.policies.calibration import Calibration
-from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
-from pipeinfer.policies.limits import MAX_RUN, MAX_RUNS, MAX_WIDTH
+from pipeinfer.policies.likeliest import MAX_RUN, MAX_RUNS, MAX_WIDTH, SCORE, to_expand, to_refine, unsent_in_reach
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
@@ -48,23 +45,19 @@ class PipeInfer(PaperPolicy):
 
     microbatch: int = setting(
         0, "--microbatch", help="Guesses a run at most; 0: as many as cost hardly more than one row.", most=MAX_RUN,
-        shown=True, paper=4,
-    )  # fmt: skip
+        shown=True, paper=4)  # fmt: skip
     inflight: int = setting(
         0, "--inflight", help="Runs in flight at most; 0: one more than there are stages.", most=MAX_RUNS, shown=True,
-        paper=MAX_RUNS,
-    )  # fmt: skip
+        paper=MAX_RUNS)  # fmt: skip
     width: int = setting(
         4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True, paper=3
     )
     accept_cutoff: float = setting(
         0.02, "--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min", most=1, paper=0.001,
-        help="Probability from which the draft's first guess counts.",
-    )  # fmt: skip
+        help="Probability from which the draft's first guess counts.")  # fmt: skip
     split_cutoff: float = setting(
         0.05, "--split-cutoff", "-ps", "--draft-p-split", "--spec-draft-p-split", most=1, paper=0.8,
-        help="The same for further guesses, which make branches.",
-    )  # fmt: skip
+        help="The same for further guesses, which make branches.")  # fmt: skip
     recovery: float = setting(
         0.0,
         "--recovery",
@@ -93,7 +86,7 @@ class PipeInfer(PaperPolicy):
     _raised: float = field(default=0.0, init=False, repr=False, compare=False)  # the cutoffs are, in a draft step
     _guesses: bool = field(default=True, init=False, repr=False, compare=False)  # that step does
 
-    def begin(self) -> PipeInfer:
+    def begin(self) -> "PipeInfer":
         return replace(self)
 
     @property

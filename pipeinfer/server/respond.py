@@ -1,7 +1,5 @@
 """Answers on their way to a client, who may leave at any time: then nobody writes on for it. Knows no tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -103,7 +101,7 @@ class AnswerResponse(WatchedResponse):
         finally:
             alarm.cancel()
 
-    async def _pieces(self, send: Send, alarm: Alarm) -> None:
+    async def _pieces(self, send: Send, alarm: "Alarm") -> None:
         told = set[int]()
         said = self.form.first()
         while True:

@@ -4,8 +4,6 @@ A context is named by `start`, the position of the last token that is on the tar
 tokens after it. The target is only asked on its own path: what descends from a wrong guess is dead before its verdict.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,7 +13,7 @@ import numpy as np
 
 from pipeinfer.core.runs import Guess
 from pipeinfer.errors import UserError
-from pipeinfer.policies.limits import MAX_WIDTH
+from pipeinfer.policies.likeliest import MAX_WIDTH
 
 Branch = tuple[int, ...]
 
@@ -90,7 +88,7 @@ class SyntheticChoices:
         n_prompt: int = 128,
         n_tokens: int = 1 << 20,
         n_vocab: int = 32000,
-        beside: SyntheticChoices | None = None,
+        beside: "SyntheticChoices | None" = None,
         ageing: float = 1.0,
     ) -> None:
         """Raises UserError when `by_rank` are no probabilities that add up to 1 at most."""

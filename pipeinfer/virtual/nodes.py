@@ -1,7 +1,5 @@
 """Ranks that need not exist yet: their hosts, and how fast those are. Knows no model and no MPI."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +24,7 @@ class Node:
     source: str = ""
     gpu: str = ""
 
-    def twin(self, name: str) -> Node:
+    def twin(self, name: str) -> "Node":
         """One more such host."""
         return replace(self, host=replace(self.host, name=name))
 

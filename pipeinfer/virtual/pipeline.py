@@ -4,8 +4,6 @@ As in `serve.serve`, a stage takes runs in their order and looks for a cancellat
 cancelled run still travels, without activations. Nothing here sleeps, computes a model or imports MPI.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -108,7 +106,7 @@ class SimWaiter:
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
 
-    def wait(self, pipelines: Sequence[SimPipeline], timeout_s: float | None = None) -> None:
+    def wait(self, pipelines: "Sequence[SimPipeline]", timeout_s: float | None = None) -> None:
         """Raises RuntimeError when nothing is in flight: the engine would wait for ever."""
         target, now_s = pipelines[0], self.clock.now
         until_s = soonest_s(pipelines, NEVER if timeout_s is None else now_s + timeout_s)
@@ -120,7 +118,7 @@ class SimWaiter:
             self.clock.now = until_s
 
 
-def soonest_s(pipelines: Sequence[SimPipeline], end_s: float) -> float:
+def soonest_s(pipelines: "Sequence[SimPipeline]", end_s: float) -> float:
     """When the next verdict is at the head, or `end_s` if that is earlier. The head must do nothing until then."""
     for pipeline in reversed(pipelines):
         end_s = pipeline.next_verdict_s(end_s)

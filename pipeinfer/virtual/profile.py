@@ -1,7 +1,5 @@
 """Clusters in TOML, by hardware or by measured times -> a `Profile`. The keys are in docs/reference/profiles.md."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -44,7 +42,7 @@ class Machine:
     run_s: float
     memory_bytes: float
 
-    def slice_of(self, model: Model, layers: int, is_last: bool) -> ModelCost:
+    def slice_of(self, model: "Model", layers: int, is_last: bool) -> ModelCost:
         layer = roofline(model.layer_bytes, 2 * model.layer_params, self.bytes_per_s, self.flop_per_s, self.layer_s)
         layer = Work(layer.rows, layer.seconds, (model.kv_bytes / self.bytes_per_s,))
         output = roofline(model.output_bytes, 2 * model.output_params, self.bytes_per_s, self.flop_per_s)

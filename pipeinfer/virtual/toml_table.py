@@ -1,7 +1,5 @@
 """Values of a table in TOML, each checked, and refused with the place where it stands. Knows no cluster and no file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,16 +73,16 @@ class Table:
             raise UserError(f"{self.where}: {key} = {_shown(values)}; give a list of {wanted}")
         return tuple(Table(f"{self.where}, {key}", {key: value}).number(key) for value in values)
 
-    def table(self, key: str, default: Mapping[str, Any] | None = None) -> Table:
+    def table(self, key: str, default: Mapping[str, Any] | None = None) -> "Table":
         value = self.values.get(key, default)
         if not isinstance(value, Mapping):
             raise UserError(f"{self.where} lacks the table [{key}]")
         return Table(f"{self.where}, [{key}]", value)
 
-    def tables(self, key: str) -> dict[str, Table]:
+    def tables(self, key: str) -> "dict[str, Table]":
         return {name: self.table(key).table(name) for name in self.table(key, {}).values}
 
-    def list_of(self, key: str) -> list[Table]:
+    def list_of(self, key: str) -> "list[Table]":
         value = self.values.get(key)
         if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
             raise UserError(f"{self.where} lacks [[{key}]]")

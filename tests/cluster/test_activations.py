@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.messages.activations import WireType, activation_bytes, read_activations, write_activations
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.kv.sequences import SequencePool
@@ -24,6 +23,7 @@ from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from pipeinfer.core.kv.blocks import BLOCK, LARGEST, block_edges, chunk_end, rows_in_blocks
+from pipeinfer.core.kv.blocks import BLOCK, LARGEST, Span, rows_in_blocks
 
 
 def test_blocks_follow_from_the_length_and_none_is_too_small() -> None:
     for n_rows in range(BLOCK, 5 * BLOCK):
-        edges = block_edges(n_rows)
+        edges = Span(0, n_rows).edges
         assert edges[0] == 0 and edges[-1] == n_rows
         assert all(start % BLOCK == 0 and BLOCK <= end - start <= LARGEST for start, end in pairwise(edges))
         assert all(end - start == BLOCK for start, end in pairwise(edges[:-1]))
@@ -24,8 +24,8 @@ def test_short_prompts_have_none() -> None:
 @pytest.mark.parametrize("n_chunk", [1, 7, 63, 64, 65, 127, 128, 129, 500, 5000])
 def test_chunks_are_whole_blocks(n_chunk: int) -> None:
     for n_rows in (64, 65, 127, 128, 129, 191, 192, 640, 1000):
-        edges, at = block_edges(n_rows), 0
+        edges, at = Span(0, n_rows).edges, 0
         while at < n_rows:
-            end = chunk_end(n_rows, at, n_chunk)
+            end = Span(0, n_rows).chunk_end(at, n_chunk)
             assert end in edges and at < end <= at + max(n_chunk, LARGEST)
             at = end

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.core.audit import audit_engine, audit_pool
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
 from pipeinfer.core.kv.sequences import SequencePool
@@ -21,9 +19,11 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
+from tests.support.audit import audit_engine, audit_pool
 from tests.support.toy import (
     N_LAYERS,
     N_VOCAB,

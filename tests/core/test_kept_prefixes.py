@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.core.audit import audit_engine
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import InFlightRun
 from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
@@ -25,10 +23,12 @@ from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.scheduling.prefixes import Prefixes, common, spans_to_continue
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
 from tests.core.test_engine import QuickStage, random_policy, toy_engine
 from tests.core.test_levels import draft_levels
+from tests.support.audit import audit_engine
 from tests.support.counted import Counted
 from tests.support.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline, ToyStage
 

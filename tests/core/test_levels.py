@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 
 from pipeinfer.cluster.messages.wire import decode_guess_verdict, encode_verdict
-from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.kv.sequences import SequencePool
@@ -22,6 +21,7 @@ from pipeinfer.core.tree import Node, TokenTree
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import PipeInfer, PipeSpec, Speculative
 from tests.core.test_engine import N_LAYERS, random_drafter, random_policy, toy_engine, toy_pipeline
+from tests.support.audit import audit_engine, audit_tree
 from tests.support.toy import N_VOCAB, NoisyStage, OracleDrafter, Reference, ToyDraftPipeline
 
 
@@ -167,7 +167,7 @@ def test_refining_moves_scores_and_adds_what_was_missing() -> None:
     assert (third.token, third.guessed_by, tree.root.refined) == (5, 1, 1)
     assert tree.root.children == [second, third, first] or tree.root.children == [second, first, third]
     assert second.score == -0.2 and first.score == -2.3 and below.score == pytest.approx(-3.0)
-    tree.audit()
+    audit_tree(tree)
 
 
 def test_a_larger_draft_that_knows_nothing_changes_nothing() -> None:

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import pytest
 
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
-from pipeinfer.core.audit import audit_engine
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
@@ -24,6 +22,7 @@ from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.scheduling.scheduler import BatchBudget, choose
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.observe.ledger import stage_time
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative, PipeInfer
@@ -32,6 +31,7 @@ from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.simulation import row_costs, simulate
 from tests.core.test_engine import QuickStage, plain_toy, random_policy, toy_engine, toy_pipeline
 from tests.core.test_levels import draft_levels
+from tests.support.audit import audit_engine
 from tests.support.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline, ToyWaiter
 
 

@@ -10,22 +10,22 @@ from itertools import pairwise
 import pytest
 
 from pipeinfer.core import levels
-from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.audit import audit_engine
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.in_flight import ActiveRequest
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.scheduling.admission import ahead_of
 from pipeinfer.core.scheduling.prefixes import spans_to_continue
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative
 from tests.core.test_engine import random_policy, toy_engine, toy_pipeline
 from tests.core.test_kept_prefixes import BlockStage, check_answers, expected, some_drafter, state_pool
 from tests.core.test_levels import draft_levels
+from tests.support.audit import audit_engine
 from tests.support.toy import N_LAYERS, N_VOCAB, Reference, ToyPipeline
 
 

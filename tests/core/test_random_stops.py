@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
-from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
@@ -24,6 +23,7 @@ from pipeinfer.virtual.choices import SyntheticChoices
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.simulation import run_cost
+from tests.support.audit import audit_engine
 
 N_CASES = 60
 """Cases of a block; `tests/long` runs thousands."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Batch
@@ -23,6 +22,7 @@ from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.policies import Iterative, PipeInfer
 from tests.core.test_engine import QuickStage, toy_engine, toy_pipeline
 from tests.core.test_kept_prefixes import Counted
+from tests.support.audit import audit_engine
 from tests.support.toy import N_LAYERS, OracleDrafter, Reference, ToyPipeline, ToyStage
 
 SYSTEM = [at % 11 for at in range(100)]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.core.audit import audit_pool
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
@@ -17,6 +16,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import Node
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.policies import Speculative
+from tests.support.audit import audit_pool
 
 N_TOKENS, N_CELLS, N_PREDICT = 5, 400, 30
 

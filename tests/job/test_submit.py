@@ -11,10 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.submit import submit_command
-from pipeinfer.cluster.sbatch import JobState
 from pipeinfer.cluster.slurm import Group, parse_group
 from pipeinfer.errors import UserError
-from pipeinfer.job.submit import follow, is_open_mpi, own_program
+from pipeinfer.job.submit import JobState, follow, is_open_mpi, own_program
 from pipeinfer.observe.results import read_results
 from tests.support.jobs import COMMAND, ROOT, finish, launcher
 from tests.support.slurm import Slurm, missing_programs, private_slurm

@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.observer import Observer
@@ -15,6 +14,7 @@ from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies.registry import POLICIES, make_policy
+from tests.support.audit import audit_engine
 
 GROWTH_BYTES = 3 << 20  # what a process's memory may vary by
 AUDIT_EVERY = 20  # steps of the engine

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Emission, Request
 from pipeinfer.core.runs import Guess
@@ -22,6 +21,7 @@ from pipeinfer.virtual.choices import Branch, SyntheticChoices, ranks_for
 from pipeinfer.virtual.drafts import SimDrafter
 from pipeinfer.virtual.profile import load_profile
 from tests.core.test_engine import toy_engine, toy_pipeline
+from tests.support.audit import audit_engine
 from tests.support.jobs import finish, run_json
 from tests.support.toy import N_LAYERS
 

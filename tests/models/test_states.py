@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.timing.timed_layers import time_layers
-from pipeinfer.core.audit import audit_engine
+from pipeinfer.cluster.timing.timed_runs import time_layers
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
@@ -36,6 +35,7 @@ from tests.models.test_architectures import possible_cuts, rows_of_whole
 from tests.models.test_llama_stage import TreeDriver, load, loaded, random_tokens, run, state
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
+from tests.support.audit import audit_engine
 from tests.support.gguf_factory import write_model
 from tests.support.jobs import finish, run_json
 from tests.support.toy import N_LAYERS, OracleDrafter, RandomPolicy, Reference, ToyPipeline

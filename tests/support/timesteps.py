@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
-from pipeinfer.core.audit import audit_engine
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
@@ -19,6 +18,7 @@ from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.virtual.choices import Branch
 from pipeinfer.virtual.drafts import SimDrafter
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
+from tests.support.audit import audit_engine
 
 TEXT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 

@@ -3,8 +3,6 @@
 Knows bytes, no model and no MPI.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import sys
@@ -40,12 +38,11 @@ class Memory:
     loading: int = 0
     runtime: int = RUNTIME_BYTES
 
-    def __add__(self, other: Memory) -> Memory:
+    def __add__(self, other: "Memory") -> "Memory":
         """Both in one process."""
         return Memory(
             self.weights + other.weights, self.mapped + other.mapped, self.kv + other.kv, self.buffers + other.buffers,
-            max(self.loading, other.loading), max(self.runtime, other.runtime),
-        )  # fmt: skip
+            max(self.loading, other.loading), max(self.runtime, other.runtime))  # fmt: skip
 
     @property
     def total(self) -> int:
@@ -126,8 +123,7 @@ def paging_lines(names: Sequence[str], free: Sequence[FreeMemory], memories: Seq
 def _shares(memory: Memory) -> str:
     parts = {
         "weights": memory.weights, "KV": memory.kv, "buffers": memory.buffers, "runtime": memory.runtime,
-        "weights while loading": memory.loading if memory.loading > memory.kv + memory.buffers else 0,
-    }  # fmt: skip
+        "weights while loading": memory.loading if memory.loading > memory.kv + memory.buffers else 0}  # fmt: skip
     return f"{size_text(memory.needed)}, " + ", ".join(
         f"{name} {size_text(size)}" for name, size in parts.items() if size
     )

@@ -1,7 +1,5 @@
 """Log-probabilities of the target's tokens. Knows no request and no message."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,7 +30,7 @@ class ScoredToken(int):
     logprob: float
     top: tuple[Likely, ...]
 
-    def __new__(cls, token: int, logprob: float, top: Sequence[Likely]) -> ScoredToken:
+    def __new__(cls, token: int, logprob: float, top: Sequence[Likely]) -> "ScoredToken":
         made = super().__new__(cls, token)
         made.logprob, made.top = logprob, tuple(top)
         return made

@@ -25,12 +25,9 @@ class PacedStage:
     outside the model (`run_s`) is real and not added."""
 
     def __init__(
-        self,
-        model: LoadedModel,
-        cost: ModelCost,
-        clock: Clock = time.monotonic,
+        self, model: LoadedModel, cost: ModelCost, clock: Clock = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.cost, self.clock, self.sleep = model, cost, clock, sleep
         self.n_embd, self.is_last, self.n_vocab = model.n_embd, model.is_last, model.n_vocab
         # rows, whether a prompt's blocks begin -> the model's own time

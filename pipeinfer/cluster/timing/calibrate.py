@@ -119,13 +119,9 @@ def time_context(
 
 
 def recall_context(
-    model: StageModel,
-    row_times: Mapping[int, float],
-    n_cells: int,
-    clock: Callable[[], float],
-    kept: DiskCache,
-    name: str,
-) -> float | None:
+    model: StageModel, row_times: Mapping[int, float], n_cells: int, clock: Callable[[], float],
+    kept: DiskCache, name: str,
+) -> float | None:  # fmt: skip
     """`time_context`, cached under a name that says all that it depends on, in units of a single row's time."""
     known = kept.get(name)
     if isinstance(known, float) and 0 <= known < 1:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.core.interpolation import interpolate
+from pipeinfer.core.scheduling.run_cost import interpolate
 
 MANY_ROWS = 32
 

@@ -3,8 +3,6 @@
 All functions are collective.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
 
 
-def clock_offset_s(link: Link, clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
+def clock_offset_s(link: "Link", clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
     """Seconds to add to this rank's clock to get rank 0's; 0 unless it is one of `ranks`, whose clocks may differ.
 
     The round with the least delay counts.
@@ -35,7 +33,7 @@ def clock_offset_s(link: Link, clock: Callable[[], float], ranks: Iterable[int],
     return offset_s
 
 
-def _ask_clock(link: Link, clock: Callable[[], float], time_s: npt.NDArray[np.float64]) -> tuple[float, float]:
+def _ask_clock(link: "Link", clock: Callable[[], float], time_s: npt.NDArray[np.float64]) -> tuple[float, float]:
     """(delay, offset) of one question to rank 0."""
     start_s = clock()
     link.send_awake(time_s, 0)
@@ -44,7 +42,7 @@ def _ask_clock(link: Link, clock: Callable[[], float], time_s: npt.NDArray[np.fl
     return delay_s, float(time_s[0]) - (start_s + delay_s / 2)
 
 
-def bandwidth_gbit(link: Link, n_bytes: int = 1 << 22, n_rounds: int = 4) -> float:
+def bandwidth_gbit(link: "Link", n_bytes: int = 1 << 22, n_rounds: int = 4) -> float:
     """The bandwidth of the slowest link between neighbouring ranks, in Gbit/s. Needs two ranks."""
     buffer, slowest_s = np.zeros(n_bytes, np.uint8), 0.0
     for rank in range(1, link.size):
@@ -57,7 +55,7 @@ def bandwidth_gbit(link: Link, n_bytes: int = 1 << 22, n_rounds: int = 4) -> flo
     return 8e-9 * 2 * n_bytes / max(link.all_gather(slowest_s))
 
 
-def _round_trip_s(link: Link, buffer: Buffer, rank: int) -> float:
+def _round_trip_s(link: "Link", buffer: Buffer, rank: int) -> float:
     start_s = time.perf_counter()
     link.send_awake(buffer, rank)
     link.receive_awake(buffer, rank)

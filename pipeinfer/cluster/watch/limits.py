@@ -1,7 +1,5 @@
 """How long the watch waits for ranks to join, and for silent ones. Standard library alone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ class Limits:
     silent_s: float = 60.0
 
     @classmethod
-    def of(cls, timeout_s: float | None) -> Limits:
+    def of(cls, timeout_s: float | None) -> "Limits":
         """Both limits set to `timeout_s`; None: the defaults."""
         return cls() if timeout_s is None else cls(timeout_s, timeout_s)
 

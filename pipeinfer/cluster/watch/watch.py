@@ -10,8 +10,6 @@ hangs. A heartbeat has the numbers of messages received and passed on, which rev
     rank 1..n ── TCP ──> sentinel <── socket pair ── rank 0
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -74,7 +72,7 @@ class Watch:
         self._joined = threading.Event()
         self._closed = threading.Event()
 
-    def open(self) -> Watch:
+    def open(self) -> "Watch":
         """Watch the launcher's process from now on, and on rank 0 start the sentinel."""
         if is_launched():
             self._start(self._await_launcher, Process(os.getppid()))
@@ -136,7 +134,7 @@ class Watch:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._sentinel.wait(timeout=ABORT_GRACE_S)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -240,5 +238,4 @@ def _start_sentinel(
     with theirs:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", START, root, *map(str, about)], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
-        )  # fmt: skip
+            stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True)  # fmt: skip

@@ -24,7 +24,8 @@ class Span(NamedTuple):
     @property
     def edges(self) -> list[int]:
         """The starts of its blocks, and the end of the last one."""
-        return [self.start + edge for edge in block_edges(self.end - self.start)]
+        assert self.end - self.start >= BLOCK, f"{self.end - self.start} rows are no block"
+        return [*range(self.start, self.end - BLOCK + 1, BLOCK), self.end]
 
     def floor(self, at: int) -> int:
         """The start of the block that has row `at`; `at` if none has."""
@@ -35,7 +36,8 @@ class Span(NamedTuple):
 
     def chunk_end(self, at: int, n_chunk: int) -> int:
         """The end of the chunk from row `at` on: as many whole blocks as `n_chunk` rows hold, but at least one."""
-        return self.start + chunk_end(self.end - self.start, at - self.start, n_chunk)
+        later = [edge for edge in self.edges if edge > at]
+        return max((edge for edge in later if edge <= at + n_chunk), default=later[0])
 
 
 def spans_of(n_tokens: int) -> tuple[Span, ...]:
@@ -47,15 +49,3 @@ def spans_of(n_tokens: int) -> tuple[Span, ...]:
 def rows_in_blocks(n_tokens: int) -> int:
     """Rows of a prompt that are evaluated in blocks: all but the last, or none."""
     return n_tokens - 1 if n_tokens > BLOCK else 0
-
-
-def block_edges(n_rows: int) -> list[int]:
-    """The starts of the blocks of `n_rows` rows, and the end of the last one."""
-    assert n_rows >= BLOCK, f"{n_rows} rows are no block"
-    return [*range(0, n_rows - BLOCK + 1, BLOCK), n_rows]
-
-
-def chunk_end(n_rows: int, start: int, n_chunk: int) -> int:
-    """The end of the chunk from `start` on: as many whole blocks as `n_chunk` rows hold, but at least one."""
-    later = [edge for edge in block_edges(n_rows) if edge > start]
-    return max((edge for edge in later if edge <= start + n_chunk), default=later[0])

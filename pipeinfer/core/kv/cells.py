@@ -1,7 +1,5 @@
 """KV cells of committed tokens: each request's text, of which several may share a prefix. Knows positions, no nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -14,12 +12,12 @@ class Cells:
     `n_holders`: texts of which it is the tip, and parts right above it.
     """
 
-    below: Cells | None = None
+    below: "Cells | None" = None
     start: int = 0
     end: int = 0
     n_holders: int = 1
 
-    def path(self) -> Iterator[Cells]:
+    def path(self) -> "Iterator[Cells]":
         """From here down to the first."""
         cells: Cells | None = self
         while cells:

@@ -4,7 +4,7 @@ from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
-from pipeinfer.core.active_request import ActiveRequest
+from pipeinfer.core.in_flight import ActiveRequest
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.scheduling.prefixes import Prefixes
@@ -28,13 +28,9 @@ class Admission:
     blocks at a time, at most. `n_open`: open requests at most. `waiting`: in the order in which they are opened."""
 
     def __init__(
-        self,
-        levels: Sequence[Level],
-        speculator: Speculator,
-        active: Mapping[int, ActiveRequest],
-        run_cost: RunCost | None,
-        n_prompts: int,
-    ) -> None:
+        self, levels: Sequence[Level], speculator: Speculator, active: Mapping[int, ActiveRequest],
+        run_cost: RunCost | None, n_prompts: int,
+    ) -> None:  # fmt: skip
         self.levels, self.speculator, self.active, self.run_cost = levels, speculator, active, run_cost
         self.target, self.n_prompts, self.n_open = levels[0], n_prompts, 1 << 30
         self.ahead = ahead_of(self.target.pool.n_cells)

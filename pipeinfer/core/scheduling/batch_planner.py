@@ -9,8 +9,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.in_flight import RequestSlice
+from pipeinfer.core.in_flight import ActiveRequest, RequestSlice
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.levels import Level
 from pipeinfer.core.scheduling.run_cost import RunCost
@@ -25,12 +24,9 @@ class BatchPlanner:
     because other requests' prompts are read."""
 
     def __init__(
-        self,
-        target: Level,
-        run_cost: RunCost | None,
-        active: Mapping[int, ActiveRequest],
+        self, target: Level, run_cost: RunCost | None, active: Mapping[int, ActiveRequest],
         max_delay_s: float = math.inf,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.target, self.run_cost, self.active, self.max_delay_s = target, run_cost, active, max_delay_s
         self._passed: set[int] = set()  # requests whose roots waited when the last chunk was sent
 

@@ -1,10 +1,9 @@
-"""Which requests' rows make the next run. Pure: counts rows; knows no sequences and no clock."""
+"""Whose turn it is, and which requests' rows make the next run. Counts rows; knows no sequences and no clock."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from pipeinfer.core.in_flight import RequestSlice
 
@@ -27,11 +26,11 @@ class BatchBudget:
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def for_load(n_open: int, n_stages: int, n_cheap: int, n_rows: int, n_context: int) -> BatchBudget:
+    def for_load(n_open: int, n_stages: int, n_cheap: int, n_rows: int, n_context: int) -> "BatchBudget":
         """With R open requests and p stages about p runs of R / p roots keep every stage busy."""
         return BatchBudget(max(1, min(n_rows, -(-n_open // n_stages))), n_cheap, n_rows, n_context, n_open, n_stages)
 
-    def beside_chunks(self, n_chunks: int, n_chunk_rows: int) -> BatchBudget:
+    def beside_chunks(self, n_chunks: int, n_chunk_rows: int) -> "BatchBudget":
         """The budget while `n_chunks` chunks of prompts, of at most `n_chunk_rows` rows, are in flight. Each keeps a
         stage busy, so fewer runs have more roots, whose rows cost less. No run is larger than a chunk: later stages
         would wait for it, and more answers would come together."""
@@ -104,3 +103,40 @@ def _nodes(wants: Sequence[RequestSlice], budget: BatchBudget, alone: bool) -> l
                 chosen.append(want.cut(0, n_nodes))
                 left -= n_nodes
     return chosen
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+class RoundRobin(Generic[T]):
+    """Members, each once. New members and those that were served come last."""
+
+    def __init__(self) -> None:
+        self._members: dict[T, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, member: T) -> bool:
+        return member in self._members
+
+    def __iter__(self) -> Iterator[T]:
+        """Members in their order; they may come and go meanwhile."""
+        return iter(list(self._members))
+
+    def add(self, member: T) -> None:
+        self._members[member] = None
+
+    def discard(self, member: T) -> None:
+        self._members.pop(member, None)
+
+    def prefer(self, member: T) -> None:
+        """Move a member to the front."""
+        if len(self._members) > 1 and member in self._members:
+            self._members = {member: None, **self._members}
+
+    def rotate(self, member: T) -> None:
+        """Move a member that was served to the end."""
+        if member in self._members:
+            del self._members[member]
+            self._members[member] = None

@@ -1,7 +1,5 @@
 """Measure generations, one at a time: every case of a sweep, on models that are loaded once a group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -44,7 +42,7 @@ class Case:
         """Generations to measure."""
         return sum(not turn.measured for turn in self.conversation.turns)
 
-    def without(self, deployment: Deployment, known: Set[Key]) -> Case | None:
+    def without(self, deployment: Deployment, known: Set[Key]) -> "Case | None":
         """With the turns that are `known` marked, and none after the last that is to be measured."""
         lengths = self.conversation.lengths(self.request.n_predict)
         turns = [

@@ -1,7 +1,5 @@
 """Measure loads: many requests at a time on the loaded models, as clients ask or as they come at random."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import deque
@@ -64,7 +62,7 @@ class LoadCase:
     def seed(self) -> int:
         return self.requests[0].sampling.seed
 
-    def without(self, deployment: Deployment, known: Set[Key]) -> LoadCase | None:
+    def without(self, deployment: Deployment, known: Set[Key]) -> "LoadCase | None":
         return None if LOADS.key_of(LOADS.as_read(self.asked(deployment))) in known else self
 
     def arrivals_s(self) -> list[float]:
@@ -117,8 +115,7 @@ def _requests(
             like, prompt=prompt, n_predict=n_predict, n_ctx=len(prompt) + n_predict,
             sampling=replace(like.sampling, seed=(first + number) % SEED_END),
         )
-        for number, prompt in enumerate(prompts)
-    )  # fmt: skip
+        for number, prompt in enumerate(prompts))  # fmt: skip
 
 
 def _check_room(options: RunOptions, n_ctx: int, longest: int, loads: Loads) -> None:

@@ -1,7 +1,5 @@
 """What a benchmark measures: every combination, grouped by what is loaded together. Runs nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +42,7 @@ class Sweep:
 class Measured(Protocol):
     """A case of a sweep: what is measured as one."""
 
-    def without(self: M, deployment: Deployment, known: Set[Key]) -> M | None:
+    def without(self: "M", deployment: Deployment, known: Set[Key]) -> "M | None":
         """What is left of it; None if all of it is `known`."""
         ...
 
@@ -62,7 +60,7 @@ class Group(Generic[M]):
     cases: tuple[M, ...]
     n_ctx: int
 
-    def without(self, known: Set[Key]) -> Group[M]:
+    def without(self, known: Set[Key]) -> "Group[M]":
         """The same with the cases in which something is left to be measured."""
         left = [case.without(self.deployment, known) for case in self.cases]
         return replace(self, cases=tuple(case for case in left if case))

@@ -1,7 +1,5 @@
 """A sweep in one MPI job: groups of cases, each loaded once. Measures nothing itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic
@@ -28,12 +26,12 @@ from pipeinfer.observe.table import Record, Table
 WARM_UP_TOKENS = 16
 
 
-def start_sweep(sweep: Sweep, table: Table, group_of: MakeGroup[M], head: type[SweepHead[M]]) -> int:
+def start_sweep(sweep: Sweep, table: Table, group_of: MakeGroup[M], head: "type[SweepHead[M]]") -> int:
     """A job, on every rank; returns the exit code. `table`: where --results are; `head`: rank 0's part."""
     return start_job(lambda crew: _run(crew, sweep, table, group_of, head), sweep, sweep.base)
 
 
-def _run(crew: Crew, sweep: Sweep, table: Table, group_of: MakeGroup[M], head: type[SweepHead[M]]) -> int:
+def _run(crew: Crew, sweep: Sweep, table: Table, group_of: MakeGroup[M], head: "type[SweepHead[M]]") -> int:
     link, groups = crew.link, list[Group[M]]()
     if link.rank:
         get_ready()
@@ -97,8 +95,7 @@ class SweepHead(Generic[M]):
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left:"), TimeRemainingColumn(elapsed_when_finished=False),
-            console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
+            console=self.console, disable=not self.console.is_terminal)  # fmt: skip
 
     def run(self) -> int:
         """Measure everything. Returns the exit code."""

@@ -162,8 +162,7 @@ class Chat:
         self.console.print(
             f"{figures['prompt_n']} of {figures['prompt_n'] + figures['cache_n']} prompt tokens evaluated, "
             f"{figures['predicted_n']} tokens, {number(figures['predicted_per_second'])} tokens/s",
-            style="dim", markup=False,
-        )  # fmt: skip
+            style="dim", markup=False)  # fmt: skip
         for notice in found.metrics.notices:
             complain(notice)
         sys.stderr.flush()

@@ -1,7 +1,5 @@
 """What computes a rank's layers, and where: libllama, or torch on a device. Loads neither."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -24,7 +22,7 @@ class Backend:
     dtype: str = AUTO
 
     @classmethod
-    def parse(cls, text: str) -> Backend:
+    def parse(cls, text: str) -> "Backend":
         """Raises ValueError, with what is wanted."""
         if text == LLAMA:
             return cls()

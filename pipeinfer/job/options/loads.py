@@ -1,7 +1,5 @@
 """Options of loads, many requests at a time: what `bench` measures and `simulate` predicts. Runs nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,8 +21,7 @@ class Loads:
     concurrencies: tuple[int, ...] = setting(
         (), "--concurrency", type=Listed(Whole(1, MAX_SEQUENCES)),
         help="Measure loads instead: 1,4,16 is three, of so many clients, each of whom asks for the next text when it "
-        "has one.",
-    )  # fmt: skip
+        "has one.")  # fmt: skip
     rates: tuple[float, ...] = setting(
         (), "--rate", type=Listed(Number(MIN_RATE, MAX_RATE)),
         help="Measure loads instead: 0.5,2 is two, of so many requests a second, which come at random (Poisson).",
@@ -36,14 +33,13 @@ class Loads:
     parallel: int | None = setting(
         None, "--parallel", type=Whole(1, MAX_SEQUENCES),
         help="Requests of loads at a time at most, for which there is to be room. [default: the largest --concurrency, "
-        f"with --rate {PARALLEL} at least]",
-    )  # fmt: skip
+        f"with --rate {PARALLEL} at least]")  # fmt: skip
 
     @property
     def most_clients(self) -> int:
         return max(self.concurrencies, default=0)
 
-    def checked(self) -> Loads:
+    def checked(self) -> "Loads":
         """With the default of `parallel`, 0 where nothing limits it. Raises UserError for a contradiction."""
         check_once("--concurrency", self.concurrencies)
         check_once("--rate", self.rates)

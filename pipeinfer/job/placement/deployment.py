@@ -1,7 +1,5 @@
 """What every rank needs to load its part of the models: the plan, and what follows from it. Knows no request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +27,12 @@ from pipeinfer.job.options.options import (
     without_effect,
 )
 from pipeinfer.job.placement.cache_types import check_cache_types
-from pipeinfer.job.placement.draft_place import check_draft_gpu_layers, options_of_draft
-from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank
+from pipeinfer.job.placement.draft_rank import (
+    check_draft_gpu_layers,
+    check_draft_rank,
+    choose_draft_rank,
+    options_of_draft,
+)
 from pipeinfer.job.placement.exactness import in_blocks, repacked_alike
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
@@ -65,11 +67,10 @@ class ModelFile:
     states: tuple[FileState, ...] = ()  # of its files on rank 0's host
 
     @classmethod
-    def of(cls, info: ModelInfo) -> ModelFile:
+    def of(cls, info: ModelInfo) -> "ModelFile":
         return cls(
             info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
-            sizes_of(info), info.layers.rewinds, info.layers.window, info.states,
-        )  # fmt: skip
+            sizes_of(info), info.layers.rewinds, info.layers.window, info.states)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +208,7 @@ def lay_out(
     needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan_with = partial(
         make_plan, len(hosts), (sizes := list(map(sizes_of, drafts))), model.sizes, split,
-        partial(needs.room, hosts), options.draft_split if drafts else (), [host.speed for host in hosts],
-    )  # fmt: skip
+        partial(needs.room, hosts), options.draft_split if drafts else (), [host.speed for host in hosts])  # fmt: skip
     rank = choose_draft_rank(options, hosts, model.sizes, sizes[0], plan_with) if drafts and len(hosts) > 1 else 0
     plan = plan_with(rank)
     _check_computable(options, hosts, plan, info, drafts)

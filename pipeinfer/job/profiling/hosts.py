@@ -1,7 +1,5 @@
 """What a job finds out about its hosts before there is a plan: models, GPUs, speed. On every rank."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +17,7 @@ if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.launch.start import Crew
 
 
-def find_hosts(crew: Crew, options: RunOptions) -> tuple[RunOptions, Sequence[Host]]:
+def find_hosts(crew: "Crew", options: RunOptions) -> tuple[RunOptions, Sequence[Host]]:
     """The options, on rank 0 with files for names, and the hosts with all that is found. Collective. Raises
     JobError."""
     from pipeinfer.cluster.transport import is_gpu_aware  # initialises MPI

@@ -1,7 +1,5 @@
 """Times that ranks keep for the next start, and when they time anew. Times nothing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -18,7 +16,7 @@ SOURCE = "source"
 
 
 def known(
-    link: Link, key: str, kind: type[T], find: Callable[[], tuple[T | None, str]], ranks: Collection[int]
+    link: "Link", key: str, kind: type[T], find: Callable[[], tuple[T | None, str]], ranks: Collection[int]
 ) -> tuple[list[tuple[T | None, str]], bool]:
     """Of every rank its value and why it has none, and whether the values were kept. If one of `ranks` has nothing kept
     under its `key`, all ranks time anew and keep the result. Collective.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.hosts.cores import Host, ranks_there
 from pipeinfer.cluster.hosts.layer_speed import BEFORE, NOW, LayerSpeed
 from pipeinfer.cluster.plan import Sizes
-from pipeinfer.cluster.timing.timed_layers import time_layers
+from pipeinfer.cluster.timing.timed_runs import time_layers
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import forget_peak

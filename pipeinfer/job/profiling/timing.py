@@ -136,12 +136,9 @@ def _n_wanted(n_rows: int, n_blocks: int = 0) -> int:
 
 
 def overheads(
-    ledger: HeadLedger,
-    stages: Sequence[Sequence[StageRun]],
-    own: Sequence[ModelTimes],
-    draft_steps_s: Sequence[float],
-    draft: ModelTimes | None,
-) -> Overheads:
+    ledger: HeadLedger, stages: Sequence[Sequence[StageRun]], own: Sequence[ModelTimes],
+    draft_steps_s: Sequence[float], draft: ModelTimes | None,
+) -> Overheads:  # fmt: skip
     """Means of a job that sent single rows; all on one clock. `draft_steps_s`: of one row each."""
     by_run = [{run_id: (start_s, end_s) for run_id, _, start_s, end_s, _ in runs} for runs in stages]
     answered_s = {run_id: at_s for at_s, run_id in ledger.verdicts}

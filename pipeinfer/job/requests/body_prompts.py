@@ -31,14 +31,9 @@ class BodyPrompts:
     `say`: as in `open_format`."""
 
     def __init__(
-        self,
-        options: RunOptions,
-        info: ModelInfo,
-        tokenizer: Tokenizer,
-        n_ctx: int = 0,
-        share: int = 0,
+        self, options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, n_ctx: int = 0, share: int = 0,
         say: Callable[[str], object] = complain,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.options, self.info, self.tokenizer, self.share = options, info, tokenizer, share
         self._say = say
         self.n_ctx = n_ctx or min(options.ctx_size or MAX_CTX, info.n_ctx_train)

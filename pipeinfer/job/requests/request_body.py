@@ -27,8 +27,7 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 PROMPTS = ("prompt", "messages")
 WITHOUT_EFFECT = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_prompt",
-    "stream_options",
-)  # fmt: skip
+    "stream_options")  # fmt: skip
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,),
     "suffix": ("",), "modalities": (["text"],),

@@ -63,13 +63,9 @@ class OpenRequests:
     as it has, all of the same run at a time; it may begin and stop some."""
 
     def __init__(
-        self,
-        context: Context,
-        session: Session,
-        tokenizer: Tokenizer,
-        n_ctx: int,
+        self, context: Context, session: Session, tokenizer: Tokenizer, n_ctx: int,
         take: Callable[[Sequence[News]], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.take = take
         self.context, self.session, self.tokenizer, self.n_ctx = context, session, tokenizer, n_ctx
         self.options = context.options
@@ -101,12 +97,9 @@ class OpenRequests:
         return min(asked.n_ctx, len(asked.prompt) + len(asked.begun) + self.engine.admission.ahead)
 
     def begin(
-        self,
-        asked: GenerationRequest,
-        policy: Policy,
-        came_s: float | None = None,
+        self, asked: GenerationRequest, policy: Policy, came_s: float | None = None,
         on_turn: Callable[[bool], None] | None = None,
-    ) -> Open:
+    ) -> Open:  # fmt: skip
         """Hand it to the engine, where it may have to wait. `came_s`: since when it has waited already. `on_turn`:
         hears whether it is worked on from now on, or waits again."""
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)

@@ -10,7 +10,6 @@ from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.messages.wire import decode_guess_verdict, decode_verdict, verdict_bytes
 from pipeinfer.cluster.timing.calibrate import largest_question, slowest_stage
 from pipeinfer.cluster.transport import progress_between
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.kv.sequences import SequencePool
@@ -35,6 +34,7 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.llama.ggml import amx_works
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.ledger import HeadLedger
@@ -78,12 +78,9 @@ class Session:
     """
 
     def __init__(
-        self,
-        context: Context,
-        deployment: Deployment,
-        called: Callable[[], bool] = lambda: False,
+        self, context: Context, deployment: Deployment, called: Callable[[], bool] = lambda: False,
         on_loaded: Callable[[int, float], object] = lambda rank, loaded_s: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`called`: whether there is something to do that is no run's: it ends the engine's waits. `on_loaded(rank,
         seconds)` is called for every remote stage that has loaded."""
         self.context, self.deployment, self.on_loaded, self.called = context, deployment, on_loaded, called
@@ -172,8 +169,7 @@ class Session:
                 n_chunk=options.n_guess_rows,
                 n_rows=largest_question(self._refiner_costs[number]) if number else options.n_guess_rows,
             )
-            for number, pipeline in self._asked.items()
-        }  # fmt: skip
+            for number, pipeline in self._asked.items()}  # fmt: skip
         target = Level(
             self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
         )
@@ -182,21 +178,16 @@ class Session:
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
             run_cost=run_cost(self._costs.values(), deployment),
-            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s,
-        )  # fmt: skip
+            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s)  # fmt: skip
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
             for each in self._pipelines:
                 each.listen_by(engine.listen)
         return engine
 
     def generate(
-        self,
-        asked: GenerationRequest,
-        options: RunOptions,
-        policy: Policy,
-        on_tokens: Callable[[Sequence[int]], object],
-        on_prompt: Callable[[int], None] | None = None,
-    ) -> Generation:
+        self, asked: GenerationRequest, options: RunOptions, policy: Policy,
+        on_tokens: Callable[[Sequence[int]], object], on_prompt: Callable[[int], None] | None = None,
+    ) -> Generation:  # fmt: skip
         """One request, alone, to its end, also when the user stops it.
 
         `options`: of them those that need no other models, ablations. `on_tokens` may answer that the text ends here,

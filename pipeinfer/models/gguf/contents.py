@@ -4,8 +4,6 @@ An identity (`FileState`) changes with every write and costs nothing, but means 
 samples means the same everywhere, and finds other weights, without reading all of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time
@@ -32,7 +30,7 @@ class FileState:
     inode: int
 
     @classmethod
-    def of(cls, file: int | Path) -> FileState:
+    def of(cls, file: int | Path) -> "FileState":
         """Of an open file or a path. Raises OSError."""
         found = os.stat(file)
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)

@@ -146,14 +146,10 @@ def _sums(info: ModelInfo) -> tuple[list[int], dict[str, int]]:
 
 
 def open_slice(
-    info: ModelInfo,
-    first: int,
-    last: int,
-    cache_dir: Path | None = None,
-    on_notice: Callable[[str], object] = lambda line: None,
-    elsewhere: Sequence[FileState] = (),
+    info: ModelInfo, first: int, last: int, cache_dir: Path | None = None,
+    on_notice: Callable[[str], object] = lambda line: None, elsewhere: Sequence[FileState] = (),
     feed: Feed | None = None,
-) -> SliceFile:
+) -> SliceFile:  # fmt: skip
     """Layers [first, last) as a file for libllama: the model itself, else a file in cache_dir, else one in memory.
 
     A file in cache_dir is verified before it is used again, and written anew, with a line to `on_notice`, if it is not

@@ -1,7 +1,5 @@
 """Convert a grammar, in GBNF or a JSON schema, for llguidance, and limit its resources. Knows no vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,19 +32,18 @@ def lark_of(text: str, token_id: Callable[[str], int]) -> str:
     return ANY_TOKENS + reader.lark({name: token_id(name) for name in reader.token_names})
 
 
-def matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
+def matcher(tokenizer: "LLTokenizer", lark: str) -> "LLMatcher":
     """A matcher at the beginning of a text, within the limits; it may be in error."""
     from llguidance import LLMatcher, LLParserLimits
 
     least, per_token = ITEMS_A_STEP
     limits = LLParserLimits(
         max_items_in_row=MAX_ITEMS, max_grammar_size=MAX_SYMBOLS, verbose_errors=False,
-        step_max_items=least + per_token * tokenizer.vocab_size,
-    )  # fmt: skip
+        step_max_items=least + per_token * tokenizer.vocab_size)  # fmt: skip
     return LLMatcher(tokenizer, lark, log_level=0, limits=limits)
 
 
-def open_tokens(pieces: list[bytes], end: int, n_vocab: int | None = None) -> LLTokenizer:
+def open_tokens(pieces: list[bytes], end: int, n_vocab: int | None = None) -> "LLTokenizer":
     """A vocabulary of these tokens, padded with empty ones to `n_vocab`. `end`: the token that ends a text."""
     from llguidance import LLTokenizer
 

@@ -1,7 +1,5 @@
 """Activations that stay on a device between stages. Knows no layer and no MPI."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +20,12 @@ class OwnDeviceRows:
     def memory(self) -> torch.Tensor:
         return self.values.view(-1).view(torch.uint8)
 
-    def pick(self, rows: Sequence[int]) -> OwnDeviceRows:
+    def pick(self, rows: Sequence[int]) -> "OwnDeviceRows":
         """In the order of the device's work."""
         with self._on_device():
             return OwnDeviceRows(self.values.index_select(0, self._numbers(rows)), self.queue)
 
-    def spread(self, rows: Sequence[int], n_rows: int) -> OwnDeviceRows:
+    def spread(self, rows: Sequence[int], n_rows: int) -> "OwnDeviceRows":
         """Waits for the device: MPI knows nothing of the order of its work."""
         with self._on_device():
             found = self.values.new_zeros((n_rows, self.values.shape[1]))

@@ -13,12 +13,9 @@ grouped_mm: Callable[..., torch.Tensor] | None = getattr(torch.nn.functional, "g
 
 
 def of_experts(
-    rows: torch.Tensor,
-    chosen: torch.Tensor,
-    shares: torch.Tensor,
-    experts: Sequence[torch.Tensor],
+    rows: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[torch.Tensor],
     gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """(n_rows, n_embd): what the experts that each row chooses add. `chosen`, `shares`: (n_rows, n_used), which, and
     how much of each. `experts`: gate, up and down, (n_experts, n_out, n_in) each."""
     assert grouped_mm, "this torch has no such kernel"

@@ -8,8 +8,6 @@ is done with the run that it was for.
 No GPU has run the recording yet. Filling up is the same on a CPU, where tests look at what it must not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -60,9 +58,9 @@ class Version:
 
     memory: torch.Tensor
     done: Mark = field(default_factory=Past)
-    _views: dict[Frame, Inputs] = field(default_factory=dict)
+    _views: "dict[Frame, Inputs]" = field(default_factory=dict)
 
-    def views(self, frame: Frame, queue: DeviceQueue) -> Inputs:
+    def views(self, frame: "Frame", queue: DeviceQueue) -> Inputs:
         """The memory as that frame's inputs, larger if need be."""
         if len(self.memory) < frame.n_bytes:
             self.memory = queue.host_memory((frame.n_bytes,), torch.uint8)
@@ -76,13 +74,9 @@ class Replays:
     """`compute` makes of inputs the residual stream after the slice. `spare`: the cell that rows of no use write to."""
 
     def __init__(
-        self,
-        compute: Callable[[Inputs], torch.Tensor],
-        spare: int,
-        queue: DeviceQueue,
-        records: bool,
+        self, compute: Callable[[Inputs], torch.Tensor], spare: int, queue: DeviceQueue, records: bool,
         most_recorded: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`most_recorded`: rows times cells of what is recorded; larger runs are filled up only. None: no limit."""
         self._compute, self._spare, self._queue, self._most_recorded = compute, spare, queue, most_recorded
         self._frames: dict[tuple[int, int], Frame] = {}
@@ -102,7 +96,7 @@ class Replays:
                 return
             n_cells *= 2
 
-    def _frame(self, like: Inputs, size: tuple[int, int]) -> Frame:
+    def _frame(self, like: Inputs, size: tuple[int, int]) -> "Frame":
         if size not in self._frames:
             is_small = self._most_recorded is None or size[0] * size[1] <= self._most_recorded
             recorder = self._recorder if is_small else None
@@ -110,12 +104,9 @@ class Replays:
         return self._frames[size]
 
     def begin(
-        self,
-        inputs: Inputs,
-        on_device: torch.Tensor | None,
-        finish: Callable[[torch.Tensor], torch.Tensor] | None,
-        result: Result[Any],
-    ) -> Mark:
+        self, inputs: Inputs, on_device: torch.Tensor | None,
+        finish: Callable[[torch.Tensor], torch.Tensor] | None, result: Result[Any],
+    ) -> Mark:  # fmt: skip
         """Of inputs on the host, of which `rows` may be `on_device`, the residual stream goes to the result, or what
         `finish` makes of the rows that are wanted; it is complete when the mark is past."""
         n_rows, n_cells = inputs.seen.shape
@@ -141,7 +132,7 @@ class Frame:
 
     def __init__(
         self, compute: Callable[[Inputs], torch.Tensor], like: Inputs, size: tuple[int, int], spare: int,
-        queue: DeviceQueue, recorder: Recorder | None,
+        queue: DeviceQueue, recorder: "Recorder | None",
     ) -> None:  # fmt: skip
         """`size`: rows and cells, of inputs as `like`."""
         n_rows, n_cells = size

@@ -22,8 +22,6 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.core.audit import audit_engine
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
@@ -34,6 +32,7 @@ from pipeinfer.job.chat.history import History
 from pipeinfer.job.chat.interrupts import Interrupts
 from pipeinfer.job.chat.line_input import PipedLines
 from pipeinfer.job.requests.chat_format import ChatFormat
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
@@ -42,6 +41,7 @@ from pipeinfer.models.text.chat import ChatTemplate, Message, encode_rendered
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from pipeinfer.policies.registry import POLICIES, make_policy
 from tests.core.test_engine import toy_engine
+from tests.support.audit import audit_engine
 from tests.support.counted import Counted
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.support.jobs import COMMAND, environment, launcher, start

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.core.interfaces import Batch, FloatArray
-from pipeinfer.core.kv.blocks import Span, block_edges
+from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama import prefill
@@ -325,4 +325,4 @@ def test_what_a_prompt_held_is_given_back(folder: Path) -> None:
 
 
 def test_the_edges_are_what_the_stage_takes() -> None:
-    assert block_edges(N) == [0, 64, 128, 205]
+    assert Span(0, N).edges == [0, 64, 128, 205]

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipeinfer.core.audit import audit_engine
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
 from tests.core.test_engine import toy_engine
+from tests.support.audit import audit_engine
 from tests.support.shipped import N_CELLS, N_SEQ, load
 from tests.support.toy import ToyPipeline
 

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.core.audit import audit_engine
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics
 from tests.core.test_engine import toy_engine
 from tests.job.session.test_many_real import make_policy
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
+from tests.support.audit import audit_engine
 from tests.support.jobs import finish
 from tests.support.shipped import N_CELLS, N_SEQ, load
 from tests.support.toy import ToyPipeline

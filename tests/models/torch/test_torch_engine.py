@@ -16,8 +16,6 @@ from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.wire import Transaction, encode_verdict
 from pipeinfer.cluster.stages.pending_run import PendingRun
 from pipeinfer.cluster.stages.stage import room_for
-from pipeinfer.core.audit import audit_engine
-from pipeinfer.core.drafting import ModelDrafter
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
@@ -25,6 +23,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -32,6 +31,7 @@ from pipeinfer.models.torch.params import TorchParams
 from pipeinfer.policies import Iterative
 from pipeinfer.policies.registry import POLICIES, make_policy
 from tests.core.test_engine import random_policy
+from tests.support.audit import audit_engine
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.toy import OracleDrafter, Reference, ToyPipeline, ToyWaiter, mix
 

@@ -4,8 +4,6 @@ Rows that they multiply are bf16, and so are scales and offsets: torch's kernels
 them so. Neither looks at how many rows there are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +30,7 @@ class Int4Rows:
     pairs: torch.Tensor
     steps: torch.Tensor
 
-    def __getitem__(self, index: torch.Tensor) -> Int4Rows:
+    def __getitem__(self, index: torch.Tensor) -> "Int4Rows":
         return Int4Rows(self.pairs[index], self.steps[index])
 
 
@@ -54,7 +52,7 @@ class Int4:
     def device(self) -> torch.device:
         return self.steps.device
 
-    def __getitem__(self, expert: int) -> Int4:
+    def __getitem__(self, expert: int) -> "Int4":
         return Int4(self.packed[expert], self.steps[expert], self.n_out)
 
 

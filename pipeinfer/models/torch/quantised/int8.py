@@ -4,8 +4,6 @@ Rows that they multiply are bf16. Few rows go through torch's own kernel for CPU
 and all on GPUs, are multiplied with a piece of the matrix at a time that is made bf16 for them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +35,7 @@ class Int8:
     def device(self) -> torch.device:
         return self.values.device
 
-    def __getitem__(self, index: int | torch.Tensor) -> Int8:
+    def __getitem__(self, index: int | torch.Tensor) -> "Int8":
         return Int8(self.values[index], self.scales[index])
 
 

@@ -1,11 +1,13 @@
-"""What must hold of an engine, its levels and their pools at any time. Changes nothing; tests ask."""
+"""What must hold of an engine, its trees, levels and pools at any time. Changes nothing."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
-from pipeinfer.core.tree import Node
+from pipeinfer.core.tree import Node, TokenTree
 
 Live = Mapping[int, Sequence[Node]]
 """The live nodes of each open request's tree, root first, by its id."""
@@ -15,13 +17,26 @@ def audit_engine(engine: Engine) -> None:
     """Raise AssertionError if a sequence leaks, a run is forgotten or a tree is not what it should be."""
     for active in engine._active.values():
         tree = active.request.tree
-        tree.audit()
+        audit_tree(tree)
         assert active in engine._senders or not any(tree.unsent()), f"request {active.request.id} is never asked"
         for node in tree.nodes:
             if node.run_id is not None and node.verdict is None:
-                assert engine.target.is_inflight(node.run_id), f"run {node.run_id} is forgotten, its node waits"
+                assert node.run_id in engine.target._flights, f"run {node.run_id} is forgotten, its node waits"
     for level in engine.levels:
         audit_level(level, {active.request.id: active.request.tree.nodes for active in engine._active.values()})
+
+
+def audit_tree(tree: TokenTree) -> None:
+    """Raise AssertionError unless `nodes` is exactly the root's subtree, parents first."""
+    assert tree.nodes[0] is tree.root, "the root is not the first node"
+    assert {id(node) for node in tree.nodes} == {id(node) for node in tree.root.subtree()}, "stray nodes"
+    seen: set[int] = set()
+    for node in tree.nodes:
+        assert node.live, f"a {node.state.value} node among the live"
+        assert node is tree.root or id(node.parent) in seen, "a child before its parent"
+        sent_alone = node.run_id is not None and node.parent is not None and node.parent.run_id is None
+        assert not sent_alone, "sent before its parent"
+        seen.add(id(node))
 
 
 def audit_level(level: Level, live: Live) -> None:
