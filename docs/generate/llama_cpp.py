@@ -8,7 +8,7 @@ import click
 
 from pipeinfer.cli.chat import chat_command
 from pipeinfer.cli.options.environment import arguments
-from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.options.llama_flags import ANY, HARMLESS, INSTEAD
 from pipeinfer.cli.run import run
 from pipeinfer.cli.serve import serve_command
 
@@ -48,7 +48,7 @@ def table() -> str:
         accepted = [flag for flag in flags if flag in HARMLESS]
         if accepted:
             values = HARMLESS[accepted[0]]
-            harmless.append([_spelled(accepted), ", ".join(values) if values else ""])
+            harmless.append([_spelled(accepted), "any" if values is ANY else ", ".join(values or ())])
         for flag in flags:
             if flag in INSTEAD:
                 missing.setdefault(INSTEAD[flag], []).append(flag)

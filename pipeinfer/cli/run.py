@@ -40,15 +40,15 @@ SHARED = (
 
 
 @command("run", Models, Prompt, Asking, Length, *SHARED, Ablations, Records, Resuming, has_variables=True)
-def run(chat: bool, conversation: bool, **given: Any) -> int:
+def run(chat: bool, conversation: bool, single_turn: bool, **given: Any) -> int:
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
 
     Under mpirun every rank runs this command: one drafts, rank 0 as a rule, the others hold the target's layers.
     Without a draft all do; of several drafts each takes a rank, a larger one as many as --draft-split says.
     """
     warn_of_variables()
-    options = run_options(given, is_chat=chat or conversation)
-    if conversation:
+    options = run_options(given, is_chat=chat or conversation or single_turn)
+    if conversation and not single_turn:
         if options.results or options.trace or options.resume:
             raise UserError("--results, --trace and --resume are of one text, -cnv has many; leave them out, or ask "
                             "with --chat")  # fmt: skip

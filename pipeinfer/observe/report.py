@@ -11,6 +11,9 @@ from pipeinfer.sizes import size_text
 
 DEPTHS_SHOWN = 8
 WIDEST = 10_000
+UNEVEN = 2.0
+"""A stage that is busy so many times as long as another one has too many layers."""
+
 USES = ("busy", "waiting", "idle", "cancelled")  # of a rank's time
 
 
@@ -85,6 +88,47 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
     ]
     if hops:
         console.print(f"wire        {'; '.join(hops)}")
+
+
+def show_outcome(console: Console, result: dict[str, Any]) -> None:
+    """The end of a run in two lines: how fast it was, and how busy the ranks were."""
+    lines = [speed_text(result["timings"]) + guessed_text(result["speculation"]), busy_text(result["ranks"])]
+    if not result["speculation"]["notices"] and (advice := advice_on(result)):
+        lines[-1] += f"; {advice}"
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def speed_text(t: dict[str, Any]) -> str:
+    """Of one text, from its timings."""
+    read = f"{t['prompt_n']} of {t['prompt_n'] + t['cache_n']}" if t["cache_n"] else str(t["prompt_n"])
+    return (f"{t['predicted_n']} tokens, {number(t['predicted_per_second'])} tokens/s, first after "
+            f"{number(t['ttft_s'])} s; {read} prompt tokens read")  # fmt: skip
+
+
+def guessed_text(s: dict[str, Any]) -> str:
+    """How many tokens of a text a draft had guessed, of those that it could have; empty without a draft."""
+    return f"; guessed ahead {s['draft_n_accepted']} of {s['contested_n']}" if s["draft_n"] else ""
+
+
+def busy_text(ranks: Sequence[dict[str, Any]]) -> str:
+    shown = ", ".join(f"rank {rank['rank']} {100 * busy_share(rank):.0f}%" for rank in ranks[:DEPTHS_SHOWN])
+    return f"busy: {shown}{', …' if len(ranks) > DEPTHS_SHOWN else ''}"
+
+
+def busy_share(rank: dict[str, Any]) -> float:
+    return float(rank["busy_s"] / max(rank["wall_s"], 1e-9))
+
+
+def advice_on(result: dict[str, Any]) -> str:
+    """What would make a run faster, as far as its figures tell; else empty."""
+    stages = [rank for rank in result["ranks"] if rank["layers"]]
+    shares = [busy_share(rank) for rank in stages]
+    if len(stages) > 1 and not result["speculation"]["draft_n"]:
+        return "without guesses ranks wait for each other: -md FILE gives a draft"
+    if len(stages) > 1 and max(shares) > UNEVEN * max(min(shares), 0.01):
+        return f"rank {stages[shares.index(max(shares))]['rank']} has most to do: see --layer-split"
+    return "-v says more"
 
 
 def _apart(hop: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from pipeinfer.observe.metrics import RequestMetrics, percentiles
-from pipeinfer.observe.report import milliseconds, number, show_ranks
+from pipeinfer.observe.report import busy_text, milliseconds, number, show_ranks
 
 SHARES = (50, 90, 95, 99)
 
@@ -89,7 +89,11 @@ def _spread(name: str, values_s: array[float]) -> dict[str, float]:
     return {f"{name}_mean_s": mean_s, **{f"{name}_p{share}_s": value for share, value in found}}
 
 
-def show_throughput(console: Console, summary: dict[str, Any]) -> None:
+def _guessed(s: dict[str, Any]) -> str:
+    return f"; {s['draft_n_accepted']} of {s['draft_n_judged']} guesses right" if s["draft_n_judged"] else ""
+
+
+def show_throughput(console: Console, summary: dict[str, Any], verbose: bool) -> None:
     """The end of a batch, from the same object that --json prints."""
     s = summary
     console.print(
@@ -102,6 +106,9 @@ def show_throughput(console: Console, summary: dict[str, Any]) -> None:
         f"tokens/s; {s['prompt_n']} prompt tokens, {number(s['prompt_per_second'])} tokens/s"
         + (f", {s['cache_n']} of them shared" if s["cache_n"] else "")
     )
+    if not verbose:
+        console.print(busy_text(s["ranks"]) + _guessed(s), markup=False, soft_wrap=True)
+        return
     for name in ("ttft", "tpot"):
         shares = "".join(f", p{share} {milliseconds(s[f'{name}_p{share}_s'])}" for share in SHARES)
         console.print(f"{name.upper():12}mean {milliseconds(s[f'{name}_mean_s'])}{shares}")

@@ -10,6 +10,7 @@ from docs.generate.llama_cpp import own_options
 from pipeinfer.cli.batch import batch_command
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
+from pipeinfer.cli.commands import cli
 from pipeinfer.cli.options.environment import arguments, ignored_variables
 from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.run import run, run_options
@@ -56,7 +57,9 @@ def test_variables_give_options_and_the_command_line_comes_first(monkeypatch: py
 def test_models_of_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*words: str, **variables: str) -> tuple[str, list[str]]:
         given = parsed(run, ["-p", "x", *words], monkeypatch, **variables).params
-        options = run_options({name: value for name, value in given.items() if name not in ("chat", "conversation")})
+        options = run_options(
+            {name: value for name, value in given.items() if name not in ("chat", "conversation", "single_turn")}
+        )
         return str(options.model), list(map(str, options.drafts))
 
     assert asked("-hf", "u/m:Q8_0") == ("hf:u/m:Q8_0", [])
@@ -110,18 +113,47 @@ def test_variables_without_effect_are_named() -> None:
         return "\n".join(ignored_variables(run, {f"LLAMA_ARG_{name}": value for name, value in variables.items()}))
 
     assert said(CTX_SIZE="5", PORT="8080", FLASH_ATTN="on", CPU_MOE="0", NO_CONTEXT_SHIFT="1", JINJA="1") == ""
-    assert said(UBATCH="64") == f"LLAMA_ARG_UBATCH is set and not read: {INSTEAD['-ub']}"
+    assert said(UBATCH="64") == ""
+    assert said(MAIN_GPU="1") == f"LLAMA_ARG_MAIN_GPU is set and not read: {INSTEAD['-mg']}"
     assert said(FLASH_ATTN="off").endswith(INSTEAD["-fa"])
     assert "--policy" in said(DRAFT_MAX="4") and "give --draft" in said(DRAFT_MAX="4")
     assert "not known" in said(FROBNICATE="1")
     assert said(HF_REPO="x/y", OFFLINE="1", SPEC_DRAFT_HF_REPO="x/z") == "", "these are read"
-    assert said(UBATCH="64", MIROSTAT="1").count("\n") == 1
+    assert said(MAIN_GPU="1", MIROSTAT="1").count("\n") == 1
 
 
 def test_a_run_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_ARG_N_PREDICT", "3")
     monkeypatch.setenv("LLAMA_ARG_UBATCH", "64")
     assert len(run_json(1, ["-md", "none", "-p", "x", "-t", "1", "--ignore-eos"])["tokens"]) == 3
+
+
+def test_habits_of_llama_cpp_that_change_nothing_are_taken() -> None:
+    words = [
+        "-p",
+        "x",
+        "-ub",
+        "64",
+        "-tb",
+        "8",
+        "--color",
+        "--log-disable",
+        "-t",
+        "-1",
+        "--no-webui",
+        "--color",
+        "auto",
+    ]
+    found = run.make_context("run", [*words, "-st", "-n", "3"]).params
+    assert (found["prompt"], found["predict"], found["threads"], found["single_turn"]) == ("x", 3, (), True)
+    with pytest.raises(click.UsageError, match="-ub needs a value"):
+        run.make_context("run", ["-p", "x", "-ub"])
+
+
+@pytest.mark.parametrize(("given", "meant"), [("chta", "did you mean chat?"), ("frobnicate", "there are batch, bench")])
+def test_a_command_that_is_misspelt_is_answered(given: str, meant: str) -> None:
+    result = CliRunner().invoke(cli, [given])
+    assert result.exit_code == 2 and f"there is no command '{given}'; {meant}" in result.output
 
 
 def test_help_does_not_change() -> None:

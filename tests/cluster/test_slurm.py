@@ -75,7 +75,7 @@ def test_srun_and_sbatch_give_the_text_that_mpirun_gives(slurm: Slurm, tmp_path:
     text = finish(3, SHORT).stdout
     job = slurm.finish(*SRUN, *COMMAND, *SHORT, environ=PACKAGE)
     assert job.returncode == 0 and job.stdout == text and len(text) > 24, job.stderr
-    assert "2  " in job.stderr and "stage 1" in job.stderr, "three ranks: a draft and two stages"
+    assert "; 2 stage 1, layers" in job.stderr, "three ranks: a draft and two stages"
     script = tmp_path / "job.sh"
     script.write_text('#!/bin/sh\nexec srun -X --mpi=pmi2 "$@"\n')
     state = submit(slurm, tmp_path / "log", ["-n", "3", str(script), *COMMAND, *SHORT])
@@ -119,7 +119,7 @@ def test_a_stopped_job_keeps_its_text(slurm: Slurm, how: str) -> None:
     errors = job.communicate(timeout=20)[1]
     assert job.returncode != 0
     assert "terminated; the text" in errors if how == "scancel" else "interrupted; the text" in errors, errors
-    assert "generation" in errors and "Traceback" not in errors, "the statistics of what was generated"
+    assert "tokens/s" in errors and "Traceback" not in errors, "the statistics of what was generated"
     wait_until_empty(slurm)
 
 

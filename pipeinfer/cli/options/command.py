@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import partial
@@ -9,7 +10,17 @@ from functools import partial
 import click
 from click.core import ParameterSource
 
-from pipeinfer.cli.options.llama_flags import BATCHED, BATCHING, HARMLESS, INSTEAD, NODES, RANKS
+from pipeinfer.cli.options.llama_flags import (
+    ANY,
+    BATCHED,
+    BATCHING,
+    DEFAULTS,
+    HARMLESS,
+    INSTEAD,
+    NODES,
+    OPTIONAL,
+    RANKS,
+)
 
 MEANS_THE_SAME = {
     "model": ("hf_repo", "hf_file"), "hf_repo": ("model",), "drafts": ("hf_drafts",), "hf_drafts": ("drafts",),
@@ -89,24 +100,39 @@ class Group(click.Group):
                                    f"there are {names}")  # fmt: skip
         return super().parse_args(ctx, args)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        near = get_close_matches(args[0], names, cutoff=NEAR)
+        if args[0] not in names and not args[0].startswith("-") and not ctx.resilient_parsing:
+            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise click.UsageError(f"there is no command {args[0]!r}; {meant}")
+        return super().resolve_command(ctx, args)
+
 
 def read_words(args: list[str], params: list[click.Parameter], interspersed: bool = True) -> Iterator[str]:
     """The words that click parses. Unless `interspersed`, all words from the first argument on are left as they are."""
     known = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
-    words = iter(args)
-    for word in words:
+    words = deque(args)
+    while words:
+        word = words.popleft()
         name = _name(word, known)
-        if name in known:
+        if word in DEFAULTS and words and words[0] == DEFAULTS[word]:
+            words.popleft()
+        elif name in known:
             yield name + word[len(name) :]
             if word == name and _takes_value(known[name]):
                 yield from _next(words)
         elif word == "--":
             yield word
             yield from words
+            return
         elif not word.startswith("-") or word == "-" or (ATTACHED.fullmatch(word) and word[:2] in known):
             yield word
             if not (interspersed or word.startswith("-")):
                 yield from words
+                return
         elif name == RANKS and NODES in known:
             raise click.UsageError(f"{RANKS}: here {NODES} N says how many nodes there are")
         elif name in HARMLESS:
@@ -135,17 +161,18 @@ def _takes_value(param: click.Parameter) -> bool:
     return isinstance(param, click.Option) and not param.is_flag and not param.count
 
 
-def _next(words: Iterator[str]) -> Iterator[str]:
-    word = next(words, None)
-    if word is not None:
-        yield word
+def _next(words: deque[str]) -> Iterator[str]:
+    if words:
+        yield words.popleft()
 
 
-def _check_harmless(name: str, values: tuple[str, ...] | None, words: Iterator[str]) -> None:
+def _check_harmless(name: str, values: tuple[str, ...] | None, words: deque[str]) -> None:
     """Take the flag's value. Raises click.UsageError for one that is not harmless."""
-    if values is None:
+    if values is None or (values is OPTIONAL and (not words or words[0] not in values)):
         return
-    value = next(words, "")
+    value = words.popleft() if words else ""
+    if values is ANY and value:
+        return
     if value not in values and (not value or value.startswith("-")):
         raise click.UsageError(f"{name} needs a value: {', '.join(values)}; it has no effect here and may be left out")
     if value not in values:

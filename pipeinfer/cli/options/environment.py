@@ -55,7 +55,7 @@ def _why(name: str, value: str) -> str:
     if flag in GUESSING:
         return f"{name} is set and not read: which options guesses have depends on --policy; give {flag}"
     values = HARMLESS.get(flag, OFF)  # an option that is not there is as if it was switched off
-    if values is None or value in values:
+    if not values or value in values:
         return ""
     return f"{name} is set and not read: {INSTEAD.get(flag, f'{flag} {value} cannot be had here')}"
 

@@ -4,19 +4,31 @@ from collections.abc import Mapping
 
 OFF = ("off", "0", "false", "disabled", "auto", "-1")
 
+ANY = ()
+"""A flag's value, whatever it is."""
+
+OPTIONAL = ("on", "off", "auto")
+"""The value that may follow --color."""
+
 HARMLESS: Mapping[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("-fa", "--flash-attn"), ("on", "1", "true", "enabled", "auto", "-1")),
-    **dict.fromkeys(("-co", "--color", "--log-colors"), OFF),
+    **dict.fromkeys(("-co", "--color"), OPTIONAL),
+    "--log-colors": OFF,
+    **dict.fromkeys(("-ub", "--ubatch-size", "-tb", "--threads-batch"), ANY),
     **dict.fromkeys(("-fit", "--fit"), OFF[:4]),
     **dict.fromkeys(("-sm", "--split-mode"), ("layer",)),
     **dict.fromkeys(("-np", "--parallel"), ("1",)),
     **dict.fromkeys(
         ("-no-cnv", "--no-conversation", "--no-display-prompt", "--simple-io", "--perf", "--warmup", "--no-warmup",
          "--no-context-shift", "-kvu", "--kv-unified", "--swa-full", "--no-op-offload", "--jinja",
+         "--log-disable", "--no-webui",
          "--no-show-timings", "--skip-chat-parsing", "--mmap", "--no-mmap", "--mlock"),
     ),
 }  # fmt: skip
 """Flag -> the values that change nothing here; None: it takes none. They are accepted and do nothing."""
+
+DEFAULTS = {"-t": "-1", "--threads": "-1"}
+"""Options and the values that leave them as they are by default."""
 
 BATCHED, BATCHING = ("serve", "batch"), ("-cb", "--cont-batching")
 """Commands that do in any case what these flags ask for."""
@@ -50,7 +62,7 @@ _INSTEAD = {
     "--fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec "
     "--fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
     "--vision-gemma-12b-default": _DOWNLOAD,
-    "-st --single-turn -i --interactive -if --interactive-first -mli --multiline-input -ins --instruct": _CHAT,
+    "-i --interactive -if --interactive-first -mli --multiline-input -ins --instruct": _CHAT,
     "--chat-template": "the model's own template is used, or that of --chat-template-file FILE",
     "--no-jinja": "chat templates are always rendered by Jinja, without --chat none is",
     "-rea --reasoning --reasoning-format --reasoning-effort --reasoning-budget --reasoning-budget-message "
@@ -63,21 +75,19 @@ _INSTEAD = {
     "-bf --binary-file": "a prompt is UTF-8 text: -f FILE",
     "--in-file --context-file": "one prompt a job: -f FILE; `bench -p` takes several",
     "-o --output --output-file": "redirect standard output: > FILE",
-    "-td --threads-draft --spec-draft-threads -tb --threads-batch -tbd --threads-batch-draft "
-    "--spec-draft-threads-batch": _THREADS,
+    "-td --threads-draft --spec-draft-threads -tbd --threads-batch-draft --spec-draft-threads-batch": _THREADS,
     "-C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll -Cb --cpu-mask-batch -Crb --cpu-range-batch "
     "--cpu-strict-batch --prio-batch --poll-batch -Cd --cpu-mask-draft --spec-draft-cpu-mask -Crd --cpu-range-draft "
     "--spec-draft-cpu-range --cpu-strict-draft --spec-draft-cpu-strict --prio-draft --spec-draft-prio --poll-draft "
     "--spec-draft-poll -Cbd --cpu-mask-batch-draft --spec-draft-cpu-mask-batch -Crbd --cpu-range-batch-draft "
     "--spec-draft-cpu-range-batch --cpu-strict-batch-draft --spec-draft-cpu-strict-batch --prio-batch-draft "
     "--spec-draft-prio-batch --poll-batch-draft --spec-draft-poll-batch": _CORES,
-    "-ub --ubatch-size": "-b is the prompt tokens of a run; a run is not cut further",
     "-cd --ctx-size-draft": "a draft has the target's context: -c",
     "--keep --context-shift": "the text ends when the context is full; -c N makes it larger",
     "-fa --flash-attn": "attention is flash attention wherever --numerics allows it; it cannot be switched off",
     "-fit --fit -fitp --fit-print -fitt --fit-target -fitc --fit-ctx": "nothing is changed to make a model fit; -c, "
     "-ngl and --layer-split do, or more ranks",
-    "-co --color --log-colors": "nothing is coloured; the text is printed as it comes",
+    "--log-colors": "nothing is coloured; the text is printed as it comes",
     "-np --parallel -cb --cont-batching -nocb --no-cont-batching": "one prompt a run; "
     "pipeinfer batch and pipeinfer serve have many and --parallel, mpirun -np N starts ranks, --sequences sets the "
     "branches of a tree",
@@ -115,14 +125,14 @@ _INSTEAD = {
     "--spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits "
     "--spec-synth-len --spec-synth-rates --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits": _NGRAM,
     "-ptc --print-token-count": "progress and the count of tokens are on standard error",
-    "--log-disable --log-file --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --log-jsonl "
+    "--log-file --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --log-jsonl "
     "--no-log-jsonl --log-prompts-dir -lv --verbosity --log-verbosity --log-verbose": _LOGS,
     "--timeout": "of a client that does not read `pipeinfer serve` has this option, of a rank that gives no sign "
     "it is --rank-timeout",
     "--host --port --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --metrics --slots --no-slots "
     "-a --alias --ui --no-ui": SERVER,
     "--path --api-prefix --threads-http --props --slot-save-path --embedding --embeddings "
-    "--rerank --reranking --server-base --webui --no-webui --tools -cram --cache-ram --cache-reuse "
+    "--rerank --reranking --server-base --webui --tools -cram --cache-ram --cache-reuse "
     "-ctxcp --ctx-checkpoints --swa-checkpoints -sps --slot-prompt-similarity --models-dir --models-max "
     "--models-preset --models-autoload --no-models-autoload -cms --checkpoint-min-step --cache-idle-slots "
     "--no-cache-idle-slots --spm-infill --tags --embd-normalize --reuse-port --cors-origins --cors-methods "

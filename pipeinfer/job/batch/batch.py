@@ -15,7 +15,7 @@ from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, prepare_b
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.planning.plan_table import show_plan
+from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.asked import describe_drafts, describe_model
@@ -58,7 +58,8 @@ class Batch:
     def run(self) -> int:
         """Returns the exit code."""
         work = self.work
-        show_plan(self.console, self.deployment, self._about())
+        brief = f"context {work.n_ctx}, {work.n_left} of {work.n_requests} requests left"
+        show_start(self.console, self.deployment, brief, self._about(), self.options.verbose)
         with closing(work), open_session(self.context, self.deployment) as self.session:
             self.progress = ProgressBar(self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)
             self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx, self._take)
@@ -152,7 +153,7 @@ class Batch:
     def _report(self) -> int:
         """Returns the exit code."""
         flag, result = self.context.flag, self._figures()
-        show_throughput(self.console, result)
+        show_throughput(self.console, result, self.options.verbose)
         if self.options.json:
             print(json_text(result), flush=True)
         if flag.reason:

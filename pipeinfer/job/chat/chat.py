@@ -11,7 +11,7 @@ from pipeinfer.job.chat.line_input import PipedLines, open_lines
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.planning.plan_table import show_plan
+from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import ChatSetup, prepare_chat
 from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
@@ -22,9 +22,9 @@ from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.outcome import make_result
 from pipeinfer.job.session.session import Generation
 from pipeinfer.models.text.grammar_check import TOO_MUCH
-from pipeinfer.observe.metrics import timings
+from pipeinfer.observe.metrics import speculation, timings
 from pipeinfer.observe.progress import ProgressBar
-from pipeinfer.observe.report import number, stderr_console
+from pipeinfer.observe.report import guessed_text, speed_text, stderr_console
 from pipeinfer.observe.texts.json_text import json_text
 
 PROMPT, PROMPT_MORE = "> ", "… "
@@ -37,8 +37,9 @@ HELP = {
     "/regen": "take the newest answer back and answer again, with the next seed",
     STOP: "stop the answer that is coming (on a terminal: Ctrl-C)",
     "/help": "say this",
-    "/quit": "end the chat (or Ctrl-D)",
+    "/quit": "end the chat; also /exit, /bye, Ctrl-D",
 }
+LEAVE = ("/quit", "/exit", "/bye")
 INTERRUPTED = 130
 
 
@@ -63,7 +64,8 @@ class Chat:
         """Returns the exit code."""
         flag, request = self.context.flag, self.setup.request
         about = f"policy {self.options.policy.name}, chat, context {request.n_ctx}, seed {self.sampling.seed}"
-        show_plan(self.console, self.deployment, about)
+        brief = f"context {request.n_ctx}, seed {self.sampling.seed}"
+        show_start(self.console, self.deployment, brief, about, self.options.verbose)
         with open_session(self.context, self.deployment) as self.session:
             flag.interrupts = self.interrupts
             code = self._converse()
@@ -74,7 +76,7 @@ class Chat:
     def _converse(self) -> int:
         """Until the user leaves or the job shall stop. Returns the exit code."""
         said = self.setup.first if self.setup.first is not None else self._read()
-        while said is not None and said.strip() != "/quit":
+        while said is not None and said.strip() not in LEAVE:
             self._take(said)
             said = None if self.context.flag.reason else self._read()
         if self.interrupts.left:
@@ -159,10 +161,8 @@ class Chat:
         if found.request.finish is Finish.CONTEXT or len(found.request.tokens) >= request.n_ctx:
             complain(f"the context of {request.n_ctx} tokens is full; /clear begins anew, a larger -c holds more")
         figures = timings(found.metrics)
-        self.console.print(
-            f"{figures['prompt_n']} of {figures['prompt_n'] + figures['cache_n']} prompt tokens evaluated, "
-            f"{figures['predicted_n']} tokens, {number(figures['predicted_per_second'])} tokens/s",
-            style="dim", markup=False)  # fmt: skip
+        guessed = guessed_text(speculation(found.metrics))
+        self.console.print(f"{speed_text(figures)}{guessed}", style="dim", markup=False, soft_wrap=True)
         for notice in found.metrics.notices:
             complain(notice)
         sys.stderr.flush()

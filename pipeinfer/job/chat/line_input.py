@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
@@ -18,6 +19,10 @@ from pipeinfer.job.process.signals import SIGNALS
 
 POLL_S = 0.1
 READ_BYTES = 1 << 16
+PASTE_S = 0.05
+"""How long more of a pasted text may take to come."""
+
+LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
 
 
 class Lines(Protocol):
@@ -35,7 +40,17 @@ def open_lines(leaves: Callable[[], bool]) -> Lines:
     """Of standard input. `leaves`: whether to stop waiting for a line."""
     if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
         return TerminalLines(leaves)
-    return PipedLines(0 if sys.stdin is not None else -1, leaves)
+    return PipedLines(0 if sys.stdin is not None else -1, leaves, is_typed())
+
+
+def is_typed() -> bool:
+    """Whether standard input is what a launcher hands on of its terminal: lines that come at once were pasted."""
+    pid, found = os.getppid(), False
+    with contextlib.suppress(OSError, ValueError):
+        while Path(f"/proc/{pid}/comm").read_text().startswith(LAUNCHERS):
+            found = os.readlink(f"/proc/{pid}/fd/0").startswith(("/dev/pts/", "/dev/tty"))
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return found
 
 
 class TerminalLines:
@@ -44,7 +59,8 @@ class TerminalLines:
     def __init__(self, leaves: Callable[[], bool]) -> None:
         self._leaves = leaves
         with contextlib.suppress(ImportError):
-            importlib.import_module("readline")  # from now on `input` has it
+            readline = importlib.import_module("readline")  # from now on `input` has it
+            readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted are one text
 
     def read(self, prompt: str) -> str | None:
         before = {number: signal.signal(number, _raise) for number in SIGNALS}
@@ -75,10 +91,11 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 class PipedLines:
-    """Of a descriptor, -1 for none: a file, a pipe, or what a launcher hands on of its terminal."""
+    """Of a descriptor, -1 for none: a file, a pipe, or what a launcher hands on of its terminal. `joins`: lines that
+    come together are one text, unless the first is a command."""
 
-    def __init__(self, descriptor: int, leaves: Callable[[], bool]) -> None:
-        self._descriptor, self._leaves = descriptor, leaves
+    def __init__(self, descriptor: int, leaves: Callable[[], bool], joins: bool = False) -> None:
+        self._descriptor, self._leaves, self._joins = descriptor, leaves, joins
         self._data, self._ended, self._wrong = b"", descriptor < 0, ""
         self._asked_s = 0.0
 
@@ -95,6 +112,10 @@ class PipedLines:
             raise UserError(self._wrong)
         if not self._data:
             return None
+        if self._joins and not self._data.startswith(b"/"):
+            self._fill(PASTE_S)
+            lines, self._data = self._data, b""
+            return lines.decode("utf-8", "replace").replace("\r\n", "\n").rstrip("\n")
         line, _, self._data = self._data.partition(b"\n")
         return line.decode("utf-8", "replace").removesuffix("\r")
 

@@ -29,6 +29,7 @@ class Asking:
     heading = "Prompt and chat"
     chat: bool = setting(False, "--chat", help="Ask the model with its chat template, once.")
     conversation: bool = setting(False, "--conversation", "-cnv", help="Talk with it, turn by turn: `pipeinfer chat`.")
+    single_turn: bool = setting(False, "--single-turn", "-st", help="The same as --chat, also with -cnv.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

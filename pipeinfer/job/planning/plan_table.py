@@ -8,9 +8,10 @@ from rich.console import Console
 from pipeinfer.cluster.hosts.cores import sharers
 from pipeinfer.cluster.hosts.free_memory import UNLIMITED, spare_memory
 from pipeinfer.cluster.hosts.gpu_memory import spare_on_gpus
-from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.observe.report import show_table
+from pipeinfer.job.placement.deployment import Deployment, ModelFile
+from pipeinfer.observe.report import show_table, without_suffixes
 from pipeinfer.observe.texts.plan_text import ALWAYS, CELLS, plan_cells
+from pipeinfer.sizes import size_text
 from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node
 
 WHERE = ("backend", "device")
@@ -19,6 +20,9 @@ WHERE = ("backend", "device")
 ENOUGH = 130
 """Characters a line in which all columns have room."""
 
+RANKS_SHOWN = 8
+"""In a line."""
+
 
 def show_plan(console: Console, deployment: Deployment, about: str = "") -> None:
     """A row a rank, whether it fits or not. `about`: a line above the table."""
@@ -26,6 +30,33 @@ def show_plan(console: Console, deployment: Deployment, about: str = "") -> None
         console.print(about)
     rows = plan_rows(deployment, list(map(Node, deployment.hosts)))
     show_table(console, *plan_cells(rows, tuple(CELLS) if console.width >= ENOUGH else (*ALWAYS, *WHERE)))
+
+
+def show_start(console: Console, deployment: Deployment, brief: str, about: str, verbose: bool) -> None:
+    """A line of models, ranks and memory with what is `brief`, and a line of who has what; if `verbose` the plan with
+    what is to be said `about` it."""
+    if verbose:
+        show_plan(console, deployment, about)
+        return
+    hosts, plan = {host.name for host in deployment.hosts}, deployment.plan
+    models = " with the draft ".join(map(_named, [deployment.model, *deployment.drafts]))
+    where = f"{_counted(plan.n_ranks, 'rank')} of {_counted(len(hosts), 'host')}" if plan.n_ranks > 1 else "1 rank"
+    memory = size_text(sum(memory.total for memory in deployment.memory))
+    shown = [
+        f"{rank}{f' ({deployment.hosts[rank].name})' if len(hosts) > 1 else ''} {plan.describe(rank)}"
+        for rank in range(min(plan.n_ranks, RANKS_SHOWN))
+    ]
+    more = f"; {plan.n_ranks - RANKS_SHOWN} more: -v" if plan.n_ranks > RANKS_SHOWN else ""
+    for line in (f"{models} on {where}, {memory}, {brief}", f"rank {'; '.join(shown)}{more}"):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _named(model: ModelFile) -> str:
+    return f"{without_suffixes(model.path.name)} ({size_text(model.n_bytes)})"
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, Any]]:

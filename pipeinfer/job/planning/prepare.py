@@ -10,10 +10,12 @@ from pipeinfer.job.options.limits import STDIN
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit, deploy
 from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.constraints import constrained
 from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths
+from pipeinfer.models.text.chat_template import template_of
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.results import RESULTS
 from pipeinfer.observe.table import Table
@@ -35,6 +37,8 @@ def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tup
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
     text, format = read_prompt(options), open_format(options, info, tokenizer)
+    if not format and template_of(info.metadata):
+        complain(f"{info.path.name} has a chat template, and -p is continued as plain text; --chat asks it")
     prompt = format.first_prompt(text) if format else tokenizer.encode(text)
     if not prompt:
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")

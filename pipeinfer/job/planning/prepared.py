@@ -1,13 +1,17 @@
 """From options to loaded models on every rank: rank 0 plans, all others do as the deployment says. Knows no command."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.transport import Link
 from pipeinfer.job.launch.context import Context
 from pipeinfer.job.launch.start import Crew, start_job
+from pipeinfer.job.options.limits import AUTO_LAYERS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit
+from pipeinfer.job.process.complain import complain
 from pipeinfer.job.profiling.hosts import find_hosts
 from pipeinfer.models.llama.ggml import load_library
 
@@ -19,6 +23,19 @@ def get_ready() -> None:
     import pipeinfer.job.loading.worker  # noqa: F401
 
     load_library()
+
+
+def without_gpus(link: Link, options: RunOptions) -> RunOptions:
+    """As in llama.cpp: where no rank's build knows GPUs, -ngl is passed over with a warning."""
+    layers = options.n_gpu_layers, max(0, options.n_gpu_layers_draft)
+    if layers == ((0,), 0) or any(options.device):
+        return options
+    if any(link.all_gather(bool(load_library().llama_supports_gpu_offload()))):
+        return options
+    if link.rank == 0:
+        complain("-ngl is without effect: this llama-cpp-python has no GPU support, all layers are computed on CPUs; "
+                 "CMAKE_ARGS=-DGGML_CUDA=on builds one that has")  # fmt: skip
+    return replace(options, n_gpu_layers=(0,), n_gpu_layers_draft=AUTO_LAYERS)
 
 
 Prepare = Callable[[RunOptions, Sequence[Host]], tuple[Deployment, T] | None]
@@ -37,7 +54,7 @@ def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead
     if link.rank:
         get_ready()
 
-    options, hosts = find_hosts(crew, options)
+    options, hosts = find_hosts(crew, without_gpus(link, options))
     prepared: tuple[Deployment, T] | None = None
 
     def plan() -> Deployment | None:

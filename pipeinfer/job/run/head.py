@@ -8,7 +8,7 @@ from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.planning.plan_table import show_plan
+from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.streams import lost
 from pipeinfer.job.requests.asked import asked_of
@@ -19,7 +19,7 @@ from pipeinfer.job.session.outcome import make_result, write_trace
 from pipeinfer.job.session.session import Generation
 from pipeinfer.models.text.grammar_check import TOO_MUCH
 from pipeinfer.observe.progress import ProgressBar
-from pipeinfer.observe.report import show_ranks, show_statistics, stderr_console
+from pipeinfer.observe.report import show_outcome, show_ranks, show_statistics, stderr_console
 from pipeinfer.observe.results import Record, append_result, result_row
 from pipeinfer.observe.texts.json_text import json_text
 
@@ -37,8 +37,9 @@ class Head:
     def run(self) -> int:
         """Returns the exit code."""
         flag = self.context.flag
-        show_plan(self.console, self.deployment, self._about())
-        with open_session(self.context, self.deployment, on_loaded=self._show_loaded) as session:
+        brief = f"context {self.request.n_ctx}, seed {self.request.sampling.seed}"
+        show_start(self.console, self.deployment, brief, self._about(), self.options.verbose)
+        with open_session(self.context, self.deployment) as session:
             progress = ProgressBar(self.console, CLOCK, "prompt", len(self.request.prompt) - 1, "tokens")
             policy = self.options.policy.begin()
             self.printer.push(self.request.begun)
@@ -68,11 +69,6 @@ class Head:
             f"seed {request.sampling.seed}{noted}"
         )
 
-    def _show_loaded(self, rank: int, loaded_s: float) -> None:
-        self.console.print(
-            f"rank {rank} ({self.deployment.plan.describe(rank)}) loaded in {loaded_s:.1f} s", style="dim"
-        )
-
     # -- reporting
 
     def _report(self, generation: Generation) -> int:
@@ -85,9 +81,11 @@ class Head:
             self.console.print()  # on a terminal the statistics begin on a line of their own
         for notice in generation.metrics.notices:
             complain(notice)
-        show_statistics(self.console, result)
         if self.options.verbose:
+            show_statistics(self.console, result)
             show_ranks(self.console, result["ranks"])
+        else:
+            show_outcome(self.console, result)
         return self._write_files(result, asked, generation)
 
     def _write_files(self, result: dict[str, Any], asked: Record, generation: Generation) -> int:

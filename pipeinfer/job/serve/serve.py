@@ -14,7 +14,7 @@ from pipeinfer.errors import JobError, StopRequested
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.planning.plan_table import show_plan
+from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import GenerationRequest
@@ -58,7 +58,8 @@ class Service:
     def run(self) -> int:
         """Returns the exit code."""
         flag, n_ctx = self.context.flag, self.work.setup.n_ctx
-        show_plan(self.console, self.deployment, self._about())
+        brief = f"context {n_ctx}, up to {self.options.parallel} requests at a time"
+        show_start(self.console, self.deployment, brief, self._about(), self.options.verbose)
         self.front.start(self.work.setup)
         try:
             with open_session(self.context, self.deployment, self._is_called) as session:

@@ -82,7 +82,7 @@ class Session:
         on_loaded: Callable[[int, float], object] = lambda rank, loaded_s: None,
     ) -> None:  # fmt: skip
         """`called`: whether there is something to do that is no run's: it ends the engine's waits. `on_loaded(rank,
-        seconds)` is called for every remote stage that has loaded."""
+        seconds)` is called for every rank that has loaded."""
         self.context, self.deployment, self.on_loaded, self.called = context, deployment, on_loaded, called
         self._ranks = [stage.rank for stage in deployment.plan.stages]
         self.remote_ranks = sorted(deployment.plan.computing - {0})
@@ -101,8 +101,10 @@ class Session:
     def open(self) -> None:
         """Load. Raises JobError, all ranks sent home, when one of them could not: the error of the lowest rank."""
         own: dict[str, Any] = {}
+        start_s = CLOCK()
         try:
             self._stage, self._drafts = load_own(self.context, self.deployment)
+            self.on_loaded(0, CLOCK() - start_s)
             if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
                 complain(NO_AMX)
             if self._stage:

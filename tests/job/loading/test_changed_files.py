@@ -96,7 +96,7 @@ def test_the_fault_names_a_cached_slice_that_was_changed(model: Path, tmp_path: 
 def test_a_model_that_was_replaced_by_renaming_is_finished_with(model: Path) -> None:
     common = ["-m", str(model), "-p", PROMPT, "-n", "64", "--temp", "0", "--ignore-eos", "-t", "1"]
     expected = run_json(1, common)["text"]
-    job = start(2, ["run", *common])
+    job = start(2, ["run", "-v", *common])
     wait_until_loaded(job)
     replace_by_another(model)
     text, errors = job.communicate(timeout=60)
@@ -110,7 +110,7 @@ def test_what_is_reported_is_the_model_that_was_computed_from(
     common = ["-m", str(model), "-md", str(model), "-p", PROMPT, "-n", "64", "--ignore-eos", "-t", "1", "--json"]
     expected = run_json(1, common)
     results = tmp_path / "results.csv"
-    job = start(2, ["run", *common, "--results", str(results)])
+    job = start(2, ["run", "-v", *common, "--results", str(results)])
     wait_until_loaded(job)
     change(model)
     text, errors = job.communicate(timeout=60)

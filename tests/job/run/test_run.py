@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -102,9 +103,24 @@ def test_a_draft_that_is_never_right_is_said_and_given_a_rest(tmp_path: Path) ->
     assert "hardly any guess of the draft is right" in done.stderr or "guesses cost time here" in done.stderr
 
 
+def test_two_lines_come_before_the_text_and_two_after_it() -> None:
+    done = finish(3, ["run", "-p", PROMPT, "-n", "32", "--temp", "0", "-t", "1", "-ngl", "99"])
+    (no_gpu, *lines), n_ranks = [line for line in done.stderr.splitlines() if line], r"rank 0 draft; 1 stage 0, layers"
+    assert no_gpu.startswith("pipeinfer: -ngl is without effect"), done.stderr
+    models, who, fast, busy = (line for line in lines if not line.startswith(("pipeinfer: ", "loading: ")))
+    assert re.fullmatch(
+        r"target \(.*\) with the draft draft \(.*\) on 3 ranks of 1 host, .*, context \d+, seed \d+", models
+    )
+    assert who.startswith(n_ranks) and "; 2 stage 1, layers" in who
+    assert re.match(
+        r"32 tokens, [\d.]+ tokens/s, first after [\d.]+ s; \d+ prompt tokens read; guessed ahead \d+ of \d+", fast
+    )
+    assert re.match(r"busy: rank 0 \d+%, rank 1 \d+%, rank 2 \d+%", busy)
+
+
 def test_stdout_is_the_text_and_nothing_else(tmp_path: Path) -> None:
     common = ["-p", PROMPT, "-n", "48", "--temp", "0"]
-    done = finish(3, ["run", *common, "--results", str(tmp_path / "results.csv")])
+    done = finish(3, ["run", "-v", *common, "--results", str(tmp_path / "results.csv")])
     assert done.returncode == 0
     assert done.stdout == run_json(1, common)["text"]
     for words in ("rank", "draft", "stage 1", "tokens/s", "TTFT", "ITL", "acceptance", "cancelled", "messages"):
