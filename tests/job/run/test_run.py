@@ -204,7 +204,6 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["-m", str(TARGET), "--policy", "pipeinfer", "-p", "x"], "-md"),
         (["-p", "x", "-n", "2", "--results", "{bad}/results.csv"], "results.csv"),
         (["-p", "x", "-n", "2", "--trace", "{bad}/none/trace.json"], "trace.json"),
-        (["-p", "x", "-ngl", "1"], "GPU"),
     ],
 )
 @pytest.mark.parametrize("n_ranks", [1, 3])
