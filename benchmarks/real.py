@@ -1,8 +1,9 @@
 """Real models on this machine: `python benchmarks/real.py -m TARGET -md DRAFT --prompts FOLDER`.
 
 Runs every policy on each question set of a folder (.jsonl with `turns`), on 1, 2 and 3 ranks, with exact and fast
-numerics, beside libllama alone: one token at a time, the whole model in one process, repacked weights. Rounds take
-turns. Prints a page (docs/results/real.md with -o).
+numerics, beside libllama alone: one token at a time, the whole model in one process, repacked weights. With --programs
+also beside llama.cpp's own programs of the same version, and with 16 texts at a time. Rounds take turns. Prints a page
+(docs/results/real.md with -o).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from typing import TextIO
 
 import click
 import llama_cpp
+import llama_programs
 import numpy as np
 from harness import in_turns, job
 
@@ -32,6 +34,12 @@ from pipeinfer.observe.texts.markdown import markdown_table
 from tests.support.plain_llama import SILENT
 
 COLUMNS = ("ranks", "numerics", "policy", "n", "tokens/s", "of libllama", "of iterative", "acceptance")
+
+OTHERS = ("llama.cpp's programs of the same version", "n", "tokens/s")
+Trials = dict[str, Callable[[], float]]
+
+N_TEXTS = 16
+"""At a time, where llama.cpp's programs are compared."""
 
 N_PROMPT = 32
 """Tokens that libllama has before it decodes, as if it were a prompt: what they are costs nothing."""
@@ -98,6 +106,37 @@ def bench(found: Found, n_ranks: int, sets: Sequence[Path], words: Sequence[str]
                 found.acceptance[kind].append(float(row["acceptance_rate"]))
 
 
+def together(target: Path, n_predict: int, numerics: str) -> float:
+    """Tokens a second of N_TEXTS texts at a time on one rank: of the steps in which none waits for a prompt."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "load.csv"
+        job(1, ["bench", "-m", str(target), "--policy", "iterative", "--concurrency", str(N_TEXTS), "--requests",
+                str(N_TEXTS), "-p", str(N_PROMPT), "-n", str(n_predict), "--numerics", numerics, "--warm-up", "0",
+                "--results", str(results)])  # fmt: skip
+        (row,) = csv.DictReader(results.open())
+        return N_TEXTS / float(row["itl_p50_s"])
+
+
+def programs(folder: Path, target: Path, draft: Path | None, n_predict: int, n_threads: int) -> Trials:
+    """What llama.cpp's programs are asked, and the same of pipeinfer where no other table has it."""
+    run = partial(llama_programs.completion, folder, target, n_predict)
+    trials: Trials = {f"llama-completion, {n} threads": partial(run, n) for n in sorted({1, n_threads})}
+    trials["llama-completion over RPC, 2 servers"] = partial(llama_programs.remote, folder, target, n_predict, 2)
+    if draft:
+        own = partial(llama_programs.speculative, folder, target, draft, n_predict, n_threads)
+        trials[f"llama-speculative-simple, {n_threads} threads"] = own
+    own = partial(llama_programs.batched, folder, target, n_predict, n_threads, N_TEXTS)
+    trials[f"llama-batched-bench, {N_TEXTS} texts, {n_threads} threads"] = own
+    for numerics in ("exact", "fast"):
+        trials[f"pipeinfer, {N_TEXTS} texts, 1 rank, {numerics}"] = partial(together, target, n_predict, numerics)
+    return trials
+
+
+def program_rows(speeds: dict[str, list[float]]) -> Iterator[list[str]]:
+    for name, values in speeds.items():
+        yield [name, str(len(values)), f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"]
+
+
 def rows(found: dict[tuple[int, str], Found], plain_speed: float) -> Iterator[list[str]]:
     for (n_ranks, numerics), own in found.items():
         for policy in sorted({policy for policy, _ in own.speeds}, key=lambda name: (name != "iterative", name)):
@@ -123,10 +162,11 @@ def rows(found: dict[tuple[int, str], Found], plain_speed: float) -> Iterator[li
 @click.option("--questions", default=1, show_default=True, help="Of each set.")
 @click.option("-n", "--predict", "n_predict", default=64, show_default=True)
 @click.option("-t", "--threads", "n_threads", default=2, show_default=True, help="Of libllama and of one rank.")
+@click.option("--programs", "folder", type=click.Path(exists=True, path_type=Path), help="llama.cpp's, built.")
 @click.option("-o", "--output", type=click.File("w"), default="-")
 def main(
     target: Path, draft: Path | None, prompts: Path, ranks: str, numerics: str, policies: str, rounds: int,
-    questions: int, n_predict: int, n_threads: int, output: TextIO,
+    questions: int, n_predict: int, n_threads: int, folder: Path | None, output: TextIO,
 ) -> None:  # fmt: skip
     sets = sorted(prompts.glob("*.jsonl"))
     common = ["-m", str(target), "-n", str(n_predict), "--questions", str(questions), "--turns", "1", "--cut", "256"]
@@ -139,8 +179,11 @@ def main(
             bench(found[n_ranks, kind], n_ranks, sets, [*common, "--numerics", kind, *way])
         return 0.0
 
-    trials = {f"{n_ranks} ranks, {kind}": partial(trial, n_ranks, kind) for n_ranks, kind in found}
-    speeds = in_turns({"libllama": partial(apart, target, n_threads, n_predict), **trials}, rounds)["libllama"]
+    trials: Trials = {"libllama": partial(apart, target, n_threads, n_predict)}
+    trials |= programs(folder, target, draft, n_predict, n_threads) if folder else {}
+    trials |= {f"{n_ranks} ranks, {kind}": partial(trial, n_ranks, kind) for n_ranks, kind in found}
+    timed = in_turns(trials, rounds)
+    speeds = timed["libllama"]
     with_draft = f" with {draft.name} as its draft" if draft else ""
     head = PAGE.format(
         machine=f"{this_host('').processor}, {n_threads} threads", models=target.name + with_draft, rounds=rounds,
@@ -148,6 +191,9 @@ def main(
         version=llama_cpp.__version__, plain=median(speeds), plain_least=min(speeds), plain_most=max(speeds),
     )  # fmt: skip
     print(head + "\n".join(markdown_table(COLUMNS, rows(found, median(speeds)), COLUMNS[3:])), file=output)
+    if folder:
+        others = {name: values for name, values in timed.items() if "," in name and "ranks," not in name}
+        print("\n" + "\n".join(markdown_table(OTHERS, program_rows(others), OTHERS[1:])), file=output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.core.interfaces import FloatArray
-from pipeinfer.core.kv.blocks import LARGEST
+from pipeinfer.core.kv.blocks import LARGEST, Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.stage import LlamaStage
@@ -78,6 +78,22 @@ def test_blocks_behind_those_of_another_request_have_the_same_bits(tmp_path: Pat
         stage.apply([KvOp(OpKind.REMOVE, 0, first=len(prompt)), KvOp(OpKind.SHARED, 0, 6, 0, 128)])
         stage.apply([KvOp(OpKind.COMPACT, 0)])
     assert np.array_equal(after(chain), expected), "not as it was before it was packed"
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_packing_keeps_what_a_shorter_text_shares(tmp_path: Path, loaded: Loader, name: str) -> None:
+    """A window behind the last token is not all that is needed of a text: another may share its beginning."""
+    path, cuts = model_and_cut(tmp_path, name)
+    params = replace(exact_params(1), n_batch=256)
+    prompt, found = tokens_of(1), []
+    for is_packed in (False, True):
+        chain = loaded(path, cuts, params)
+        list(read(chain, prompt, 64, seq=6))
+        for stage in chain:
+            stage.apply([KvOp(OpKind.COMPACT, 0)] * is_packed + [KvOp(OpKind.COPY, 6, 0, 0, 100)])
+        evaluate(chain, prompt[100:], 100, 0, Span(100, len(prompt)))
+        found.append(after(chain))
+    assert np.array_equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("stays", [True, False])

@@ -37,7 +37,7 @@ def rows_of_whole(path: Path, tokens: list[int]) -> FloatArray:
     info = read_model_info(path)
     params = library.llama_context_default_params()
     params.n_ctx, params.n_threads, params.n_threads_batch = 512, 1, 1
-    alone, rounds_keys = info.layers.shares_values, IS_X86 and info.layers.known.windows is None
+    alone, rounds_keys = info.layers.shares_values, IS_X86
     params.flash_attn_type = 1
     params.type_k, params.type_v = BF16 if rounds_keys or alone else F16, F16 if rounds_keys and not alone else BF16
     context = library.llama_init_from_model(model, params)

@@ -3,8 +3,8 @@
 Run as `python -m tests.support.plain_llama MODEL N ID,ID,… [GRAMMAR]`; prints the generated token ids as JSON, of a
 grammar up to the end of the text.
 
-A row alone: no repacked weights, flash attention, K in BF16 and V in F16 (the reverse where layers have a window,
-and elsewhere than on x86). A prompt of more than 64 tokens: all but the last of them in batches of 64, the last one of
+A row alone: no repacked weights, flash attention, K in BF16 and V in F16 (the reverse elsewhere than on x86).
+A prompt of more than 64 tokens: all but the last of them in batches of 64, the last one of
 up to 127, with K and V in F16; after each K (or V) is rounded to BF16. Where libllama has no flash attention (grok)
 every row is computed alone.
 """
@@ -44,7 +44,7 @@ def greedy(
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
-    context = make_context(model, len(prompt) + n_predict + 8, FEW, decoding(model), n_threads)
+    context = make_context(model, len(prompt) + n_predict + 8, FEW, decoding(), n_threads)
     vocab = llama_cpp.llama_model_get_vocab(model)
     n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
     sampler = llama_cpp.llama_sampler_init_grammar(vocab, grammar.encode(), b"root") if grammar else None
@@ -83,18 +83,14 @@ def best(sampler: Any, logits: Any) -> int:
     return token
 
 
-def rounds_keys(model: Any) -> bool:
-    """Whether K is in BF16 where rows are computed alone, and V in F16; else the reverse."""
-    return IS_X86 and llama_cpp.llama_model_n_swa(model) == 0
+def decoding() -> tuple[int, int]:
+    """Types of K and V where rows are computed alone."""
+    return (BF16, F16) if IS_X86 else (F16, BF16)
 
 
-def decoding(model: Any) -> tuple[int, int]:
-    """Types of K and V there."""
-    return (BF16, F16) if rounds_keys(model) else (F16, BF16)
-
-
-def make_context(model: Any, n_ctx: int, n_batch: int, types: tuple[int, int], n_threads: int) -> Any:
+def make_context(model: Any, n_ctx: int, n_batch: int, types: tuple[int, int], n_threads: int, n_seq: int = 1) -> Any:
     params = llama_cpp.llama_context_default_params()
+    params.n_seq_max, params.kv_unified = n_seq, True
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
     params.n_threads = params.n_threads_batch = n_threads
     params.flash_attn_type, (params.type_k, params.type_v) = 1, types
@@ -109,19 +105,34 @@ def decode(context: Any, tokens: Sequence[int], cuts: Sequence[int]) -> None:
 
 def read_blocks(model: Any, context: Any, tokens: Sequence[int], n_threads: int) -> None:
     """Evaluate the tokens in batches of 64 and more, and give `context` the cells."""
-    n_tokens = len(tokens)
-    reader = make_context(model, n_tokens, 127, READING, n_threads)
+    n_tokens, window = len(tokens), llama_cpp.llama_model_n_swa(model) or 127
+    reader = make_context(model, n_tokens, 127, READING, n_threads, n_seq=2)
+    memory = llama_cpp.llama_get_memory(reader)
     for start, end in pairwise([*(64 * block for block in range(n_tokens // 64)), n_tokens]):
         decode(reader, tokens, [start, end])
-        n_bytes = llama_cpp.llama_state_seq_get_size(reader, 0)
-        state = (ctypes.c_uint8 * n_bytes)()
-        assert llama_cpp.llama_state_seq_get_data(reader, state, n_bytes, 0) == n_bytes
-        round_records(memoryview(state).cast("B"), F16, rounds_keys(model))
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(reader), True)
-        assert llama_cpp.llama_state_seq_set_data(reader, state, n_bytes, 0) == n_bytes
+        pieces = [(at, min(at + window, end)) for at in range(start, end, window)]  # a state has one window's cells
+        states = []
+        for piece in pieces:
+            llama_cpp.llama_memory_seq_cp(memory, 0, 1, *piece)
+            states.append(state_of(reader, 1))
+            llama_cpp.llama_memory_seq_rm(memory, 1, -1, -1)
+        llama_cpp.llama_memory_seq_rm(memory, 0, start, end)
+        for piece, state in zip(pieces, states, strict=True):
+            round_records(memoryview(state).cast("B"), F16, IS_X86)
+            assert llama_cpp.llama_state_seq_set_data(reader, state, len(state), 1) == len(state)
+            llama_cpp.llama_memory_seq_cp(memory, 1, 0, *piece)
+            llama_cpp.llama_memory_seq_rm(memory, 1, -1, -1)
+    whole = state_of(reader, 0)
     llama_cpp.llama_free(reader)
-    round_records(memoryview(state).cast("B"), BF16, rounds_keys(model))
-    assert llama_cpp.llama_state_seq_set_data(context, state, n_bytes, 0) == n_bytes
+    round_records(memoryview(whole).cast("B"), BF16, IS_X86)
+    assert llama_cpp.llama_state_seq_set_data(context, whole, len(whole), 0) == len(whole)
+
+
+def state_of(context: Any, seq: int) -> Any:
+    n_bytes = llama_cpp.llama_state_seq_get_size(context, seq)
+    state = (ctypes.c_uint8 * n_bytes)()
+    assert llama_cpp.llama_state_seq_get_data(context, state, n_bytes, seq) == n_bytes
+    return state
 
 
 def round_records(state: memoryview, type_: int, keys: bool) -> None:

@@ -55,16 +55,15 @@ def unpack(row: FloatArray) -> int:
 class ToyStage:
     """StageModel of layers [first, last) of the toy. `n_cells` and the sequence rules are enforced as libllama does.
 
-    With a `window` packing loses what a row at the end of a sequence would not see, shared cells what the shortest one
-    would not, and so does a prompt that comes in blocks. Rows must not need what is lost.
+    With a `window`, and unless `parked`, a row may take the cells that it does not see for others. Rows must not need
+    what is lost.
     """
 
     def __init__(
         self, first: int, last: int, is_last: bool, n_cells: int = 10_000, parked: bool = False, window: int = 0
     ) -> None:
-        self.window = window
+        self.window = 0 if parked else window
         self.lost: dict[int, set[int]] = {}  # seq -> positions
-        self.shares: list[KvOp] = []  # since the cache was packed
         self.first, self.last, self.is_last = first, last, is_last
         self.n_embd, self.n_cells, self.parked = N_EMBD, n_cells, parked
         self.seqs: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # seq -> position -> (cell id, layer values)
@@ -80,7 +79,6 @@ class ToyStage:
                 n_apart = sum(map(len, self.seqs.values())) - self.n_shared
                 assert n_apart == before, f"{n_apart} cells to be packed, of which there are {before}"
                 self.n_parked = self.n_shared = 0
-                self._lose_by_packing()
                 continue
             path = self.seqs.setdefault(op.src, {})
             span = {position: cell for position, cell in path.items() if op.first <= position < op.last}
@@ -88,7 +86,6 @@ class ToyStage:
                 shorter = (len(path), op.src) < (len(self.seqs[op.dst]), op.dst)
                 assert span.items() <= self.seqs[op.dst].items() and shorter, f"{op}: these are others"
                 self.n_shared += len(span)
-                self.shares.append(op)
             elif op.kind is OpKind.COPY:
                 target = self.seqs.setdefault(op.dst, {})
                 assert not target, f"copy into sequence {op.dst}, which is not empty"
@@ -100,21 +97,6 @@ class ToyStage:
                     del path[position]
                 self.lost[op.src] = self.lost.get(op.src, set()) - set(span)
                 self.n_parked += before - len(self.cells()) if self.parked else 0
-
-    def _lose_by_packing(self) -> None:
-        for seq in sorted(self.seqs, key=lambda seq: (len(self.seqs[seq]), seq)):
-            lost, unseen = self.lost.get(seq, set()), self._unseen(0, len(self.seqs[seq]))
-            for op in self.shares:
-                if op.dst == seq:
-                    rows = set(range(op.first, op.last))
-                    lost, unseen = lost - rows, unseen - rows
-                    lost |= self.lost[op.src] & rows
-            self.lost[seq] = lost | unseen
-        self.shares.clear()
-
-    def _unseen(self, start: int, end: int) -> set[int]:
-        """Which rows from `start` on a row at `end` does not see."""
-        return set(range(start, end - self.window + 1)) if self.window else set()
 
     def next_position(self, seq: int) -> int:
         return max(self.seqs.get(seq, {}), default=-1) + 1
@@ -151,9 +133,8 @@ class ToyStage:
                 for owner, position in added:
                     del self.seqs[owner][position]
                 return None
-        if batch.span:
-            (seq,), first = batch.seqs[0], int(batch.positions[0])
-            self.lost[seq] = self.lost.get(seq, set()) | self._unseen(first, first + n_rows)
+        for seq in {owners[0] for owners in batch.seqs} if self.window else ():
+            self.lost[seq] = set(range(len(self.seqs[seq]) - self.window + 1))
         if self.is_last:
             return np.array([toy_logits(h) for h, wanted in zip(hidden, batch.wanted, strict=True) if wanted]).reshape(
                 -1, N_VOCAB

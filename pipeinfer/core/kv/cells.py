@@ -59,14 +59,10 @@ def n_held(tips: Iterable[tuple[Cells, int]]) -> int:
 
 @dataclass(slots=True)
 class Text:
-    """A request's committed tokens below the root: cells [0, end) of `seq`, which becomes the root's when it is placed.
-
-    `lost_at`: its end when layers with an attention window last lost the cells outside of it; 0: never.
-    """
+    """A request's committed tokens below the root: cells [0, end) of `seq`, which becomes that of the root."""
 
     seq: int
     cells: Cells = field(default_factory=Cells)
-    lost_at: int = 0
 
     @property
     def end(self) -> int:

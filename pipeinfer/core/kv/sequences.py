@@ -39,14 +39,13 @@ class SequencePool:
     `parked`: removed cells stay, out of sight, until all are packed, so that cells keep the order of evaluation (exact
     numerics). `rewinds`: sequences can lose their newest cells; without it every guess has a sequence of its own,
     `n_guesses` at most, so that the others are left for requests. `window`: tokens that the layers with the shortest
-    attention window see; 0: all see everything. libllama frees cells outside of it when blocks of a prompt are moved
-    in and when cells are packed, and, unless `parked`, whenever it needs a cell.
+    attention window see; 0: all see everything. Unless `parked`, libllama takes cells outside of it for others.
     """
 
     def __init__(self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True, n_guesses: int = 0,
                  window: int = 0) -> None:  # fmt: skip
         self.n_seq, self.n_cells, self.parked, self.rewinds, self.n_guesses = n_seq, n_cells, parked, rewinds, n_guesses
-        self.window = window
+        self.window = 0 if parked else window
         self.n_committed = self.n_parked = 0  # cells of committed tokens; out of sight until cells are packed
         self._free = deque(range(n_seq))
         self._paths: dict[int, Path] = {}
@@ -123,13 +122,12 @@ class SequencePool:
         """Pack the cells, which frees the parked ones."""
         assert self.can_compact, f"{len(self._seq_of)} nodes placed, {self.n_parked} cells parked"
         owners: dict[Cells, int] = {}
-        # libllama keeps of shared cells what the shortest text's window needs
+        # what texts share is packed with the shortest of them
         for text in sorted(self._texts.values(), key=lambda text: (text.end, text.seq)):
             for cells in text.cells.path():
                 if (owner := owners.setdefault(cells, text.seq)) != text.seq:  # it has all below, too
                     self._pending.append(KvOp(OpKind.SHARED, owner, text.seq, 0, cells.end))
                     break
-            self._lose(text)
         self._pending.append(KvOp(OpKind.COMPACT, 0))
         self.n_parked = 0
 
@@ -156,7 +154,6 @@ class SequencePool:
                 text.cells = fork(source.cells, n_tokens)
             else:  # states are packed by sequence, so it has cells of its own
                 text.cells.end, self.n_committed = n_tokens, self.n_committed + n_tokens
-            self._lose(text)
             self._pending.append(KvOp(OpKind.COPY, source.seq, text.seq, 0, n_tokens))
 
     def close(self, request_id: int) -> None:
@@ -184,7 +181,7 @@ class SequencePool:
         end = self._paths[text.seq].end
         if not self.rewinds:
             return end <= n_tokens
-        return not self.window or end < self.window or n_tokens >= (text.lost_at if self.parked else end)
+        return not self.window or end < self.window or n_tokens >= end
 
     def _take_over(self, retained: int, request_id: int, n_tokens: int) -> None:
         """Open a request with the first `n_tokens`, or fewer, that another one has retained."""
@@ -207,11 +204,6 @@ class SequencePool:
             self.n_committed -= n_freed
             self.n_parked += n_freed if self.parked else 0
 
-    def _lose(self, text: Text) -> None:
-        """Layers with a window may lose now what is outside of it."""
-        if self.window and text.end >= self.window:
-            text.lost_at = text.end
-
     # -- placing
 
     def place(self, request_id: int, n_context: int, nodes: Sequence[Node]) -> Placement:
@@ -227,7 +219,6 @@ class SequencePool:
         if n_context:
             text.cells.end, self.n_committed = text.end + n_context, self.n_committed + n_context
             self._paths[text.seq].end += n_context
-            self._lose(text)
         seqs: dict[Node, list[int]] = {}  # calling list[int] is slow
         leased: list[int] = []
         for node in nodes:

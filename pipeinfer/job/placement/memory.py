@@ -22,9 +22,8 @@ from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.buffers import buffer_bytes
-from pipeinfer.models.llama.compaction import COMPACT_CELLS
 from pipeinfer.models.llama.ggml import load_library
-from pipeinfer.models.llama.prefill import N_SEQ
+from pipeinfer.models.llama.prefill import N_SEQ, STATE_CELLS
 
 CELLS_PADDING = 256  # libllama's
 N_SPARE_STATES = 2  # of sequences beside those of requests
@@ -204,7 +203,7 @@ def prefill_memory(info: ModelInfo, first: int, last: int, n_prompts: int, n_in_
 
 def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
     """Of the copy through which tombstoned cells are won back: of some cells, or of a sequence with its state."""
-    n_copied = n_cells if not info.layers.rewinds else min(n_cells, COMPACT_CELLS)
+    n_copied = n_cells if not info.layers.rewinds else min(n_cells, STATE_CELLS)
     return n_copied * sum(info.kv_bytes_per_cell[first:last]) + sum(info.layers.state_bytes[first:last])
 
 

@@ -10,17 +10,19 @@ from typing import Any
 
 from pipeinfer.core.runs import KvOp
 from pipeinfer.models.llama import ggml
-
-COMPACT_CELLS = 256
-"""Cells moved at a time: bounds the memory that the copy needs."""
+from pipeinfer.models.llama.prefill import CacheForm
 
 
 class Compaction:
-    """Of a context whose parked cells are in the sequence `spare`, its highest. `whole`: a sequence has a state beside
-    its cells, and can only be moved as a whole."""
+    """Of a context whose parked cells are in the sequence `spare`; the next one is empty. `whole`: a sequence has a
+    state beside its cells, and can only be moved as a whole.
 
-    def __init__(self, lib: Any, context: Any, spare: int, whole: bool = False) -> None:
-        self._lib, self._context, self._spare, self._whole = lib, context, spare, whole
+    Where layers have a window, libllama takes a cell outside of it for free if it belongs to one sequence alone.
+    Meanwhile all cells are the next sequence's, too.
+    """
+
+    def __init__(self, lib: Any, context: Any, spare: int, form: CacheForm, whole: bool = False) -> None:
+        self._lib, self._context, self._spare, self._form, self._whole = lib, context, spare, form, whole
         self._memory = lib.llama_get_memory(context)
         self._shared: list[KvOp] = []
 
@@ -31,27 +33,41 @@ class Compaction:
 
     def run(self) -> None:
         """Free what is parked and move all else to the front, the cells of a sequence in the order of positions."""
-        self._lib.llama_memory_seq_rm(self._memory, self._spare, -1, -1)
+        lib, memory, guard = self._lib, self._memory, self._spare + 1
+        lib.llama_memory_seq_rm(memory, self._spare, -1, -1)
         starts = {op.dst: op.last for op in self._shared}
-        for end, seq in sorted((end, seq) for seq in range(self._spare) if (end := self._end(seq))):
+        ends = sorted((end, seq) for seq in range(self._spare) if (end := self._end(seq)))
+        if self._form.window:
+            for end, seq in ends:
+                lib.llama_memory_seq_cp(memory, seq, guard, 0, end)
+        for end, seq in ends:
             if self._whole:
                 self._restore(seq, self._save(seq))
                 continue
-            for start in range(starts.get(seq, 0), end, COMPACT_CELLS):
-                self._move(seq, start, start + COMPACT_CELLS)
+            for piece in self._form.pieces(starts.get(seq, 0), end):
+                self._move(seq, *piece, [other for _, other in ends] if self._form.window else [])
+        if self._form.window and ends:
+            end, seq = ends[-1]
+            lib.llama_memory_seq_cp(memory, seq, self._spare, end - 1, end)
+            self._restore(self._spare, self._save(self._spare))  # the search for cells goes on behind all of them
+            lib.llama_memory_seq_rm(memory, self._spare, -1, -1)
+            lib.llama_memory_seq_rm(memory, guard, -1, -1)
         for op in self._shared:
-            self._lib.llama_memory_seq_cp(self._memory, op.src, op.dst, op.first, op.last)
+            lib.llama_memory_seq_cp(memory, op.src, op.dst, op.first, op.last)
         self._shared.clear()
 
-    def _move(self, seq: int, first: int, end: int) -> None:
+    def _move(self, seq: int, first: int, end: int, guarded: list[int]) -> None:
         """Pack the cells of a sequence at positions [first, end). All before them are packed."""
-        lib, memory, spare = self._lib, self._memory, self._spare
+        lib, memory, spare, guard = self._lib, self._memory, self._spare, self._spare + 1
         lib.llama_memory_seq_cp(memory, seq, spare, first, end)
         cells = self._save(spare)
-        lib.llama_memory_seq_rm(memory, spare, -1, -1)
-        lib.llama_memory_seq_rm(memory, seq, first, end)
+        for each in (spare, seq, guard)[: 2 + bool(guarded)]:
+            lib.llama_memory_seq_rm(memory, each, first, end)
+        for each in guarded:
+            lib.llama_memory_seq_cp(memory, each, guard, first, end)
         self._restore(spare, cells)
-        lib.llama_memory_seq_cp(memory, spare, seq, first, end)
+        for each in (seq, guard)[: 1 + bool(guarded)]:
+            lib.llama_memory_seq_cp(memory, spare, each, first, end)
         lib.llama_memory_seq_rm(memory, spare, -1, -1)
 
     def _save(self, seq: int) -> ctypes.Array[ctypes.c_uint8]:

@@ -52,8 +52,7 @@ def token_table(slice_file: SliceFile) -> ggml.TokenTable:
 
 
 def cache_form(lib: ModuleType, model: object, info: ModelInfo) -> CacheForm:
-    """x86 has vector instructions for keys in BF16; where it has not, rounded values cost less. With sliding windows a
-    prompt's cells lie elsewhere once they were handed over, and sums of rounded values are less likely to show it."""
+    """x86 has vector instructions for keys in BF16; where it has not, rounded values cost less."""
     has_planes, has_values = lib.llama_model_rope_type(model) in ROPE_OF_PLANES, not info.layers.shares_values
-    rounds_keys = not has_values or (IS_X86 and info.layers.known.windows is None)
-    return CacheForm(PLANE_BYTES if has_planes else 0, has_values, rounds_keys)
+    window = lib.llama_model_n_swa(model)
+    return CacheForm(PLANE_BYTES if has_planes else 0, has_values, IS_X86 or not has_values, window)

@@ -8,6 +8,7 @@ cells before it are from here or were handed over: another request may have eval
 
 import ctypes
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -17,6 +18,9 @@ import numpy.typing as npt
 
 F16, BF16 = 1, 30
 PROMPT, PART = 0, 1
+STATE_CELLS = 256
+"""Cells copied at a time: bounds the memory of a copy."""
+
 N_SEQ = 2
 """Sequences that the context must have: the prompt's, and one for the cells that are copied out."""
 
@@ -34,11 +38,20 @@ class CacheForm:
     cell_bytes   what is noted of each beside its position and sequences
     has_values   V is there, and not a part of K
     rounds_keys  the cache that decodes has K in BF16 and V in F16; else the reverse
+    window       tokens that the layers with the shortest window see; 0: all see everything
     """
 
     cell_bytes: int = 0
     has_values: bool = True
     rounds_keys: bool = True
+    window: int = 0
+
+    def pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """The positions [first, end) in pieces that are copied at a time. A state lacks what its last cell's window
+        leaves out."""
+        n_most = min(STATE_CELLS, self.window or STATE_CELLS)
+        for start in range(first, end, n_most):
+            yield start, min(start + n_most, end)
 
     @property
     def types(self) -> tuple[int, int]:
@@ -55,7 +68,7 @@ class Prefill:
         self._memory = library.llama_get_memory(context)
 
     def take(self, cells: Bytes, first: int, end: int) -> None:
-        """Take cells at positions [first, end), as the cache that decodes has them. In ascending order."""
+        """Take a piece's cells, as the cache that decodes has them. Pieces come in ascending order."""
         state = with_values(cells, self._form, BF16, F16)
         if not self._lib.llama_state_seq_set_data(self.context, as_bytes(state), len(state), PART):
             raise RuntimeError(f"the cells {first}-{end} before a prompt's blocks cannot be copied")
@@ -65,9 +78,10 @@ class Prefill:
 
     def settle(self, first: int, end: int) -> None:
         """The newest rows, [first, end), have been evaluated: round them."""
-        cells = self.cells(first, end)
+        pieces = [(self.cells(*piece), piece) for piece in self._form.pieces(first, end)]
         self.forget(first)
-        self.take(cells, first, end)
+        for cells, piece in pieces:
+            self.take(cells, *piece)
 
     def forget(self, first: int) -> None:
         """Free the cells from position `first` on."""
@@ -75,7 +89,7 @@ class Prefill:
         self.end = min(self.end, first)
 
     def cells(self, first: int, end: int) -> Bytes:
-        """The cells at positions [first, end) as `llama_state_seq_set_data` takes them for the cache that decodes."""
+        """A piece's cells as `llama_state_seq_set_data` takes them for the cache that decodes."""
         self._lib.llama_memory_seq_cp(self._memory, PROMPT, PART, first, end)
         state = state_of(self._lib, self.context, PART)
         self._lib.llama_memory_seq_rm(self._memory, PART, -1, -1)

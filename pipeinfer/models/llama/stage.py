@@ -32,7 +32,6 @@ from pipeinfer.models.llama.threads import ThreadShare
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 NO_SLOT, INVALID_BATCH = 1, -1
-HANDED_CELLS = 256
 
 
 class KvCacheFull(RuntimeError):
@@ -86,7 +85,7 @@ class LlamaStage:
         finally:
             slice_file.close()
         self._memory = self._lib.llama_get_memory(self._context)
-        self._compaction = Compaction(self._lib, self._context, self._spare, self._has_states)
+        self._compaction = Compaction(self._lib, self._context, self._spare, self._form, self._has_states)
         self.n_cells = int(self._lib.llama_n_ctx(self._context))
         self.kv_bytes = self.n_cells * sum(params.cache.cell_bytes(info.kv_shapes[slice_file.first : slice_file.last]))
         self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
@@ -226,8 +225,7 @@ class LlamaStage:
     def _hand_over(self, seq: int, prefill: Prefill, n_cells: int) -> None:
         """Give a prompt's context the sequence's first cells, some at a time: they are copied."""
         lib, memory, arrival = self._lib, self._memory, self._arrival
-        for first in range(0, n_cells, HANDED_CELLS):
-            end = min(first + HANDED_CELLS, n_cells)
+        for first, end in self._form.pieces(0, n_cells):
             lib.llama_memory_seq_cp(memory, seq, arrival, first, end)
             cells = state_of(lib, self._context, arrival)
             lib.llama_memory_seq_rm(memory, arrival, -1, -1)
@@ -235,11 +233,14 @@ class LlamaStage:
 
     def _take_over(self, prefill: Prefill, seq: int, first: int, end: int) -> bool:
         """Give the sequence the prompt's cells at [first, end); False if there is no room for them."""
-        cells, arrival = prefill.cells(first, end), self._arrival
-        if not self._lib.llama_state_seq_set_data(self._context, as_bytes(cells), len(cells), arrival):
-            return False
-        self._lib.llama_memory_seq_cp(self._memory, arrival, seq, first, end)
-        self._lib.llama_memory_seq_rm(self._memory, arrival, -1, -1)
+        lib, memory, arrival = self._lib, self._memory, self._arrival
+        for start, stop in self._form.pieces(first, end):
+            cells = prefill.cells(start, stop)
+            if not lib.llama_state_seq_set_data(self._context, as_bytes(cells), len(cells), arrival):
+                lib.llama_memory_seq_rm(memory, seq, first, -1)
+                return False
+            lib.llama_memory_seq_cp(memory, arrival, seq, start, stop)
+            lib.llama_memory_seq_rm(memory, arrival, -1, -1)
         return True
 
     def _drop_prefill(self, seq: int) -> None:
