@@ -60,7 +60,7 @@ class PlainLlama:
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = False
         self._model = llama_cpp.llama_model_load_from_file(str(TARGET).encode(), params)
-        self._context = make_context(self._model, N_CTX + 24, FEW, decoding(self._model), 1)
+        self._context = make_context(self._model, N_CTX + 24, FEW, decoding(), 1)
         self._n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
     def generate(self, case: Case, n: int) -> list[int]:
