@@ -42,9 +42,9 @@ from tests.support.toy import (
 )
 
 
-def toy_pipeline(rng: random.Random, n_stages: int, n_cells: int, parked: bool, window: int = 0) -> ToyPipeline:
+def toy_pipeline(rng: random.Random, n_stages: int, n_cells: int, parked: bool) -> ToyPipeline:
     cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), n_stages - 1)), N_LAYERS]
-    models = [ToyStage(first, last, last == N_LAYERS, n_cells, parked, window) for first, last in pairwise(cuts)]
+    models = [ToyStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
     return ToyPipeline(models, rng, late=rng.choice([0.0, 0.5, 0.95]))
 
 

@@ -95,7 +95,7 @@ def run_case(seed: int) -> Counts:
     n_ctx, parked = 30, rng.random() < 0.5
     n_cells, n_seq = rng.choice([40, 90, 400]), rng.choice([1, 2, 5, 31])
     window = random.Random(31 * seed + 7).choice([0, 0, 0, 1, 4, 9])
-    pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked, window)
+    pipeline = toy_pipeline(rng, rng.randint(1, N_LAYERS), n_cells, parked)
     drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))])
     drafter: Drafter | Level | None = random_drafter(rng, reference, n_seq, n_cells + 64)
     if drafter and seed % 5 == 0:  # another rank has it

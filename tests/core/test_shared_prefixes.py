@@ -262,3 +262,13 @@ def test_where_the_block_begins_that_a_row_is_in() -> None:
     assert span.edges == [3, 67, 131, 202]
     found = {at: span.floor(at) for at in (2, 3, 66, 67, 130, 131, 201, 202, 300)}
     assert found == {2: 2, 3: 3, 66: 3, 67: 67, 130: 67, 131: 131, 201: 131, 202: 202, 300: 300}
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_what_a_window_leaves_out_is_shared_only_where_cells_stay(parked: bool) -> None:
+    pool = SequencePool(4, 100, parked, window=9)
+    pool.open(0)
+    pool.place(0, 8, [])
+    assert all(pool.can_retain(0, n) for n in range(9)), "a window sees all of it"
+    pool.place(0, 12, [])
+    assert [n for n in range(1, 21) if pool.can_retain(0, n)] == (list(range(1, 21)) if parked else [20])

@@ -53,17 +53,9 @@ def unpack(row: FloatArray) -> int:
 
 
 class ToyStage:
-    """StageModel of layers [first, last) of the toy. `n_cells` and the sequence rules are enforced as libllama does.
+    """StageModel of layers [first, last) of the toy. `n_cells` and the sequence rules are enforced as libllama does."""
 
-    With a `window`, and unless `parked`, a row may take the cells that it does not see for others. Rows must not need
-    what is lost.
-    """
-
-    def __init__(
-        self, first: int, last: int, is_last: bool, n_cells: int = 10_000, parked: bool = False, window: int = 0
-    ) -> None:
-        self.window = 0 if parked else window
-        self.lost: dict[int, set[int]] = {}  # seq -> positions
+    def __init__(self, first: int, last: int, is_last: bool, n_cells: int = 10_000, parked: bool = False) -> None:
         self.first, self.last, self.is_last = first, last, is_last
         self.n_embd, self.n_cells, self.parked = N_EMBD, n_cells, parked
         self.seqs: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # seq -> position -> (cell id, layer values)
@@ -90,12 +82,10 @@ class ToyStage:
                 target = self.seqs.setdefault(op.dst, {})
                 assert not target, f"copy into sequence {op.dst}, which is not empty"
                 target.update(span)
-                self.lost[op.dst] = self.lost.get(op.src, set()) & set(span)
             else:
                 assert op.kind is OpKind.REMOVE
                 for position in span:
                     del path[position]
-                self.lost[op.src] = self.lost.get(op.src, set()) - set(span)
                 self.n_parked += before - len(self.cells()) if self.parked else 0
 
     def next_position(self, seq: int) -> int:
@@ -112,8 +102,6 @@ class ToyStage:
             assert len(set(owners)) == len(owners)
             seen = self.seqs.setdefault(owners[0], {})
             assert sorted(seen) == list(range(position)), f"row at {position} sees {sorted(seen)}"
-            missing = [at for at in self.lost.get(owners[0], ()) if at > position - self.window]
-            assert not missing, f"row at {position} lacks {missing}"
             for owner in owners[1:]:
                 assert self.seqs.setdefault(owner, {}) == seen, "coupled sequences differ"
             h = int(batch.tokens[index]) if batch.hidden is None else unpack(batch.hidden[index])
@@ -133,8 +121,6 @@ class ToyStage:
                 for owner, position in added:
                     del self.seqs[owner][position]
                 return None
-        for seq in {owners[0] for owners in batch.seqs} if self.window else ():
-            self.lost[seq] = set(range(len(self.seqs[seq]) - self.window + 1))
         if self.is_last:
             return np.array([toy_logits(h) for h, wanted in zip(hidden, batch.wanted, strict=True) if wanted]).reshape(
                 -1, N_VOCAB
