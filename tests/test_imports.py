@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = (
     ("ground",), ("core",), ("policies", "models"), ("observe",), ("cluster",), ("virtual",), ("job",), ("server",),
-    ("cli",),
+    ("supervisor",), ("cli",),
 )  # fmt: skip
 """From the bottom: a room imports from the rooms of lower floors, and from itself."""
 

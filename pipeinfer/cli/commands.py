@@ -26,6 +26,7 @@ COMMANDS = {
     "info": "info:info_command",
     "measure": "measure:measure_command",
     "submit": "submit:submit_command",
+    "supervise": "supervise:supervise_command",
 }
 """Of each command the module in `pipeinfer.cli` and its function."""
 

@@ -21,6 +21,7 @@ from pipeinfer.cluster.hosts.roster import check_alike, own_info
 from pipeinfer.cluster.idle import sleep_on_time
 from pipeinfer.cluster.timing.link_times import clock_offset_s
 from pipeinfer.cluster.transport import Link, abort
+from pipeinfer.cluster.watch.attempts import end_attempts, own_attempt
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.rendezvous import Place
 from pipeinfer.cluster.watch.segments import marking, short_of_room, sweep
@@ -73,6 +74,8 @@ def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions
     on_signals(stopper.on_signal)
     watch.open()  # not before: it would take an end by a signal for a death
     if is_first_here():
+        if attempt := own_attempt():
+            end_attempts(attempt.job, attempt.number)
         if line := short_of_room(n_ranks_here()):
             complain(line)
         threading.Thread(target=sweep, daemon=True).start()

@@ -4,16 +4,21 @@ A note is a line of JSON: `[key, seed]` begins a text anew, `[key, [token, …]]
 names what was asked.
 """
 
+import contextlib
 import fcntl
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.limited import MAX_LENGTH
+from pipeinfer.job.process.supervised import NOTES, connect_supervisor, send_output
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.outputs import write_error
 
@@ -79,8 +84,10 @@ def note_of(*what: str | int | Sequence[int]) -> bytes:
 
 
 def open_journal(path: Path | None) -> Journal:
-    """Raises UserError, as `JournalFile` does."""
-    return JournalFile(path) if path else Journal()
+    """The supervisor's, where there is one and no file is named. Raises UserError, as `JournalFile` does."""
+    send_output()
+    link = None if path else connect_supervisor(NOTES)
+    return JournalFile(path) if path else LinkJournal(link) if link else Journal()
 
 
 class JournalFile(Journal):
@@ -126,3 +133,28 @@ class JournalFile(Journal):
         if not self.texts:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
+
+
+class LinkJournal(Journal):
+    """Notes that the supervisor keeps. Where it is lost the job ends: it starts another one elsewhere."""
+
+    def __init__(self, link: Connection) -> None:
+        super().__init__()
+        self._link = link
+        while note := link.recv_bytes():
+            self.take(note)
+        threading.Thread(target=self._await_end, daemon=True).start()
+
+    def _await_end(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            self._link.recv_bytes()
+        if not self._link.closed:
+            complain("the supervisor of this job is lost")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def write(self, note: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._link.send_bytes(note)
+
+    def close(self) -> None:
+        self._link.close()

@@ -1,0 +1,36 @@
+"""Rank 0's link to the supervisor above the job, if there is one. Knows no command."""
+
+import os
+import sys
+from multiprocessing.connection import Connection
+
+from pipeinfer.cluster.watch.attempts import own_attempt
+from pipeinfer.cluster.watch.limits import Limits
+from pipeinfer.cluster.watch.rendezvous import connect
+from pipeinfer.errors import UserError
+
+NOTES, OUTPUT, FRONT = b"notes", b"output", b"front"
+"""What rank 0 says first of a link: that it has notes of what comes, or is standard output, to which launchers write
+too, or leads to who speaks with a service's clients."""
+
+
+def send_output() -> None:
+    """To the supervisor, where there is one. Raises UserError as `connect_supervisor`."""
+    if link := connect_supervisor(OUTPUT):
+        sys.stdout.flush()
+        os.dup2(link.fileno(), 1)
+        link.close()
+
+
+def connect_supervisor(kind: bytes) -> Connection | None:
+    """None where there is none. Raises UserError when it does not answer: it has ended, or has started another job."""
+    if (attempt := own_attempt()) is None:
+        return None
+    link = connect(attempt.rendezvous, attempt.number, Limits())
+    try:
+        if link is None:
+            raise EOFError
+        link.send_bytes(kind)
+    except (OSError, EOFError):
+        raise UserError("the supervisor of this job does not answer; start the job anew") from None
+    return link

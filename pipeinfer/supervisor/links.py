@@ -1,0 +1,87 @@
+"""Where rank 0 of each attempt finds the supervisor, and what it sends there. Knows no HTTP."""
+
+import contextlib
+import os
+import selectors
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from pipeinfer.cluster.watch.limits import Limits
+from pipeinfer.cluster.watch.listener import Listener
+from pipeinfer.cluster.watch.protocol import MAX_HELLO_BYTES
+from pipeinfer.cluster.watch.rendezvous import Place, open_listener, own_place
+from pipeinfer.job.process.supervised import FRONT, NOTES, OUTPUT
+from pipeinfer.job.requests.journal import Journal
+from pipeinfer.supervisor.attempt import Output
+
+READ_BYTES = 1 << 16
+LOOK_S, ENDS_S = 0.1, 1.0
+
+
+class Links:
+    """Listens as long as the process lives. `take_front`: takes the link of a service's rank 0."""
+
+    def __init__(self, is_alone: bool, output: Output, take_front: Callable[[Connection], None]) -> None:
+        """`is_alone`: all ranks run on this host."""
+        here = own_place()
+        self.rendezvous, listening = open_listener([here, *([] if is_alone else [Place("", "")])])
+        self._listener = Listener(listening, self.rendezvous.key, 1, Limits())
+        self.journal, self._output, self._take_front = Journal(), output, take_front
+        self.has_news = False
+        """Whether the attempt has got on."""
+        self._number = 0
+        self._links: list[tuple[Connection, threading.Thread]] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def begin(self, number: int) -> None:
+        """From now on rank 0 of this attempt is heard, and no other one."""
+        with self._lock:
+            self._number, self.has_news = number, False
+
+    def end(self) -> None:
+        """What rank 0 has sent is taken, and no more."""
+        with self._lock:
+            self._number, links, self._links = 0, self._links, []
+        for link, reading in links:
+            reading.join(timeout=ENDS_S)
+            link.close()
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while True:
+                if selector.select(LOOK_S):
+                    self._listener.accept()
+                self._listener.reject_late()
+                with contextlib.suppress(Exception):
+                    while True:
+                        self._admit(*self._listener.admitted.get(timeout=LOOK_S / 2))
+
+    def _admit(self, number: int, link: Connection) -> None:
+        with self._lock:
+            if number != self._number:
+                link.close()
+                return
+            reading = threading.Thread(target=self._read, args=(link,), daemon=True)
+            self._links.append((link, reading))
+            reading.start()
+
+    def _read(self, link: Connection) -> None:
+        with contextlib.suppress(OSError, EOFError, ValueError):
+            while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, OUTPUT):
+                pass  # its process id, as the watch wants it
+            if kind == FRONT:
+                self._take_front(link)
+            elif kind == OUTPUT:
+                take = self._output.begin()
+                while data := os.read(link.fileno(), READ_BYTES):
+                    take(data)
+            else:
+                for note in self.journal.notes():
+                    link.send_bytes(note)
+                link.send_bytes(b"")
+                while True:
+                    self.journal.take(link.recv_bytes())
+                    self.has_news = True

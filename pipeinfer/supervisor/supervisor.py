@@ -1,0 +1,136 @@
+"""Start a job, and start it again where it was when a rank or a host is lost. Above MPI: launchers kill jobs, rank 0's
+too. Knows no request."""
+
+import secrets
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from pipeinfer.cluster.watch.attempts import Attempt
+from pipeinfer.errors import UserError
+from pipeinfer.job.process.complain import complain
+from pipeinfer.job.process.signals import on_signals
+from pipeinfer.job.process.streams import READER_LEFT
+from pipeinfer.supervisor.attempt import Job, Loss, Output
+from pipeinfer.supervisor.launcher import Launcher
+from pipeinfer.supervisor.links import Links
+
+WINDOW_S = 600.0
+"""Within so long there are `restarts` at most."""
+
+N_DEATHS = 2
+"""A host on which ranks have died so often within the window is left out, while there are others."""
+
+PROBE_S = 20.0
+"""How long a launcher may take to start nothing on a host."""
+
+LONGEST_DELAY_S = 30.0
+LOOK_S = 0.05
+IN_ORDER = (0, 2)
+"""Exit codes of a job that has said all: what is wrong with its input stays wrong."""
+
+
+class Supervisor:
+    """`restarts`: at most, within `WINDOW_S`."""
+
+    def __init__(self, launcher: Launcher, restarts: int, environ: Mapping[str, str]) -> None:
+        self.launcher, self.restarts, self.environ = launcher, restarts, environ
+        self.lost: dict[str, str] = {}  # hosts that are left out, and why
+        self._name = secrets.token_hex(8)
+        self._output = Output("--json" in launcher.command)
+        self._links = Links(not launcher.hosts, self._output, lambda link: link.close())
+        self._job: Job | None = None
+        self._stops = 0
+        self._starts_s = deque[float]()  # of restarts
+        self._deaths: dict[str, deque[float]] = {}  # by host
+        self._n_fruitless = 0  # attempts in a row that got nowhere
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        on_signals(self._on_signal)
+        with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:
+            stdin = _kept_input(self.launcher.command, Path(folder))
+            number = 0
+            while True:
+                number += 1
+                code, loss = self._attempt(number, Path(folder) / "hosts", stdin)
+                if self._stops or code in IN_ORDER or self._output.is_lost:
+                    self._output.end()
+                    return READER_LEFT if self._output.is_lost else code
+                loss = loss or Loss(f"the job ended with exit code {code}")
+                try:
+                    self._note(loss, number)
+                except UserError as error:
+                    complain(str(error))
+                    return code or 1
+
+    def _attempt(self, number: int, hosts_file: Path, stdin: IO[bytes] | None) -> tuple[int, Loss | None]:
+        self._links.begin(number)
+        words = self.launcher.without(self.lost, hosts_file)
+        attempt = Attempt(self._name, number, self._links.rendezvous)
+        try:
+            self._job = Job(attempt, words, self.environ, stdin)
+        except OSError as error:
+            raise UserError(f"{words[0]}: {error.strerror}; give the words that start the job after --") from None
+        code = self._job.wait(lambda: self._output.is_lost)
+        self._links.end()
+        return code, self._job.loss
+
+    def _note(self, loss: Loss, number: int) -> None:
+        """Decide with which hosts and when the job starts again. Raises UserError where it shall not."""
+        now_s = time.monotonic()
+        self._forget(now_s)
+        if len(self._starts_s) >= self.restarts:
+            raise UserError(f"{loss.why}; the job was started again {self.restarts} times within {WINDOW_S:g} s "
+                            "(--restarts), and is not any more")  # fmt: skip
+        self._starts_s.append(now_s)
+        self._n_fruitless = 0 if self._links.has_news else self._n_fruitless + 1
+        host = self.launcher.host_of(loss.rank, loss.host) if loss.rank >= 0 else ""
+        if host:
+            self._deaths.setdefault(host, deque()).append(now_s)
+            if loss.is_cut or len(self._deaths[host]) >= N_DEATHS:
+                self._leave_out(host, loss.why)
+        elif self.launcher.hosts and self._n_fruitless:
+            self._probe()
+        delay_s = min(LONGEST_DELAY_S, 2.0 ** (self._n_fruitless - 2)) if self._n_fruitless > 1 else 0.0
+        without = f", without {', '.join(self.lost)}" if self.lost else ""
+        later = f" in {delay_s:g} s" if delay_s else ""
+        complain(f"{loss.why}; the job starts again{later}{without} (restart {len(self._starts_s)} of {self.restarts})")
+        deadline = now_s + delay_s
+        while time.monotonic() < deadline and not self._stops:
+            time.sleep(LOOK_S)
+        if self._stops:
+            raise UserError("stopped before the job started again")
+
+    def _forget(self, now_s: float) -> None:
+        """What is older than the window."""
+        for times in (self._starts_s, *self._deaths.values()):
+            while times and times[0] < now_s - WINDOW_S:
+                times.popleft()
+
+    def _leave_out(self, host: str, why: str) -> None:
+        if len(self.lost) + 1 < len({each.name for each in self.launcher.hosts}):
+            self.lost[host] = why
+
+    def _probe(self) -> None:
+        """Leave out hosts on which the launcher starts nothing any more."""
+
+    def _on_signal(self, number: int) -> None:
+        """Handed on: the job ends in order, and is not started again."""
+        self._stops += 1
+        if self._job:
+            self._job.signal(number)
+
+
+def _kept_input(command: Sequence[str], folder: Path) -> IO[bytes] | None:
+    """Standard input, where the command reads it, for all attempts."""
+    if "-" not in command:
+        return None
+    file = (folder / "input").open("w+b")
+    file.write(sys.stdin.buffer.read())
+    file.flush()
+    return file

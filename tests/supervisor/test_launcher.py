@@ -1,0 +1,66 @@
+"""The words that start a job, without the hosts that are lost."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.errors import UserError
+from pipeinfer.supervisor.attempt import Loss, loss_in
+from pipeinfer.supervisor.launcher import read_launcher
+
+RUN = ["pipeinfer", "run", "-n", "8", "-f", "x"]
+
+
+def without(words: list[str], lost: list[str], folder: Path, environ: dict[str, str] | None = None) -> list[str]:
+    return read_launcher(words, environ or {}).without(lost, folder / "left")
+
+
+def test_a_hosts_file_is_written_anew(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# ours\na:1\nb:2\n\nc slots=1 max_slots=4\n")
+    for option in ("-f", "--hostfile"):
+        words = ["mpirun", option, str(hosts), "-np", "3", *RUN]
+        assert without(words, [], tmp_path) == words
+        assert without(words, ["a"], tmp_path) == ["mpirun", option, str(tmp_path / "left"), "-np", "3", *RUN]
+        assert (tmp_path / "left").read_text() == "b:2\nc slots=1 max_slots=4\n"
+        assert without(words, ["b"], tmp_path)[3:5] == ["-np", "2"], "fewer ranks where the rest takes no more"
+    with pytest.raises(UserError, match="no host is left to start the job on: a, b, c are lost"):
+        without(words, ["a", "b", "c"], tmp_path)
+
+
+def test_so_is_a_list_of_hosts(tmp_path: Path) -> None:
+    words = ["mpirun", "--host", "a:2,b:2,c", "-n", "4", *RUN]
+    assert without(words, ["b"], tmp_path) == ["mpirun", "--host", "a:2,c", "-n", "3", *RUN]
+    words = ["mpirun", "-hosts", "a,b", "-n", "4", *RUN]
+    assert without(words, ["a"], tmp_path)[3:5] == ["-n", "2"], "as many on each as before"
+
+
+def test_srun_excludes_them(tmp_path: Path) -> None:
+    nodes = {"SLURM_JOB_NODELIST": "node[08-10],x"}
+    assert [host.name for host in read_launcher(["srun", *RUN], nodes).hosts] == ["node08", "node09", "node10", "x"]
+    words = ["srun", "-N", "3", "--ntasks=6", *RUN]
+    assert without(words, ["node09"], tmp_path, nodes) == ["srun", "--exclude=node09", "-N", "3", "--ntasks=6", *RUN]
+    assert without(words, ["node09", "x"], tmp_path, nodes)[2:5] == ["-N", "2", "--ntasks=4"]
+
+
+def test_ranks_are_known_by_name_or_by_order() -> None:
+    launcher = read_launcher(["mpirun", "-hosts", "10.0.0.1:2,b.cluster", "-np", "3", *RUN])
+    assert launcher.host_of(2, "b") == "b.cluster"
+    assert launcher.host_of(1, "whatever") == "10.0.0.1"
+    assert read_launcher(["mpirun", "-np", "3", *RUN]).host_of(1, "here") == ""
+
+
+@pytest.mark.parametrize("words", [[], ["mpirun", "-np", "2"], ["mpirun", "pipeinfer"], ["pipeinfer", "bench"]])
+def test_what_cannot_be_supervised(words: list[str]) -> None:
+    with pytest.raises(UserError, match="give the words that start the job"):
+        read_launcher(words)
+
+
+def test_what_the_watch_says() -> None:
+    died = "rank 2 (host b, stage 1, layers 8-15) died of SIGKILL"
+    assert loss_in(f"pipeinfer: {died}; ending the job; the same command goes on from x\n") == Loss(died, 2, "b")
+    assert loss_in("pipeinfer: nothing comes from rank 1 (host a); ending the job") == Loss(
+        "nothing comes from rank 1 (host a)"
+    )
+    assert loss_in("pipeinfer: guesses cost time") is None
+    assert Loss("rank 1 (host b) cannot be reached any more, its host or the way to it is down", 1, "b").is_cut

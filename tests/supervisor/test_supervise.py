@@ -1,0 +1,103 @@
+"""A supervised job that loses a rank goes on: its output is there once, and nothing of the lost one is left."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import finish
+from tests.support.supervised import Supervised, until
+
+TEXT = ["run", "-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1", "--temp", "0.8",
+        "--seed", "3"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return finish(1, [*TEXT, "--policy", "iterative"]).stdout
+
+
+def test_a_text_goes_on_whichever_rank_dies(text: str) -> None:
+    job = Supervised(3, TEXT)
+    begun = ""
+    for rank in (1, 0, 2):
+        begun += job.read(100)
+        job.strike(rank)
+    code, rest, errors = job.finish()
+    assert (code, begun + rest) == (0, text), errors
+    assert errors.count("the job starts again") == 3 and "TERMINATION" not in errors
+
+
+def test_so_does_one_that_has_not_begun(text: str) -> None:
+    job = Supervised(3, TEXT)
+    job.strike(2)
+    code, out, errors = job.finish()
+    assert (code, out) == (0, text), errors
+
+
+def test_a_result_object_is_printed_once() -> None:
+    job = Supervised(3, [*TEXT, "--json"])
+    time.sleep(3)
+    job.strike(1)
+    code, out, errors = job.finish()
+    assert code == 0 and len(json.loads(out)["tokens"]) == 300, errors
+
+
+def test_a_batch_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("".join(f'{{"prompt": "def f{n}(", "ignore_eos": true}}\n' for n in range(8)))
+    words = ["batch", str(tmp_path / "in"), "-n", "120", "--parallel", "3", "-t", "1", "--seed", "4", "-o"]
+    job = Supervised(3, [*words, str(tmp_path / "out")])
+    for rank in (0, 2):
+        until(lambda: (tmp_path / "out").exists() and (tmp_path / "out").stat().st_size > 0, 60)
+        time.sleep(0.5)
+        job.strike(rank)
+    code, _, errors = job.finish()
+    assert code == 0, errors
+    assert finish(2, [*words, str(tmp_path / "whole")]).returncode == 0
+    found, whole = (
+        sorted((result["index"], result["text"]) for result in map(json.loads, path.read_text().splitlines()))
+        for path in (tmp_path / "out", tmp_path / "whole")
+    )
+    assert found == whole and len(found) == 8
+
+
+def test_bad_input_ends_at_once() -> None:
+    code, out, errors = Supervised(2, ["run", "-p", "x", "-m", "/nowhere.gguf"]).finish()
+    assert (code, out) == (2, "") and "/nowhere.gguf does not exist" in errors and "starts again" not in errors
+
+
+def test_what_dies_again_and_again_is_given_up() -> None:
+    job = Supervised(3, TEXT, ["--restarts", "1"])
+    for _ in range(2):
+        job.read(20)
+        job.strike(1)
+        time.sleep(0.3)
+    code, _, errors = job.finish()
+    assert code != 0 and "the job was started again 1 times within 600 s (--restarts), and is not any more" in errors
+
+
+def test_a_signal_is_handed_on_and_ends_it(text: str) -> None:
+    job = Supervised(3, TEXT)
+    begun = job.read(100)
+    job.process.send_signal(signal.SIGINT)
+    code, rest, errors = job.finish()
+    assert code == 130 and text.startswith(begun + rest.rstrip("\n")), errors
+    assert "starts again" not in errors
+
+
+def test_its_own_death_leaves_nothing() -> None:
+    job = Supervised(3, TEXT)
+    job.read(20)
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.finish()
+
+
+def test_a_rank_that_stands_still_is_a_lost_one(text: str) -> None:
+    job = Supervised(3, [*TEXT, "--rank-timeout", "3"])
+    begun = job.read(50)
+    job.strike(1, signal.SIGSTOP)
+    code, rest, errors = job.finish()
+    assert (code, begun + rest) == (0, text), errors

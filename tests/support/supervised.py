@@ -1,0 +1,90 @@
+"""Start a supervised job, strike its processes, and see what is left of it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
+from tests.support.jobs import COMMAND, environment, launcher
+
+MARK = "SUPERVISED_MARK"
+
+
+class Supervised:
+    """Runs from creation on. `words`: of the job's command."""
+
+    def __init__(self, n_ranks: int, words: Sequence[str], options: Sequence[str] = (), **others: Any) -> None:
+        self.mark = uuid.uuid4().hex
+        command = [*COMMAND, "supervise", *options, *launcher(n_ranks), str(COMMAND_FILE), *words]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            env=environment() | {MARK: self.mark}, start_new_session=True, **others,
+        )  # fmt: skip
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """All that belong to it, with their environments."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                pairs = (folder / "environ").read_bytes().decode("utf-8", "replace").split("\0")
+                environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+                if environ.get(MARK) == self.mark:
+                    found[int(folder.name)] = environ
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id."""
+        return {
+            rank_from_environment(environ): pid
+            for pid, environ in self.processes().items()
+            if size_from_environment(environ) > 1 and b"\0-m\0pipeinfer\0" in _command(pid)
+        }
+
+    def strike(self, rank: int, number: int = signal.SIGKILL, timeout_s: float = 60) -> None:
+        """Once the rank is there."""
+        until(lambda: rank in self.ranks() or self.process.poll() is not None, timeout_s)
+        with contextlib.suppress(KeyError, ProcessLookupError):
+            os.kill(self.ranks()[rank], number)
+
+    def finish(self, timeout_s: float = 120) -> tuple[int, str, str]:
+        """(exit code, output, errors); nothing is left behind."""
+        try:
+            out, errors = self.process.communicate(timeout=timeout_s)
+            until(lambda: not self.processes(), 10)
+        finally:
+            self.end()
+        return self.process.returncode, out.decode(), errors.decode("utf-8", "replace")
+
+    def read(self, n: int) -> str:
+        """So many bytes of ASCII."""
+        found = b""
+        while len(found) < n and (data := os.read(self.process.stdout.fileno(), n - len(found))):  # type: ignore[union-attr]
+            found += data
+        return found.decode()
+
+    def end(self) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+COMMAND_FILE = Path(COMMAND[0]).with_name("pipeinfer")
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def until(done: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.02)
