@@ -81,9 +81,9 @@ def serve_command(**given: Any) -> int:
     options = run_options(given, is_chat=True)
     from pipeinfer.job.serve.serve import run_serve  # initialises MPI
     from pipeinfer.job.serve.serve_prepare import ServeOptions
-    from pipeinfer.server.front import HttpFront
+    from pipeinfer.server.front import open_front
 
-    return run_serve(ServeOptions(run=options, front=front, drain_s=drain_s), HttpFront)
+    return run_serve(ServeOptions(run=options, front=front, drain_s=drain_s), open_front)
 
 
 def _keys_in(text: str | None) -> tuple[str, ...]:

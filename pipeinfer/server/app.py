@@ -92,6 +92,8 @@ class Api:
         """200 while requests are taken."""
         if self.head.state is State.READY:
             return JsonResponse({"status": "ok"})
+        if self.head.state is State.RECOVERING:
+            return JsonResponse({"status": "recovering", "reason": self.head.reason}, 503)
         self.head.check_ready()
         raise AssertionError("a state without a refusal")
 

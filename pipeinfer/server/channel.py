@@ -36,7 +36,7 @@ FINISH_S = 1.0
 def _ask(said: dict[str, Any]) -> Ask:
     spans = said["spans"]
     return Ask(**said | {
-        "prompt": tuple(said["prompt"]), "stops": tuple(said["stops"]),
+        "prompt": tuple(said["prompt"]), "begun": tuple(said["begun"]), "stops": tuple(said["stops"]),
         "sampling": SamplingParams(**said["sampling"]), "spans": spans and tuple(Span(*span) for span in spans),
     })  # fmt: skip
 

@@ -5,7 +5,9 @@ launcher kills all the others, it still tells its clients. Imports nothing but t
 """
 
 import contextlib
+import json
 import math
+import os
 import pickle
 import socket
 import ssl
@@ -15,9 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeinfer.child import python_command
+from pipeinfer.cluster.watch.attempts import Attempt, own_attempt
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.limited import read_limited
+from pipeinfer.job.process.supervised import FRONT, connect_supervisor, seal
 from pipeinfer.job.serve.front import Closing, FromFront, FromHead, Setup
 from pipeinfer.server.channel import HeadEnd
 from pipeinfer.server.options import HttpOptions
@@ -39,8 +43,8 @@ class ProcessSetup:
     setup: Setup
 
 
-class HttpFront:
-    """The `Front` of a service."""
+class HttpProcess:
+    """Where clients come, and the process that speaks HTTP there."""
 
     def __init__(self, options: HttpOptions) -> None:
         """Raises UserError: what is not installed, files, the port."""
@@ -51,9 +55,7 @@ class HttpFront:
         self.options = replace(options, api_keys=options.api_keys + _keys_of(options.api_key_file))
         _check_certificate(options)
         self._port = _listen(options.host, options.port)
-        self._end: HeadEnd | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._most_silent_s = math.inf
 
     @property
     def address(self) -> str:
@@ -61,18 +63,61 @@ class HttpFront:
         shown = f"[{host}]" if ":" in host else host
         return f"{'https' if self.options.ssl_cert_file else 'http'}://{shown}:{port}"
 
-    def start(self, setup: Setup) -> None:
-        self._most_silent_s = Limits.of(setup.run.rank_timeout_s).silent_s
-        ours, theirs = socket.socketpair()
-        numbers = [theirs.fileno(), self._port.fileno()]
-        with theirs:
+    def start(self, setup: Setup, link: socket.socket, by_links: bool = False) -> None:
+        """`link`: to the head; `by_links`: links to one head after the other come by it. It is closed here."""
+        numbers = [link.fileno(), self._port.fileno()]
+        with link:
             self._process = subprocess.Popen(
-                python_command(START, *numbers), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=numbers,
-                start_new_session=True,
+                python_command(START, *numbers, int(by_links)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                pass_fds=numbers, start_new_session=True,
             )  # fmt: skip
         assert self._process.stdin
         with contextlib.suppress(OSError), self._process.stdin as pipe:
             pickle.dump(ProcessSetup(self.options, setup), pipe)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def how_it_ended(self) -> str:
+        """Empty while it runs."""
+        code = self._process.poll() if self._process else None
+        if code is None:
+            return ""
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def end(self, timeout_s: float) -> None:
+        """It is killed if it has not ended by then. The port stays."""
+        if self._process:
+            try:
+                self._process.wait(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        """Nobody is heard at the port any more."""
+        self._port.close()
+
+
+class HttpFront:
+    """The `Front` of a service."""
+
+    def __init__(self, options: HttpOptions) -> None:
+        """Raises UserError as `HttpProcess` does."""
+        self._http = HttpProcess(options)
+        self._end: HeadEnd | None = None
+        self._most_silent_s = math.inf
+
+    @property
+    def address(self) -> str:
+        return self._http.address
+
+    def start(self, setup: Setup) -> None:
+        self._most_silent_s = Limits.of(setup.run.rank_timeout_s).silent_s
+        ours, theirs = socket.socketpair()
+        self._http.start(setup, theirs)
         self._end = HeadEnd(ours)
 
     def has_news(self) -> bool:
@@ -86,30 +131,69 @@ class HttpFront:
             self._end.tell(message)
 
     def lost(self) -> str:
-        if self._end is None or self._process is None:
+        if self._end is None:
             return ""
         if not self._end.closed:
             if self._end.silent_s < self._most_silent_s:
                 return ""
             return f"nothing comes from the process that speaks HTTP for {self._most_silent_s:g} s; ending the job"
-        code = self._process.poll()
-        if code is None:
-            gone = self._end.silent_s > MARGIN_S  # since it closed
-            return "the process that speaks HTTP has closed its ears; ending the job" if gone else ""
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"the process that speaks HTTP {how}; ending the job"
+        how = self._http.how_it_ended()
+        if not how and self._end.silent_s > MARGIN_S:  # since it closed
+            how = "has closed its ears"
+        return f"the process that speaks HTTP {how}; ending the job" if how else ""
 
     def close(self, grace_s: float = 0.0) -> None:
         if self._end:
             self._end.tell(Closing(grace_s))
             self._end.finish()
-        self._port.close()
-        if self._process:
-            try:
-                self._process.wait(timeout=grace_s + MARGIN_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-            self._process = None
+        self._http.close()
+        self._http.end(grace_s + MARGIN_S)
+
+
+class SupervisedFront(HttpFront):
+    """The `Front` where the port and the process are the supervisor's, which outlives the job."""
+
+    def __init__(self, options: HttpOptions, attempt: Attempt) -> None:
+        """Raises UserError as `HttpProcess` does, which is the supervisor's then."""
+        link = connect_supervisor(FRONT)
+        assert link, "nobody supervises this job"
+        self._link, self._key, self._most_silent_s = link, attempt.rendezvous.key, math.inf
+        self._end = None
+        try:
+            link.send_bytes(seal(pickle.dumps(options), attempt.rendezvous.key))
+            said = json.loads(link.recv_bytes())
+        except (OSError, EOFError):
+            raise UserError("the supervisor of this job does not answer; start the job anew") from None
+        if "error" in said:
+            raise UserError(said["error"])
+        self._address: str = said["address"]
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def start(self, setup: Setup) -> None:
+        self._most_silent_s = Limits.of(setup.run.rank_timeout_s).silent_s
+        with contextlib.suppress(OSError):
+            self._link.send_bytes(seal(pickle.dumps(setup), self._key))
+        self._end = HeadEnd(socket.socket(fileno=os.dup(self._link.fileno())))
+        self._link.close()
+
+    def lost(self) -> str:
+        if self._end and self._end.closed:
+            return "the process that speaks HTTP, or the supervisor, is lost; ending the job"
+        return super().lost()
+
+    def close(self, grace_s: float = 0.0) -> None:
+        if self._end:
+            self._end.tell(Closing(grace_s))
+            self._end.finish()
+
+
+def open_front(options: HttpOptions) -> HttpFront:
+    """The front of a service, on rank 0. Raises UserError as `HttpProcess` does."""
+    attempt = own_attempt()
+    return SupervisedFront(options, attempt) if attempt else HttpFront(options)
 
 
 def _keys_of(path: Path | None) -> tuple[str, ...]:

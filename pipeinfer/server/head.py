@@ -21,6 +21,7 @@ from pipeinfer.job.serve.front import (
     Ended,
     FromFront,
     FromHead,
+    Listening,
     Picture,
     Ready,
     Waits,
@@ -44,6 +45,7 @@ RETRY = {
 class State(Enum):
     LOADING = "loading"
     READY = "ready"
+    RECOVERING = "recovering"  # requests are taken, and wait
     DRAINING = "draining"
     LOST = "lost"
 
@@ -71,7 +73,11 @@ class Choice:
     told_s: float = math.nan  # when the head said so
     text: str = ""
     entries: list[Entry] = field(default_factory=list)
-    n_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+    n_characters: int = 0  # that have come, and entries
+    n_entries: int = 0
+    again: tuple[int, int, int] = (0, 0, 0)
+    """After the job was started again: tokens, characters and entries that come although they were there before."""
     finish: str | None = None
     timings: dict[str, Any] = field(default_factory=dict)
 
@@ -82,6 +88,30 @@ class Choice:
     @property
     def has_logprobs(self) -> bool:
         return self.asked.sampling.n_logprobs >= 0
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    def come(self, tokens: Sequence[int], text: str, entries: Sequence[Entry]) -> int:
+        """How many of the tokens are new."""
+        n_tokens, n_characters, n_entries = self.again
+        came = (len(tokens), len(text), len(entries))
+        new, fresh = tokens[n_tokens:], entries[n_entries:]
+        self.text += text[n_characters:]
+        self.entries += fresh
+        self.tokens += new
+        self.n_characters += len(text[n_characters:])
+        self.n_entries += len(fresh)
+        self.again = tuple(max(0, n - n_came) for n, n_came in zip(self.again, came, strict=True))  # type: ignore[assignment]
+        return len(new)
+
+    def begin_again(self) -> tuple[int, ...]:
+        """What another job is to begin with: all tokens but the last, so that there is one to come; none where their
+        log-probabilities are wanted, which only come with new ones."""
+        begun = () if self.has_logprobs else tuple(self.tokens[:-1])
+        self.again = self.n_tokens - len(begun), self.n_characters, self.n_entries
+        return begun
 
     def take(self) -> str:
         text, self.text = self.text, ""
@@ -131,6 +161,10 @@ class Heard(Protocol):
 
     def shown(self, picture: Picture) -> None: ...
 
+    def recovered(self, seconds: float) -> None:
+        """Another head is ready, so long after the one before was lost."""
+        ...
+
 
 class Head:
     """`n_most`: choices that are open or wait."""
@@ -139,21 +173,48 @@ class Head:
         self.n_most, self.heard = n_most, heard
         self.state = State.LOADING
         self.choices: dict[int, Choice] = {}
+        self.is_heard = False  # by clients
+        self.limit = 0  # tokens of a request
+        self.reason, self.lost_s = "", math.nan  # while it recovers: why, and since when
         self.closing_s = 0.0  # once it is lost, how long its clients have
         self._ids = itertools.count()
         self._pictures: set[asyncio.Queue[Picture]] = set()
         self.writer: asyncio.StreamWriter | None = None
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Until the head is lost: then what was asked of it is given up."""
+        """Until the head is lost."""
         try:
             while line := await reader.readline():
                 self._take(decode(line))
         except (OSError, ValueError):  # ValueError: a line that is too long, or none of ours
             pass
+
+    def give_up(self) -> None:
+        """No head comes any more."""
         self.state = State.LOST
         for choice in list(self.choices.values()):
             self._take(Ended(choice.id, ""))
+
+    def recover(self, why: str = "") -> None:
+        """The head is lost, and another one will come: what was asked waits for it."""
+        if self.state is not State.RECOVERING:
+            self.state, self.lost_s, self.reason = State.RECOVERING, time.monotonic(), ""
+        self.reason, self.writer = why or self.reason, None
+        for choice in self.choices.values():
+            choice.has_turn = False
+
+    def _ready(self, limit: int) -> None:
+        """All that waits is asked for, but for what no longer fits."""
+        was, self.state, self.limit = self.state, State.READY, limit
+        if was is State.RECOVERING:
+            self.heard.recovered(time.monotonic() - self.lost_s)
+            for choice in list(self.choices.values()):
+                if choice.asked.n_ctx > limit:
+                    self._take(Ended(choice.id, ""))
+                else:
+                    self.tell(_ask(choice, choice.begin_again()))
+            if self._pictures:
+                self.tell(Watch(True))
 
     # -- what is asked
 
@@ -161,7 +222,7 @@ class Head:
         """Raises Refusal while nothing can be asked."""
         if self.state is State.LOST:
             raise lost()
-        if self.state is not State.READY:
+        if self.state not in (State.READY, State.RECOVERING):
             message, retry_s = RETRY[self.state.value]
             raise Refusal(503, message, retry_s)
 
@@ -177,7 +238,8 @@ class Head:
         answer = Answer([next(self._ids) for _ in asked], asked, client)
         for choice in answer.choices:
             self.choices[choice.id] = choice
-            self.tell(_ask(choice))
+            if self.state is State.READY:
+                self.tell(_ask(choice))
         return answer
 
     def drop(self, answer: Answer) -> None:
@@ -201,6 +263,11 @@ class Head:
         if not self._pictures:
             self.tell(Watch(False))
 
+    def starts(self) -> None:
+        """Clients are heard."""
+        self.is_heard = True
+        self.tell(Listening())
+
     def tell(self, message: FromFront) -> None:
         if self.writer and self.state is not State.LOST:
             self.writer.write(encode(message))
@@ -214,7 +281,7 @@ class Head:
             if choice := self.choices.get(message.id):
                 self._note(message, choice)
         elif isinstance(message, Ready):
-            self.state = State.READY
+            self._ready(message.limit)
         elif isinstance(message, Draining):
             self.state = State.DRAINING
         elif isinstance(message, Closing):
@@ -225,17 +292,16 @@ class Head:
     def _came(self, message: Came) -> None:
         """It is counted after all of it is written."""
         came = [(self.choices[part[0]], part) for part in message.parts if part[0] in self.choices]
-        before_s = [choice.came_s for choice, _ in came]
-        for choice, (_, n_tokens, text, entries) in came:
+        before_s, n_new = [choice.came_s for choice, _ in came], []
+        for choice, (_, tokens, text, entries) in came:
             choice.came_s, choice.told_s = message.at_s, message.told_s
-            choice.text += text
-            choice.entries += [Entry(*entry) for entry in entries]
-            choice.n_tokens += n_tokens
+            n_new.append(choice.come(tokens, text, [Entry(*entry) for entry in entries]))
         changes = list({choice.changed: None for choice, _ in came})
         for start in range(0, len(changes), N_ROW):
             self._write(changes[start : start + N_ROW])
-        for (choice, part), each_s in zip(came, before_s, strict=True):
-            self.heard.came(choice, part[1], each_s)
+        for (choice, _), each_s, n_tokens in zip(came, before_s, n_new, strict=True):
+            if n_tokens:
+                self.heard.came(choice, n_tokens, each_s)
 
     def _write(self, changes: Sequence[Changed]) -> None:
         """What can be written at once is; all else comes later."""
@@ -268,9 +334,10 @@ class Head:
         self.heard.shown(picture)
 
 
-def _ask(choice: Choice) -> Ask:
+def _ask(choice: Choice, begun: tuple[int, ...] = ()) -> Ask:
     asked = choice.asked
     return Ask(
         choice.id, asked.prompt, asked.n_predict, asked.sampling, bool(asked.end_tokens), asked.stops, asked.markers,
         asked.spans, asked.keep, asked.priority, choice.client,
+        begun,
     )  # fmt: skip

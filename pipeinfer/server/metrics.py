@@ -41,6 +41,8 @@ class Metrics:
         self._queue = self._histogram("vllm:request_queue_time_seconds", "From submission to the first run.", SECONDS)
         self._n_prompt = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._n_text = self._histogram("vllm:request_generation_tokens", "Tokens of a text.", TOKENS)
+        self._recoveries = self._counter("pipeinfer:recoveries", "How often the job was lost and started again.")
+        self._recovery_s = self._counter("pipeinfer:recovery_seconds", "Seconds in which there was no job.")
         self._share = Gauge("pipeinfer:rank_time_ratio", "How a rank spent its time when it was last looked at.",
                             ["rank", "use"], registry=self.registry)  # fmt: skip
 
@@ -106,6 +108,10 @@ class Metrics:
         for rank in picture.ranks:
             for use in ("busy", "cancelled", "waiting", "idle"):
                 self._share.labels(rank["rank"], use).set(rank[use])
+
+    def recovered(self, seconds: float) -> None:
+        self._recoveries.inc()
+        self._recovery_s.inc(seconds)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -1,6 +1,7 @@
 """The process that speaks HTTP, beside rank 0: what is asked goes to the head, what comes of it to clients.
 
-It ends when the head does, after a word to each client.
+It ends when the head does, after a word to each client. Under a supervisor it outlives heads: then clients wait for the
+next one.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ from pipeinfer.server.prompting import Prompting
 LAST_WORDS_S = 0.7
 """After the head is lost: clients that were being answered get their error, and those that ask now get one too."""
 
+CONTROL_BYTES, HERE = 4096, b"here"
+
 COLLECT_AFTER = 50_000, 20, 50
 """Python's collector passes over the values of a large body again and again by default, for 200 ms in all in which
 nobody is served. A pass over as many takes some 3 ms."""
@@ -49,13 +52,14 @@ class Server(uvicorn.Server):
         yield
 
 
-def main(link: int, port: int) -> None:
-    """`link`: the socket to the head; `port`: that on which clients come. What else to know is on standard input."""
+def main(link: int, port: int, by_links: int) -> None:
+    """`link`: the socket to the head, or `by_links` to the supervisor; `port`: that on which clients come. What else to
+    know is on standard input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     given: ProcessSetup = pickle.load(sys.stdin.buffer)
     logging.basicConfig(format="pipeinfer: server: %(message)s", level=logging.ERROR)
-    asyncio.run(serve(given, socket.socket(fileno=link), socket.socket(fileno=port)))
+    asyncio.run(serve(given, socket.socket(fileno=link), socket.socket(fileno=port), bool(by_links)))
 
 
 async def beat(head: Head, every_s: float) -> None:
@@ -65,7 +69,41 @@ async def beat(head: Head, every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
-async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket) -> None:
+async def hear(head: Head, link: socket.socket) -> None:
+    """Until this head is gone."""
+    reader, head.writer = await asyncio.open_connection(sock=link, limit=LINE_BYTES)
+    if head.is_heard:
+        head.tell(Listening())
+    await head.run(reader)
+
+
+async def hear_all(head: Head, control: socket.socket) -> None:
+    """Heads whose links come from the supervisor, until it says no more."""
+    loop, messages = asyncio.get_running_loop(), asyncio.Queue[tuple[bytes, list[int]]]()
+    control.setblocking(False)
+    loop.add_reader(control, lambda: messages.put_nowait(socket.recv_fds(control, CONTROL_BYTES, 1)[:2]))
+    hearing: asyncio.Task[None] | None = None
+    while True:
+        coming = asyncio.ensure_future(messages.get())
+        await asyncio.wait({coming, *([hearing] if hearing else [])}, return_when=asyncio.FIRST_COMPLETED)
+        if hearing and hearing.done():
+            hearing = None
+            head.recover("the job was lost")
+        if not coming.done():
+            coming.cancel()
+            continue
+        said, links = coming.result()
+        if not said:
+            break
+        if links:
+            hearing = asyncio.create_task(hear(head, socket.socket(fileno=links[0])))
+        else:
+            head.recover(said.decode())
+            control.send(HERE)
+    loop.remove_reader(control)
+
+
+async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket, by_links: bool) -> None:
     """Until the head is gone."""
     http, setup = given.http, given.setup
     metrics = Metrics(http.alias or setup.run.model.name, setup.n_ctx)
@@ -81,15 +119,16 @@ async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket) -
     ))  # fmt: skip
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
-    reader, writer = await asyncio.open_unix_connection(sock=link, limit=LINE_BYTES)
-    head.writer, server.on_start = writer, lambda: head.tell(Listening())
-    serving, running = asyncio.create_task(server.serve(sockets=[port])), asyncio.create_task(head.run(reader))
+    server.on_start = head.starts
+    serving = asyncio.create_task(server.serve(sockets=[port]))
+    running = asyncio.create_task(hear_all(head, link) if by_links else hear(head, link))
     beating = asyncio.create_task(beat(head, Limits.of(setup.run.rank_timeout_s).beat_s))
     await asyncio.wait({serving, running}, return_when=asyncio.FIRST_COMPLETED)
     beating.cancel()
     if not running.done():  # it could not start: whatever it raises ends the process, which the head notices
         await serving
         return
+    head.give_up()
     if not head.closing_s:
         await asyncio.sleep(LAST_WORDS_S)
     server.should_exit = True

@@ -1,10 +1,9 @@
-"""Where rank 0 of each attempt finds the supervisor, and what it sends there. Knows no HTTP."""
+"""Where rank 0 of each attempt finds the supervisor, and what it sends there."""
 
 import contextlib
 import os
 import selectors
 import threading
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from pipeinfer.cluster.watch.limits import Limits
@@ -14,20 +13,21 @@ from pipeinfer.cluster.watch.rendezvous import Place, open_listener, own_place
 from pipeinfer.job.process.supervised import FRONT, NOTES, OUTPUT
 from pipeinfer.job.requests.journal import Journal
 from pipeinfer.supervisor.attempt import Output
+from pipeinfer.supervisor.http import Http
 
 READ_BYTES = 1 << 16
 LOOK_S, ENDS_S = 0.1, 1.0
 
 
 class Links:
-    """Listens as long as the process lives. `take_front`: takes the link of a service's rank 0."""
+    """Listens as long as the process lives."""
 
-    def __init__(self, is_alone: bool, output: Output, take_front: Callable[[Connection], None]) -> None:
+    def __init__(self, is_alone: bool, output: Output) -> None:
         """`is_alone`: all ranks run on this host."""
         here = own_place()
         self.rendezvous, listening = open_listener([here, *([] if is_alone else [Place("", "")])])
         self._listener = Listener(listening, self.rendezvous.key, 1, Limits())
-        self.journal, self._output, self._take_front = Journal(), output, take_front
+        self.journal, self.http, self._output = Journal(), Http(self.rendezvous.key), output
         self.has_news = False
         """Whether the attempt has got on."""
         self._number = 0
@@ -73,7 +73,8 @@ class Links:
             while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, OUTPUT):
                 pass  # its process id, as the watch wants it
             if kind == FRONT:
-                self._take_front(link)
+                self.http.take(link)
+                self.has_news = True
             elif kind == OUTPUT:
                 take = self._output.begin()
                 while data := os.read(link.fileno(), READ_BYTES):

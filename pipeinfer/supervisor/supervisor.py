@@ -42,7 +42,7 @@ class Supervisor:
         self.lost: dict[str, str] = {}  # hosts that are left out, and why
         self._name = secrets.token_hex(8)
         self._output = Output("--json" in launcher.command)
-        self._links = Links(not launcher.hosts, self._output, lambda link: link.close())
+        self._links = Links(not launcher.hosts, self._output)
         self._job: Job | None = None
         self._stops = 0
         self._starts_s = deque[float]()  # of restarts
@@ -60,12 +60,14 @@ class Supervisor:
                 code, loss = self._attempt(number, Path(folder) / "hosts", stdin)
                 if self._stops or code in IN_ORDER or self._output.is_lost:
                     self._output.end()
+                    self._links.http.close()
                     return READER_LEFT if self._output.is_lost else code
                 loss = loss or Loss(f"the job ended with exit code {code}")
                 try:
                     self._note(loss, number)
                 except UserError as error:
                     complain(str(error))
+                    self._links.http.close()
                     return code or 1
 
     def _attempt(self, number: int, hosts_file: Path, stdin: IO[bytes] | None) -> tuple[int, Loss | None]:
@@ -82,6 +84,7 @@ class Supervisor:
 
     def _note(self, loss: Loss, number: int) -> None:
         """Decide with which hosts and when the job starts again. Raises UserError where it shall not."""
+        self._links.http.lost(loss.why)
         now_s = time.monotonic()
         self._forget(now_s)
         if len(self._starts_s) >= self.restarts:

@@ -46,6 +46,10 @@ class Supervised:
             if size_from_environment(environ) > 1 and b"\0-m\0pipeinfer\0" in _command(pid)
         }
 
+    def http(self) -> int:
+        """The process that speaks with clients."""
+        return next(pid for pid in self.processes() if b"server.process" in _command(pid))
+
     def strike(self, rank: int, number: int = signal.SIGKILL, timeout_s: float = 60) -> None:
         """Once the rank is there."""
         until(lambda: rank in self.ranks() or self.process.poll() is not None, timeout_s)

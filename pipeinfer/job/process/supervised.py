@@ -1,5 +1,6 @@
 """Rank 0's link to the supervisor above the job, if there is one. Knows no command."""
 
+import hmac
 import os
 import sys
 from multiprocessing.connection import Connection
@@ -12,6 +13,21 @@ from pipeinfer.errors import UserError
 NOTES, OUTPUT, FRONT = b"notes", b"output", b"front"
 """What rank 0 says first of a link: that it has notes of what comes, or is standard output, to which launchers write
 too, or leads to who speaks with a service's clients."""
+
+
+N_PROOF = 32
+
+
+def seal(data: bytes, key: str) -> bytes:
+    """With a proof that who says it has the key."""
+    return hmac.digest(key.encode(), data, "sha256") + data
+
+
+def unseal(sealed: bytes, key: str) -> bytes:
+    """Raises ValueError where the proof is wrong."""
+    if not hmac.compare_digest(seal(sealed[N_PROOF:], key), sealed):
+        raise ValueError("who says this does not have the key")
+    return sealed[N_PROOF:]
 
 
 def send_output() -> None:

@@ -26,6 +26,7 @@ class Ask:
     keep: bool
     priority: int = 0
     client: str = ""
+    begun: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +68,19 @@ class Waits:
     id: int
 
 
+Part = tuple[int, Sequence[int], str, Sequence[Entry]]
+
+
 @dataclass(frozen=True, slots=True)
 class Came:
-    """The head: of some requests how many tokens, the text that is certain with them, and if they asked for these its
-    log-probabilities: (id, tokens, text, entries). On this host's monotonic clock, `at_s`: when the target had decided
+    """The head: of some requests the tokens, the text that is certain with them, and if they asked for these its
+    log-probabilities: (id, tokens, text, entries). The first text has that of `begun` too.
+    On this host's monotonic clock, `at_s`: when the target had decided
     on them, `told_s`: when the front was told."""
 
     at_s: float
     told_s: float
-    parts: list[tuple[int, int, str, Sequence[Entry]]]
+    parts: list[Part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The head: the models are loaded."""
+    """The head: the models are loaded. `limit`: tokens of a request at most."""
+
+    limit: int
 
 
 @dataclass(frozen=True, slots=True)

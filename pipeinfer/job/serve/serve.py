@@ -19,7 +19,20 @@ from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve.drain import Drain
-from pipeinfer.job.serve.front import Ask, Begun, Came, Draining, Drop, Ended, Front, Listening, Ready, Waits, Watch
+from pipeinfer.job.serve.front import (
+    Ask,
+    Begun,
+    Came,
+    Draining,
+    Drop,
+    Ended,
+    Front,
+    Listening,
+    Part,
+    Ready,
+    Waits,
+    Watch,
+)
 from pipeinfer.job.serve.pictures import Pictures
 from pipeinfer.job.serve.serve_prepare import ServeOptions, ServeWork, prepare_serve
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
@@ -66,7 +79,7 @@ class Service:
                 flag.interrupts = self.drain
                 self.session, self.pictures = session, Pictures(session, self.deployment)
                 self.requests = OpenRequests(self.context, session, self.work.tokenizer, n_ctx, self._tell)
-                self.front.tell(Ready())
+                self.front.tell(Ready(self.work.setup.limit))
                 with suppress(StopRequested):
                     self._serve()
                 lost = self._stop()
@@ -137,7 +150,7 @@ class Service:
         return GenerationRequest(
             ask.prompt, ask.n_predict, len(ask.prompt) + ask.n_predict, ask.sampling,
             self.work.ends if ask.ends else frozenset(), ask.stops, ask.markers, ask.spans, ask.keep,
-            ask.priority,
+            ask.priority, ask.begun,
         )  # fmt: skip
 
     def _drop(self, id: int) -> None:
@@ -170,7 +183,9 @@ class Service:
 
     def _tell(self, news: Sequence[News]) -> None:
         """In one message what has come at one time."""
-        parts = [(self._ids[each.opened], len(each.tokens), each.text, each.entries) for each in news]
+        parts: list[Part] = [
+            (self._ids[each.opened], [*map(int, each.tokens)], each.text, each.entries) for each in news
+        ]
         token_s = news[0].opened.metrics.token_s
         self.front.tell(Came(token_s[-1] if token_s else CLOCK(), CLOCK(), parts))
         for each in news:

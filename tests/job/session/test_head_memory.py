@@ -98,8 +98,8 @@ class Clients:
 
     def tell(self, message: FromHead) -> None:
         if isinstance(message, Came):
-            for id, n_tokens, *_ in message.parts:
-                self.open[id] -= n_tokens
+            for id, tokens, *_ in message.parts:
+                self.open[id] -= len(tokens)
                 if self.open[id] < 0:
                     del self.open[id]
                     self.drops.append(Drop(id))

@@ -1,0 +1,110 @@
+"""Ranks of supervised jobs are killed or stopped at random moments, rank 0 and the process that speaks HTTP too: nothing
+hangs, each text is that of an undisturbed job, nothing is lost, doubled or left behind."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.long.asking import Stream, ask, random_request
+from tests.supervisor.test_serving import Service, service
+from tests.support.jobs import finish
+from tests.support.supervised import Supervised, until
+
+pytestmark = pytest.mark.long
+
+N_SERVICES, N_ROUNDS = 4, int(os.environ.get("SUPERVISED_ROUNDS", "25"))
+N_BATCHES = 10
+N_STREAMS = 4
+WORDS = ["serve", "--port", "0", "-t", "1", "-c", "4096", "--rank-timeout", "3"]
+MANY = ["--restarts", "100000"]
+
+
+def strike(rng: random.Random, job: Supervised, with_http: bool) -> str:
+    """Some process of the job; what was done to it."""
+    victims = list(job.ranks().items())
+    if with_http and rng.random() < 0.1:
+        victims = [(-1, job.http())]
+    if not victims:
+        return "nothing, between two jobs"
+    rank, pid = rng.choice(victims)
+    number = signal.SIGSTOP if rng.random() < 0.15 else signal.SIGKILL
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+    return f"{number.name} to {f'rank {rank}' if rank >= 0 else 'the process that speaks HTTP'}"
+
+
+def read(stream: Stream, url: httpx.URL) -> None:
+    """A client comes again where its connection was lost: with the process that speaks HTTP."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        stream.text, stream.at_s = "", []
+        with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=90) as http:
+            stream.read(http)
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"request {stream.number} gets no answer")
+
+
+@pytest.mark.parametrize("seed", range(N_SERVICES))
+def test_streams_survive(seed: int) -> None:
+    rng = random.Random(seed)
+    with service(3, WORDS, MANY) as served:
+        numbers = range(40)
+        texts = {number: ask(served.http, *random_request(number)) for number in numbers}
+        struck = list[str]()
+        for _ in range(N_ROUNDS):
+            struck.append(round_of(rng, served, texts))
+        print(f"{sum(text.count(' to ') for text in struck)} strikes, "
+              f"{served.errors.count('the job starts again')} restarts")  # fmt: skip
+        served.http = httpx.Client(base_url=served.http.base_url)
+
+
+def round_of(rng: random.Random, served: Service, texts: dict[int, str]) -> str:
+    """Streams, and strikes while they are read. What was struck."""
+    streams = [Stream(number) for number in rng.sample(sorted(texts), N_STREAMS)]
+    threads = [threading.Thread(target=read, args=(stream, served.http.base_url), daemon=True) for stream in streams]
+    for thread in threads:
+        thread.start()
+    struck = []
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        time.sleep(rng.choice((rng.uniform(0, 0.3), rng.uniform(0, 3))))
+        struck.append(strike(rng, served.job, with_http=True))
+    for thread in threads:
+        thread.join(timeout=150)
+    wrong = [stream.number for stream in streams if stream.text != texts[stream.number]]
+    assert not wrong, f"requests {wrong} after {struck}: {[stream.text for stream in streams]}\n{served.errors[-3000:]}"
+    return ", ".join(struck)
+
+
+@pytest.mark.parametrize("seed", range(N_BATCHES))
+def test_batches_survive(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(100 + seed)
+    lines = [
+        json.dumps({"prompt": f"def f{n}(", "ignore_eos": True, "max_tokens": rng.randint(20, 150), "seed": n,
+                    "temperature": 0.7})
+        for n in range(12)
+    ]  # fmt: skip
+    (tmp_path / "in").write_text("\n".join(lines))
+    words = ["batch", str(tmp_path / "in"), "--parallel", "4", "-t", "1", "--rank-timeout", "3", "-o"]
+    job, struck = Supervised(3, [*words, str(tmp_path / "out")], MANY), list[str]()
+    for _ in range(rng.randint(1, 4)):
+        time.sleep(rng.uniform(0, 5))
+        if job.process.poll() is None:
+            struck.append(strike(rng, job, with_http=False))
+    code, _, errors = job.finish(timeout_s=180)
+    assert code == 0, f"{struck}: {errors}"
+    assert finish(1, [*words, str(tmp_path / "whole"), "--policy", "iterative"]).returncode == 0
+    found, whole = (
+        sorted((result["index"], result["text"]) for result in map(json.loads, path.read_text().splitlines()))
+        for path in (tmp_path / "out", tmp_path / "whole")
+    )
+    assert found == whole, struck
+    until(lambda: not job.processes(), 5)

@@ -1,0 +1,124 @@
+"""Clients of a supervised service see a pause when a rank is lost: their streams go on to the same text."""
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.long.asking import Stream, ask, random_request
+from tests.support.supervised import Supervised, until
+
+WORDS = ["serve", "--port", "0", "-t", "1", "-c", "4096", "--rank-timeout", "5"]
+
+
+class Service:
+    """A supervised one, that listens."""
+
+    def __init__(self, n_ranks: int = 3, words: Sequence[str] = WORDS, options: Sequence[str] = ()) -> None:
+        self.job, self.lines = Supervised(n_ranks, words, options), list[str]()
+        self._urls: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.http = httpx.Client(base_url=self._urls.get(timeout=60), timeout=60)
+
+    def _read(self) -> None:
+        assert self.job.process.stderr
+        for line in self.job.process.stderr:
+            self.lines.append(line.decode())
+            if b"listening on " in line:
+                self._urls.put(line.decode().rpartition(" ")[2].strip())
+
+    @property
+    def errors(self) -> str:
+        return "".join(self.lines)
+
+    def counted(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+
+
+@contextmanager
+def service(n_ranks: int = 3, words: Sequence[str] = WORDS, options: Sequence[str] = ()) -> Iterator[Service]:
+    """It ends in order, and leaves nothing."""
+    served = Service(n_ranks, words, options)
+    try:
+        yield served
+        served.http.close()
+        served.job.process.send_signal(signal.SIGINT)
+        assert served.job.process.wait(timeout=40) == 130, served.errors
+        until(lambda: not served.job.processes(), 10)
+    finally:
+        served.job.end()
+
+
+def streams(served: Service, numbers: range) -> tuple[list[Stream], list[threading.Thread]]:
+    """They are being read, each by a thread."""
+    found = [Stream(number) for number in numbers]
+    threads = [threading.Thread(target=stream.read, args=(served.http,), daemon=True) for stream in found]
+    for thread in threads:
+        thread.start()
+    return found, threads
+
+
+def test_streams_go_on_whichever_rank_dies() -> None:
+    numbers = range(12)
+    with service() as served:
+        texts = [ask(served.http, *random_request(number)) for number in numbers]
+        for at, rank in ((0, 1), (4, 0), (8, 2)):
+            reading, threads = streams(served, numbers[at : at + 4])
+            until(lambda reading=reading: any(stream.text for stream in reading), 60)  # type: ignore[misc]
+            served.job.strike(rank)
+            for thread in threads:
+                thread.join(timeout=90)
+            assert [stream.text for stream in reading] == texts[at : at + 4], served.errors
+        assert served.counted("pipeinfer:recoveries_total") == 3
+        assert 0 < served.counted("pipeinfer:recovery_seconds_total") < 90
+
+
+def test_it_says_that_it_recovers() -> None:
+    with service() as served:
+        served.job.strike(2)
+        until(lambda: served.http.get("/health").status_code == 503, 20)
+        found = served.http.get("/health").json()
+        if found["status"] == "recovering" and found["reason"] != "the job was lost":
+            assert "rank 2" in found["reason"] and "died of SIGKILL" in found["reason"], found
+        text = ask(served.http, *random_request(1))  # it waits for the next job
+        assert served.http.get("/health").json() == {"status": "ok"} and text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_process_that_speaks_http_is_replaced(number: int) -> None:
+    with service() as served:
+        text, http = ask(served.http, *random_request(3)), served.job.http()
+        os.kill(http, number)
+
+        def answers() -> bool:
+            try:
+                with httpx.Client(base_url=served.http.base_url, timeout=5) as client:
+                    return client.get("/health").status_code == 200 and ask(client, *random_request(3)) == text
+            except httpx.HTTPError:
+                time.sleep(0.2)
+                return False
+
+        until(answers, 90)
+        assert served.job.http() != http
+        served.http = httpx.Client(base_url=served.http.base_url)
+
+
+def test_clients_are_told_when_the_supervisor_dies() -> None:
+    """Nothing of the job is left then."""
+    served, found = Service(), list[httpx.Response]()
+    path, asked = random_request(0)
+    body = asked | {"max_tokens": 900, "ignore_eos": True}
+    asking = threading.Thread(target=lambda: found.append(served.http.post(path, json=body)))
+    asking.start()
+    until(lambda: bool(served.http.get("/slots").json()), 20)
+    served.job.process.kill()
+    asking.join(timeout=30)
+    until(lambda: not served.job.processes(), 20)
+    assert found[0].status_code == 503 and "the job behind this server has ended" in found[0].text
