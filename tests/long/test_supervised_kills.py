@@ -1,5 +1,7 @@
-"""Ranks of supervised jobs are killed or stopped at random moments, rank 0 and the process that speaks HTTP too: nothing
-hangs, each text is that of an undisturbed job, nothing is lost, doubled or left behind."""
+"""Ranks of supervised jobs are killed or stopped at random moments, rank 0 and the process that speaks HTTP too.
+
+Nothing hangs, each text is that of an undisturbed job, nothing is lost, doubled or left behind.
+"""
 
 import contextlib
 import json

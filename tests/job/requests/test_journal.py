@@ -114,7 +114,7 @@ def test_a_killed_text_goes_on(tmp_path: Path, sampling: list[str]) -> None:
     errors = kill_a_rank(start(3, [*words, "--resume", str(notes)]), notes, 60)
     assert f"ending the job; the same command goes on from {notes}" in errors
     n_noted = sum(len(note[1]) for note in map(json.loads, notes.read_text().splitlines()) if isinstance(note[1], list))
-    again, alone = finish(2, [*words, "--resume", str(notes)]), finish(1, [*words, "--policy", "iterative"])
+    again, alone = finish(2, [*words, "-v", "--resume", str(notes)]), finish(1, [*words, "--policy", "iterative"])
     assert f"{n_noted - 1} tokens of it are noted" in again.stderr
     assert again.stdout == alone.stdout and again.returncode == 0 and not notes.exists()
 
