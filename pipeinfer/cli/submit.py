@@ -16,6 +16,8 @@ from pipeinfer.job.submit import FOLDER, in_folder, is_open_mpi, next_folder, ow
 COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")
 """What runs on several ranks."""
 
+SUPERVISED = ("run", "batch", "serve")
+
 COUNT = Whole(1, 1_000_000)
 
 
@@ -51,6 +53,10 @@ COUNT = Whole(1, 1_000_000)
     show_default=True,
     help="What starts the ranks.",
 )
+@click.option(
+    "--restarts", type=Whole(0, 1000), default=0, show_default=True,
+    help="Start it again so often when a rank or a node is lost: `run`, `batch` and `serve` go on where they were.",
+)  # fmt: skip
 @click.option("--mpi", type=Text(), help="What srun speaks with MPI. [default: pmi2, with Open MPI pmix]")
 @click.option(
     "-o", "--output", type=Folder(), default=Path("jobs"), show_default=True,
@@ -63,7 +69,7 @@ def submit_command(
     nodes: int | None, ntasks: int | None, cpus_per_task: int | None, mem: str | None, gpus_per_task: str | None,
     partition: str | None, constraint: str | None, time: str | None, account: str | None, qos: str | None, name: str,
     groups: tuple[str, ...], extra: tuple[str, ...], modules: tuple[str, ...], setup: tuple[str, ...], launcher: str,
-    mpi: str | None, output: Path, dry_run: bool, wait: bool, words: tuple[str, ...],
+    restarts: int, mpi: str | None, output: Path, dry_run: bool, wait: bool, words: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Write a script for Slurm's sbatch that runs a command of pipeinfer on several ranks, and submit it.
 
@@ -73,13 +79,15 @@ def submit_command(
     """
     if "/" in name or name in (".", ".."):
         raise UserError(f"--job-name {name} names a directory too; leave / out")
+    if restarts and words[:1] not in [(each,) for each in SUPERVISED]:
+        raise UserError(f"--restarts is for {', '.join(SUPERVISED)}, which go on where they were; leave it out")
     plain = Group(nodes, ntasks, cpus_per_task, mem, gpus_per_task, partition, constraint)
     open_mpi = is_open_mpi()
     job = SlurmJob(
         name=name, groups=groups_of(plain, groups), command=(own_program("pipeinfer"), *checked_words(words)),
         folder=Path.cwd() / output, cwd=Path.cwd(), time=time, account=account, qos=qos, extra=extra, modules=modules,
         setup=setup, launcher=launcher, mpi=mpi or ("pmix" if open_mpi else "pmi2"), mpirun=own_program("mpirun"),
-        open_mpi=open_mpi,
+        open_mpi=open_mpi, restarts=restarts,
     )  # fmt: skip
     if dry_run:
         click.echo(script_text(in_folder(job, next_folder(job.folder, name))), nl=False)

@@ -70,6 +70,7 @@ class SlurmJob:
     modules   to load; `setup`: lines of shell before the command
     launcher  srun, with the protocol `mpi` (pmi2, pmix); or mpirun, with the path `mpirun`; `open_mpi`: it is Open
     MPI's folder    where the job writes; `cwd`: where it runs
+    restarts  after a rank or a node is lost, by `pipeinfer supervise`
     """
 
     name: str
@@ -87,6 +88,7 @@ class SlurmJob:
     mpi: str = "pmi2"
     mpirun: str = "mpirun"
     open_mpi: bool = False
+    restarts: int = 0
 
     @property
     def text_file(self) -> Path:
@@ -102,7 +104,7 @@ def script_text(job: SlurmJob) -> str:
     """Raises UserError when a value cannot be written into the script, or the launcher cannot start the groups."""
     lines = ["#!/bin/bash", *_directives(job), "", "set -e"]
     lines += [f"module load {shlex.join(job.modules)}"] if job.modules else []
-    lines += [*map(_one_line, job.setup), f"exec {_launch(job)}"]
+    lines += [*map(_one_line, job.setup), f"exec {_supervise(job)}{_launch(job)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -115,6 +117,8 @@ def _directives(job: SlurmJob) -> Iterator[str]:
     ):  # fmt: skip
         if value is not None:
             yield _directive(name, value)
+    if job.restarts:  # else Slurm ends the job when one of its nodes fails
+        yield "#SBATCH --no-kill"
     yield from (f"#SBATCH {_one_line(option)}" for option in job.extra)
     for index, group in enumerate(job.groups):
         if index:
@@ -150,6 +154,15 @@ def _one_line(text: str) -> str:
     if not text.isprintable():
         raise UserError(f"{text!r} cannot stand in a line of a script; leave out what is no printable character")
     return text
+
+
+def _supervise(job: SlurmJob) -> str:
+    if not job.restarts:
+        return ""
+    if len(job.groups) > 1:
+        raise UserError(f"--restarts {job.restarts}: heterogeneous groups are not started again; leave it out, or give "
+                        "one group")  # fmt: skip
+    return f"{shlex.quote(job.command[0])} supervise --restarts {job.restarts} "
 
 
 def _launch(job: SlurmJob) -> str:

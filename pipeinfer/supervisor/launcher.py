@@ -59,8 +59,17 @@ class Launcher:
     def without(self, lost: Collection[str], hosts_file: Path) -> list[str]:
         """The words that start the job on the other hosts, with fewer ranks where these do not take as many;
         `hosts_file` is written where there was a file. Raises UserError where no host is left."""
+        return [*self._words(lost, hosts_file), *self.command]
+
+    def trial(self, host: str, hosts_file: Path) -> list[str]:
+        """The words that start nothing, on one host."""
+        words = self._words({each.name for each in self.hosts} - {host}, hosts_file)
+        _replace(words, RANKS, "1")
+        return [*words, "true"]
+
+    def _words(self, lost: Collection[str], hosts_file: Path) -> list[str]:
         if not lost:
-            return [*self.words, *self.command]
+            return [*self.words]
         left = [host for host in self.hosts if host.name not in lost]
         if not left:
             raise UserError(f"no host is left to start the job on: {', '.join(sorted(lost))} are lost")
@@ -73,7 +82,7 @@ class Launcher:
             words[1:1] = [f"--exclude={','.join(sorted(lost))}"]
             _replace(words, NODES, str(n_now))
             _replace(words, RANKS, str(max(1, self.n_ranks * n_now // n_used)))
-            return [*words, *self.command]
+            return words
         if self.n_ranks:  # a launcher may put more ranks on a host than it has slots
             most = n_left * -(-self.n_ranks // n_slots)
             _replace(words, RANKS, str(min(self.n_ranks, most)))
@@ -81,13 +90,15 @@ class Launcher:
             hosts_file.write_text("".join(f"{host.text}\n" for host in left))
             _replace(words, HOSTS_FILES, str(hosts_file))
         _replace(words, HOSTS, ",".join(host.text for host in left))
-        return [*words, *self.command]
+        return words
 
 
 def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launcher:
     """Raises UserError for words that start no command of pipeinfer that can be supervised."""
     at = next((at for at, word in enumerate(words) if os.path.basename(word) == "pipeinfer"), len(words))
     first = at - 2 if at > 1 and words[at - 1] == "-m" else at
+    if ":" in words:
+        raise UserError("a job of several groups (:) cannot be supervised; give the launcher one group")
     if not {*words[at + 1 : at + 2]} & {*COMMANDS}:
         raise UserError(f"give the words that start the job after --: mpirun -np 3 pipeinfer {'|'.join(COMMANDS)} …")
     launcher = tuple(words[:first])

@@ -1,7 +1,9 @@
 """Start a job, and start it again where it was when a rank or a host is lost. Above MPI: launchers kill jobs, rank 0's
 too. Knows no request."""
 
+import contextlib
 import secrets
+import subprocess
 import sys
 import tempfile
 import time
@@ -120,7 +122,24 @@ class Supervisor:
             self.lost[host] = why
 
     def _probe(self) -> None:
-        """Leave out hosts on which the launcher starts nothing any more."""
+        """Leave out hosts on which the launcher starts nothing any more: a host that is down says nothing."""
+        found: dict[str, subprocess.Popen[bytes]] = {}
+        with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as running:
+            for number, host in enumerate({each.name for each in self.launcher.hosts} - self.lost.keys()):
+                words = self.launcher.trial(host, Path(folder) / str(number))
+                found[host] = running.enter_context(subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    env=dict(self.environ),
+                ))  # fmt: skip
+            deadline = time.monotonic() + PROBE_S
+            for host, process in found.items():
+                try:
+                    code = process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    code = -1
+                if code:
+                    self._leave_out(host, "nothing can be started there")
 
     def _on_signal(self, number: int) -> None:
         """Handed on: the job ends in order, and is not started again."""

@@ -29,6 +29,7 @@ SCRIPTS = {
     "groups": ["--group", "ntasks=1,cpus-per-task=8,mem=32G", "-t", 30,
                "--group", "nodes=3,cpus-per-task=36,gpus-per-task=1,partition=big", "run", *MODELS, "-p", "x"],
     "mpirun": ["-n", 3, "--launcher", "mpirun", "plan", *MODELS],
+    "restarts": ["-N", 4, "--restarts", 5, "batch", "in.jsonl", "-o", "out.jsonl", *MODELS],
 }  # fmt: skip
 
 

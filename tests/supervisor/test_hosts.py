@@ -1,0 +1,48 @@
+"""A supervised job on hosts of their own: one that cannot be reached is left out, and the text goes on."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.supervisor.launcher import read_launcher
+from pipeinfer.supervisor.supervisor import Supervisor
+from tests.support.jobs import finish
+from tests.support.namespaces import Hosts, hosts, missing
+
+TEXT = ["run", "-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1", "--temp", "0.8",
+        "--seed", "3"]  # fmt: skip
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Hosts]:
+    if why := missing():
+        pytest.skip(why)
+    with hosts(3, tmp_path) as made:
+        yield made
+
+
+def test_a_host_that_is_cut_off_is_left_out(three: Hosts) -> None:
+    job = three.start([*TEXT, "--rank-timeout", "3"], supervised=True)
+    assert job.stdout
+    begun = os.read(job.stdout.fileno(), 1).decode()
+    three.cut("node3")
+    late = threading.Timer(150, job.kill)
+    late.start()
+    out, errors = job.communicate()
+    late.cancel()
+    assert job.returncode == 0 and "the job starts again, without node3" in errors, errors
+    assert begun + out == finish(1, [*TEXT, "--policy", "iterative"]).stdout
+
+
+def test_hosts_on_which_nothing_starts_are_found(tmp_path: Path) -> None:
+    launcher = tmp_path / "mpirun"
+    launcher.write_text('#!/bin/sh\nif grep -q bad "$2"; then exit 1; fi\n')
+    launcher.chmod(0o755)
+    (tmp_path / "hosts").write_text("good\nbad1\nbad2\nfine\n")
+    words = [str(launcher), "-f", str(tmp_path / "hosts"), "-np", "4", "pipeinfer", "run"]
+    supervisor = Supervisor(read_launcher(words), 9, os.environ)
+    supervisor._probe()
+    assert supervisor.lost.keys() == {"bad1", "bad2"}

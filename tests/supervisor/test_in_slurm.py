@@ -1,0 +1,36 @@
+"""A supervised job of a real Slurm, on this host: a rank that dies is started again within the allocation."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import COMMAND, ROOT, finish, launcher
+from tests.support.slurm import Slurm, missing_programs, private_slurm
+from tests.support.supervised import until
+
+TEXT = ["run", "-p", "def fibonacci(n):", "-n", "300", "--ignore-eos", "-s", "3", "-t", "1"]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    if missing_programs():
+        pytest.skip(f"not installed: {', '.join(missing_programs())}")
+    if "--oversubscribe" in launcher(2):
+        pytest.skip("Open MPI needs Slurm's PMIx, which Debian's does not load")
+    with private_slurm(2) as running:
+        yield running
+    assert running.processes() == []
+
+
+def test_a_job_goes_on_within_its_allocation(slurm: Slurm, tmp_path: Path) -> None:
+    words = ["submit", "-o", str(tmp_path), "-n", "3", "-N", "2", "--restarts", "3", "--wait", *TEXT]
+    job = slurm.popen(*COMMAND, *words, environ={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    text = tmp_path / "pipeinfer-1" / "text"
+    until(lambda: text.exists() and text.stat().st_size > 200, 90)
+    os.kill(min(slurm.processes("SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=3")), signal.SIGKILL)
+    out, errors = job.communicate(timeout=120)
+    assert job.returncode == 0 and "rank 1" in errors and "the job starts again (restart 1 of 3)" in errors, errors
+    assert out == finish(1, [*TEXT, "--policy", "iterative"]).stdout
