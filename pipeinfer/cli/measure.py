@@ -11,7 +11,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions, choose_drafts
 from pipeinfer.job.options.sections import HubAccess, Loading, Models, Numerics, Output, Placement
-from pipeinfer.job.options.values import File
+from pipeinfer.job.options.values import File, Number
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 
@@ -28,10 +28,18 @@ HELP = {
     without=("samplers", "draft_rank", "draft_split", "gpu_aware", "json"),
 )  # fmt: skip
 @click.option("-o", "--output", type=File(), required=True, help="The profile to write, TOML.")
-def measure_command(output: Path, **given: Any) -> int:
+@click.option(
+    "--tolerance",
+    type=Number(0, 100),
+    default=0.15,
+    show_default=True,
+    help="By what share the profile may foretell another speed, without guesses, than a job of these ranks has.",
+)
+def measure_command(output: Path, tolerance: float, **given: Any) -> int:
     """Measure stage, draft and link times of this cluster, under mpirun, and write a profile for `simulate`.
 
-    Rank 0 drafts, larger drafts have the next ranks, the others hold the target's layers.
+    Rank 0 drafts, larger drafts have the next ranks, the others hold the target's layers. A profile that does not
+    foretell a job of these ranks is refused.
     """
     model, drafts = take_models(given)
     if model is None:
@@ -45,4 +53,4 @@ def measure_command(output: Path, **given: Any) -> int:
     )  # fmt: skip
     from pipeinfer.job.bench.measure import measure  # initialises MPI
 
-    return measure(options, output)
+    return measure(options, output, tolerance)

@@ -290,14 +290,18 @@ def load_profile(name: str) -> ProfileFile:
     if not path.suffix and not os.path.exists(path):  # False also for a name that no file can have
         path = SHIPPED / f"{name}.toml"
     try:
-        top = tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_profile(path.stem, path.read_text(encoding="utf-8"), f"profile {path.name}")
     except FileNotFoundError:
         raise UserError(f"no profile {name}; give a TOML file or one of {', '.join(shipped_profiles())}") from None
     except OSError as error:
         raise UserError(f"profile {name}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of thousands of digits, a deep nest
         raise UserError(f"profile {name}: {error}") from None
-    return ProfileFile(path.stem, Table(f"profile {path.name}", top))
+
+
+def parse_profile(name: str, text: str, where: str) -> ProfileFile:
+    """`where`: what messages call it. Raises ValueError and RecursionError for what is no TOML."""
+    return ProfileFile(name, Table(where, tomllib.loads(text)))
 
 
 def shipped_profiles() -> list[str]:

@@ -21,20 +21,24 @@ from pipeinfer.job.profiling.hosts import find_hosts
 from pipeinfer.job.profiling.timing import overheads, slowdowns, time_model, time_over_and_over
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.session import Session
+from pipeinfer.observe.metrics import speeds
 from pipeinfer.outputs import check_separate, check_writable, write_file
 from pipeinfer.policies import Iterative, Speculative
+from pipeinfer.virtual.choices import SyntheticChoices
 from pipeinfer.virtual.measured import ModelTimes, Overheads, disturbed_line, profile_toml
+from pipeinfer.virtual.profile import parse_profile
+from pipeinfer.virtual.simulation import simulate
 
 ALONE_S, BESIDE_S = 0.3, 0.8  # how long ranks of one host compute runs of a size alone, beside each other
 TIMING_S = 2.0
 
 
-def measure(options: RunOptions, output: Path) -> int:
+def measure(options: RunOptions, output: Path, tolerance: float) -> int:
     """`pipeinfer measure`, on every rank; returns the exit code."""
-    return start_job(lambda crew: _measure(crew, options, output), options, options)
+    return start_job(lambda crew: _measure(crew, options, output, tolerance), options, options)
 
 
-def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
+def _measure(crew: Crew, options: RunOptions, output: Path, tolerance: float) -> int:
     link = crew.link
     if link.size < 2:
         raise JobError("measure needs 2 ranks or more: a draft and a stage; start it with mpirun")
@@ -57,8 +61,15 @@ def _measure(crew: Crew, options: RunOptions, output: Path) -> int:
     times = link.all_gather(_time_own_models(crew, context, deployment, *models))
     extra = _run_plainly(context, deployment, request, times)
     if link.rank == 0:
-        assert extra
-        return _write(output, crew, options, deployment, times, extra, gbit_per_s)
+        assert extra and request
+        overheads, speed = extra
+        text = _profile(crew, options, deployment, times, overheads, gbit_per_s)
+        foretold = foretold_speed(text, len(request.prompt), request.n_predict)
+        if abs(foretold / speed - 1) > tolerance:
+            raise JobError(f"the profile foretells {foretold:.2f} tokens/s without guesses, a job of these ranks made "
+                           f"{speed:.2f}: something else computed meanwhile; measure again when the machine is quiet, "
+                           f"or accept more than {tolerance:g} with --tolerance")  # fmt: skip
+        return _write(output, text)
     return 0
 
 
@@ -112,8 +123,9 @@ def _time_alone(
 
 def _run_plainly(
     context: Context, deployment: Deployment, request: GenerationRequest | None, times: list[dict[str, ModelTimes]]
-) -> Overheads | None:
-    """A job without speculation, then the draft's steps. Rank 0 gets what they cost beyond the models' own times."""
+) -> tuple[Overheads, float] | None:
+    """A job without speculation, the draft's steps, and the job again. Rank 0 gets what they cost beyond the models'
+    own times, and the last job's tokens a second, by which nothing is measured."""
     if not request:
         run_stage(context, deployment)
         return None
@@ -122,6 +134,7 @@ def _run_plainly(
     for _ in range(2):  # the first one warms up
         plain = session.generate(request, context.options, Iterative(), lambda tokens: None)
     drafted = session.generate(request, context.options, Speculative(), lambda tokens: None)
+    again = session.generate(request, context.options, Iterative(), lambda tokens: None)
     session.close()
     steps_s = [
         span["duration_s"]
@@ -131,14 +144,22 @@ def _run_plainly(
     ranks = [stage.rank for stage in deployment.plan.stages]
     runs = [plain.figures[rank]["runs"] for rank in ranks]
     own = [times[rank]["stage"] for rank in ranks]
-    return overheads(plain.ledger, runs, own, steps_s, times[0].get("draft"))
+    found = overheads(plain.ledger, runs, own, steps_s, times[0].get("draft"))
+    return found, float(speeds(again.metrics)["predicted_per_second"])
 
 
-def _write(
-    output: Path, crew: Crew, options: RunOptions, deployment: Deployment, times: list[dict[str, ModelTimes]],
-    extra: Overheads, gbit_per_s: float,
-) -> int:  # fmt: skip
-    """Returns the exit code."""
+def foretold_speed(text: str, n_prompt: int, n_predict: int) -> float:
+    """Tokens a second without guesses by a profile."""
+    profile = parse_profile("measured", text, "the profile").lay_out()
+    choices = SyntheticChoices((0.5,), n_prompt=n_prompt)
+    return float(speeds(simulate(profile, choices, Iterative(), n_predict).metrics)["predicted_per_second"])
+
+
+def _profile(
+    crew: Crew, options: RunOptions, deployment: Deployment, times: list[dict[str, ModelTimes]], extra: Overheads,
+    gbit_per_s: float,
+) -> str:  # fmt: skip
+    """In TOML."""
     stages = [times[stage.rank]["stage"] for stage in deployment.plan.stages]
     hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
     title = [
@@ -154,6 +175,11 @@ def _write(
         deployment.blocks, deployment.parked)  # fmt: skip
     if line := disturbed_line([*stages, *drafts]):
         complain(line)
+    return text
+
+
+def _write(output: Path, text: str) -> int:
+    """Returns the exit code."""
     try:
         write_file(output, "--output", text.encode())
     except UserError as error:
