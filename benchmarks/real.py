@@ -1,12 +1,10 @@
-"""Real models on this machine: `python benchmarks/real.py -m TARGET -md DRAFT --prompts FOLDER`.
+"""Real models on this machine: `python benchmarks/real.py -m TARGET -md DRAFT -m TARGET … --prompts FOLDER`.
 
-Runs every policy on each question set of a folder (.jsonl with `turns`), on 1, 2 and 3 ranks, with exact and fast
-numerics, beside libllama alone: one token at a time, the whole model in one process, repacked weights. With --programs
-also beside llama.cpp's own programs of the same version, and with 16 texts at a time. Rounds take turns. Prints a page
-(docs/results/real.md with -o).
+Of each target, with its draft or without one, runs every policy on each question set of a folder (.jsonl with `turns`),
+on 1, 2 and 3 ranks, with exact and fast numerics, beside libllama alone: one token at a time, the whole model in one
+process, repacked weights. With --programs also beside llama.cpp's own programs of the same version, and with 16 texts
+at a time. Rounds take turns. Prints a page (docs/results/real.md with -o).
 """
-
-from __future__ import annotations
 
 import csv
 import sys
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
@@ -46,13 +44,17 @@ N_PROMPT = 32
 
 PAGE = """# Real models
 
-Measured by `python benchmarks/real.py` on {machine}: {models}. {rounds} rounds in turns, {n_questions} questions of
-each set ({sets}), {n_predict} tokens each, greedy. Speeds are of decoding, without the prompt.
+Measured by `python benchmarks/real.py` on {machine}, {n_threads} threads: {rounds} rounds in turns,
+{n_questions} questions of each set ({sets}), {n_predict} tokens each, greedy. Speeds are of
+decoding, without the prompt; all ranks share the machine's cores.
 
-* `of libllama`: beside libllama alone (llama-cpp-python {version}, {n_threads} threads): {plain:.1f} tokens/s
-  ({plain_least:.1f} to {plain_most:.1f}).
-* `of iterative`: beside no guesses on the same ranks, with the same numerics; the mean of the sets, and the worst.
+* `of libllama`: beside libllama alone (llama-cpp-python {version}, {n_threads} threads).
+* `of iterative`: beside no guesses on the same ranks, with the same numerics; the mean of the sets, and the worst."""
 
+SECTION = """
+## {name}
+
+libllama alone: {plain:.1f} tokens/s ({least:.1f} to {most:.1f}).
 """
 
 
@@ -149,9 +151,48 @@ def rows(found: dict[tuple[int, str], Found], plain_speed: float) -> Iterator[li
             ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Asked:
+    sets: Sequence[Path]
+    ranks: Sequence[int]
+    numerics: Sequence[str]
+    policies: str
+    rounds: int
+    n_questions: int
+    n_predict: int
+    n_threads: int
+    programs: Path | None
+
+    def section(self, target: Path, draft: Path | None) -> Iterator[str]:
+        """The lines of one target's tables."""
+        common = ["-m", str(target), "-n", str(self.n_predict), "--questions", str(self.n_questions), "--turns", "1",
+                  "--cut", "256"]  # fmt: skip
+        ways = [["-md", str(draft), "--policy", self.policies]] if draft else []
+        ways.append(["--lookup", "--policy", "iterative,auto" if not draft else "auto"])
+        found = {key: Found() for key in product(self.ranks, self.numerics)}
+
+        def trial(n_ranks: int, kind: str) -> float:
+            for way in ways:
+                bench(found[n_ranks, kind], n_ranks, self.sets, [*common, "--numerics", kind, *way])
+            return 0.0
+
+        others = programs(self.programs, target, draft, self.n_predict, self.n_threads) if self.programs else {}
+        own = {f"{n_ranks} ranks, {kind}": partial(trial, n_ranks, kind) for n_ranks, kind in found}
+        plain: Trials = {"libllama": partial(apart, target, self.n_threads, self.n_predict)}
+        timed = in_turns(plain | others | own, self.rounds)
+        speeds = timed["libllama"]
+        name = target.stem + (f", with the draft {draft.stem}" if draft else "")
+        yield SECTION.format(name=name, plain=median(speeds), least=min(speeds), most=max(speeds))
+        yield from markdown_table(COLUMNS, rows(found, median(speeds)), COLUMNS[3:])
+        if others:
+            yield ""
+            yield from markdown_table(OTHERS, program_rows({name: timed[name] for name in others}), OTHERS[1:])
+
+
 @click.command(help=__doc__)
-@click.option("-m", "--model", "target", type=click.Path(exists=True, path_type=Path), required=True)
-@click.option("-md", "--model-draft", "draft", type=click.Path(exists=True, path_type=Path))
+@click.option("-m", "--model", "targets", type=click.Path(exists=True, path_type=Path), required=True, multiple=True)
+@click.option("-md", "--model-draft", "drafts", type=click.Path(exists=True, path_type=Path), multiple=True,
+              help="Of the first targets, in their order.")  # fmt: skip
 @click.option(
     "--prompts", type=click.Path(exists=True, path_type=Path), required=True, help="A folder of question sets."
 )
@@ -165,35 +206,19 @@ def rows(found: dict[tuple[int, str], Found], plain_speed: float) -> Iterator[li
 @click.option("--programs", "folder", type=click.Path(exists=True, path_type=Path), help="llama.cpp's, built.")
 @click.option("-o", "--output", type=click.File("w"), default="-")
 def main(
-    target: Path, draft: Path | None, prompts: Path, ranks: str, numerics: str, policies: str, rounds: int,
-    questions: int, n_predict: int, n_threads: int, folder: Path | None, output: TextIO,
+    targets: Sequence[Path], drafts: Sequence[Path], prompts: Path, ranks: str, numerics: str, policies: str,
+    rounds: int, questions: int, n_predict: int, n_threads: int, folder: Path | None, output: TextIO,
 ) -> None:  # fmt: skip
-    sets = sorted(prompts.glob("*.jsonl"))
-    common = ["-m", str(target), "-n", str(n_predict), "--questions", str(questions), "--turns", "1", "--cut", "256"]
-    ways = [["-md", str(draft), "--policy", policies]] if draft else []
-    ways.append(["--lookup", "--policy", "iterative,auto" if not draft else "auto"])
-    found = {key: Found() for key in product(map(int, ranks.split(",")), numerics.split(","))}
-
-    def trial(n_ranks: int, kind: str) -> float:
-        for way in ways:
-            bench(found[n_ranks, kind], n_ranks, sets, [*common, "--numerics", kind, *way])
-        return 0.0
-
-    trials: Trials = {"libllama": partial(apart, target, n_threads, n_predict)}
-    trials |= programs(folder, target, draft, n_predict, n_threads) if folder else {}
-    trials |= {f"{n_ranks} ranks, {kind}": partial(trial, n_ranks, kind) for n_ranks, kind in found}
-    timed = in_turns(trials, rounds)
-    speeds = timed["libllama"]
-    with_draft = f" with {draft.name} as its draft" if draft else ""
-    head = PAGE.format(
-        machine=f"{this_host('').processor}, {n_threads} threads", models=target.name + with_draft, rounds=rounds,
-        n_questions=questions, sets=", ".join(path.stem for path in sets), n_predict=n_predict, n_threads=n_threads,
-        version=llama_cpp.__version__, plain=median(speeds), plain_least=min(speeds), plain_most=max(speeds),
+    asked = Asked(sorted(prompts.glob("*.jsonl")), [*map(int, ranks.split(","))], numerics.split(","), policies, rounds,
+                  questions, n_predict, n_threads, folder)  # fmt: skip
+    page = PAGE.format(
+        machine=this_host("").processor, rounds=rounds, n_questions=questions, n_predict=n_predict,
+        sets=", ".join(path.stem for path in asked.sets), n_threads=n_threads, version=llama_cpp.__version__,
     )  # fmt: skip
-    print(head + "\n".join(markdown_table(COLUMNS, rows(found, median(speeds)), COLUMNS[3:])), file=output)
-    if folder:
-        others = {name: values for name, values in timed.items() if "," in name and "ranks," not in name}
-        print("\n" + "\n".join(markdown_table(OTHERS, program_rows(others), OTHERS[1:])), file=output)
+    print(page, file=output)
+    for target, draft in zip_longest(targets, drafts[: len(targets)]):
+        for line in asked.section(target, draft):
+            print(line, file=output, flush=True)
 
 
 if __name__ == "__main__":
