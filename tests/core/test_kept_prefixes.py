@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -60,6 +61,7 @@ class BlockStage(ToyStage):
             for position, (_, values) in path.items():
                 self.next_cell += 1
                 path[position] = self.next_cell, values
+        self.holders = Counter(cell for path in self.seqs.values() for cell, _ in path.values())
         assert len(self.cells()) <= self.n_cells
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:

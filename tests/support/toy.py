@@ -6,11 +6,12 @@ A row's result depends on the whole path it sees, layer by layer, so any wrong c
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.wire import Transaction, decode_guess_verdict, decode_verdict, encode, encode_verdict
@@ -39,9 +40,15 @@ def mix(*values: int) -> int:
     return h
 
 
+def mix_tokens(h: int) -> npt.NDArray[np.uint64]:
+    """`mix(h, token)` of every token."""
+    found = (np.uint64(mix(h)) ^ np.arange(N_VOCAB, dtype=np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
+    found = (found ^ found >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return found ^ found >> np.uint64(31)
+
+
 def toy_logits(h: int) -> FloatArray:
-    values = [(mix(h, token) & 0xFFFF) / 8192.0 for token in range(N_VOCAB)]
-    return np.array(values, np.float32)
+    return ((mix_tokens(h) & np.uint64(0xFFFF)) / 8192.0).astype(np.float32)
 
 
 def pack(h: int) -> list[float]:
@@ -59,21 +66,30 @@ class ToyStage:
         self.first, self.last, self.is_last = first, last, is_last
         self.n_embd, self.n_cells, self.parked = N_EMBD, n_cells, parked
         self.seqs: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # seq -> position -> (cell id, layer values)
+        self.holders = Counter[int]()  # of each cell, how many sequences
         self.next_cell, self.n_parked, self.n_shared = 0, 0, 0
 
     def cells(self) -> set[int]:
-        return {cell for path in self.seqs.values() for cell, _ in path.values()}
+        return set(self.holders)
+
+    def _give_up(self, path: dict[int, tuple[int, tuple[int, ...]]], position: int) -> None:
+        cell, _ = path.pop(position)
+        self.holders[cell] -= 1
+        if not self.holders[cell]:
+            del self.holders[cell]
 
     def apply(self, ops: Sequence[KvOp]) -> None:
         for op in ops:
-            before = len(self.cells())
+            before = len(self.holders)
             if op.kind is OpKind.COMPACT:
                 n_apart = sum(map(len, self.seqs.values())) - self.n_shared
                 assert n_apart == before, f"{n_apart} cells to be packed, of which there are {before}"
                 self.n_parked = self.n_shared = 0
                 continue
             path = self.seqs.setdefault(op.src, {})
-            span = {position: cell for position, cell in path.items() if op.first <= position < op.last}
+            # positions ascend; those of a whole path are known without a look at each
+            found = range(op.first, min(op.last, len(path))) if _last(path) + 1 == len(path) else path
+            span = {position: path[position] for position in found if op.first <= position < op.last}
             if op.kind is OpKind.SHARED:
                 shorter = (len(path), op.src) < (len(self.seqs[op.dst]), op.dst)
                 assert span.items() <= self.seqs[op.dst].items() and shorter, f"{op}: these are others"
@@ -82,26 +98,27 @@ class ToyStage:
                 target = self.seqs.setdefault(op.dst, {})
                 assert not target, f"copy into sequence {op.dst}, which is not empty"
                 target.update(span)
+                self.holders.update(cell for cell, _ in span.values())
             else:
                 assert op.kind is OpKind.REMOVE
                 for position in span:
-                    del path[position]
-                self.n_parked += before - len(self.cells()) if self.parked else 0
+                    self._give_up(path, position)
+                self.n_parked += before - len(self.holders) if self.parked else 0
 
     def next_position(self, seq: int) -> int:
-        return max(self.seqs.get(seq, {}), default=-1) + 1
+        return _last(self.seqs.get(seq, {})) + 1
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         n_rows = len(batch.tokens)
         check_blocks(batch)
-        assert len(self.cells()) + self.n_parked + n_rows <= self.n_cells, "no KV slot"
+        assert len(self.holders) + self.n_parked + n_rows <= self.n_cells, "no KV slot"
         added: list[tuple[int, int]] = []
         hidden = []
         for index in range(n_rows):
             position, owners = int(batch.positions[index]), batch.seqs[index]
             assert len(set(owners)) == len(owners)
             seen = self.seqs.setdefault(owners[0], {})
-            assert sorted(seen) == list(range(position)), f"row at {position} sees {sorted(seen)}"
+            assert len(seen) == position == _last(seen) + 1, f"row at {position} sees {sorted(seen)}"
             for owner in owners[1:]:
                 assert self.seqs.setdefault(owner, {}) == seen, "coupled sequences differ"
             h = int(batch.tokens[index]) if batch.hidden is None else unpack(batch.hidden[index])
@@ -114,18 +131,24 @@ class ToyStage:
             self.next_cell += 1
             for owner in owners:
                 self.seqs[owner][position] = cell
+                self.holders[cell[0]] += 1
                 added.append((owner, position))
             hidden.append(h)
         for _ in range(self.first, self.last):
             if stop():
                 for owner, position in added:
-                    del self.seqs[owner][position]
+                    self._give_up(self.seqs[owner], position)
                 return None
         if self.is_last:
             return np.array([toy_logits(h) for h, wanted in zip(hidden, batch.wanted, strict=True) if wanted]).reshape(
                 -1, N_VOCAB
             )
         return np.array([pack(h) for h in hidden], np.float32)
+
+
+def _last(path: dict[int, Any]) -> int:
+    """The last position of a sequence, whose positions ascend; -1 if it is empty."""
+    return next(reversed(path), -1)
 
 
 def check_blocks(batch: Batch) -> None:
@@ -198,7 +221,7 @@ class OracleDrafter:
     def _guess(self, request: Request, path: list[int], width: int) -> list[Guess]:
         h = mix(self.seed, self.reference.hash_after(tuple(path)))
         right = self.reference.next_token(path, request.sampling)
-        others = [token for token in sorted(range(N_VOCAB), key=lambda token: mix(h, token)) if token != right]
+        others = [token for token in np.argsort(mix_tokens(h)).tolist() if token != right]
         tokens = others[:width]
         if h % 1000 < 1000 * self.acceptance:
             tokens = [right, *others[: width - 1]]
