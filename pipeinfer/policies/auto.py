@@ -36,10 +36,9 @@ from typing import ClassVar, NamedTuple
 from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled
-from pipeinfer.policies.backoff import SpeculationBackoff
 from pipeinfer.policies.calibration import Calibration, TemperatureScaling
 from pipeinfer.policies.likeliest import MAX_WIDTH, SCORE, to_expand, to_refine, unsent_in_reach
-from pipeinfer.policies.trial import SpeculationTrial
+from pipeinfer.policies.trial import SpeculationBackoff, SpeculationTrial
 
 LEAST = 0.01
 """Less probable guesses do not enter the tree."""

@@ -13,9 +13,9 @@ from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPoli
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node, Settled
-from pipeinfer.policies.backoff import SpeculationBackoff
 from pipeinfer.policies.calibration import Calibration
 from pipeinfer.policies.likeliest import MAX_RUN, MAX_RUNS, MAX_WIDTH, SCORE, to_expand, to_refine, unsent_in_reach
+from pipeinfer.policies.trial import SpeculationBackoff
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are

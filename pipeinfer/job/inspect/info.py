@@ -21,7 +21,7 @@ from pipeinfer.cluster.hosts.roster import version_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import DEFAULT
 from pipeinfer.models.llama.build import describe_build
-from pipeinfer.models.torch.library import load_torch, torch_version
+from pipeinfer.models.torch.params import load_torch, torch_version
 from pipeinfer.observe.texts.info_text import info_lines
 from pipeinfer.observe.texts.json_text import json_text
 

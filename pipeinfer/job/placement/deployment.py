@@ -26,14 +26,13 @@ from pipeinfer.job.options.options import (
     threads_of_rank,
     without_effect,
 )
-from pipeinfer.job.placement.cache_types import check_cache_types
 from pipeinfer.job.placement.draft_rank import (
     check_draft_gpu_layers,
     check_draft_rank,
     choose_draft_rank,
     options_of_draft,
 )
-from pipeinfer.job.placement.exactness import in_blocks, repacked_alike
+from pipeinfer.job.placement.exactness import check_cache_types, in_blocks, repacked_alike
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.gguf.contents import FileState

@@ -21,7 +21,7 @@ from pipeinfer.job.placement.exactness import repacked_alike
 from pipeinfer.job.placement.gpus import rank_devices
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.job.placement.model_files import fetch_files
-from pipeinfer.job.profiling.known_times import known
+from pipeinfer.job.profiling.host_speeds import known
 from pipeinfer.job.profiling.schedule import (
     Kind,
     Span,
@@ -37,7 +37,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
 from pipeinfer.models.gguf.slice import open_blank, slice_bytes
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.torch.library import load_torch
+from pipeinfer.models.torch.params import load_torch
 from pipeinfer.outputs import temporary_folder
 
 if TYPE_CHECKING:  # imports MPI

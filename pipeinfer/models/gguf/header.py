@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -304,3 +304,22 @@ def _check_extent(tensors: tuple[Tensor, ...], path: Path, size: int) -> None:
     end = max((tensor.offset + tensor.n_bytes for tensor in tensors), default=0)
     if end > size:
         raise UserError(f"{path} is cut off: {end - size} of {end} bytes are missing; copy or download the file again")
+
+
+def encode_number(number: int | float) -> bytes:
+    return struct.pack("<II", UINT32, number) if isinstance(number, int) else struct.pack("<If", FLOAT32, number)
+
+
+def encode_array(item_type: int, items: Sequence[Scalar]) -> bytes:
+    head = struct.pack("<IIQ", ARRAY, item_type, len(items))
+    return head + struct.pack(f"<{len(items)}{SCALARS[item_type][1]}", *items)
+
+
+def encode_text(text: str) -> bytes:
+    return struct.pack("<I", STRING) + encode_bare_text(text)
+
+
+def encode_bare_text(text: str) -> bytes:
+    """A text whose type is known."""
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeinfer.models.gguf.architecture import Architecture, Number
-from pipeinfer.models.gguf.header import BOOL, Value
-from pipeinfer.models.gguf.values import encode_array, encode_number
+from pipeinfer.models.gguf.header import BOOL, Value, encode_array, encode_number
 
 PER_LAYER_KEYS = frozenset([
     "attention.head_count", "attention.head_count_kv", "attention.recurrent_layers", "attention.sliding_window_pattern",
