@@ -116,7 +116,9 @@ def _context_s(stage: ModelCost, rows: Mapping[int, float], n_cells: int) -> flo
 
 def row_costs(profile: Profile) -> dict[int, float]:
     """Rows of a run -> seconds in the slowest stage, for the sizes that a session times."""
+    return slowest_stage([stage_rows(stage) for stage in profile.stages])
+
+
+def stage_rows(stage: ModelCost) -> dict[int, float]:
     # reshapes: a session times the sizes in turns
-    return slowest_stage(
-        [{n_rows: stage.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS} for stage in profile.stages]
-    )
+    return {n_rows: stage.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS}

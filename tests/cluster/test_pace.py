@@ -19,6 +19,7 @@ from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.deployment import pace_profile
+from pipeinfer.job.session.session import missed_pace
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.metrics import timings
@@ -135,6 +136,11 @@ def test_a_model_slower_than_the_profile_takes_its_own_time() -> None:
     start_s = time.now
     stage.evaluate(a_batch(), lambda: False)
     assert time.now - start_s == pytest.approx(0.2)
+    late_s = 0.2 - N_LAYERS * LAYER_S  # not of the first run, whose own time nobody knew
+    assert stage.take_late_s() == pytest.approx(late_s) and stage.take_late_s() == 0
+    missed = missed_pace({0: {"late_s": 0.04}, 2: {"late_s": 0.5}}, 1.0)
+    assert "rank 2 for 50% of the time" in missed and "rank 0" not in missed
+    assert not missed_pace({0: {"late_s": 0.0}}, 1.0)
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.004, 0.012, 0.033])

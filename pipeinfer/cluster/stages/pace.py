@@ -33,17 +33,25 @@ class PacedStage:
         # rows, whether a prompt's blocks begin -> the model's own time
         self._own_s: dict[tuple[int, bool], float] = {}
         self._n_rows_before = 0
+        self._late_s = 0.0
+
+    def take_late_s(self) -> float:
+        """By how much evaluations ended later than they should have, since the last time."""
+        late_s, self._late_s = self._late_s, 0.0
+        return late_s
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         start_s, n_rows = self.clock(), len(batch.positions)
         context, kind = int(batch.positions[0]), _kind(batch)
         reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
         end_s = start_s + self.cost.seconds(n_rows, context, reshapes, begins=batch.begins_blocks) - self.cost.run_s
-        begin_s = end_s - self._own_s.get(kind, 0.0)
+        begin_s, is_known = end_s - self._own_s.get(kind, 0.0), kind in self._own_s
         if not self._sleep_through_layers(start_s, begin_s, n_rows, context, stop):
             return None
         result = self._evaluate(batch, stop)
         if result is not None:
+            if is_known:
+                self._late_s += max(0.0, self.clock() - end_s)
             self._sleep_until(end_s)
         return result
 

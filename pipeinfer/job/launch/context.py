@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.hosts.energy import EnergyMeter
+from pipeinfer.cluster.stages.pace import PacedStage
 from pipeinfer.cluster.stages.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox
 from pipeinfer.cluster.watch.flow import Flow
@@ -35,6 +36,9 @@ class Context:
 
     clock_offset_s: float = 0.0
     meter: EnergyMeter = field(default_factory=EnergyMeter)
+    paced: list[PacedStage] = field(default_factory=list)
+    """This rank's models, in a paced job."""
+
     arrived: dict[int, SliceFile] = field(default_factory=dict)
     """What this rank hosts and came from rank 0, by the number of a draft, or -1, as `arrivals` has it."""
 
@@ -62,6 +66,7 @@ class Context:
             "runs_stopped": stats.n_stopped,
             "runs_left_to_samplers": stats.n_left,
             "layers_saved": stats.n_layers_saved,
+            "late_s": sum(stage.take_late_s() for stage in self.paced),
             "joules": self.meter.take_joules(),
             "rss_bytes": resident_bytes(),
             "peak_rss_bytes": peak_resident_bytes(),

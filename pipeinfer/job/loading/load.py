@@ -9,6 +9,7 @@ from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.stages.pace import Courier, PacedStage
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
+from pipeinfer.cluster.timing.costs import ModelCost
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.errors import UserError
@@ -77,7 +78,12 @@ def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
         repacked=deployment.repacked,
     )
     model = _load(context, deployment, TARGET, stage, params, options)
-    return PacedStage(model, deployment.pace.stages[index], CLOCK) if deployment.pace else model
+    return _paced(context, model, deployment.pace.stages[index]) if deployment.pace else model
+
+
+def _paced(context: Context, model: LoadedModel, cost: ModelCost) -> PacedStage:
+    context.paced.append(stage := PacedStage(model, cost, CLOCK))
+    return stage
 
 
 def _read(context: Context, number: int, file: ModelFile) -> ModelInfo:
@@ -188,7 +194,7 @@ def _load_draft(context: Context, deployment: Deployment, number: int, own: Stag
     model = _load(context, deployment, number, own, params, options)
     if translation := deployment.translations[number]:
         model = TranslatedStage(model, translation)
-    return PacedStage(model, deployment.pace.drafts[number], CLOCK) if deployment.pace else model
+    return _paced(context, model, deployment.pace.drafts[number]) if deployment.pace else model
 
 
 def make_drafter(context: Context, deployment: Deployment, options: RunOptions, model: LoadedModel) -> ModelDrafter:

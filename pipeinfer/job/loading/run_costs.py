@@ -10,7 +10,6 @@ from pipeinfer.cluster.timing.calibrate import (
     recall_context,
     recall_rows,
     slowest_stage,
-    time_context,
     time_rows,
 )
 from pipeinfer.cluster.timing.timed_runs import time_chunk
@@ -22,6 +21,8 @@ from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.draft_rank import options_of_draft
+from pipeinfer.virtual import simulation
+from pipeinfer.virtual.simulation import stage_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,17 @@ class RunCosts:
 
 
 def time_stage(context: Context, deployment: Deployment, model: LoadedModel) -> RunCosts:
-    """Of this rank's stage of the target. Its cache must be empty and is empty afterwards. Paced stages are timed anew
-    each time."""
+    """Of this rank's stage of the target. Its cache must be empty and is empty afterwards. Of a paced stage, what its
+    profile says."""
     own = deployment.plan.stage_of(context.rank)
     assert own is not None, f"rank {context.rank} has a model and no stage"
+    if deployment.pace:
+        return RunCosts(stage_rows(deployment.pace.stages[own]))
     part = f"{deployment.model.fingerprint} {deployment.plan.stages[own].layers} {context.options.kernels}"
     key = experiment_key(part, context.options, deployment.hosts, deployment.threads, context.rank)
     rows = _rows(deployment, model, key)
     context_s: float | None = None  # states could not be rewound to time a run again, and cost the same in any context
-    if deployment.model.rewinds and deployment.pace:
-        context_s = time_context(model, rows, deployment.n_cells, CLOCK)
-    elif deployment.model.rewinds:
+    if deployment.model.rewinds:
         context_s = recall_context(model, rows, deployment.n_cells, CLOCK, user_cache(), f"context: {key}")
     chunk = None
     if 0 < context.options.max_delay_s < math.inf:
@@ -72,11 +73,15 @@ def _rows(deployment: Deployment, model: LoadedModel, key: str) -> dict[int, flo
     return time_rows(model, CLOCK) if deployment.pace else recall_rows(model, CLOCK, user_cache(), f"rows: {key}")
 
 
-def run_cost(stages: Collection[RunCosts], deployment: Deployment) -> RunCost | None:
-    """Of a pipeline of these stages, the slowest of which decides; None where they were not timed."""
+def run_cost(stages: Collection[RunCosts], deployment: Deployment, limits_delay: bool) -> RunCost | None:
+    """Of a pipeline of these stages, the slowest of which decides; None where they were not timed. In a paced job as
+    `simulate` has it. `limits_delay`: chunks count too."""
+    if pace := deployment.pace:
+        chunk_s = max(stage.seconds(BLOCK, 0) for stage in pace.stages)
+        return simulation.run_cost(pace, deployment.n_cells, (BLOCK, chunk_s) if limits_delay else None)
     rows = slowest_stage([stage.rows for stage in stages])
     chunk = max(filter(None, (stage.chunk for stage in stages)), default=None)  # all have as many rows
     context_s = max((stage.context_s for stage in stages), default=0.0)
     computing, hosts = deployment.plan.computing, deployment.hosts
-    n_sharing = 1 if deployment.pace else max(sharers(hosts, computing, rank) for rank in computing)
+    n_sharing = max(sharers(hosts, computing, rank) for rank in computing)
     return RunCost(rows, deployment.crowding, chunk, context_s, n_sharing) if rows else None

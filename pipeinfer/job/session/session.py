@@ -1,5 +1,6 @@
 """Rank 0's hold on the loaded models of all ranks: one engine for all requests, and everyone's figures."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -47,6 +48,8 @@ NO_AMX = (
 )
 
 
+LATE = 0.05
+"""A share of a generation's time; a paced rank that is late by more of it is named."""
 N_NOTED = 20_000
 """Notes of rank 0 after which whoever waits for the ranks asks what they did: notes would grow without end."""
 
@@ -179,7 +182,7 @@ class Session:
         engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
-            run_cost=run_cost(self._costs.values(), deployment),
+            run_cost=run_cost(self._costs.values(), deployment, 0 < options.max_delay_s < math.inf),
             n_prompts=options.n_prompts, max_delay_s=options.max_delay_s)  # fmt: skip
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
             for each in self._pipelines:
@@ -201,6 +204,8 @@ class Session:
         engine.add(request, policy, metrics)
         self._drive(engine, request, on_tokens)
         found = self.take_figures()
+        if missed := missed_pace(found.figures, CLOCK() - metrics.submitted_s):
+            metrics.noticed(missed)
         return Generation(found.ledger, found.figures, found.refiners, found.row_s, request, metrics)
 
     def set_up(self, options: RunOptions) -> Engine:
@@ -300,6 +305,13 @@ class Session:
         except StopRequested:
             with self.context.flag.held():
                 drain(engine, request)
+
+
+def missed_pace(figures: Mapping[int, Mapping[str, Any]], wall_s: float) -> str:
+    """What the user should know of ranks that needed longer than `--pace` allows; empty if none did by much."""
+    late = {rank: found["late_s"] / wall_s for rank, found in sorted(figures.items())}
+    shown = ", ".join(f"rank {rank} for {share:.0%} of the time" for rank, share in late.items() if share > LATE)
+    return f"slower than --pace says: {shown}; take a slower profile, smaller models or fewer ranks" if shown else ""
 
 
 def first_error(reports: Mapping[int, Mapping[str, Any]]) -> str:
