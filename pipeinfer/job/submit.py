@@ -193,11 +193,11 @@ def _tell(message: str) -> None:
     print(f"pipeinfer: {message}", file=sys.stderr, flush=True)
 
 
-def is_open_mpi() -> bool:
-    """Whether our mpirun is Open MPI's."""
+def is_open_mpi(mpirun: str = "") -> bool:
+    """Whether an mpirun, ours by default, is Open MPI's."""
     try:
         done = subprocess.run(
-            [own_program("mpirun"), "--version"], stdin=subprocess.DEVNULL, capture_output=True,
+            [mpirun or own_program("mpirun"), "--version"], stdin=subprocess.DEVNULL, capture_output=True,
             timeout=VERSION_TIMEOUT_S)  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return False

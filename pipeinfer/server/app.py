@@ -20,9 +20,10 @@ from pipeinfer.models.text.chat import TemplateFault
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.access import Access, App
 from pipeinfer.server.asked import read_asked
+from pipeinfer.server.choices import Choice
 from pipeinfer.server.errors import Refusal, error_body
 from pipeinfer.server.forms import Form, event
-from pipeinfer.server.head import Choice, Head, State
+from pipeinfer.server.head import Head, State
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.options import HttpOptions
 from pipeinfer.server.prompting import Prompting
@@ -36,6 +37,9 @@ PAGE_HEADERS = {
 }  # fmt: skip
 
 T = TypeVar("T")
+
+STALLS_S = 10.0
+"""How long one token may take while nothing else is done."""
 
 SMALL_BODY = 16 << 10
 """Bytes of a body that is read at once, within some 2 ms."""
@@ -89,7 +93,10 @@ class Api:
     # -- state
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken."""
+        """200 while requests are taken, and tokens come."""
+        if self.head.stalls_s > STALLS_S:
+            reason = f"no token has come for {self.head.stalls_s:.0f} s"
+            return JsonResponse({"status": "stalled", "reason": reason}, 503)
         if self.head.state is State.READY:
             return JsonResponse({"status": "ok"})
         if self.head.state is State.RECOVERING:

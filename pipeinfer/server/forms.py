@@ -11,7 +11,7 @@ from pipeinfer.job.requests.answer_form import call_of, finish_of, message_of, r
 from pipeinfer.job.requests.logprobs import Spell, chat_form, completion_form
 from pipeinfer.models.text.answers import AnswerReader, Part
 from pipeinfer.server.asked import Asked
-from pipeinfer.server.head import Answer, Choice
+from pipeinfer.server.choices import Answer, Choice
 
 DONE = b"data: [DONE]\n\n"
 MARK = "\0text\0"

@@ -4,11 +4,11 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.requests.logprobs import Entry
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve.front import (
@@ -28,6 +28,7 @@ from pipeinfer.job.serve.front import (
     Watch,
 )
 from pipeinfer.server.channel import decode, encode
+from pipeinfer.server.choices import Answer, Changed, Choice
 from pipeinfer.server.errors import DRAINING_S, FULL_S, LOADING_S, Refusal, lost
 from pipeinfer.server.options import most_of_one
 
@@ -48,100 +49,6 @@ class State(Enum):
     RECOVERING = "recovering"  # requests are taken, and wait
     DRAINING = "draining"
     LOST = "lost"
-
-
-class Changed(asyncio.Event):
-    """Something has come. `push`, while a client's connection takes what there is: makes of what has come what is to be
-    written, and returns how; None where that is left to who waits."""
-
-    push: Callable[[], Callable[[], None] | None] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Choice:
-    """One text that is generated. `text`, `entries`: what nobody has taken yet. `has_turn`: the ranks work on it; else
-    it waits. Times are by this host's clock."""
-
-    id: int
-    asked: GenerationRequest
-    changed: Changed
-    client: str = ""
-    asked_s: float = field(default_factory=time.monotonic)
-    begun_s: float = math.nan
-    has_turn: bool = False
-    came_s: float = math.nan  # when the target had decided on its last tokens
-    told_s: float = math.nan  # when the head said so
-    text: str = ""
-    entries: list[Entry] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    n_characters: int = 0  # that have come, and entries
-    n_entries: int = 0
-    again: tuple[int, int, int] = (0, 0, 0)
-    """After the job was started again: tokens, characters and entries that come although they were there before."""
-    finish: str | None = None
-    timings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_running(self) -> bool:
-        return self.has_turn and self.finish is None
-
-    @property
-    def has_logprobs(self) -> bool:
-        return self.asked.sampling.n_logprobs >= 0
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.tokens)
-
-    def come(self, tokens: Sequence[int], text: str, entries: Sequence[Entry]) -> int:
-        """How many of the tokens are new."""
-        n_tokens, n_characters, n_entries = self.again
-        came = (len(tokens), len(text), len(entries))
-        new, fresh = tokens[n_tokens:], entries[n_entries:]
-        self.text += text[n_characters:]
-        self.entries += fresh
-        self.tokens += new
-        self.n_characters += len(text[n_characters:])
-        self.n_entries += len(fresh)
-        self.again = tuple(max(0, n - n_came) for n, n_came in zip(self.again, came, strict=True))  # type: ignore[assignment]
-        return len(new)
-
-    def begin_again(self) -> tuple[int, ...]:
-        """What another job is to begin with: all tokens but the last, so that there is one to come; none where their
-        log-probabilities are wanted, which only come with new ones."""
-        begun = () if self.has_logprobs else tuple(self.tokens[:-1])
-        self.again = self.n_tokens - len(begun), self.n_characters, self.n_entries
-        return begun
-
-    def take(self) -> str:
-        text, self.text = self.text, ""
-        return text
-
-    def take_entries(self) -> list[Entry]:
-        entries, self.entries = self.entries, []
-        return entries
-
-
-class Answer:
-    """All texts of one request of a client; `changed` is set when something has come of any."""
-
-    def __init__(self, ids: Sequence[int], asked: Sequence[GenerationRequest], client: str = "") -> None:
-        self.changed = Changed()
-        self.choices = [Choice(id, each, self.changed, client) for id, each in zip(ids, asked, strict=True)]
-
-    @property
-    def has_ended(self) -> bool:
-        return all(choice.finish is not None for choice in self.choices)
-
-    @property
-    def was_given_up(self) -> bool:
-        """Whether the head has given up one of them."""
-        return self.has_failed or any(choice.finish == "" for choice in self.choices)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the grammar of one of them took too much."""
-        return any(choice.finish == "error" for choice in self.choices)
 
 
 class Heard(Protocol):
@@ -173,6 +80,7 @@ class Head:
         self.n_most, self.heard = n_most, heard
         self.state = State.LOADING
         self.choices: dict[int, Choice] = {}
+        self.came_s = self.tried_s = -math.inf  # when a token came last, and was asked for to see whether one does
         self.is_heard = False  # by clients
         self.limit = 0  # tokens of a request
         self.reason, self.lost_s = "", math.nan  # while it recovers: why, and since when
@@ -199,7 +107,7 @@ class Head:
         """The head is lost, and another one will come: what was asked waits for it."""
         if self.state is not State.RECOVERING:
             self.state, self.lost_s, self.reason = State.RECOVERING, time.monotonic(), ""
-        self.reason, self.writer = why or self.reason, None
+        self.reason, self.writer, self.tried_s = why or self.reason, None, -math.inf
         for choice in self.choices.values():
             choice.has_turn = False
 
@@ -235,12 +143,30 @@ class Head:
             if n_there + len(asked) > n_most:
                 raise Refusal(429, f"{n_there} texts{whose} are being written or wait, and with {len(asked)} more they "
                                    f"were more than {n_most}; ask again later", FULL_S)  # fmt: skip
+        if self.limit and (n := max(each.n_ctx for each in asked)) > self.limit:
+            raise Refusal(503, f"the request has {n} tokens with the text to come, and since hosts were lost the job "
+                               f"holds {self.limit}; ask for less")  # fmt: skip
         answer = Answer([next(self._ids) for _ in asked], asked, client)
         for choice in answer.choices:
             self.choices[choice.id] = choice
             if self.state is State.READY:
                 self.tell(_ask(choice))
         return answer
+
+    @property
+    def stalls_s(self) -> float:
+        """How long no token has come although one was asked for; 0 where one has."""
+        return time.monotonic() - self.tried_s if self.tried_s > self.came_s else 0.0
+
+    async def try_out(self, prompt: Sequence[int], idle_s: float) -> None:
+        """While nobody asks for anything, ask for a token now and then: a job may be there and do nothing."""
+        while True:
+            await asyncio.sleep(idle_s)
+            is_idle = self.state is State.READY and not self.choices
+            if is_idle and not self.stalls_s and time.monotonic() - self.came_s >= idle_s:
+                self.tried_s = time.monotonic()
+                trial = GenerationRequest(tuple(prompt), 1, len(prompt) + 1, SamplingParams(0, 0.0), frozenset())
+                self.tell(_ask(Choice(next(self._ids), trial, Changed())))  # nobody takes what comes
 
     def drop(self, answer: Answer) -> None:
         """Nobody wants it any more."""
@@ -291,6 +217,7 @@ class Head:
 
     def _came(self, message: Came) -> None:
         """It is counted after all of it is written."""
+        self.came_s = time.monotonic()
         came = [(self.choices[part[0]], part) for part in message.parts if part[0] in self.choices]
         before_s, n_new = [choice.came_s for choice, _ in came], []
         for choice, (_, tokens, text, entries) in came:

@@ -6,7 +6,8 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pipeinfer.job.serve.front import Picture
-from pipeinfer.server.head import Choice, Head
+from pipeinfer.server.choices import Choice
+from pipeinfer.server.head import Head
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
            40.0, 80.0, 160.0, 640.0)  # fmt: skip

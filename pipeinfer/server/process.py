@@ -31,6 +31,9 @@ from pipeinfer.server.prompting import Prompting
 LAST_WORDS_S = 0.7
 """After the head is lost: clients that were being answered get their error, and those that ask now get one too."""
 
+IDLE_S = 15.0
+"""After so long without a token one is asked for, so that health is known."""
+
 CONTROL_BYTES, HERE = 4096, b"here"
 
 COLLECT_AFTER = 50_000, 20, 50
@@ -123,8 +126,10 @@ async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket, b
     serving = asyncio.create_task(server.serve(sockets=[port]))
     running = asyncio.create_task(hear_all(head, link) if by_links else hear(head, link))
     beating = asyncio.create_task(beat(head, Limits.of(setup.run.rank_timeout_s).beat_s))
+    trying = asyncio.create_task(head.try_out(tokenizer.encode(" ")[-1:] or [0], IDLE_S))
     await asyncio.wait({serving, running}, return_when=asyncio.FIRST_COMPLETED)
     beating.cancel()
+    trying.cancel()
     if not running.done():  # it could not start: whatever it raises ends the process, which the head notices
         await serving
         return

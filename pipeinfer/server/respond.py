@@ -9,9 +9,10 @@ from typing import Any
 from starlette.responses import Response
 
 from pipeinfer.models.text.grammar_check import TOO_MUCH
+from pipeinfer.server.choices import Answer
 from pipeinfer.server.errors import DRAINING_S, Refusal, error_body, lost
 from pipeinfer.server.forms import DONE, Form, event, json_bytes
-from pipeinfer.server.head import Answer, Head, State
+from pipeinfer.server.head import Head, State
 from pipeinfer.server.limits import WRITE, Chunks
 
 Message = MutableMapping[str, Any]

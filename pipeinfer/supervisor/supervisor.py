@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from pipeinfer.cluster.watch.attempts import Attempt
+from pipeinfer.cluster.watch.attempts import VARIABLE, Attempt
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.signals import on_signals
 from pipeinfer.job.process.streams import READER_LEFT
+from pipeinfer.job.submit import is_open_mpi
 from pipeinfer.supervisor.attempt import Job, Loss, Output
 from pipeinfer.supervisor.launcher import Launcher
 from pipeinfer.supervisor.links import Links
@@ -41,6 +42,9 @@ class Supervisor:
 
     def __init__(self, launcher: Launcher, restarts: int, environ: Mapping[str, str]) -> None:
         self.launcher, self.restarts, self.environ = launcher, restarts, environ
+        # Open MPI gives ranks on other hosts no variables but those that it is told of
+        is_told = bool(launcher.words) and not launcher.is_srun and is_open_mpi(launcher.words[0])
+        self._hands_on = ["-x", VARIABLE] if is_told else []
         self.lost: dict[str, str] = {}  # hosts that are left out, and why
         self._name = secrets.token_hex(8)
         self._output = Output("--json" in launcher.command)
@@ -75,6 +79,7 @@ class Supervisor:
     def _attempt(self, number: int, hosts_file: Path, stdin: IO[bytes] | None) -> tuple[int, Loss | None]:
         self._links.begin(number)
         words = self.launcher.without(self.lost, hosts_file)
+        words[1:1] = self._hands_on
         attempt = Attempt(self._name, number, self._links.rendezvous)
         try:
             self._job = Job(attempt, words, self.environ, stdin)

@@ -32,8 +32,8 @@ MANY = ["--restarts", "100000"]
 def strike(rng: random.Random, job: Supervised, with_http: bool) -> str:
     """Some process of the job; what was done to it."""
     victims = list(job.ranks().items())
-    if with_http and rng.random() < 0.1:
-        victims = [(-1, job.http())]
+    if with_http and rng.random() < 0.1 and (http := job.http()):
+        victims = [(-1, http)]
     if not victims:
         return "nothing, between two jobs"
     rank, pid = rng.choice(victims)

@@ -1,6 +1,7 @@
 """A supervised job on hosts of their own: one that cannot be reached is left out, and the text goes on."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from pipeinfer.supervisor.launcher import read_launcher
 from pipeinfer.supervisor.supervisor import Supervisor
-from tests.support.jobs import finish
+from tests.support.jobs import COMMAND, finish
 from tests.support.namespaces import Hosts, hosts, missing
 
 TEXT = ["run", "-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1", "--temp", "0.8",
@@ -35,6 +36,18 @@ def test_a_host_that_is_cut_off_is_left_out(three: Hosts) -> None:
     late.cancel()
     assert job.returncode == 0 and "the job starts again, without node3" in errors, errors
     assert begun + out == finish(1, [*TEXT, "--policy", "iterative"]).stdout
+
+
+def test_open_mpi_is_told_to_hand_the_variable_on(tmp_path: Path) -> None:
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(
+        '#!/bin/sh\nif [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0"; else echo "$@" >&2; fi\n'
+    )
+    launcher.chmod(0o755)
+    done = subprocess.run(
+        [*COMMAND, "supervise", str(launcher), "-np", "2", "pipeinfer", "run"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "-x PIPEINFER_SUPERVISOR -np 2 pipeinfer run\n")
 
 
 def test_hosts_on_which_nothing_starts_are_found(tmp_path: Path) -> None:

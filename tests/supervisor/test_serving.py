@@ -91,6 +91,17 @@ def test_it_says_that_it_recovers() -> None:
         assert served.http.get("/health").json() == {"status": "ok"} and text
 
 
+def test_health_is_known_while_nobody_asks() -> None:
+    """A rank that stands still is silent for the watch after a minute; a token that does not come is noticed before."""
+    with service(3, [*WORDS[:-2], "--rank-timeout", "100"]) as served:
+        rank = served.job.ranks()[1]
+        os.kill(rank, signal.SIGSTOP)
+        until(lambda: served.http.get("/health").json().get("status") == "stalled", 60)
+        assert "no token has come for" in served.http.get("/health").json()["reason"]
+        os.kill(rank, signal.SIGCONT)
+        until(lambda: served.http.get("/health").json() == {"status": "ok"}, 20)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_process_that_speaks_http_is_replaced(number: int) -> None:
     with service() as served:

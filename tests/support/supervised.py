@@ -47,8 +47,8 @@ class Supervised:
         }
 
     def http(self) -> int:
-        """The process that speaks with clients."""
-        return next(pid for pid in self.processes() if b"server.process" in _command(pid))
+        """The process that speaks with clients; 0 while there is none."""
+        return next((pid for pid in self.processes() if b"server.process" in _command(pid)), 0)
 
     def strike(self, rank: int, number: int = signal.SIGKILL, timeout_s: float = 60) -> None:
         """Once the rank is there."""
