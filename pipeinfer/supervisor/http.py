@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.supervised import unseal
+from pipeinfer.job.serve.front import Setup
 from pipeinfer.server.front import HttpProcess
 from pipeinfer.server.process import CONTROL_BYTES
 
@@ -24,6 +25,7 @@ class Http:
         self._key = key
         self._http: HttpProcess | None = None
         self._control: socket.socket | None = None
+        self._setup: Setup | None = None
 
     def take(self, link: Connection) -> None:
         """Rank 0's, of a new attempt. Raises OSError, EOFError and ValueError where it is lost."""
@@ -34,16 +36,20 @@ class Http:
             link.send_bytes(json.dumps({"error": str(error)}).encode())
             return
         link.send_bytes(json.dumps({"address": self._http.address}).encode())
-        setup = pickle.loads(unseal(link.recv_bytes(), self._key))
+        self._setup = pickle.loads(unseal(link.recv_bytes(), self._key))
         if not self._http.is_alive:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._http.start(setup, theirs, by_links=True)
+            self._begin()
         assert self._control
         socket.send_fds(self._control, [b"head"], [link.fileno()])
         link.close()  # or rank 0 would not see when the process ends
 
+    def _begin(self) -> None:
+        assert self._http and self._setup
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._http.start(self._setup, theirs, by_links=True)
+
     def lost(self, why: str) -> None:
-        """The job behind it. Returns when it knows, or is dead."""
+        """The job behind it. Returns when it knows; where it is lost too, another one begins."""
         if not (self._http and self._control):
             return
         with contextlib.suppress(OSError):
@@ -52,8 +58,9 @@ class Http:
             if self._control.recv(CONTROL_BYTES):
                 return
         self._control.close()
-        self._control = None
         self._http.end(0.0)
+        self._begin()
+        self._control.send(why.encode()[:CONTROL_BYTES])
 
     def close(self) -> None:
         """No job comes any more: clients are told so."""

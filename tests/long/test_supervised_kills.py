@@ -29,6 +29,12 @@ WORDS = ["serve", "--port", "0", "-t", "1", "-c", "4096", "--rank-timeout", "3"]
 MANY = ["--restarts", "100000"]
 
 
+@pytest.fixture(autouse=True)
+def ranks_join_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is stopped before it has joined is waited for."""
+    monkeypatch.setenv("PIPEINFER_JOIN_TIMEOUT", "20")
+
+
 def strike(rng: random.Random, job: Supervised, with_http: bool) -> str:
     """Some process of the job; what was done to it."""
     victims = list(job.ranks().items())
@@ -45,10 +51,10 @@ def strike(rng: random.Random, job: Supervised, with_http: bool) -> str:
 
 def read(stream: Stream, url: httpx.URL) -> None:
     """A client comes again where its connection was lost: with the process that speaks HTTP."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         stream.text, stream.at_s = "", []
-        with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=90) as http:
+        with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=180) as http:
             stream.read(http)
             return
         time.sleep(0.2)
@@ -80,7 +86,7 @@ def round_of(rng: random.Random, served: Service, texts: dict[int, str]) -> str:
         time.sleep(rng.choice((rng.uniform(0, 0.3), rng.uniform(0, 3))))
         struck.append(strike(rng, served.job, with_http=True))
     for thread in threads:
-        thread.join(timeout=150)
+        thread.join(timeout=330)
     wrong = [stream.number for stream in streams if stream.text != texts[stream.number]]
     assert not wrong, f"requests {wrong} after {struck}: {[stream.text for stream in streams]}\n{served.errors[-3000:]}"
     return ", ".join(struck)
