@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +30,8 @@ from pipeinfer.job.serve.front import (
 
 READ_BYTES = 1 << 20
 FINISH_S = 1.0
+STARTS_S = 30.0
+"""How long the process that speaks HTTP may take to start; on a link to one that runs it stands still as long."""
 
 
 def _ask(said: dict[str, Any]) -> Ask:
@@ -63,7 +64,7 @@ class HeadEnd:
 
     def __init__(self, link: socket.socket) -> None:
         self.link, self.closed = link, False
-        self._heard_s = math.inf  # when something came last; infinite before the first time
+        self._heard_s = time.monotonic() + STARTS_S  # when something came last
         link.setblocking(False)
         self._partial, self._unsent = bytearray(), bytearray()
         self._lines: list[bytes] = []
@@ -94,7 +95,7 @@ class HeadEnd:
 
     @property
     def silent_s(self) -> float:
-        """How long nothing has come; 0 before the first time, as the other end has to start."""
+        """How long nothing has come; before the first time, since the other end should have started."""
         return max(0.0, time.monotonic() - self._heard_s)
 
     def take(self) -> list[FromFront]:

@@ -106,7 +106,7 @@ class Head:
     def recover(self, why: str = "") -> None:
         """The head is lost, and another one will come: what was asked waits for it."""
         if self.state is not State.RECOVERING:
-            self.state, self.lost_s, self.reason = State.RECOVERING, time.monotonic(), ""
+            self.state, self.lost_s, self.reason = State.RECOVERING, time.monotonic(), "the job was lost"
         self.reason, self.writer, self.tried_s = why or self.reason, None, -math.inf
         for choice in self.choices.values():
             choice.has_turn = False

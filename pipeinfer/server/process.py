@@ -91,17 +91,19 @@ async def hear_all(head: Head, control: socket.socket) -> None:
         await asyncio.wait({coming, *([hearing] if hearing else [])}, return_when=asyncio.FIRST_COMPLETED)
         if hearing and hearing.done():
             hearing = None
-            head.recover("the job was lost")
+            head.recover()
         if not coming.done():
             coming.cancel()
             continue
         said, links = coming.result()
         if not said:
             break
+        if head.writer:  # this head is not heard any more, though it may still be there
+            head.writer.close()
         if links:
             hearing = asyncio.create_task(hear(head, socket.socket(fileno=links[0])))
         else:
-            head.recover(said.decode())
+            head.recover(said.decode(errors="replace"))
             control.send(HERE)
     loop.remove_reader(control)
 

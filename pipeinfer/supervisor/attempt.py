@@ -99,7 +99,7 @@ class Job:
         self, attempt: Attempt, words: Sequence[str], environ: Mapping[str, str], stdin: IO[bytes] | None
     ) -> None:
         """Started by the main thread, with which the launcher ends. Raises OSError."""
-        self.attempt, self.loss, self.since_s = attempt, None, time.monotonic()
+        self.attempt, self.loss = attempt, None
         if stdin:
             stdin.seek(0)
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

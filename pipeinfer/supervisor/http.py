@@ -53,8 +53,12 @@ class Http:
         if not (self._http and self._control):
             return
         with contextlib.suppress(OSError):
-            self._control.send(why.encode()[:CONTROL_BYTES])
+            self._control.setblocking(False)
+            while self._control.recv(CONTROL_BYTES):
+                pass  # an answer from before
+        with contextlib.suppress(OSError):
             self._control.settimeout(ANSWERS_S)
+            self._control.send(why.encode()[:CONTROL_BYTES])
             if self._control.recv(CONTROL_BYTES):
                 return
         self._control.close()

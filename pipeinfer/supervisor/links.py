@@ -3,6 +3,7 @@
 import contextlib
 import os
 import selectors
+import socket
 import threading
 from multiprocessing.connection import Connection
 
@@ -46,7 +47,11 @@ class Links:
             self._number, links, self._links = 0, self._links, []
         for link, reading in links:
             reading.join(timeout=ENDS_S)
-            link.close()
+            if not link.closed:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as other_end:
+                    other_end.shutdown(socket.SHUT_RDWR)  # where nobody gets to rank 0 it may still be there
+                reading.join(timeout=ENDS_S)
+                link.close()
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:

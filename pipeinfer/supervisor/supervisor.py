@@ -50,7 +50,7 @@ class Supervisor:
         self._output = Output("--json" in launcher.command)
         self._links = Links(not launcher.hosts, self._output)
         self._job: Job | None = None
-        self._stops = 0
+        self._stopped_by = 0  # a signal
         self._starts_s = deque[float]()  # of restarts
         self._deaths: dict[str, deque[float]] = {}  # by host
         self._n_fruitless = 0  # attempts in a row that got nowhere
@@ -64,17 +64,16 @@ class Supervisor:
             while True:
                 number += 1
                 code, loss = self._attempt(number, Path(folder) / "hosts", stdin)
-                if self._stops or code in IN_ORDER or self._output.is_lost:
+                if self._stopped_by or self._output.is_lost or (code in IN_ORDER and not loss):
                     self._output.end()
                     self._links.http.close()
                     return READER_LEFT if self._output.is_lost else code
-                loss = loss or Loss(f"the job ended with exit code {code}")
                 try:
-                    self._note(loss, number)
+                    self._note(loss or Loss(f"the job ended with exit code {code}"))
                 except UserError as error:
                     complain(str(error))
                     self._links.http.close()
-                    return code or 1
+                    return 128 + self._stopped_by if self._stopped_by else code or 1
 
     def _attempt(self, number: int, hosts_file: Path, stdin: IO[bytes] | None) -> tuple[int, Loss | None]:
         self._links.begin(number)
@@ -85,11 +84,13 @@ class Supervisor:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; give the words that start the job after --") from None
+        if self._stopped_by:  # meanwhile
+            self._job.signal(self._stopped_by)
         code = self._job.wait(lambda: self._output.is_lost)
         self._links.end()
         return code, self._job.loss
 
-    def _note(self, loss: Loss, number: int) -> None:
+    def _note(self, loss: Loss) -> None:
         """Decide with which hosts and when the job starts again. Raises UserError where it shall not."""
         self._links.http.lost(loss.why)
         now_s = time.monotonic()
@@ -111,9 +112,9 @@ class Supervisor:
         later = f" in {delay_s:g} s" if delay_s else ""
         complain(f"{loss.why}; the job starts again{later}{without} (restart {len(self._starts_s)} of {self.restarts})")
         deadline = now_s + delay_s
-        while time.monotonic() < deadline and not self._stops:
+        while time.monotonic() < deadline and not self._stopped_by:
             time.sleep(LOOK_S)
-        if self._stops:
+        if self._stopped_by:
             raise UserError("stopped before the job started again")
 
     def _forget(self, now_s: float) -> None:
@@ -148,7 +149,7 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         """Handed on: the job ends in order, and is not started again."""
-        self._stops += 1
+        self._stopped_by = number
         if self._job:
             self._job.signal(number)
 
