@@ -57,18 +57,18 @@ ACCEPTANCES = (0.05, 0.3, 0.52, 0.66, 0.79, 0.9, 0.95)
 TUNED: dict[str, Sequence[Policy]] = {
     "iterative": [Iterative()],
     "speculative": [
-        Speculative.from_paper(), *(Speculative(n_draft=n, width=4) for n in (2, 4, 8, 12)),
+        Speculative.from_paper(), *(Speculative(n_draft=n, width=4) for n in (2, 4, 12)),
         Speculative(n_draft=4, width=1),
     ],
     "pipeinfer": [
-        PipeInfer.from_paper(), PipeInfer(), *(PipeInfer(microbatch=n) for n in (1, 2, 4, 8, 16)),
+        PipeInfer.from_paper(), PipeInfer(), *(PipeInfer(microbatch=n) for n in (1, 2, 8, 16)),
         PipeInfer(microbatch=16, width=8, split_cutoff=0.02), PipeInfer(microbatch=32, width=16, split_cutoff=0.005),
     ],
     "pipedec": [
         PipeDec(), PipeDec(layer_width=16), *(PipeDec(layer_width=n, children=n) for n in (2, 4, 8)),
     ],
     "flowspec": [
-        FlowSpec.from_paper(), FlowSpec(), FlowSpec(segment=8),
+        FlowSpec.from_paper(), FlowSpec(),
         FlowSpec(segment=4, tree_size=20, width=4, expansion_size=16),
         FlowSpec(segment=2, tree_size=8, width=4, expansion_size=8),
     ],

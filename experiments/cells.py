@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 
 from pipeinfer.cluster.timing.costs import Profile, Work
@@ -12,7 +13,8 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.policies import Speculative
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.profile import load_profile
-from pipeinfer.virtual.simulation import simulate
+from pipeinfer.virtual.recorded import RecordedChoices
+from pipeinfer.virtual.simulation import Simulated, simulate
 
 SEEDS = (0, 1, 2)
 N_TOKENS = 256
@@ -61,27 +63,56 @@ def _longer(work: Work, times: float) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Means over the seeds: tokens a second, and the wait for the token after the prompt's first one."""
+    """Means over the seeds: tokens a second, the wait for the token after the prompt's first one, guesses accepted over
+    sent, tokens a turn of the pipeline and a round of speculation."""
 
     speed: float
     first_s: float
+    sent_acceptance: float
+    per_turn: float
+    per_round: float
 
 
 @cache
 def run(setting: Setting, policy: Policy, cancel: bool = True) -> Figures:
+    return _means([_figures(simulated) for simulated in _generations(setting, policy, cancel)])
+
+
+def lengths(setting: Setting, policy: Policy) -> Counter[int]:
+    """Tokens that a verdict of the target brought -> how often."""
+    found = (simulated.metrics.accepted_lengths for simulated in _generations(setting, policy))
+    return sum(found, Counter[int]())
+
+
+def _generations(setting: Setting, policy: Policy, cancel: bool = True) -> Iterator[Simulated]:
     profile = setting.lay_out(policy.drafts)
     assert profile.acceptance, f"{profile.name} does not say how often the draft is right"
-    found = []
     for seed in SEEDS:
-        choices, *larger = synthetic_team(
-            [ranks_for(share) for share in profile.acceptance], seed, N_PROMPT, setting.ageing
-        )
+        ranks = [ranks_for(share) for share in profile.acceptance]
+        choices, *larger = synthetic_team(ranks, seed, N_PROMPT, setting.ageing)
         larger = larger if profile.drafts else []
-        simulated = simulate(profile, choices, policy.begin(), N_TOKENS, cancel=cancel, larger=larger)
-        token_s = simulated.metrics.token_s
-        second_s = next(at for at in token_s if at > token_s[0])
-        found.append(((N_TOKENS - 1) / (token_s[-1] - token_s[0]), second_s - token_s[0]))
-    return Figures(*(statistics.fmean(values) for values in zip(*found, strict=True)))
+        yield simulate(profile, choices, policy.begin(), N_TOKENS, cancel=cancel, larger=larger)
+
+
+def run_texts(setting: Setting, policy: Policy, texts: Sequence[RecordedChoices], cancel: bool = True) -> Figures:
+    """The same of recorded texts, each up to its end."""
+    profile = setting.lay_out(policy.drafts)
+    return _means([
+        _figures(simulate(profile, text, policy.begin(), len(text.tokens), cancel=cancel)) for text in texts
+    ])  # fmt: skip
+
+
+def _figures(simulated: Simulated) -> Figures:
+    metrics = simulated.metrics
+    token_s = metrics.token_s
+    return Figures(
+        (len(token_s) - 1) / (token_s[-1] - token_s[0]), metrics.ttft_after_prompt_s, metrics.sent_acceptance,
+        metrics.tokens_per_turn, len(token_s) / max(1, metrics.n_rounds),
+    )  # fmt: skip
+
+
+def _means(found: Sequence[Figures]) -> Figures:
+    return Figures(*(statistics.fmean(values) for values in zip(*map(astuple, found), strict=True)))
 
 
 def baseline(setting: Setting, sizes: Sequence[Speculative] = BASELINE) -> Figures:

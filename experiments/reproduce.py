@@ -1,7 +1,7 @@
 """The papers' headline ratios beside ours: `python experiments/reproduce.py [-o docs/results/reproduction.md]`.
 
 Simulates the published set-ups in virtual time and writes the page; minutes of one core. Needs no MPI and no model.
-This file has PipeInfer's tables, `reproduced_methods` and `reproduced_load` have the others'.
+`reproduced_*` have the papers' tables.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from experiments.cells import ANY_SIZE, N_PROMPT, N_TOKENS, SEEDS, Figures, Setting, baseline, run
+from experiments.cells import N_PROMPT, N_TOKENS, SEEDS
+from experiments.reproduced_choices import real_choices
+from experiments.reproduced_flowspec import flowspec
 from experiments.reproduced_load import filler, sipipe
-from experiments.reproduced_methods import flowspec, others, pipedec, pipespec
-from pipeinfer.observe.texts.markdown import markdown_table
-from pipeinfer.policies import Iterative, PipeInfer, Speculative
-
-POOR = 0.05
+from experiments.reproduced_methods import others, pipedec, pipedec_load
+from experiments.reproduced_pipeinfer import (
+    pipeinfer_ablations,
+    pipeinfer_first,
+    pipeinfer_gpus,
+    pipeinfer_poor,
+    pipeinfer_speeds,
+)
+from experiments.reproduced_pipespec import pipespec
 
 INTRO = """# The papers' headline ratios, beside ours
 
@@ -38,154 +44,35 @@ over them say more than speeds and less than ratios over iterative decoding, whi
 """
 
 
-def published(setting: Setting) -> tuple[Figures, Figures, Figures]:
-    """Iterative, and with the paper's settings speculative and pipeinfer."""
-    return run(setting, Iterative()), run(setting, Speculative.from_paper()), run(setting, PipeInfer.from_paper())
+SECTIONS = (
+    pipeinfer_speeds, pipeinfer_poor, pipeinfer_first, pipeinfer_ablations, pipeinfer_gpus, real_choices, others,
+    pipedec, pipedec_load, flowspec, pipespec, sipipe, filler,
+)  # fmt: skip
 
 
-# -- PipeInfer
-
-PAIRS = {  # pair -> (acceptance, the most that the paper reports for such a pair)
-    "dolphin-tinyllama": ("0.79", 1.7), "dolphin-orca2": ("0.66", 1.7), "goliath-xwin7": ("0.52", 2.15),
-    "goliath-xwin13": ("0.61", 2.15), "falcon-7": ("0.687", 1.7), "falcon-40": ("0.695", 1.7),
-}  # fmt: skip
-CLUSTERS = (
-    *(("pipeinfer-c", nodes) for nodes in (4, 8, 15, 32)),
-    *(("pipeinfer-a", nodes) for nodes in (4, 8)),
-    ("pipeinfer-b", 13),
-)
-ABLATED = ("dolphin-tinyllama", "goliath-xwin7", "falcon-7")
+def section(number: int) -> list[str]:
+    return list(SECTIONS[number]())
 
 
-def pipeinfer_speeds() -> Iterator[str]:
-    yield "\n## PipeInfer: generation speed\n"
-    yield (
-        "The paper: 1.5 to 2.15 times pipeline-parallel speculation, up to 1.7 for well-aligned pairs and up to\n"
-        "2.15 for poorly aligned ones. It gives single cells in pictures only: beside each stands the most it\n"
-        "claims for such a pair. Its settings: `-pa 0.001 -ps 0.8 -pr 0.4 -pd 0.01 --draft 4`, for its baseline\n"
-        "too. The acceptance that it reports (79% with trees of four) is taken for how often the first guess is\n"
-        "right.\n"
-    )
-    columns = ("cluster", "nodes", "pair", "acceptance", "iterative", "paper: speculative", "paper: pipeinfer",
-               "over speculative", "the paper's ratio, at most", "over iterative", "ours: pipeinfer",
-               "ours over iterative", "ours over its best")  # fmt: skip
-    yield from markdown_table(columns, (_speed_row(*cluster, pair) for pair in PAIRS for cluster in CLUSTERS))
-    yield (
-        "\n**What does not agree.** Orca 2 stays far below TinyLlama, where the paper finds them alike; Falcon-40's\n"
-        "gain is the same at all numbers of nodes, where the paper's is largest at few; Goliath falls from 8\n"
-        "nodes of cluster A to 13 of B, where the paper's rises. On clusters A and B a draft step is long beside\n"
-        "a row, and the paper's settings lose to iterative decoding with most pairs, though the ratio over\n"
-        "speculative is the paper's. Without continuous speculation, with larger trees instead, Falcon loses as\n"
-        "much as the others (below). Of absolute speeds the paper has one: 1.398 tokens/s and 1.04 s to the first\n"
-        "token on 4 E5 nodes with Dolphin and TinyLlama, beside 2.00 in the row `pipeinfer-a`, 4. Ours exceeds\n"
-        "the paper's maximum nearly everywhere: it is another policy. The paper has 10 runs of 512 tokens."
-    )
-
-
-def _speed_row(cluster: str, nodes: int, pair: str) -> list[str]:
-    setting = Setting(cluster, pair, nodes)
-    acceptance, paper = PAIRS[pair]
-    plain, tree, theirs = (figures.speed for figures in published(setting))
-    ours, best = run(setting, PipeInfer()).speed, baseline(setting, ANY_SIZE).speed
-    return [
-        cluster, str(nodes), pair, acceptance, *(f"{speed:.2f}" for speed in (plain, tree, theirs)),
-        f"**{theirs / tree:.2f}**", f"{paper:.2f}", f"{theirs / plain:.2f}", f"{ours:.2f}", f"{ours / plain:.2f}",
-        f"{ours / best:.2f}",
-    ]  # fmt: skip
-
-
-def pipeinfer_poor() -> Iterator[str]:
-    yield "\n## PipeInfer: a draft that is hardly ever right\n"
-    yield (
-        f"The paper: near-zero loss. Acceptance {POOR}; the ratio is over iterative decoding on as many nodes, all of\n"
-        "which hold layers then. Ours stops guessing for a while (`backoff`); without it up to 8% are lost on slow\n"
-        "links and processors.\n"
-    )
-    columns = ("cluster", "nodes", "pair", "iterative", "paper: speculative", "over iterative", "paper: pipeinfer",
-               "over iterative", "ours: pipeinfer", "over iterative")  # fmt: skip
-    cells = [(cluster, nodes, pair) for pair in ABLATED for cluster, nodes in (("pipeinfer-c", 8), ("pipeinfer-a", 8))]
-    yield from markdown_table(columns, (_poor_row(*cell) for cell in cells))
-
-
-def _poor_row(cluster: str, nodes: int, pair: str) -> list[str]:
-    setting = Setting(cluster, pair, nodes, acceptance=POOR)
-    plain, *others = (figures.speed for figures in (*published(setting), run(setting, PipeInfer())))
-    ratios = (text for speed in others for text in (f"{speed:.2f}", f"**{speed / plain:.2f}**"))
-    return [cluster, str(nodes), pair, f"{plain:.2f}", *ratios]
-
-
-def pipeinfer_first() -> Iterator[str]:
-    yield "\n## PipeInfer: time to the first token\n"
-    yield (
-        "As the paper counts it: from the token that ends the prompt's processing to the next one, and nothing is\n"
-        "guessed before. The paper: near parity with iterative decoding, far sooner than speculative inference.\n"
-        "Ours guesses while the prompt is read.\n"
-    )
-    columns = ("cluster", "nodes", "pair", "iterative s", "paper: speculative s", "paper: pipeinfer s",
-               "pipeinfer / iterative", "ours: pipeinfer s")  # fmt: skip
-    cells = [(cluster, nodes, pair) for pair in ABLATED for cluster, nodes in (("pipeinfer-c", 8), ("pipeinfer-a", 8))]
-    yield from markdown_table(columns, (_first_row(*cell) for cell in cells))
-
-
-def _first_row(cluster: str, nodes: int, pair: str) -> list[str]:
-    setting = Setting(cluster, pair, nodes)
-    plain, tree, theirs = (figures.first_s for figures in published(setting))
-    ours = run(setting, PipeInfer()).first_s
-    firsts = (f"{first:.3f}" for first in (plain, tree, theirs))
-    return [cluster, str(nodes), pair, *firsts, f"**{theirs / plain:.2f}**", f"{ours:.3f}"]
-
-
-def pipeinfer_ablations() -> Iterator[str]:
-    yield "\n## PipeInfer: ablations (figure 8)\n"
-    yield (
-        "8 nodes of cluster C, tokens a second. The paper: slower without cancellation; without continuous\n"
-        "speculation, with larger trees instead, much slower for Dolphin and Goliath, moderately for Falcon; the\n"
-        "others gave no valid output.\n"
-    )
-    columns = ("settings", "pair", "whole", "no cancellation", "not continuous", "not continuous, runs of 8",
-               "not asynchronous")  # fmt: skip
-    presets = {"paper": PipeInfer.from_paper(), "ours": PipeInfer()}
-    cells = [(name, policy, pair) for name, policy in presets.items() for pair in ABLATED]
-    yield from markdown_table(columns, (_ablation_row(*cell) for cell in cells))
-
-
-def _ablation_row(name: str, policy: PipeInfer, pair: str) -> list[str]:
-    setting, serial = Setting("pipeinfer-c", pair, 8), replace(policy, continuous=False)
-    whole = run(setting, policy).speed
-    others = [run(setting, policy, cancel=False).speed]
-    variants = (serial, replace(serial, microbatch=8), replace(policy, asynchronous=False))
-    others += [run(setting, variant).speed for variant in variants]
-    return [
-        name,
-        pair,
-        f"{whole:.2f}",
-        *(f"{speed:.2f} ({100 * (speed / whole - 1):+.0f}%)" for speed in others),
-    ]
-
-
-def page() -> Iterator[str]:
+def page(n_jobs: int) -> Iterator[str]:
+    """Each section is simulated by itself, so that processes can share them."""
     yield INTRO.format(n_seeds=len(SEEDS), n_tokens=N_TOKENS, n_prompt=N_PROMPT).rstrip()
-    for section in (
-        pipeinfer_speeds,
-        pipeinfer_poor,
-        pipeinfer_first,
-        pipeinfer_ablations,
-        others,
-        pipedec,
-        flowspec,
-        pipespec,
-        sipipe,
-        filler,
-    ):
-        yield from section()
+    with ProcessPoolExecutor(n_jobs) as processes:
+        for lines in processes.map(section, range(len(SECTIONS))):
+            yield from lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/results/reproduction.md"), help="The page.")
-    output: Path = parser.parse_args().output
-    output.write_text("\n".join(page()) + "\n")
-    print(output)
+    parser.add_argument("--jobs", type=int, default=2, help="Processes that share the work.")
+    parser.add_argument("--section", help="Print one section instead, by the name of its function.")
+    asked = parser.parse_args()
+    if asked.section:
+        print("\n".join(next(each for each in SECTIONS if each.__name__ == asked.section)()))
+        return
+    asked.output.write_text("\n".join(page(asked.jobs)) + "\n")
+    print(asked.output)
 
 
 if __name__ == "__main__":

@@ -94,9 +94,10 @@ class TokenTree:
         """Add children of `parent` for the guesses that it lacks; returns them. `log_probs`: of the edges."""
         assert parent.live, f"growing a {parent.state.value} node at position {parent.position}"
         parent.expanded = True
-        grown = []
+        grown, known = [], {child.token for child in parent.children}
         for guess, log_prob in zip(guesses, log_probs, strict=True):
-            if parent.child(guess.token) is None:
+            if guess.token not in known:
+                known.add(guess.token)
                 node = Node(guess.token, parent.position + 1, parent, log_prob, parent.score + log_prob)
                 node.depth = node.position - self.root.position
                 parent.children.append(node)

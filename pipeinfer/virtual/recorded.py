@@ -43,7 +43,7 @@ class RecordedChoices:
         """The share of tokens for which the draft's best guess is right."""
         return sum(self.hits) / len(self.tokens)
 
-    @property
+    @cached_property
     def hits(self) -> list[bool]:
         """For each token whether it is the draft's best guess."""
         return [found[0][0] == token for found, token in zip(self.known, self.tokens, strict=False)]

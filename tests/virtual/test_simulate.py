@@ -17,7 +17,7 @@ from statistics import fmean
 import pytest
 from click.testing import CliRunner
 
-from experiments import reproduce
+from experiments import reproduced_pipeinfer
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.messages.wire import encode
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
@@ -366,16 +366,16 @@ def test_bad_options_give_one_line_and_exit_code_2(arguments: list[str], words: 
 
 
 def test_a_row_of_the_reproduction_table() -> None:
-    row = reproduce._speed_row("pipeinfer-c", 8, "goliath-xwin7")
+    row = reproduced_pipeinfer._speed_row("pipeinfer-c", 8, "goliath-xwin7")
     assert row[:3] == ["pipeinfer-c", "8", "goliath-xwin7"]
-    iterative, speculative, theirs = map(float, row[4:7])
-    assert float(row[7].strip("*")) == pytest.approx(theirs / speculative, abs=0.02), "over speculative"
-    assert float(row[11]) == pytest.approx(float(row[10]) / iterative, abs=0.02), "ours over iterative"
+    iterative, speculative, theirs = map(float, row[6:9])
+    assert float(row[9].strip("*")) == pytest.approx(theirs / speculative, abs=0.02), "over speculative"
+    assert float(row[14]) == pytest.approx(float(row[13]) / iterative, abs=0.02), "ours over iterative"
     page = (ROOT / "docs" / "results" / "reproduction.md").read_text()
     lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in page.splitlines()]
     assert row[:3] in lines and "| over speculative " in page and "| ours over iterative " in page
     assert not re.search(r"\b(ahead|behind)\b", page), "the baselines are not the same"
-    *_, ours = reproduce._poor_row("pipeinfer-c", 8, "goliath-xwin7")
+    *_, ours = reproduced_pipeinfer._poor_row("pipeinfer-c", 8, "goliath-xwin7")
     assert float(ours.strip("*")) > 0.97, "a poor draft must not cost much"
 
 
