@@ -337,9 +337,7 @@ def test_ranks_under_mpirun_tell_what_they_have(tmp_path: Path, monkeypatch: pyt
         speeds.append([row["read_bytes_per_s"] for row in found["ranks"]])
     assert speeds[0] == pytest.approx(speeds[1], rel=0.5), "they were kept"
     without = finish(2, ["run", "-p", "x", "-n", "2", "-ngl", "0,3"])
-    assert without.returncode == 2 and "rank 1 (" in without.stderr and "GPU" in without.stderr, (
-        "as this build has none"
-    )
+    assert without.returncode == 0 and "-ngl is without effect" in without.stderr, "as this build has none"
     refused = finish(2, ["plan", "-c", "2000000000"])
     assert refused.returncode == 2 and "it would fit with -c " in refused.stderr
     assert len(refused.stderr.splitlines()) == 1 and "stage 0" in refused.stdout

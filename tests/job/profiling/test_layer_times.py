@@ -199,7 +199,7 @@ def test_a_job_times_ranks_that_are_not_alike_once(tmp_path: Path, monkeypatch: 
     assert planned.returncode == 0, planned.stderr
     rows = json.loads(planned.stdout)["ranks"]
     assert [row["layer_source"] for row in rows] == ["timed now"] * 2 and all(row["layer_s"] > 0 for row in rows)
-    run = finish(2, ["run", *words, "-n", "1", "-p", "x"])
+    run = finish(2, ["run", *words, "-n", "1", "-p", "x", "-v"])
     lines = [line.split() for line in run.stderr.splitlines() if "timed before" in line]
     assert run.returncode == 0 and [row["layers"] in line for row, line in zip(rows, lines, strict=True)] == [True] * 2
 
