@@ -17,22 +17,45 @@ LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 ELSEWHERE = ("cross-site", "same-site")
 """What a browser says in Sec-Fetch-Site of a page of another host, or of another port of this one."""
 
+ASKED_HEADERS = b"access-control-request-headers"
+PREFLIGHT = [
+    (b"access-control-allow-methods", b"GET, POST"), (b"access-control-max-age", b"86400"),
+]  # fmt: skip
+"""What a page may send, beside the headers that it names."""
+
 Headers = Mapping[bytes, bytes]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
 class Access:
     """An ASGI application that lets those through to another one who may ask it. `host`: where it was told to listen;
-    `address`: where it does."""
+    `address`: where it does. `origins`: whose pages may ask (CORS); *: all."""
 
-    def __init__(self, app: App, keys: Sequence[str], host: str, address: str) -> None:
+    def __init__(self, app: App, keys: Sequence[str], host: str, address: str, origins: Sequence[str] = ()) -> None:
+        self.origins = origins
         self.app, self.keys, self.host = app, [key.encode() for key in keys], host.lower()
         self.is_local = is_loopback(address)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            if self._may_ask(_text(headers, b"origin")):
+                send = _sharing(send, headers[b"origin"])
+                if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
+                    await send(
+                        {
+                            "type": "http.response.start",
+                            "status": 204,
+                            "headers": [
+                                *PREFLIGHT,
+                                (b"access-control-allow-headers", headers.get(ASKED_HEADERS, b"content-type")),
+                            ],
+                        }
+                    )
+                    await send({"type": "http.response.body", "body": b""})
+                    return
             try:
-                self._check(scope["method"], scope["path"], dict(scope["headers"]))
+                self._check(scope["method"], scope["path"], headers)
             except Refusal as refusal:
                 await send_refusal(send, refusal)
                 return
@@ -44,7 +67,7 @@ class Access:
             raise Refusal(400, "Content-Length and Transfer-Encoding both say how long the body is; send one of them",
                           closes=True)  # fmt: skip
         self._check_name(_text(headers, b"host"))
-        if page := _other_page(method, path, headers):
+        if not self._may_ask(_text(headers, b"origin")) and (page := _other_page(method, path, headers)):
             raise Refusal(403, f"{page[:200]} may not ask this server")
         if not self.keys or path in OPEN_PATHS:
             return
@@ -55,6 +78,10 @@ class Access:
         if not any([hmac.compare_digest(given, key) for key in self.keys]):
             raise Refusal(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")
 
+    def _may_ask(self, origin: str) -> bool:
+        """Whether a page of this origin may, although it is another site's."""
+        return bool(origin) and ("*" in self.origins or origin in self.origins)
+
     def _check_name(self, host: str) -> None:
         """A page of another site may be shown whose name was made to lead here since: to the browser it asks its own
         site. Only the name tells, and which names a host has is known of the loopback interface alone."""
@@ -64,6 +91,18 @@ class Access:
         if name is None or not (name == self.host or is_loopback(name)):
             raise Refusal(403, f"{host[:200]} is no name of this host, and without a key this server answers to those "
                           "alone; ask localhost, or start it with --api-key")  # fmt: skip
+
+
+def _sharing(send: Send, origin: bytes) -> Send:
+    """`send`, for answers that a page of this origin may read."""
+
+    async def sharing(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            shared = [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+            message = {**message, "headers": [*message["headers"], *shared]}
+        await send(message)
+
+    return sharing
 
 
 def is_loopback(name: str) -> bool:

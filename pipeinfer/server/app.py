@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,14 +20,19 @@ from pipeinfer.job.serve.front import Setup
 from pipeinfer.models.text.chat import TemplateFault
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.access import Access, App
-from pipeinfer.server.asked import read_asked
+from pipeinfer.server.asked import Asked, read_asked
 from pipeinfer.server.choices import Choice
+from pipeinfer.server.dialects import anthropic, responses
+from pipeinfer.server.dialects.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
+from pipeinfer.server.dialects.llama_cpp import INFILL, NOT_SERVED, CompletionForm, infill_of, props
+from pipeinfer.server.dialects.responses import RESPONSES, ResponseForm
 from pipeinfer.server.errors import Refusal, error_body
 from pipeinfer.server.forms import Form, event
 from pipeinfer.server.head import Head, State
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.options import HttpOptions
 from pipeinfer.server.prompting import Prompting
+from pipeinfer.server.request_log import RequestLog
 from pipeinfer.server.respond import AnswerResponse, EventsResponse, JsonResponse
 
 PAGE = Path(__file__).with_name("page.html")
@@ -48,13 +54,33 @@ MAX_CONTENT = 1 << 17
 """Characters that /tokenize takes: their tokens are written as JSON without a pause, in some 70 ms."""
 
 
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """As what `url` a request is read, after `body` has made it one of the core's, and the form of its answers."""
+
+    url: str
+    form: type[Form]
+    body: Callable[[dict[str, Any], Tokenizer], dict[str, Any]] = lambda given, tokenizer: given
+
+
+DIALECTS = {
+    COMPLETION: Dialect(COMPLETION, Form),
+    CHAT: Dialect(CHAT, Form),
+    MESSAGES: Dialect(CHAT, MessageForm, lambda given, tokenizer: anthropic.chat_of(given)),
+    RESPONSES: Dialect(CHAT, ResponseForm, lambda given, tokenizer: responses.chat_of(given)),
+    "/completion": Dialect(COMPLETION, CompletionForm),
+    INFILL: Dialect(COMPLETION, CompletionForm, infill_of),
+}
+"""By path."""
+
+
 class Api:
     """What all endpoints share."""
 
     def __init__(self, http: HttpOptions, setup: Setup, head: Head, prompting: Prompting, metrics: Metrics) -> None:
         self.http, self.setup, self.head, self.prompting, self.metrics = http, setup, head, prompting, metrics
         self.model = http.alias or setup.run.model.name
-        self.created = int(time.time())
+        self.created, self.log = int(time.time()), RequestLog(http.log_format)
         self.spell = speller(prompting.prompts.tokenizer)
         options = setup.run
         self.defaults = Defaults(options.sampling, options.predict, options.stops, options.ignore_eos)
@@ -67,8 +93,11 @@ class Api:
             get(f"{version}/health", self.health)
             get(f"{version}/models", self.models)
             get(f"{version}/models/{{name:path}}", self.one_model)
-        post(COMPLETION, self.completions)
-        post(CHAT, self.completions)
+        for path in DIALECTS:
+            post(path, self.completions)
+        post(COUNT_TOKENS, self.count_tokens)
+        post("/apply-template", self.apply_template)
+        get("/props", self.props)
         post("/tokenize", self.tokenize)
         post("/detokenize", self.detokenize)
         get("/events", self.events)
@@ -84,7 +113,7 @@ class Api:
         app.add_exception_handler(HTTPException, _no_endpoint)
         app.add_exception_handler(ClientDisconnect, _left)
         app.add_exception_handler(Exception, _fault)
-        return Access(app, self.http.api_keys, self.http.host, address)
+        return Access(app, self.http.api_keys, self.http.host, address, self.http.origins)
 
     @staticmethod
     def _adder(app: FastAPI, method: str) -> Callable[[str, Callable[..., Any]], None]:
@@ -146,15 +175,42 @@ class Api:
 
     # -- texts
 
+    async def _asked(self, request: Request, dialect: Dialect) -> Asked:
+        warn = self.log.warn if self.http.lenient else None
+        tokenizer = self.prompting.prompts.tokenizer
+        return await self._body(
+            request, lambda given: read_asked(dialect.body(given, tokenizer), dialect.url, self.defaults, warn)
+        )
+
     async def completions(self, request: Request) -> Response:
-        asked = await self._body(request, lambda given: read_asked(given, request.url.path, self.defaults))
+        path = request.url.path
+        dialect = DIALECTS[path]
+        asked = await self._asked(request, dialect)
+        if dialect.form is not Form and len(asked.bodies) > 1:
+            refuse(f"{len(asked.bodies)} texts are asked for, and an answer of {path} has one")
         if asked.bodies[0].priority and not self.http.priorities:
             refuse(f"priority is {asked.bodies[0].priority}, and this server takes none; leave it out, or start the "
                    "server with --priorities")  # fmt: skip
         self.head.check_ready()
         found = await self.prompting.ask(asked, _client(request))
         answer = self.head.ask(found, _client(request))
-        return AnswerResponse(self.head, answer, Form(asked, answer, self.model, self.setup.version, self.spell))
+        form = dialect.form(asked, answer, self.model, self.setup.version, self.spell)
+        return AnswerResponse(self.head, answer, form, lambda: self.log.ended(str(form.common["id"]), path, answer))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's: of a conversation."""
+        asked = await self._asked(request, DIALECTS[MESSAGES])
+        (found, *_) = await self.prompting.ask(asked, _client(request))
+        return JsonResponse({"input_tokens": len(found.prompt)})
+
+    async def apply_template(self, request: Request) -> Response:
+        """llama.cpp's: the text that a chat asks the model with."""
+        asked = await self._asked(request, DIALECTS[CHAT])
+        return JsonResponse({"prompt": await self.prompting.rendered(asked.bodies[0], _client(request))})
+
+    async def props(self, request: Request) -> Response:
+        prompts = self.prompting.prompts
+        return JsonResponse(props(self.setup, self.model, prompts.format.template.source, prompts.tokenizer))
 
     async def tokenize(self, request: Request) -> Response:
         """llama.cpp's: `content` (or `prompt`), `add_special`, `parse_special`, `with_pieces`."""
@@ -289,7 +345,8 @@ async def _left(request: Request, error: Exception) -> Response:
 async def _no_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:200]}"
-    message = f"{what}: {'there is no such endpoint' if error.status_code == 404 else error.detail}"
+    missing = NOT_SERVED.get(request.url.path, "there is no such endpoint")
+    message = f"{what}: {missing if error.status_code == 404 else error.detail}"
     return JsonResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
 

@@ -3,12 +3,12 @@
 Knows no HTTP and tokenises nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeinfer.job.requests.fields import flag, is_whole, refuse, shown
-from pipeinfer.job.requests.request_body import CHAT, Body, Defaults, read_body, read_prompt
+from pipeinfer.job.requests.request_body import CHAT, Body, Defaults, not_served, read_body, read_prompt
 
 MAX_CHOICES = 128
 """Of one request, as OpenAI has it."""
@@ -35,9 +35,19 @@ class Asked:
         return self.bodies[:: self.n]
 
 
-def read_asked(given: Mapping[str, Any], url: str, defaults: Defaults) -> Asked:
-    """Raises UserError for what is wrong with it."""
+READ_HERE = ("stream", "n", "best_of")
+"""Fields of a request, of which a batch's line has one value."""
+
+
+def read_asked(
+    given: Mapping[str, Any], url: str, defaults: Defaults, warn: Callable[[str], object] | None = None
+) -> Asked:
+    """`warn`: is told what cannot be served, which is passed over then. Raises UserError for what is wrong with it."""
     is_chat, fields = url == CHAT, dict(given)
+    if warn:
+        for name, why in not_served(fields, (*READ_HERE, "timings_per_token")).items():
+            warn(why)
+            del fields[name]
     wanted, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
     if wanted not in fields or other in fields:
         refuse(f"a body for {url} has {wanted}, and no {other}")

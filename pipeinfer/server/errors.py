@@ -1,4 +1,4 @@
-"""What clients are told when they are not served, in OpenAI's form. Knows no request."""
+"""What clients are told when they are not served, in OpenAI's form, which is Anthropic's too. Knows no request."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ class Refusal(Exception):
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """`param`: the field of the request that the message is about, if it is about one."""
     kind = TYPES.get(status, "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def lost() -> Refusal:

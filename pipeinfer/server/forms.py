@@ -12,6 +12,7 @@ from pipeinfer.job.requests.logprobs import Spell, chat_form, completion_form
 from pipeinfer.models.text.answers import AnswerReader, Part
 from pipeinfer.server.asked import Asked
 from pipeinfer.server.choices import Answer, Choice
+from pipeinfer.server.errors import Refusal
 
 DONE = b"data: [DONE]\n\n"
 MARK = "\0text\0"
@@ -41,7 +42,7 @@ class Form:
         self.asked, self.answer, self.spell = asked, answer, spell
         kind = "chat.completion" if asked.is_chat else "text_completion"
         self.common = {
-            "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": self._name(),
             "object": f"{kind}.chunk" if asked.stream and asked.is_chat else kind,
             "created": int(time.time()),
             "model": model,
@@ -50,6 +51,9 @@ class Form:
         self._around: dict[int, tuple[bytes, bytes]] = {}  # of each choice what is before and behind a text
         self._readers: dict[int, AnswerReader] = {}
         self._n_told: dict[int, int] = {}  # the number of the last call that was told
+
+    def _name(self) -> str:
+        return f"{'chatcmpl' if self.asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
 
     # -- whole
 
@@ -142,6 +146,10 @@ class Form:
     def last(self) -> bytes:
         usage = {**self.common, "choices": [], "usage": self.usage()}
         return (event(usage) if self.asked.usage else b"") + DONE
+
+    def failed(self, refusal: Refusal) -> bytes:
+        """What a stream ends with that cannot go on."""
+        return event(refusal.body) + DONE
 
     def _text(self, index: int, text: str, choice: Choice) -> bytes:
         """Nearly all of it is the same every time."""

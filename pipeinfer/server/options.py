@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import click
+
 from pipeinfer.core.settings import setting
-from pipeinfer.job.options.values import File, Number, Text
+from pipeinfer.job.options.values import File, Listed, Number, Text
 
 SHARE = 0.75
 
@@ -48,6 +50,16 @@ class HttpOptions:
         600.0, "--timeout", "-to", type=Number(0, 1e6, above=True),
         help="Seconds that a client may take to send a request, or to read on.",
     )  # fmt: skip
+    origins: tuple[str, ...] = setting(
+        (), "--allow-origin", "--cors-origins", type=Listed(Text()),
+        help="Pages of these origins may ask too, such as https://chat.example.org; *: all pages.",
+    )  # fmt: skip
+    lenient: bool = setting(
+        False, "--lenient", help="Pass over fields of requests that cannot be served, with a warning once for each."
+    )
+    log_format: str = setting(
+        "text", "--log-format", type=click.Choice(["text", "json", "none"]), help="A line a request on standard error."
+    )
     metrics: bool = setting(True, "--metrics/--no-metrics", help="/metrics, for Prometheus.")
     slots: bool = setting(True, "--slots/--no-slots", help="/slots: what is being written.")
     page: bool = setting(True, "--ui/--no-ui", help="The page at /.")

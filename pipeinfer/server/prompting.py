@@ -79,6 +79,14 @@ class Prompting:
         for grammar in grammars - {""}:
             await self._checking.take(client, partial(check_grammar, self.prompts.tokenizer, grammar))
 
+    async def rendered(self, body: Body, client: str) -> str:
+        """The text of a chat. Raises UserError."""
+        chats = [(body.messages, body.tools, body.variables)]
+        (found,) = await self._rendering.take(client, lambda: self.prompts.format.render_all(chats))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
     async def tokenise(self, client: str, work: Callable[[], T]) -> T:
         """Do something with the vocabulary, where nobody else waits for it."""
         return await self._tokenising.take(client, work)

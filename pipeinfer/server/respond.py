@@ -11,7 +11,7 @@ from starlette.responses import Response
 from pipeinfer.models.text.grammar_check import TOO_MUCH
 from pipeinfer.server.choices import Answer
 from pipeinfer.server.errors import DRAINING_S, Refusal, error_body, lost
-from pipeinfer.server.forms import DONE, Form, event, json_bytes
+from pipeinfer.server.forms import Form, json_bytes
 from pipeinfer.server.head import Head, State
 from pipeinfer.server.limits import WRITE, Chunks
 
@@ -70,14 +70,15 @@ async def _has_left(receive: Receive) -> None:
 
 
 class AnswerResponse(WatchedResponse):
-    """A completion, whole or as events."""
+    """A completion, whole or as events. `on_end`: it is over."""
 
-    def __init__(self, head: Head, answer: Answer, form: Form) -> None:
+    def __init__(self, head: Head, answer: Answer, form: Form, on_end: Callable[[], object] = lambda: None) -> None:
         super().__init__()
-        self.head, self.answer, self.form = head, answer, form
+        self.head, self.answer, self.form, self.on_end = head, answer, form, on_end
 
     def over(self) -> None:
         self.head.drop(self.answer)
+        self.on_end()
 
     async def respond(self, send: Send) -> None:
         await (self._stream(send) if self.form.asked.stream else self._whole(send))
@@ -117,7 +118,7 @@ class AnswerResponse(WatchedResponse):
             finally:
                 self.answer.changed.push = None
             said = b""
-        said += event(self._why().body) + DONE if self.answer.was_given_up else self.form.last()
+        said += self.form.failed(self._why()) if self.answer.was_given_up else self.form.last()
         await send_part(send, said, more=False)
 
     def _push(self, chunks: Chunks, told: set[int]) -> Callable[[], None] | None:

@@ -135,7 +135,7 @@ _INSTEAD = {
     "--rerank --reranking --server-base --webui --tools -cram --cache-ram --cache-reuse "
     "-ctxcp --ctx-checkpoints --swa-checkpoints -sps --slot-prompt-similarity --models-dir --models-max "
     "--models-preset --models-autoload --no-models-autoload -cms --checkpoint-min-step --cache-idle-slots "
-    "--no-cache-idle-slots --spm-infill --tags --embd-normalize --reuse-port --cors-origins --cors-methods "
+    "--no-cache-idle-slots --spm-infill --tags --embd-normalize --reuse-port --cors-methods "
     "--cors-headers --cors-credentials --no-cors-credentials "
     "--ui-config --webui-config --ui-config-file --webui-config-file --ui-mcp-proxy "
     "--webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy --tools-runtime --mcp-servers-config --mcp-servers-json "

@@ -3,7 +3,7 @@ nothing; who asks, and how it is answered, is not known here."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,10 +27,21 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 PROMPTS = ("prompt", "messages")
 WITHOUT_EFFECT = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_prompt",
-    "stream_options")  # fmt: skip
+    "stream_options", "prompt_cache_retention", "verbosity", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
+    "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")  # fmt: skip
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,),
-    "suffix": ("",), "modalities": (["text"],),
+    "suffix": ("",), "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"),
+    # samplers that are off
+    "typical_p": (1,), "typ_p": (1,), "tfs_z": (1,), "mirostat": (0,), "dynatemp_range": (0,), "dry_multiplier": (0,),
+    "xtc_probability": (0,), "top_n_sigma": (-1, 0), "top_a": (0,), "epsilon_cutoff": (0,), "eta_cutoff": (0,),
+    "min_keep": (0,), "lora": ([],),
+    # as it is anyway
+    "n_keep": (0, -1), "n_discard": (0,), "id_slot": (-1,), "t_max_predict_ms": (0, -1), "n_indent": (0,),
+    "penalize_nl": (False,), "return_tokens": (False,), "post_sampling_probs": (False,), "return_progress": (False,),
+    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "min_tokens": (0,),
+    "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (True, False),
 }  # fmt: skip
 """Fields that are accepted with these values alone, with which they change nothing."""
 
@@ -103,14 +114,23 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def not_served(given: Mapping[str, Any], known: Container[str] = ()) -> dict[str, str]:
+    """Fields that are unknown, or have values that cannot be served, and what is wrong with them. `known`: further
+    fields that somebody else reads."""
+    found = {}
+    for name, value in given.items():
+        if name in ONLY and name not in known and not any(value == each for each in ONLY[name]):
+            offered = " or ".join(json.dumps(each) for each in ONLY[name])
+            found[name] = f"{name} is {shown(value)}; only {offered} can be served"
+        elif name not in KNOWN and name not in known:
+            found[name] = f"{name} is no field that is known here; leave it out"
+    return found
+
+
 def read_body(given: Mapping[str, Any], defaults: Defaults, as_chat: bool) -> Body:
     """`as_chat`: a plain prompt is what a user says. Raises UserError, which says what is wrong."""
-    if unknown := set(given) - KNOWN:
-        refuse(f"{min(unknown)} is no field that is known here; leave it out")
-    for name in ONLY.keys() & given.keys():
-        if not any(given[name] == value for value in ONLY[name]):
-            offered = " or ".join(json.dumps(value) for value in ONLY[name])
-            refuse(f"{name} is {shown(given[name])}; only {offered} can be served")
+    if wrong := not_served(given):
+        refuse(wrong[min(wrong)])
     if sum(name in given for name in PROMPTS) != 1:
         refuse("there must be one of prompt and messages")
     messages = read_messages(given["messages"]) if "messages" in given else ()

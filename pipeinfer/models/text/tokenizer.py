@@ -82,6 +82,13 @@ class Tokenizer:
         return tuple(filter(self.is_end, range(self.n_vocab)))
 
     @cached_property
+    def fill_in(self) -> dict[str, int]:
+        """Tokens of a text with a hole in it, those that there are: pre, suf, mid, rep, sep."""
+        found = {name: int(getattr(self._lib, f"llama_vocab_fim_{name}")(self._vocab))
+                 for name in ("pre", "suf", "mid", "rep", "sep")}  # fmt: skip
+        return {name: token for name, token in found.items() if token != NO_TOKEN_ID}
+
+    @cached_property
     def longest(self) -> int:
         """Bytes of the longest token."""
         return max(len(self.decode_piece(token, special=True)) for token in range(self.n_vocab))

@@ -1,0 +1,143 @@
+"""Anthropic's Messages API, translated onto chats: what is asked, and the form of answers. Generates nothing."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeinfer.job.requests.fields import refuse, shown
+from pipeinfer.server.dialects.blocks import Block, BlockForm, named_event, renamed, text_of
+
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+NAMES = {"stop_sequences": "stop"}
+PASSED_OVER = ("container", "context_management", "mcp_servers", "inference_geo", "output_config", "cache_control")
+"""They are about Anthropic's own service."""
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+
+
+def chat_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat. Raises UserError for what cannot be served."""
+    fields = renamed({name: value for name, value in given.items() if name not in PASSED_OVER}, NAMES)
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        refuse(f"messages is {shown(messages)}; give a list of objects with role and content")
+    said = [each for at, message in enumerate(messages) for each in _messages(f"messages[{at}]", message)]
+    if (system := fields.pop("system", None)) is not None:
+        said.insert(0, {"role": "system", "content": text_of("system", system, ("text",))})
+    thinking = fields.pop("thinking", None)
+    if thinking is not None:
+        thinks = isinstance(thinking, dict) and thinking.get("type") != "disabled"
+        fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+    if "tools" in fields:
+        fields["tools"] = _tools(fields["tools"])
+    if isinstance(choice := fields.get("tool_choice"), dict):
+        fields |= _choice(choice)
+    return {**fields, "messages": said}
+
+
+def _messages(name: str, message: Any) -> Iterator[dict[str, Any]]:
+    """One for the text of a message and its calls, one for each result of a tool."""
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if role not in ("user", "assistant", "system"):
+        refuse(f"{name}.role is {shown(role)}; it is user, assistant or system")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        refuse(f"{name}.content is {shown(content)}; give a text, or a list of blocks")
+    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for at, block in enumerate(content):
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(str(block.get("text", "")))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            said = text_of(f"{name}.content[{at}].content", block.get("content", ""), ("text",))
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+        elif kind != "redacted_thinking":
+            refuse(
+                f"{name}.content[{at}] is of type {shown(kind)}; text, thinking, tool_use and tool_result are served"
+            )
+    if texts or calls or thoughts:
+        content = "".join(texts) if texts or not calls else None
+        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+        yield {"role": role, "content": content, **more}
+
+
+def _tools(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        refuse(f"tools is {shown(value)}; give a list of objects with name and input_schema")
+    found = []
+    for at, tool in enumerate(value):
+        if tool.get("type", "custom") != "custom":
+            refuse(f"tools[{at}] is of type {shown(tool['type'])}; only tools of the client can be served")
+        schema = {"parameters": tool["input_schema"]} if "input_schema" in tool else {}
+        said = {name: tool[name] for name in ("name", "description") if name in tool}
+        found.append({"type": "function", "function": said | schema})
+    return found
+
+
+def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type")
+    if kind == "tool":
+        chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
+    elif kind in CHOICES:
+        chosen = CHOICES[kind]
+    else:
+        refuse(f"tool_choice is {shown(choice)}; its type is {', '.join(CHOICES)} or tool")
+    alone = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    return {"tool_choice": chosen, **alone}
+
+
+class MessageForm(BlockForm):
+    prefix = "msg"
+
+    def _message(self, content: list[Any], reason: str | None) -> dict[str, Any]:
+        return {"id": self.common["id"], "type": "message", "role": "assistant", "model": self.common["model"],
+                "content": content, "stop_reason": reason, "stop_sequence": None, "usage": self._counts()}  # fmt: skip
+
+    def _counts(self) -> dict[str, int]:
+        usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}  # fmt: skip
+
+    def whole(self) -> dict[str, Any]:
+        content = [_block(block, block.text) for block in self.all_blocks()]
+        return self._message(content, REASONS[self.finish]) | {"timings": self._timings()}
+
+    def first(self) -> bytes:
+        return named_event("message_start", {"message": self._message([], None)})
+
+    def opened(self, block: Block) -> bytes:
+        return named_event("content_block_start", {"index": block.index, "content_block": _block(block, "")})
+
+    def grown(self, block: Block, text: str) -> bytes:
+        kind, name = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
+                      "arguments": ("input_json_delta", "partial_json")}[block.kind]  # fmt: skip
+        return named_event("content_block_delta", {"index": block.index, "delta": {"type": kind, name: text}})
+
+    def closed(self, block: Block) -> bytes:
+        return named_event("content_block_stop", {"index": block.index})
+
+    def last(self) -> bytes:
+        ended = {"delta": {"stop_reason": REASONS[self.finish], "stop_sequence": None}, "usage": self._counts()}
+        return named_event("message_delta", ended) + named_event("message_stop", {})
+
+
+def _block(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "content":
+        return {"type": "text", "text": text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    try:
+        given = json.loads(text or "{}")
+    except ValueError:
+        given = {}  # it was cut off
+    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": given}

@@ -1,0 +1,178 @@
+"""OpenAI's Responses API, translated onto chats: what is asked, and the form of answers. Keeps no answer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeinfer.job.requests.fields import refuse, shown
+from pipeinfer.server.dialects.blocks import Block, BlockForm, named_event, renamed, text_of
+from pipeinfer.server.forms import DONE
+
+RESPONSES = "/v1/responses"
+NAMES = {"max_output_tokens": "max_tokens"}
+PASSED_OVER = ("include", "truncation", "prompt", "background", "conversation", "max_tool_calls", "text", "reasoning",
+               "store", "input", "instructions")  # fmt: skip
+STORED = ("previous_response_id", "conversation", "prompt")
+"""Fields that need what an earlier request has left."""
+
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def chat_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat. Raises UserError for what cannot be served."""
+    if stored := next((name for name in STORED if name in given), ""):
+        refuse(f"{stored} is {shown(given[stored])}, and no answer is kept here; give the whole conversation as input")
+    if given.get("background"):
+        refuse("background is true, and no answer is kept here; leave it out, or give stream true")
+    fields = renamed({name: value for name, value in given.items() if name not in PASSED_OVER}, NAMES)
+    value = given.get("input")
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(items, list) or not items:
+        refuse(f"input is {shown(value)}; give a text, or a list of items")
+    messages = _joined(each for at, item in enumerate(items) for each in _messages(f"input[{at}]", item))
+    if "instructions" in given:
+        text = text_of("instructions", given["instructions"], TEXTS)
+        messages.insert(0, {"role": "system", "content": text})
+    reasoning, shape = given.get("reasoning"), given.get("text")
+    if isinstance(reasoning, dict) and reasoning.get("effort"):
+        fields["reasoning_effort"] = reasoning["effort"]
+    if isinstance(shape, dict) and isinstance(form := shape.get("format"), dict):
+        schema = {"type": "json_schema", "json_schema": form}
+        fields["response_format"] = schema if form.get("type") == "json_schema" else form
+    if "tools" in fields:
+        fields["tools"] = _tools(fields["tools"])
+    if isinstance(choice := fields.get("tool_choice"), dict):
+        fields["tool_choice"] = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    return {**fields, "messages": messages}
+
+
+def _messages(name: str, item: Any) -> Iterator[dict[str, Any]]:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        text = text_of(f"{name}.content", item.get("content"), TEXTS)
+        yield {"role": item.get("role"), "content": text}
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        yield {"role": "assistant", "content": None, "tool_calls": [call]}
+    elif kind == "function_call_output":
+        text = text_of(f"{name}.output", item.get("output"), TEXTS)
+        yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+    elif kind == "reasoning":
+        text = text_of(f"{name}.content", item.get("content") or item.get("summary") or [], TEXTS)
+        yield {"role": "assistant", "reasoning_content": text}
+    else:
+        refuse(
+            f"{name} is of type {shown(kind)}; message, function_call, function_call_output and reasoning are served"
+        )
+
+
+def _joined(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the assistant said in several items is one message."""
+    found = list[dict[str, Any]]()
+    for message in messages:
+        last = found[-1] if found else {}
+        if message["role"] != "assistant" or last.get("role") != "assistant" or last.get("content"):
+            found.append(message)
+            continue
+        calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
+        last |= {name: value for name, value in message.items() if value} | ({"tool_calls": calls} if calls else {})
+    return [each if "content" in each else {**each, "content": ""} for each in found]
+
+
+def _tools(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        refuse(f"tools is {shown(value)}; give a list of functions")
+    return [
+        {"type": tool.get("type"), "function": {name: each for name, each in tool.items() if name != "type"}}
+        for tool in value
+    ]
+
+
+class ResponseForm(BlockForm):
+    prefix, number = "resp", 0
+
+    def _event(self, kind: str, /, **data: Any) -> bytes:
+        said = named_event(f"response.{kind}", {"sequence_number": self.number, **data})
+        self.number += 1
+        return said
+
+    def _response(self, output: list[Any], status: str) -> dict[str, Any]:
+        asked, usage = self.asked.bodies[0], self.usage()
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        tools = [{"type": "function", "strict": False, **each["function"]} for each in asked.tools.functions] if (
+            asked.tools) else []  # fmt: skip
+        return {
+            "id": self.common["id"], "object": "response", "created_at": self.common["created"], "status": status,
+            "model": self.common["model"], "output": output, "error": None, "incomplete_details": cut,
+            "instructions": None, "metadata": {}, "parallel_tool_calls": not asked.tools or asked.tools.parallel,
+            "tool_choice": asked.tools.choice if asked.tools else "auto", "tools": tools,
+            "temperature": asked.sampling.temp, "top_p": asked.sampling.top_p, "max_output_tokens": None,
+            "text": {"format": {"type": "text"}}, "store": False, "truncation": "disabled",
+            "usage": {
+                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"], "total_tokens": usage["total_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+            },
+        }  # fmt: skip
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self.finish == "length" else "completed"
+
+    def whole(self) -> dict[str, Any]:
+        output = [_item(block, "completed") for block in self.all_blocks()]
+        return self._response(output, self._status) | {"timings": self._timings()}
+
+    def first(self) -> bytes:
+        begun = self._response([], "in_progress")
+        return self._event("created", response=begun) + self._event("in_progress", response=begun)
+
+    def opened(self, block: Block) -> bytes:
+        said = self._event("output_item.added", output_index=block.index, item=_item(block, "in_progress"))
+        return said if block.kind == "arguments" else said + self._event(
+            "content_part.added", **_place(block), content_index=0, part=_part(block, ""))  # fmt: skip
+
+    def grown(self, block: Block, text: str) -> bytes:
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        if block.kind != "arguments":
+            more["content_index"] = 0
+        return self._event(f"{EVENTS[block.kind]}.delta", **_place(block), delta=text, **more)
+
+    def closed(self, block: Block) -> bytes:
+        item = _item(block, "completed")
+        if block.kind == "arguments":
+            said = self._event(f"{EVENTS[block.kind]}.done", **_place(block), name=block.name, arguments=block.text)
+        else:
+            more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+            said = self._event(f"{EVENTS[block.kind]}.done", **_place(block), content_index=0, text=block.text, **more)
+            said += self._event("content_part.done", **_place(block), content_index=0, part=_part(block, block.text))
+        return said + self._event("output_item.done", output_index=block.index, item=item)
+
+    def last(self) -> bytes:
+        output = [_item(block, "completed") for block in self.blocks]
+        return self._event(self._status, response=self._response(output, self._status)) + DONE
+
+
+EVENTS = {"content": "output_text", "reasoning": "reasoning_text", "arguments": "function_call_arguments"}
+IDS = {"content": "msg", "reasoning": "rs", "arguments": "fc"}
+
+
+def _place(block: Block) -> dict[str, Any]:
+    return {"item_id": f"{IDS[block.kind]}_{block.id}", "output_index": block.index}
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "content":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": text}
+
+
+def _item(block: Block, status: str) -> dict[str, Any]:
+    common = {"id": f"{IDS[block.kind]}_{block.id}", "status": status}
+    if block.kind == "arguments":
+        return {**common, "type": "function_call", "call_id": f"call_{block.id[:9]}", "name": block.name,
+                "arguments": block.text}  # fmt: skip
+    content = [_part(block, block.text)] if status == "completed" else []
+    if block.kind == "reasoning":
+        return {**common, "type": "reasoning", "summary": [], "content": content}
+    return {**common, "type": "message", "role": "assistant", "content": content}

@@ -1,0 +1,57 @@
+"""What the server says of requests on standard error: a line each, and warnings once. Says nothing of their texts."""
+
+import contextlib
+import sys
+from typing import Any
+
+from pipeinfer.observe.report import number
+from pipeinfer.observe.texts.json_text import json_text
+from pipeinfer.server.choices import Answer, Choice
+
+NAMES = ("prompt_n", "cache_n", "predicted_n", "ttft_s", "predicted_per_second", "draft_n", "draft_n_accepted",
+         "queued_s", "preempted_n")  # fmt: skip
+"""Of a text's timings."""
+
+
+class RequestLog:
+    """`form`: text, json or none."""
+
+    def __init__(self, form: str) -> None:
+        self.form, self._warned = form, set[str]()
+
+    def ended(self, id: str, path: str, answer: Answer) -> None:
+        """All has come, or nobody wants more."""
+        for index, choice in enumerate(answer.choices if self.form != "none" else ()):
+            name = id if len(answer.choices) == 1 else f"{id}#{index}"
+            why = choice.finish or "left"
+            if self.form == "json":
+                timings = {each: choice.timings.get(each) for each in NAMES} | {"predicted_n": choice.n_tokens}
+                _say(json_text({"id": name, "path": path, "client": choice.client, **timings, "finish": why}))
+            else:
+                _say(f"pipeinfer: {name} {path}: {_figures(choice)}{why}")
+
+    def warn(self, why: str) -> None:
+        """Once for each field."""
+        field = why.partition(" ")[0]
+        if field not in self._warned and len(self._warned) < 1000:
+            self._warned.add(field)
+            _say(f"pipeinfer: a request was served without a field: {why}")
+
+
+def _figures(choice: Choice) -> str:
+    t: dict[str, Any] = choice.timings
+    if not t:
+        return f"{choice.n_tokens} tokens, "
+    guessed = f", {t['draft_n_accepted']} of {t['draft_n']} guesses right" if t["draft_n"] else ""
+    return (f"{t['prompt_n'] + t['cache_n']} prompt tokens, {t['cache_n']} from the cache, first after "
+            f"{_shown(t['ttft_s'])} s, {choice.n_tokens} tokens, {_shown(t['predicted_per_second'])} tokens/s"
+            f"{guessed}, ")  # fmt: skip
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else number(value)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # who reads it may have gone
+        print(line.encode("ascii", "backslashreplace").decode(), file=sys.stderr, flush=True)
