@@ -7,9 +7,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeinfer.server.errors import Refusal
+from pipeinfer.server.pages import KINDS
 from pipeinfer.server.respond import Receive, Send, send_refusal
 
-OPEN_PATHS = ("/", "/health", "/v1/health")
+OPEN_PATHS = (*KINDS, "/health", "/v1/health")
 """What needs no key: a page without secrets, and whether the server lives."""
 
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")

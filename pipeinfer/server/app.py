@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Container
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -31,16 +30,10 @@ from pipeinfer.server.forms import Form, event
 from pipeinfer.server.head import Head, State
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.options import HttpOptions
+from pipeinfer.server.pages import KINDS, show_page
 from pipeinfer.server.prompting import Prompting
 from pipeinfer.server.request_log import RequestLog
 from pipeinfer.server.respond import AnswerResponse, EventsResponse, JsonResponse
-
-PAGE = Path(__file__).with_name("page.html")
-PAGE_HEADERS = {
-    "cache-control": "no-cache", "x-frame-options": "DENY",
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'",
-}  # fmt: skip
 
 T = TypeVar("T")
 
@@ -105,8 +98,8 @@ class Api:
             get("/metrics", self.show_metrics)
         if self.http.slots:
             get("/slots", self.slots)
-        if self.http.page:
-            get("/", self.page)
+        for path in KINDS if self.http.page else ():
+            get(path, show_page)
         app.add_exception_handler(Refusal, _refused)
         app.add_exception_handler(UserError, _wrong)
         app.add_exception_handler(TemplateFault, _not_rendered)
@@ -152,9 +145,6 @@ class Api:
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
-
-    async def page(self, request: Request) -> Response:
-        return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     async def events(self, request: Request) -> Response:
         """Pictures of the pipeline, for as long as somebody watches."""

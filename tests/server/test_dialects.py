@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-anthropic = pytest.importorskip("anthropic", reason="the extra `dev` is not installed")
+pytest.importorskip("anthropic", reason="the extra `dev` is not installed")
+import anthropic
 import openai
 
 from pipeinfer.server.dialects.llama_cpp import infill_of

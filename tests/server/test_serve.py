@@ -35,7 +35,8 @@ LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 900, "seed": 1, "ignore_
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with Served(2, ["--parallel", "20", "--queue", "12", "--alias", "pair", "-sys", "of", "--timeout", "3"]) as found:
+    words = ["--parallel", "20", "--queue", "12", "--alias", "pair", "-sys", "of", "--timeout", "3"]
+    with Served(2, [*words, "--log-format", "none"]) as found:
         yield found
 
 

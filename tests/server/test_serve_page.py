@@ -1,7 +1,6 @@
-"""The server's page in headless Chromium: a chat that is streamed and stopped, and the picture of the pipeline."""
+"""The server's page in headless Chromium: chats that are streamed, stopped, edited and kept; the pipeline's picture."""
 
-from __future__ import annotations
-
+import json
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,40 @@ from tests.support import chromium
 from tests.support.serving import Served
 
 BROWSER = chromium.find()
-SAID = "document.querySelector('.turn.assistant:last-child div')?.textContent"
+SAID = "chat.messages.at(-1).content"
+ENDED = "!stopping && document.querySelector('.turn.assistant:last-child small')"
+
+MARKDOWN = """# Head
+Some *words*, **bold `x`** and https://a.example/b.
+<script>alert(1)</script>
+
+```python
+def f(x):
+    return "<b>"
+```
+1. one
+   - inner
+2. two
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+> said
+"""
 
 
 def say(page: chromium.Page, text: str, **fields: str) -> None:
     for id, value in {"text": text, **fields}.items():
         page.evaluate(f"document.getElementById('{id}').value = {value!r}")
     page.evaluate("document.getElementById('form').requestSubmit()")
+
+
+def click(page: chromium.Page, name: str, nth: int = 0) -> None:
+    """The `nth` button of that name."""
+    page.evaluate(
+        f"[...document.querySelectorAll('button')].filter(each => each.textContent === {name!r}).at({nth}).click()"
+    )
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
@@ -32,16 +58,29 @@ def test_the_page_talks_and_shows_the_pipeline(tmp_path: Path) -> None:
         page.until("document.getElementById('model').textContent.startsWith('target.gguf')")
 
         say(page, "def f(x):", tokens="30", seed="5", temperature="0.7")
-        page.until("document.querySelector('.turn.assistant small')")
+        page.until(ENDED)
         headers = {"authorization": "Bearer secret"}
         asked = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 30, "seed": 5,
                  "temperature": 0.7}  # fmt: skip
         answer = served.http.post("/v1/chat/completions", json=asked, headers=headers).json()
-        assert page.evaluate(SAID) == answer["choices"][0]["message"]["content"]
-        assert "30 tokens" in page.evaluate("document.querySelector('.turn.assistant small').textContent")
+        text = answer["choices"][0]["message"]["content"]
+        assert page.evaluate(SAID) == text
+        note = page.evaluate("document.querySelector('.turn.assistant small').textContent")
+        assert "30 tokens, " in note and "tokens/s" in note and "seed 5" in note
+
+        click(page, "Regenerate")
+        page.until(ENDED)
+        assert page.evaluate(SAID) == text and page.evaluate("chat.messages.length") == 2, "the same seed"
+        click(page, "Edit")
+        page.evaluate("document.querySelector('.turn textarea').value = 'class A:'")
+        click(page, "Send")
+        page.until(f"chat.messages[0].content === 'class A:' && {ENDED}")
+        page.evaluate("document.getElementById('system').value = 'of'")
+        page.evaluate("document.getElementById('system').dispatchEvent(new Event('input'))")
+        assert page.evaluate("asked().messages.map(each => each.role).join()") == "system,user,assistant"
 
         say(page, "more", tokens="800", seed="1")
-        page.until(f"document.querySelectorAll('.turn').length === 4 && ({SAID}).length > 5")
+        page.until("chat.messages.length === 3 && document.querySelector('.coming .text')?.textContent.length > 5")
         page.until("document.querySelectorAll('.rank canvas').length === 2")
         page.until("/[1-9][0-9]*% busy/.test(document.getElementById('ranks').textContent)")
         page.until("document.getElementById('load').textContent.startsWith('1 text being written')")
@@ -56,6 +95,35 @@ def test_the_page_talks_and_shows_the_pipeline(tmp_path: Path) -> None:
 
         say(page, "more", tokens="5000")
         page.until("document.querySelector('.turn.error')?.textContent.includes('with 5000 to come')")
-        page.evaluate("document.getElementById('clear').click()")
-        assert page.evaluate("document.querySelectorAll('.turn').length") == 0
         assert [error for error in page.errors if "status of 40" not in error] == [], "but for what was refused"
+
+        page.open(served.url)  # anew: the chat is kept, with a new one before it
+        page.until("document.querySelectorAll('#list li').length === 1 && chat.messages.length === 0")
+        page.evaluate("document.querySelector('#list button').click()")
+        page.until(
+            "document.querySelectorAll('.turn').length === 6 && document.getElementById('system').value === 'of'"
+        )
+        page.evaluate("document.querySelectorAll('#list button')[1].click()")
+        page.until("document.querySelectorAll('#list li, .turn').length === 0")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_markdown_becomes_elements_and_no_text_is_html(tmp_path: Path) -> None:
+    assert BROWSER
+    with Served(1, []) as served, chromium.Page(BROWSER, tmp_path) as page:
+        page.open(served.url)
+        page.evaluate(
+            f"document.getElementById('said').append(turn({{role: 'assistant', content: {json.dumps(MARKDOWN)}}}))"
+        )
+        found = page.evaluate(
+            "Object.fromEntries(['h1', 'em', 'strong code', 'a', 'script', '.code pre', 'ol > li', 'li li', 'td', "
+            "'blockquote p']"
+            ".map(each => [each, [...document.querySelectorAll(`#said ${each}`)].map(it => it.textContent)]))"
+        )
+        assert found == {
+            "h1": ["Head"], "em": ["words"], "strong code": ["x"], "a": ["https://a.example/b"], "script": [],
+            ".code pre": ['def f(x):\n    return "<b>"'], "ol > li": ["oneinner", "two"], "li li": ["inner"],
+            "td": ["1", "2"], "blockquote p": ["said"],
+        }  # fmt: skip
+        assert "<script>alert(1)</script>" in page.evaluate("document.getElementById('said').textContent")
+        assert page.errors == []
