@@ -22,7 +22,9 @@ def own_options() -> dict[str, click.Parameter]:
         *chat_command.params,
         click.Option(["-h", "--help"], help="Say this, for each command."),
     ]
-    params.append(click.Option(["--version"], help="Of `pipeinfer` itself: its version and llama.cpp's."))
+    params.append(
+        click.Option(["--version"], help="Of `pipeinfer` itself: its version, llama.cpp's and those of what it uses.")
+    )
     return {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
 
 

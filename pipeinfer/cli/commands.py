@@ -1,9 +1,12 @@
 """The commands: dispatches to one file a command and turns errors into one line and an exit code."""
 
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 import click
@@ -49,14 +52,27 @@ def show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) ->
     if is_asked and not ctx.resilient_parsing:
         from pipeinfer.models.llama.build import describe_build
 
-        click.echo(f"pipeinfer {__version__}, {describe_build()}")
+        click.echo(f"pipeinfer {__version__}, {describe_build()}, {describe_surroundings()}")
         ctx.exit()
+
+
+REPORTED = ("mpi4py", "mpich", "openmpi", "numpy", "llguidance", "torch")
+"""Packages whose versions a report of a fault needs."""
+
+
+def describe_surroundings() -> str:
+    """Python, the packages that are installed of those, and the system."""
+    found = [f"Python {platform.python_version()}"]
+    for name in REPORTED:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join([*found, platform.platform()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
-    help="Show this version and llama.cpp's.",
+    help="Show this version and what else a report of a fault needs.",
 )  # fmt: skip
 def cli() -> None:
     """Generate text with a model spread over MPI ranks, kept busy by speculation."""

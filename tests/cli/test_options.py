@@ -409,7 +409,10 @@ def test_the_version_names_llama_cpps(n_ranks: int) -> None:
     done = finish(n_ranks, ["--version"])
     assert done.returncode == 0
     (line,) = done.stdout.splitlines()
-    assert re.fullmatch(r"pipeinfer [\d.]+, llama\.cpp \d\S+, ggml \d\S+, llama-cpp-python \d\S+", line)
+    assert re.fullmatch(
+        r"pipeinfer [\d.]+, llama\.cpp \d\S+, ggml \d\S+, llama-cpp-python \d\S+, Python 3\S+, mpi4py .*, Linux\S+",
+        line,
+    )
 
 
 @pytest.mark.parametrize(
