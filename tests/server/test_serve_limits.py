@@ -160,7 +160,7 @@ def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(guarded: Serve
 
 
 def test_what_is_no_endpoint_is_said_in_openai_s_form(guarded: Served) -> None:
-    answer = guarded.http.get("/v1/embeddings", headers=KEY)
+    answer = guarded.http.get("/v1/nothing", headers=KEY)
     assert answer.status_code == 404 and "no such endpoint" in answer.json()["error"]["message"]
     answer = guarded.http.get("/v1/completions", headers=KEY)
     assert answer.status_code == 405 and answer.json()["error"]["code"] == 405
