@@ -35,7 +35,7 @@ class Engine:
     def __init__(
         self, target: Level, drafter: Drafter | Level | None, waiter: Waiter, clock: Clock, *,
         drafts: Sequence[Level] = (), run_cost: RunCost | None = None, n_prompts: int = 1 << 30,
-        max_delay_s: float = math.inf,
+        max_delay_s: float = math.inf, draft_s: float = 0.0,
     ) -> None:  # fmt: skip
         remote = [drafter] if isinstance(drafter, Level) else []
         self.target, self.levels = target, (target, *remote, *drafts)
@@ -50,7 +50,9 @@ class Engine:
         self._emissions = deque[Emission]()
         self._pacer = Pacer(run_cost, clock)
         self.batches = BatchPlanner(target, run_cost, self._active, max_delay_s)
-        self.speculator = Speculator(drafter, drafts, clock, self._active, self._senders.add, target.n_inflight)
+        self.speculator = Speculator(
+            drafter, drafts, clock, self._active, self._senders.add, target.n_inflight, draft_s
+        )
         self.admission = Admission(self.levels, self.speculator, self._active, run_cost, n_prompts)
 
     # -- requests

@@ -36,13 +36,13 @@ class Speculator:
     this process, or a Level where another rank has it. The larger `drafts` refine what smaller ones proposed.
 
     `active`: the open requests by id. `grown`: is told which request's tree has changed. `in_flight`: runs of a request
-    at the target.
+    at the target. `draft_s`: seconds of a step until the first one has been timed; 0: unknown.
     """
 
     def __init__(
         self, drafter: Drafter | Level | None, drafts: Sequence[Level], clock: Clock,
         active: Mapping[int, ActiveRequest], grown: Callable[[ActiveRequest], None],
-        in_flight: Callable[[Request], int],
+        in_flight: Callable[[Request], int], draft_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.drafter = None if isinstance(drafter, Level) else drafter
         self.remote = drafter if isinstance(drafter, Level) else None
@@ -54,7 +54,7 @@ class Speculator:
         self._step: _Step | None = None
         self._deferred: list[Callable[[], None]] = []  # what the drafter hears after its step
         self._n_ending = 0  # of these, requests that end
-        self._steps_s: deque[float] = deque(maxlen=N_TIMED)
+        self._steps_s: deque[float] = deque([draft_s] if draft_s else [], maxlen=N_TIMED)
 
     # -- requests
 

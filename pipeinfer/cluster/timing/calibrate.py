@@ -57,6 +57,12 @@ def time_rows(model: StageModel, clock: Callable[[], float], budget_s: float = 1
     return {n_rows: min(times + again.get(n_rows, [])) for n_rows, times in found.items()}
 
 
+def time_row(model: StageModel, clock: Callable[[], float]) -> float:
+    """Seconds of a run of one row. The cache must be empty and is empty afterwards."""
+    _time(model, 1, clock)
+    return min(_time(model, 1, clock) for _ in range(N_CHECKS))
+
+
 def recall_rows(
     model: StageModel, clock: Callable[[], float], kept: DiskCache, name: str, budget_s: float = 1.0
 ) -> dict[int, float]:
@@ -67,8 +73,7 @@ def recall_rows(
     """
     known = _read(kept.get(name))
     if known:
-        _time(model, 1, clock)
-        row_s = min(_time(model, 1, clock) for _ in range(N_CHECKS))
+        row_s = time_row(model, clock)
         if row_s >= CREDIBLE * known[1]:
             return {n_rows: seconds * row_s / known[1] for n_rows, seconds in known.items()}
     start_s = clock()

@@ -9,7 +9,7 @@ from typing import Any
 from pipeinfer.cluster.head_pipeline import N_POSTED, HeadPipeline, HeadWaiter
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.messages.wire import decode_guess_verdict, decode_verdict, verdict_bytes
-from pipeinfer.cluster.timing.calibrate import largest_question, slowest_stage
+from pipeinfer.cluster.timing.calibrate import largest_question, slowest_stage, time_row
 from pipeinfer.cluster.transport import progress_between
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import LoadedModel
@@ -96,6 +96,7 @@ class Session:
         self._pipeline: HeadPipeline[Verdict] | None = None
         self._asked: dict[int, HeadPipeline[GuessVerdict]] = {}  # of drafts elsewhere and larger ones, by number
         self._drafter: ModelDrafter | None = None
+        self._draft_s = 0.0  # of a step of one row; 0 where no draft is on this rank
         self._engine: Engine | None = None
         self._request_ids = count()
         self._own_figures: tuple[HeadLedger, dict[str, Any], dict[int, HeadLedger]] | None = None
@@ -118,6 +119,7 @@ class Session:
                 if number
             }
             if self._drafts:
+                self._draft_s = time_row(self._drafts[0], CLOCK)
                 self._drafter = make_drafter(self.context, self.deployment, self.context.options, self._drafts[0])
         except UserError as caught:
             own = {"error": str(caught)}
@@ -183,7 +185,7 @@ class Session:
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
             run_cost=run_cost(self._costs.values(), deployment, 0 < options.max_delay_s < math.inf),
-            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s)  # fmt: skip
+            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s, draft_s=self._draft_s)  # fmt: skip
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
             for each in self._pipelines:
                 each.listen_by(engine.listen)
