@@ -9,7 +9,7 @@ from pipeinfer.cluster.transport import Link
 from pipeinfer.job.launch.context import Context
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.options.limits import AUTO_LAYERS
-from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.options import RunOptions, check_by_rank
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.profiling.hosts import find_hosts
@@ -26,10 +26,12 @@ def get_ready() -> None:
 
 
 def without_gpus(link: Link, options: RunOptions) -> RunOptions:
-    """As in llama.cpp: where no rank's build knows GPUs, -ngl is passed over with a warning."""
+    """As in llama.cpp: where no rank's build knows GPUs, -ngl is passed over with a warning. Raises JobError for values
+    that are not one a rank."""
     layers = options.n_gpu_layers, max(0, options.n_gpu_layers_draft)
     if layers == ((0,), 0) or any(options.device):
         return options
+    link.agree(lambda: check_by_rank(options, link.size))
     if any(link.all_gather(bool(load_library().llama_supports_gpu_offload()))):
         return options
     if link.rank == 0:
