@@ -42,7 +42,8 @@ def completion(folder: Path, target: Path, n_predict: int, n_threads: int, more:
 
 
 def speculative(folder: Path, target: Path, draft: Path, n_predict: int, n_threads: int) -> float:
-    words = ["-m", target, "-md", draft, "-p", PROMPT, "-n", n_predict, "-t", n_threads, "--temp", 0]
+    words = ["-m", target, "-md", draft, "-p", PROMPT, "-n", n_predict, "-t", n_threads, "--temp", 0,
+             "--spec-type", "draft-simple", "-c", 1024]  # fmt: skip
     return float(DECODED.findall(_output(folder / "llama-speculative-simple", words))[-1])
 
 
