@@ -108,6 +108,8 @@ class Session:
         start_s = CLOCK()
         try:
             self._stage, self._drafts = load_own(self.context, self.deployment)
+            if self._drafts:
+                self._drafter = make_drafter(self.context, self.deployment, self.context.options, self._drafts[0])
             self.on_loaded(0, CLOCK() - start_s)
             if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
                 complain(NO_AMX)
@@ -120,7 +122,6 @@ class Session:
             }
             if self._drafts:
                 self._draft_s = time_row(self._drafts[0], CLOCK)
-                self._drafter = make_drafter(self.context, self.deployment, self.context.options, self._drafts[0])
         except UserError as caught:
             own = {"error": str(caught)}
         reports = {0: own} | self._reports()

@@ -53,10 +53,11 @@ def faults(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("pipeinfer: rank ")]
 
 
-def wait_until_loaded(job: subprocess.Popen[str]) -> None:
+def wait_until_loaded(job: subprocess.Popen[str], n_ranks: int) -> None:
     assert job.stderr
-    while "loaded" not in job.stderr.readline():
-        assert job.poll() is None
+    for _ in range(n_ranks):
+        while " loaded in " not in job.stderr.readline():
+            assert job.poll() is None
 
 
 def start_and_change(n_ranks: int, arguments: list[str], change: Callable[[], None]) -> subprocess.Popen[str]:
@@ -97,7 +98,7 @@ def test_a_model_that_was_replaced_by_renaming_is_finished_with(model: Path) -> 
     common = ["-m", str(model), "-p", PROMPT, "-n", "64", "--temp", "0", "--ignore-eos", "-t", "1"]
     expected = run_json(1, common)["text"]
     job = start(2, ["run", "-v", *common])
-    wait_until_loaded(job)
+    wait_until_loaded(job, 2)
     replace_by_another(model)
     text, errors = job.communicate(timeout=60)
     assert job.returncode == 0 and text == expected, errors
@@ -111,7 +112,7 @@ def test_what_is_reported_is_the_model_that_was_computed_from(
     expected = run_json(1, common)
     results = tmp_path / "results.csv"
     job = start(2, ["run", "-v", *common, "--results", str(results)])
-    wait_until_loaded(job)
+    wait_until_loaded(job, 2)
     change(model)
     text, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
