@@ -15,6 +15,9 @@ from pipeinfer.errors import ModelFault, UserError
 
 BLOCK_BYTES = 4096
 CHECKS_OF_BLAME, BETWEEN_CHECKS_S = 5, 0.1
+WRITE_S = 2.0
+"""How long one write may go on, which sets the file's time when it begins."""
+
 CHANGED_WHILE_COMPUTING = ("was truncated or overwritten while the job computed from it; restore the file and start "
                            "again (a file that is renamed into its place does no harm)")  # fmt: skip
 Span = tuple[int, int]
@@ -84,6 +87,7 @@ class SourceFile:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         found = FileState.of(self._fd)
         self._n_bytes, self._mtime_ns = found.n_bytes, found.mtime_ns
+        self._touched = found.mtime_ns, 0.0  # a later time of writing, and when that was first seen
         self._digest_of = digest_of
         try:
             self._digest = digest_of(self._fd)
@@ -102,7 +106,10 @@ class SourceFile:
         if found.st_mtime_ns == self._mtime_ns and found.st_size == self._n_bytes:
             return
         self._check_contents()
-        self._mtime_ns = found.st_mtime_ns  # touched, not changed
+        if found.st_mtime_ns != self._touched[0]:
+            self._touched = found.st_mtime_ns, time.monotonic()
+        elif time.monotonic() - self._touched[1] > WRITE_S:
+            self._mtime_ns = found.st_mtime_ns  # touched, not changed
 
     def blame(self) -> None:
         """ModelFault when the contents are not what they were: for who computed nonsense from them.
