@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -112,7 +113,13 @@ def known_speeds(link: "Link", hosts: Sequence[Host]) -> list[Speed]:
     """Of every rank, as it was found the last time, else now. Collective."""
     host, n_there = hosts[link.rank], len(ranks_there(hosts, link.rank))
     key = f"speed: {host.name}, {host.processor}, {host.n_cores} cores, {n_there} ranks there, pipeinfer {__version__}"
-    found, _ = known(link, key, Speed, lambda: (own_speed(hosts, link.rank), ""), range(link.size))
+
+    def mean() -> tuple[Speed | None, str]:  # ranks of a host keep one value; on busy cores theirs differ a hundredfold
+        speeds = link.all_gather(own_speed(hosts, link.rank))
+        here = [speeds[rank] for rank in ranks_there(hosts, link.rank)]
+        return Speed(fmean(speed.bytes_per_s for speed in here), fmean(speed.flop_per_s for speed in here)), ""
+
+    found, _ = known(link, key, Speed, mean, range(link.size))
     return [speed for speed, _ in found if speed]
 
 
