@@ -42,7 +42,8 @@ from pipeinfer.job.placement.torch_memory import weight_bytes
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.ggml import load_library
-from pipeinfer.models.torch.params import BF16, F32, TorchParams, load_torch
+from pipeinfer.models.torch.library import load_torch
+from pipeinfer.models.torch.params import BF16, F32, TorchParams
 from tests.support.jobs import COMMAND, ROOT, environment, launcher
 
 N_CELLS, N_CONTEXT, N_ROWS = 512, 64, 32

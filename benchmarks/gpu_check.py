@@ -17,7 +17,8 @@ from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.ggml import dequantise, load_library
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.torch.params import TorchParams, load_torch
+from pipeinfer.models.torch.library import load_torch
+from pipeinfer.models.torch.params import TorchParams
 from tests.support.gguf_factory import Shape, write_model
 
 SHAPES = {

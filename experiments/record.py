@@ -32,7 +32,7 @@ from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.text.chat import PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
 from pipeinfer.models.text.chat_template import template_of
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.policies.likeliest import MAX_WIDTH
+from pipeinfer.policies.limits import MAX_WIDTH
 from pipeinfer.virtual.recorded import RecordedChoices, write_choices
 
 N_BATCH = 128

@@ -26,6 +26,7 @@ CLUSTERS = (
     ("pipeinfer-b", 13),
 )
 ABLATED = ("dolphin-tinyllama", "goliath-xwin7", "falcon-7")
+EIGHT_NODES = [(cluster, 8, pair) for pair in ABLATED for cluster in ("pipeinfer-c", "pipeinfer-a")]
 
 
 def pipeinfer_speeds() -> Iterator[str]:
@@ -122,8 +123,7 @@ def pipeinfer_poor() -> Iterator[str]:
     )
     columns = ("cluster", "nodes", "pair", "iterative", "paper: speculative", "over iterative", "paper: pipeinfer",
                "over iterative", "ours: pipeinfer", "over iterative")  # fmt: skip
-    cells = [(cluster, nodes, pair) for pair in ABLATED for cluster, nodes in (("pipeinfer-c", 8), ("pipeinfer-a", 8))]
-    yield from markdown_table(columns, (_poor_row(*cell) for cell in cells))
+    yield from markdown_table(columns, (_poor_row(*cell) for cell in EIGHT_NODES))
 
 
 def _poor_row(cluster: str, nodes: int, pair: str) -> list[str]:
@@ -142,8 +142,7 @@ def pipeinfer_first() -> Iterator[str]:
     )
     columns = ("cluster", "nodes", "pair", "iterative s", "paper: speculative s", "paper: pipeinfer s",
                "pipeinfer / iterative", "ours: pipeinfer s")  # fmt: skip
-    cells = [(cluster, nodes, pair) for pair in ABLATED for cluster, nodes in (("pipeinfer-c", 8), ("pipeinfer-a", 8))]
-    yield from markdown_table(columns, (_first_row(*cell) for cell in cells))
+    yield from markdown_table(columns, (_first_row(*cell) for cell in EIGHT_NODES))
 
 
 def _first_row(cluster: str, nodes: int, pair: str) -> list[str]:

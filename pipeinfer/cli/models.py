@@ -73,7 +73,7 @@ def check_command(
     Where they differ a little, tokens are translated. Exit code 0 if it can, 1 if not. Without -p and -f three short
     texts are continued.
     """
-    from pipeinfer.job.inspect.model_report import check_pair
+    from pipeinfer.job.inspect.pair_report import check_pair
     from pipeinfer.job.requests.request import read_prompt
     from pipeinfer.observe.texts.model_text import check_lines
 

@@ -4,7 +4,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from pipeinfer.core.in_flight import ActiveRequest, InFlightRun, RequestSlice
+from pipeinfer.core.active_request import ActiveRequest
+from pipeinfer.core.in_flight import InFlightRun, RequestSlice
 from pipeinfer.core.interfaces import Clock, Drafter, Waiter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.observer import Observer
@@ -13,8 +14,8 @@ from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.scheduling.admission import Admission
 from pipeinfer.core.scheduling.batch_planner import BatchPlanner
 from pipeinfer.core.scheduling.pacer import Pacer
+from pipeinfer.core.scheduling.round_robin import RoundRobin
 from pipeinfer.core.scheduling.run_cost import RunCost
-from pipeinfer.core.scheduling.scheduler import RoundRobin
 from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled
 

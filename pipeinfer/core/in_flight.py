@@ -1,17 +1,16 @@
-"""What the parts of the engine hand each other: open requests, parts of runs, runs in flight. Does nothing."""
+"""What a run carries of each request, and a run between its submission and its verdict. Sends nothing."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeinfer.core.kv.blocks import Span
-from pipeinfer.core.observer import Observer
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import POSITION_END
 from pipeinfer.core.tree import Node, State
 
 if TYPE_CHECKING:
-    from pipeinfer.core.policy import Policy, PolicyContext
+    pass
 
 NO_ROWS: Set[int] = frozenset()
 
@@ -84,21 +83,3 @@ class InFlightRun:
     dead: bool = False  # nobody needs any of its rows
     cancelled: bool = False  # and the stages were told
     whole: bool = True  # every stage evaluates all of its rows
-
-
-@dataclass(slots=True, eq=False)
-class ActiveRequest:
-    """A request that is open, or waits to be opened."""
-
-    request: Request
-    policy: "Policy"
-    observer: Observer
-    context: "PolicyContext"
-    n_heard: int = 0  # rows of the prompt that every stage has evaluated
-    arrival: int = 0  # its number in the order of arrival; 0: it has yet to wait
-    was_open: bool = False  # if it waits, it was preempted
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Lower ranks are opened first and preempted last."""
-        return self.request.priority, self.arrival

@@ -236,7 +236,8 @@ class PaperPolicy(Policy):
 
     preset: str = setting(
         OURS, "--preset", choices=(OURS, PAPER),
-        help="paper: the paper's rule and published settings, without our additions.")  # fmt: skip
+        help="paper: the paper's rule and published settings, without our additions.",
+    )  # fmt: skip
 
     @classmethod
     def from_paper(cls: "type[P]", **given: Any) -> "P":

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from pipeinfer.core.in_flight import ActiveRequest, RequestSlice
+from pipeinfer.core.active_request import ActiveRequest
+from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Clock, Drafter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.scheduling.scheduler import RoundRobin
+from pipeinfer.core.scheduling.round_robin import RoundRobin
 from pipeinfer.core.tree import Node
 
 N_AHEAD = 2

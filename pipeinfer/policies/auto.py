@@ -22,9 +22,8 @@ n rows is worth its expected tokens over its time,
 
 The run of the best rate goes, once further draft steps cannot raise the rate.
 
-The draft expands as many nodes in a step as a run carries, the likeliest first, if guesses after them could belong to
-the next run. When hardly any guess is right (`SpeculationBackoff`), or when tokens come sooner without guesses
-(`SpeculationTrial`), it rests.
+In a step the draft expands as many nodes as a run carries, the likeliest first, if guesses after them could go with the
+next run. It rests when hardly any guess is right (`SpeculationBackoff`) or guesses cost time (`SpeculationTrial`).
 """
 
 import math
@@ -36,9 +35,12 @@ from typing import ClassVar, NamedTuple
 from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled
-from pipeinfer.policies.calibration import Calibration, TemperatureScaling
-from pipeinfer.policies.likeliest import MAX_WIDTH, SCORE, to_expand, to_refine, unsent_in_reach
-from pipeinfer.policies.trial import SpeculationBackoff, SpeculationTrial
+from pipeinfer.policies.backoff import SpeculationBackoff
+from pipeinfer.policies.calibration import Calibration
+from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
+from pipeinfer.policies.limits import MAX_WIDTH
+from pipeinfer.policies.temperature_scaling import TemperatureScaling
+from pipeinfer.policies.trial import SpeculationTrial
 
 LEAST = 0.01
 """Less probable guesses do not enter the tree."""

@@ -1,4 +1,4 @@
-"""What policies share: limits of settings, and orders of nodes, the likeliest first. Knows the tree."""
+"""Orders of nodes that policies share: the likeliest first. Knows the tree."""
 
 import math
 from operator import attrgetter
@@ -31,10 +31,3 @@ def to_refine(context: PolicyContext, draft: int) -> list[Node]:
     likeliest first."""
     open_nodes = [node for node in context.tree.nodes if node.is_open(draft) and context.may_branch(node)]
     return sorted(open_nodes, key=lambda node: (any(child.run_id for child in node.children), -node.score))
-
-
-MAX_WIDTH = 16  # guesses after one token
-MAX_RUN = 128  # guesses a run
-MAX_DEPTH = 64  # guesses after each other
-MAX_TREE = 1000  # guesses of one tree
-MAX_RUNS = 1000  # runs in flight

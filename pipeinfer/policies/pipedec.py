@@ -7,7 +7,8 @@ from typing import ClassVar
 from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, PaperPolicy, PolicyContext, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
-from pipeinfer.policies.likeliest import MAX_RUN, MAX_WIDTH, SCORE
+from pipeinfer.policies.likeliest import SCORE
+from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are

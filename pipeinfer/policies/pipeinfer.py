@@ -13,9 +13,10 @@ from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPoli
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node, Settled
+from pipeinfer.policies.backoff import SpeculationBackoff
 from pipeinfer.policies.calibration import Calibration
-from pipeinfer.policies.likeliest import MAX_RUN, MAX_RUNS, MAX_WIDTH, SCORE, to_expand, to_refine, unsent_in_reach
-from pipeinfer.policies.trial import SpeculationBackoff
+from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
+from pipeinfer.policies.limits import MAX_RUN, MAX_RUNS, MAX_WIDTH
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
@@ -45,19 +46,23 @@ class PipeInfer(PaperPolicy):
 
     microbatch: int = setting(
         0, "--microbatch", help="Guesses a run at most; 0: as many as cost hardly more than one row.", most=MAX_RUN,
-        shown=True, paper=4)  # fmt: skip
+        shown=True, paper=4,
+    )  # fmt: skip
     inflight: int = setting(
         0, "--inflight", help="Runs in flight at most; 0: one more than there are stages.", most=MAX_RUNS, shown=True,
-        paper=MAX_RUNS)  # fmt: skip
+        paper=MAX_RUNS,
+    )  # fmt: skip
     width: int = setting(
         4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True, paper=3
     )
     accept_cutoff: float = setting(
         0.02, "--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min", most=1, paper=0.001,
-        help="Probability from which the draft's first guess counts.")  # fmt: skip
+        help="Probability from which the draft's first guess counts.",
+    )  # fmt: skip
     split_cutoff: float = setting(
         0.05, "--split-cutoff", "-ps", "--draft-p-split", "--spec-draft-p-split", most=1, paper=0.8,
-        help="The same for further guesses, which make branches.")  # fmt: skip
+        help="The same for further guesses, which make branches.",
+    )  # fmt: skip
     recovery: float = setting(
         0.0,
         "--recovery",

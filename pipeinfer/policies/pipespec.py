@@ -7,7 +7,7 @@ from typing import ClassVar
 from pipeinfer.core.policy import N_ROWS, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
-from pipeinfer.policies.likeliest import MAX_RUN
+from pipeinfer.policies.limits import MAX_RUN
 
 SYNCHRONOUS_WINDOW = 8
 """Tokens a draft makes before it waits, in the paper's baseline (section 4.4)."""

@@ -10,7 +10,7 @@ from pipeinfer.core.policy import N_ROWS, NOTHING, PAPER, Answer, AwaitDraft, Pa
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
-from pipeinfer.policies.likeliest import MAX_RUN, MAX_WIDTH
+from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
@@ -25,13 +25,15 @@ class Speculative(PaperPolicy):
 
     n_draft: int = setting(
         4, "--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", help="Guesses a tree.", least=1, most=MAX_RUN,
-        shown=True)  # fmt: skip
+        shown=True,
+    )  # fmt: skip
     width: int = setting(
         4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True, paper=1
     )
     accept_cutoff: float = setting(
         0.05, "--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min", most=1, paper=0.001,
-        help="Probability from which a guess counts.")  # fmt: skip
+        help="Probability from which a guess counts.",
+    )  # fmt: skip
     _reads: bool = field(default=False, init=False, repr=False, compare=False)  # the draft's step only reads the prompt
 
     @property

@@ -43,17 +43,7 @@ class Access:
             if self._may_ask(_text(headers, b"origin")):
                 send = _sharing(send, headers[b"origin"])
                 if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": 204,
-                            "headers": [
-                                *PREFLIGHT,
-                                (b"access-control-allow-headers", headers.get(ASKED_HEADERS, b"content-type")),
-                            ],
-                        }
-                    )
-                    await send({"type": "http.response.body", "body": b""})
+                    await _allow(send, headers)
                     return
             try:
                 self._check(scope["method"], scope["path"], headers)
@@ -92,6 +82,13 @@ class Access:
         if name is None or not (name == self.host or is_loopback(name)):
             raise Refusal(403, f"{host[:200]} is no name of this host, and without a key this server answers to those "
                           "alone; ask localhost, or start it with --api-key")  # fmt: skip
+
+
+async def _allow(send: Send, headers: Headers) -> None:
+    """The answer to a browser that asks what a page may send."""
+    allowed = (b"access-control-allow-headers", headers.get(ASKED_HEADERS, b"content-type"))
+    await send({"type": "http.response.start", "status": 204, "headers": [*PREFLIGHT, allowed]})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _sharing(send: Send, origin: bytes) -> Send:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeinfer.core.runs import Guess
 from pipeinfer.errors import UserError
-from pipeinfer.policies.likeliest import MAX_WIDTH
+from pipeinfer.policies.limits import MAX_WIDTH
 
 Branch = tuple[int, ...]
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from pipeinfer.cluster.plan import Sizes
 from pipeinfer.cluster.timing.costs import MANY_ROWS
-from pipeinfer.core.scheduling.run_cost import interpolate
+from pipeinfer.core.interpolation import interpolate
 
 GUESSES_MAX = 32  # rows of a run of guesses; more are a chunk of a prompt
 DISORDER_MAX = 1.5

@@ -11,6 +11,7 @@ import pytest
 
 from pipeinfer.cli.run import run
 from pipeinfer.cluster.hosts.cores import Host, gpus_given
+from pipeinfer.cluster.shares import share_of
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
@@ -18,7 +19,7 @@ from pipeinfer.job.options.limits import ALL_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import DEFAULT, RunOptions, check_by_rank, gpu_layers_asked
 from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import lay_out
-from pipeinfer.job.placement.gpus import check_own_devices, check_present, rank_devices, share_of
+from pipeinfer.job.placement.gpus import check_own_devices, check_present, rank_devices
 from pipeinfer.job.planning.plan_table import plan_rows
 from pipeinfer.job.requests.asked import options_text
 from pipeinfer.models.demo import TARGET

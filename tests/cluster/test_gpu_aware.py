@@ -18,7 +18,7 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.torch.params import torch_version
+from pipeinfer.models.torch.library import torch_version
 from pipeinfer.policies.registry import POLICIES
 from tests.support.jobs import finish, run_json
 

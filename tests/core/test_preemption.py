@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 
 from pipeinfer.core import levels
+from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.in_flight import ActiveRequest
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Run

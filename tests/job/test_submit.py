@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -11,13 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.submit import submit_command
+from pipeinfer.cluster.sbatch import JobState
 from pipeinfer.cluster.slurm import Group, parse_group
 from pipeinfer.errors import UserError
-from pipeinfer.job.submit import JobState, follow, is_open_mpi, own_program
+from pipeinfer.job.submit import follow, is_open_mpi, own_program
 from pipeinfer.observe.results import read_results
 from tests.support.jobs import COMMAND, ROOT, finish, launcher
-from tests.support.slurm import Slurm, missing_programs, private_slurm
+from tests.support.slurm import Slurm, slurm
 
+__all__ = ["slurm"]
 GOLDEN = Path(__file__).parent / "sbatch"
 MODELS = ("-m", "target.gguf", "-md", "draft.gguf")
 SCRIPTS = {
@@ -182,17 +183,6 @@ def test_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # -- a real Slurm
 
 SHORT = ["run", "-p", "def fibonacci(n):", "-n", "24", "-s", "3", "-t", "1"]
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    if missing_programs():
-        pytest.skip(f"not installed: {', '.join(missing_programs())}")
-    if "--oversubscribe" in launcher(2):
-        pytest.skip("Open MPI needs Slurm's PMIx, which Debian's does not load")
-    with private_slurm(2) as running:
-        yield running
-    assert running.processes() == []
 
 
 def submitted(slurm: Slurm, folder: Path, *words: str) -> CompletedProcess[str]:

@@ -12,11 +12,11 @@ from itertools import count
 import pytest
 
 from pipeinfer.cluster.timing.costs import LinkCost, Profile
+from pipeinfer.core.interpolation import interpolate
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.run_cost import interpolate
 from pipeinfer.job.launch.context import resident_bytes
 from pipeinfer.virtual.choices import SyntheticChoices, ranks_for
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel

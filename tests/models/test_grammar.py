@@ -31,7 +31,7 @@ from pipeinfer.models.text.grammar import Grammar, Grammars
 from pipeinfer.models.text.grammar_check import MAX_BYTES, TOO_MUCH, check_grammar
 from pipeinfer.models.text.json_schema import read_schema, schema_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.models.text.vocabulary_info import VocabularyFile
+from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from tests.cluster.test_samplers import OneBuffer
 from tests.support.gguf_factory import write_model
 from tests.support.jobs import finish, plain_tokens, run_json

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.timing.timed_runs import time_layers
+from pipeinfer.cluster.timing.timed_layers import time_layers
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request

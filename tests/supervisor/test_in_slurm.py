@@ -2,27 +2,14 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.support.jobs import COMMAND, ROOT, finish, launcher
-from tests.support.slurm import Slurm, missing_programs, private_slurm
+from tests.support.jobs import COMMAND, ROOT, finish
+from tests.support.slurm import Slurm, slurm
 from tests.support.supervised import until
 
+__all__ = ["slurm"]
 TEXT = ["run", "-p", "def fibonacci(n):", "-n", "300", "--ignore-eos", "-s", "3", "-t", "1"]
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    if missing_programs():
-        pytest.skip(f"not installed: {', '.join(missing_programs())}")
-    if "--oversubscribe" in launcher(2):
-        pytest.skip("Open MPI needs Slurm's PMIx, which Debian's does not load")
-    with private_slurm(2) as running:
-        yield running
-    assert running.processes() == []
 
 
 def test_a_job_goes_on_within_its_allocation(slurm: Slurm, tmp_path: Path) -> None:

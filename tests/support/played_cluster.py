@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.speed import Speed
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.profiling.host_speeds import Speed, known_speeds
+from pipeinfer.job.profiling.host_speeds import known_speeds
 from pipeinfer.job.profiling.layer_times import with_layer_times
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.params import LlamaParams

@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.jobs import launcher
+
 N_CPUS = 8
 """Tasks that fit on a node; the host need not have as many cores."""
 
@@ -169,6 +173,18 @@ def private_slurm(n_nodes: int = 1) -> Iterator[Slurm]:
             yield slurm
         finally:
             slurm.stop()
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    """Of two nodes. A module that imports it names it in `__all__`."""
+    if missing_programs():
+        pytest.skip(f"not installed: {', '.join(missing_programs())}")
+    if "--oversubscribe" in launcher(2):
+        pytest.skip("Open MPI needs Slurm's PMIx, which Debian's does not load")
+    with private_slurm(2) as running:
+        yield running
+    assert running.processes() == []
 
 
 def _free_ports(n: int) -> Sequence[int]:

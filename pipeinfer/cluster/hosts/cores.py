@@ -13,7 +13,8 @@ from pipeinfer.sizes import count_text
 CGROUPS = Path("/sys/fs/cgroup")
 GPU_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES",
-    "ONEAPI_DEVICE_SELECTOR")  # fmt: skip
+    "ONEAPI_DEVICE_SELECTOR",
+)  # fmt: skip
 """Variables of GPU vendors that say which GPUs a process sees."""
 
 PROCESSOR = ("model name", "CPU implementer", "CPU part", "cpu")
@@ -59,7 +60,8 @@ def this_host(name: str) -> Host:
     cores = frozenset(os.sched_getaffinity(0))
     return Host(
         name, cores, max(1, int(min(len(cores), _quota()))), free_memory(), clock_name(), processor=processor_name(),
-        gpus_given=gpus_given(os.environ))  # fmt: skip
+        gpus_given=gpus_given(os.environ),
+    )  # fmt: skip
 
 
 def gpus_given(environ: Mapping[str, str]) -> str:

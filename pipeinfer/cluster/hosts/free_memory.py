@@ -42,7 +42,8 @@ class Memory:
         """Both in one process."""
         return Memory(
             self.weights + other.weights, self.mapped + other.mapped, self.kv + other.kv, self.buffers + other.buffers,
-            max(self.loading, other.loading), max(self.runtime, other.runtime))  # fmt: skip
+            max(self.loading, other.loading), max(self.runtime, other.runtime),
+        )  # fmt: skip
 
     @property
     def total(self) -> int:
@@ -123,7 +124,8 @@ def paging_lines(names: Sequence[str], free: Sequence[FreeMemory], memories: Seq
 def _shares(memory: Memory) -> str:
     parts = {
         "weights": memory.weights, "KV": memory.kv, "buffers": memory.buffers, "runtime": memory.runtime,
-        "weights while loading": memory.loading if memory.loading > memory.kv + memory.buffers else 0}  # fmt: skip
+        "weights while loading": memory.loading if memory.loading > memory.kv + memory.buffers else 0,
+    }  # fmt: skip
     return f"{size_text(memory.needed)}, " + ", ".join(
         f"{name} {size_text(size)}" for name, size in parts.items() if size
     )

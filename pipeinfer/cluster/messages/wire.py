@@ -134,7 +134,8 @@ class Transaction:
         "rows",
         "run_id",
         "span",
-        "wire_type")  # fmt: skip
+        "wire_type",
+    )  # fmt: skip
 
     def __init__(self, buffer: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> None:
         self.buffer, self.n_embd, self.wire_type = buffer, n_embd, wire_type
@@ -237,7 +238,8 @@ def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     counts = len(run.ops), len(rows), len(extra), len(open_bytes)
     return _message(
         _packed(HEADER, (MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0, 0)),
-        _packed(OP, list(map(op_values, run.ops))), _packed(ROW, rows), _packed(EXTRA, extra), open_bytes)  # fmt: skip
+        _packed(OP, list(map(op_values, run.ops))), _packed(ROW, rows), _packed(EXTRA, extra), open_bytes,
+    )  # fmt: skip
 
 
 def encode_order(kind: Kind) -> Buffer:

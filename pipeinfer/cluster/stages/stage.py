@@ -11,6 +11,7 @@ import numpy as np
 from pipeinfer.cluster.messages.activations import Buffer, WireType
 from pipeinfer.cluster.messages.logprobs import scored
 from pipeinfer.cluster.messages.wire import SentRow, Transaction
+from pipeinfer.cluster.stages.history import TokenHistory
 from pipeinfer.cluster.stages.pending_run import Evaluated, PendingRun, Question
 from pipeinfer.cluster.stages.prunings import Pruned
 from pipeinfer.cluster.stages.samplers import Samplers
@@ -27,33 +28,9 @@ from pipeinfer.core.interfaces import (
     StageFuture,
     StageModel,
 )
-from pipeinfer.core.runs import FAILED, NO_TOKEN, Guess, GuessVerdict, KvOp, Opening, OpKind, Verdict
+from pipeinfer.core.runs import FAILED, NO_TOKEN, Guess, GuessVerdict, Opening, OpKind, Verdict
 from pipeinfer.core.sampling import choose
 from pipeinfer.observe.trace import NO_TRACE, Tracer
-
-
-class TokenHistory:
-    """Sequence id -> the tokens of its cells, by position."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[int, list[int]] = {}
-
-    def apply(self, ops: Sequence[KvOp]) -> None:
-        for op in ops:
-            tokens = self._tokens.get(op.src, [])
-            if op.kind is OpKind.COPY:
-                self._tokens[op.dst] = tokens[: op.last]
-            elif op.kind is OpKind.REMOVE:
-                del tokens[op.first :]
-
-    def add(self, seqs: Sequence[int], token: int) -> None:
-        """A row was evaluated: its cell belongs to all of `seqs`."""
-        for seq in seqs:
-            self._tokens.setdefault(seq, []).append(token)
-
-    def last(self, seq: int, end: int, n: int) -> list[int]:
-        """The newest `n` of the sequence's first `end` tokens."""
-        return self._tokens.get(seq, [])[max(0, end - n) : end]
 
 
 @dataclass(slots=True)

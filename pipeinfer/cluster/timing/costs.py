@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.core.scheduling.run_cost import interpolate
+from pipeinfer.core.interpolation import interpolate
 
 MANY_ROWS = 32
 

@@ -35,6 +35,7 @@ class Flows:
         source = self._said.get(flow.source)
         lacks = (
             source is not None and source.dest == rank and source.waits and source.n_passed > flow.n_taken
-            and flow.waits and flow == before)  # fmt: skip
+            and flow.waits and flow == before
+        )  # fmt: skip
         self._n_waited[rank] = self._n_waited.get(rank, 0) + 1 if lacks else 0
         return (flow.source, rank) if self._n_waited[rank] >= self._n_beats else None

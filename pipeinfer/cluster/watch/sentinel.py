@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -24,20 +23,7 @@ from pipeinfer.cluster.watch.limits import BEATS, Limits
 from pipeinfer.cluster.watch.listener import Listener
 from pipeinfer.cluster.watch.protocol import Message, receive, send, title, write_line
 from pipeinfer.cluster.watch.segments import remove_dead, segments_of, sweep
-
-SCANCEL_TIMEOUT_S = 5.0
-
-
-def end_step() -> None:
-    """Kill all tasks of this process's step, if it is in one; this process may be killed too. Raises nothing."""
-    step = os.environ.get("SLURM_STEP_ID")
-    jobs = {value for name, value in os.environ.items() if name.startswith("SLURM_JOB_ID")}  # each group is a job
-    if step and jobs:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(
-                ["scancel", "--signal=KILL", *(f"{job}.{step}" for job in jobs)], stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=SCANCEL_TIMEOUT_S)  # fmt: skip
-
+from pipeinfer.cluster.watch.step import end_step
 
 EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
@@ -232,7 +218,8 @@ class Sentinel:
         self._end(
             f"nothing comes from {self._title(source)} to {self._title(dest)} any more: a message has not come for "
             f"{self._limits.silent_s:g} s (--rank-timeout) though both are there; the way between their hosts is cut; "
-            "ending the job", died=False)  # fmt: skip
+            "ending the job", died=False,
+        )  # fmt: skip
 
     def _end(self, line: str, died: bool) -> None:
         if line:

@@ -238,4 +238,5 @@ def _start_sentinel(
     with theirs:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", START, root, *map(str, about)], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True)  # fmt: skip
+            stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
+        )  # fmt: skip

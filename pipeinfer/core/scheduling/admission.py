@@ -4,7 +4,7 @@ from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
-from pipeinfer.core.in_flight import ActiveRequest
+from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.scheduling.prefixes import Prefixes

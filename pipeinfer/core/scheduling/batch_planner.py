@@ -9,7 +9,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pipeinfer.core.in_flight import ActiveRequest, RequestSlice
+from pipeinfer.core.active_request import ActiveRequest
+from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.levels import Level
 from pipeinfer.core.scheduling.run_cost import RunCost

@@ -7,7 +7,7 @@ the same way are shared.
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
-from pipeinfer.core.in_flight import ActiveRequest
+from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.kv.blocks import BLOCK, Span
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Prefix, Request

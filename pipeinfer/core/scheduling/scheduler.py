@@ -1,9 +1,9 @@
-"""Whose turn it is, and which requests' rows make the next run. Counts rows; knows no sequences and no clock."""
+"""Which requests' rows make the next run. Pure: counts rows; knows no sequences and no clock."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from pipeinfer.core.in_flight import RequestSlice
 
@@ -106,37 +106,3 @@ def _nodes(wants: Sequence[RequestSlice], budget: BatchBudget, alone: bool) -> l
 
 
 T = TypeVar("T", bound=Hashable)
-
-
-class RoundRobin(Generic[T]):
-    """Members, each once. New members and those that were served come last."""
-
-    def __init__(self) -> None:
-        self._members: dict[T, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __contains__(self, member: T) -> bool:
-        return member in self._members
-
-    def __iter__(self) -> Iterator[T]:
-        """Members in their order; they may come and go meanwhile."""
-        return iter(list(self._members))
-
-    def add(self, member: T) -> None:
-        self._members[member] = None
-
-    def discard(self, member: T) -> None:
-        self._members.pop(member, None)
-
-    def prefer(self, member: T) -> None:
-        """Move a member to the front."""
-        if len(self._members) > 1 and member in self._members:
-            self._members = {member: None, **self._members}
-
-    def rotate(self, member: T) -> None:
-        """Move a member that was served to the end."""
-        if member in self._members:
-            del self._members[member]
-            self._members[member] = None

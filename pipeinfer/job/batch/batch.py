@@ -10,8 +10,8 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch.batch_file import BatchRequest
-from pipeinfer.job.batch.batch_output import refusal_of, result_of
 from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, prepare_batch
+from pipeinfer.job.batch.batch_results import refusal_of, result_of
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment

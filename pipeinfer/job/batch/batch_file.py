@@ -18,7 +18,8 @@ ENVELOPE = ("custom_id", "method", "url", "body")
 N_ID_DIGITS, DEFAULTS = 24, SamplingParams()
 IN_EVERY_ID = {
     "seed", "temp", "top_k", "top_p", "min_p", "repeat_last_n", "repeat_penalty", "frequency_penalty",
-    "presence_penalty"}  # fmt: skip
+    "presence_penalty",
+}  # fmt: skip
 """What decides which tokens are chosen, in ids also at its default. All else is not, so that known ids stay."""
 
 

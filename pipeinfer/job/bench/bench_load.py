@@ -115,7 +115,8 @@ def _requests(
             like, prompt=prompt, n_predict=n_predict, n_ctx=len(prompt) + n_predict,
             sampling=replace(like.sampling, seed=(first + number) % SEED_END),
         )
-        for number, prompt in enumerate(prompts))  # fmt: skip
+        for number, prompt in enumerate(prompts)
+    )  # fmt: skip
 
 
 def _check_room(options: RunOptions, n_ctx: int, longest: int, loads: Loads) -> None:

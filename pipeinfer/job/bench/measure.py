@@ -114,7 +114,8 @@ def _time_alone(
         n_layer = part.last - part.first
         found["stage"] = time_model(
             stage, n_layer, deployment.n_rows_max, deployment.n_cells, CLOCK, TIMING_S,
-            blocks=deployment.blocks, rewinds=deployment.model.rewinds)  # fmt: skip
+            blocks=deployment.blocks, rewinds=deployment.model.rewinds,
+        )  # fmt: skip
     for number, draft in drafts.items():
         n_layer = deployment.drafts[number].n_layer  # all of them: no draft is cut here
         found["draft"] = time_model(draft, n_layer, context.options.n_guess_rows, deployment.n_cells, CLOCK, TIMING_S)
@@ -172,7 +173,8 @@ def _profile(
     drafts = [times[draft.rank]["draft"] for (draft,) in deployment.plan.drafts]
     text = profile_toml(
         title, deployment.model.n_embd, deployment.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
-        deployment.blocks, deployment.parked)  # fmt: skip
+        deployment.blocks, deployment.parked,
+    )  # fmt: skip
     if line := disturbed_line([*stages, *drafts]):
         complain(line)
     return text

@@ -95,7 +95,8 @@ class SweepHead(Generic[M]):
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left:"), TimeRemainingColumn(elapsed_when_finished=False),
-            console=self.console, disable=not self.console.is_terminal)  # fmt: skip
+            console=self.console, disable=not self.console.is_terminal,
+        )  # fmt: skip
 
     def run(self) -> int:
         """Measure everything. Returns the exit code."""

@@ -1,11 +1,9 @@
 """`pipeinfer info`: what this host, or under mpirun every rank's host, can do."""
 
-import json
 import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,50 +11,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.child import python_command
 from pipeinfer.cluster.hosts.cores import this_host
 from pipeinfer.cluster.hosts.free_memory import UNLIMITED
 from pipeinfer.cluster.hosts.launch import is_launched
+from pipeinfer.cluster.hosts.mpi_library import describe_mpi
 from pipeinfer.cluster.hosts.roster import version_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import DEFAULT
 from pipeinfer.models.llama.build import describe_build
-from pipeinfer.models.torch.params import load_torch, torch_version
+from pipeinfer.models.torch.library import load_torch, torch_version
 from pipeinfer.observe.texts.info_text import info_lines
 from pipeinfer.observe.texts.json_text import json_text
 
 if TYPE_CHECKING:
     from pipeinfer.job.launch.start import Crew
 
-PROBE = """
-import ctypes, json, mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(json.dumps({"library": " ".join(MPI.Get_library_version().split("\\n")[0].split()),
-                  "standard": ".".join(map(str, MPI.Get_version())), "mpi4py": mpi4py.__version__}))
-"""
-PROBE_TIMEOUT_S = 20.0
-
-
-def describe_mpi() -> dict[str, Any]:
-    """Its library, its standard and mpi4py's version; `error` if it cannot be loaded."""
-    try:
-        done = subprocess.run(
-            python_command(PROBE), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PROBE_TIMEOUT_S
-        )
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found | {"error": None}
-    except subprocess.TimeoutExpired:
-        why = f"it does not answer within {PROBE_TIMEOUT_S:.0f} s"
-    except ValueError:
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return {"library": None, "standard": None, "mpi4py": None, "error": why}
-
 
 PACKAGES = ("numpy", "gguf", "mpi4py", "mpich", "openmpi", "llama-cpp-python", "torch")
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "GGML_", "GOMP_", "HIP_VISIBLE_DEVICES", "KMP_", "LLAMA_ARG_", "MKL_", "MPICH_",
-    "OMPI_MCA_", "OMP_", "PIPEINFER_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS", "UCX_")  # fmt: skip
+    "OMPI_MCA_", "OMP_", "PIPEINFER_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS", "UCX_",
+)  # fmt: skip
 """What the names of the environment variables that are told begin with: such as steer threads, devices and MPI."""
 
 ON_CPU, ON_GPU = "exact", "not exact: its kernels depend on the batch"

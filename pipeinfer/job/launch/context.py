@@ -16,7 +16,7 @@ from pipeinfer.cluster.watch.flow import Flow
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.stop import StopFlag
 from pipeinfer.models.gguf.slice import SliceFile
-from pipeinfer.models.text.vocabulary_info import VocabularyFile
+from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from pipeinfer.observe.ledger import StageLedger
 from pipeinfer.observe.trace import Tracer, pack_spans
 

@@ -21,7 +21,7 @@ from pipeinfer.job.process.complain import complain
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
 from pipeinfer.models.gguf.remote import RemoteModel, What, contents
 from pipeinfer.models.gguf.skeleton import Skeleton, take_skeleton
-from pipeinfer.models.text.vocabulary_info import VocabularyFile
+from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from pipeinfer.outputs import temporary_folder
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pipeinfer.job.loading.run_costs import time_stage
 from pipeinfer.job.loading.stages import gpu_of, load_layers, local_rank
 from pipeinfer.job.options.options import RunOptions, backend_of
 from pipeinfer.job.placement.deployment import Deployment, ModelFile
-from pipeinfer.job.placement.draft_rank import options_of_draft
+from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.placement.gpus import rank_devices
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.job.process.complain import complain
@@ -28,9 +28,9 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.text.grammar import Grammars
-from pipeinfer.models.text.vocabulary_info import VocabularyFile
+from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from pipeinfer.models.translated import TranslatedStage
-from pipeinfer.policies.likeliest import MAX_RUN, MAX_WIDTH
+from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
 STOP_INTERVAL_S = 5e-4
 """Each question whether to stop takes some microseconds, up to a twentieth part of a small layer, and divides the

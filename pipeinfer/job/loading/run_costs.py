@@ -20,7 +20,7 @@ from pipeinfer.disk_cache import user_cache
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.stages import experiment_key
 from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.placement.draft_rank import options_of_draft
+from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.virtual import simulation
 from pipeinfer.virtual.simulation import stage_rows
 

@@ -12,7 +12,8 @@ from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.build import describe_build
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.torch.params import AUTO, CPU, CUDA, TorchParams, load_torch, torch_version
+from pipeinfer.models.torch.library import load_torch, torch_version
+from pipeinfer.models.torch.params import AUTO, CPU, CUDA, TorchParams
 
 
 def load_layers(

@@ -21,7 +21,8 @@ class Loads:
     concurrencies: tuple[int, ...] = setting(
         (), "--concurrency", type=Listed(Whole(1, MAX_SEQUENCES)),
         help="Measure loads instead: 1,4,16 is three, of so many clients, each of whom asks for the next text when it "
-        "has one.")  # fmt: skip
+        "has one.",
+    )  # fmt: skip
     rates: tuple[float, ...] = setting(
         (), "--rate", type=Listed(Number(MIN_RATE, MAX_RATE)),
         help="Measure loads instead: 0.5,2 is two, of so many requests a second, which come at random (Poisson).",
@@ -33,7 +34,8 @@ class Loads:
     parallel: int | None = setting(
         None, "--parallel", type=Whole(1, MAX_SEQUENCES),
         help="Requests of loads at a time at most, for which there is to be room. [default: the largest --concurrency, "
-        f"with --rate {PARALLEL} at least]")  # fmt: skip
+        f"with --rate {PARALLEL} at least]",
+    )  # fmt: skip
 
     @property
     def most_clients(self) -> int:

@@ -53,15 +53,18 @@ class Models:
     drafts: tuple[Path, ...] = setting(
         (), "--model-draft", "--spec-draft-model", "-md", type=File(), repeated=True, first=True,
         help="Draft model, GGUF, with nearly the target's vocabulary. Of several the smallest guesses, larger ones "
-        "refine. none: no draft.")  # fmt: skip
+        "refine. none: no draft.",
+    )  # fmt: skip
     hf_repo: HubName | None = setting(
         None, "--hf-repo", "-hf", "-hfr", type=REPO, first=True,
         help="Target model on the hub, downloaded once. Of its GGUF files Q4_K_M, else Q8_0, else the first; or the "
-        "quantisation behind the colon. -m hf:USER/MODEL[:QUANT] is the same, in every command.")  # fmt: skip
+        "quantisation behind the colon. -m hf:USER/MODEL[:QUANT] is the same, in every command.",
+    )  # fmt: skip
     hf_file: str | None = setting(None, "--hf-file", "-hff", type=Text(), help="The file of -hf to take.")
     hf_drafts: tuple[HubName, ...] = setting(
         (), "--hf-repo-draft", "--spec-draft-hf", "-hfd", "-hfrd", type=REPO, repeated=True,
-        help="Draft model on the hub; may be given again, as -md.")  # fmt: skip
+        help="Draft model on the hub; may be given again, as -md.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +85,12 @@ class Loading:
     offline: bool = setting(False, "--offline", help="Take models of the hub from its cache only.")
     slice_cache: Path | None = setting(
         None, "--slice-cache", type=Folder(),
-        help="Keep each rank's slice in this directory of its host, for the next start.")  # fmt: skip
+        help="Keep each rank's slice in this directory of its host, for the next start.",
+    )  # fmt: skip
     send_layers: bool = setting(
         True, "--send-layers/--no-send-layers",
-        help="Ranks whose hosts lack a model's file get their layers from rank 0; else they are refused.")  # fmt: skip
+        help="Ranks whose hosts lack a model's file get their layers from rank 0; else they are refused.",
+    )  # fmt: skip
 
 
 # -- ranks
@@ -99,7 +104,8 @@ class Watching:
     rank_timeout_s: float | None = setting(
         None, "--rank-timeout", type=Number(LEAST_S, MOST_S),
         help=f"Seconds without a sign of a rank after which it is named and the job ends. [default: {USUAL.link_s:g} "
-        f"where its host cannot be reached, {USUAL.silent_s:g} where its process stands still]")  # fmt: skip
+        f"where its host cannot be reached, {USUAL.silent_s:g} where its process stands still]",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,20 +115,24 @@ class Placement(Watching):
     heading = "Ranks"
     threads: tuple[int, ...] = setting(
         (), "--threads", "-t", type=Listed(THREADS), first=True,
-        help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]")  # fmt: skip
+        help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]",
+    )  # fmt: skip
     samplers: int | None = setting(
         None, "--sampler-threads", type=Whole(0, MAX_SAMPLERS), column=True,
         help="Threads that choose tokens while the last stage evaluates its next run; 0: it chooses by itself first. "
-        "[default: 1 for many requests, where that rank has a core to spare or a GPU; else 0]")  # fmt: skip
+        "[default: 1 for many requests, where that rank has a core to spare or a GPU; else 0]",
+    )  # fmt: skip
     n_gpu_layers: tuple[int, ...] = setting(
         (0,), "--n-gpu-layers", "--gpu-layers", "-ngl", type=Listed(GPU_LAYERS), first=True, column=True,
         help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where "
-        "there is one. One value, or one a rank: all,0,0 has the draft on a GPU.")  # fmt: skip
+        "there is one. One value, or one a rank: all,0,0 has the draft on a GPU.",
+    )  # fmt: skip
     n_gpu_layers_draft: int = setting(
         AUTO_LAYERS, "--n-gpu-layers-draft", "--gpu-layers-draft", "--spec-draft-ngl", "-ngld", type=GPU_LAYERS,
         written="auto", column=True, for_guesses=True,
         help="Layers of drafts on the GPUs of their ranks; 0: libllama computes them on CPUs; auto: as -ngl and "
-        "--backend have it for the rank.")  # fmt: skip
+        "--backend have it for the rank.",
+    )  # fmt: skip
     device: tuple[tuple[str, ...], ...] = setting(
         ((),), "--device", "-dev", type=Listed(DEVICES), written="auto", column=True,
         help="Devices of a rank's -ngl layers, by the names of `pipeinfer info`: CUDA0, or several, CUDA0+CUDA1; "
@@ -132,24 +142,29 @@ class Placement(Watching):
         None, "--numa", type=click.Choice(NUMA_STRATEGIES), column=True,
         help="How llama.cpp's threads of a rank use NUMA nodes: distribute: they go to all nodes in turns; isolate: to "
         "the node on which the rank starts; numactl: to the cores that numactl gives. A launcher binds several ranks "
-        "of a host.")  # fmt: skip
+        "of a host.",
+    )  # fmt: skip
     backend: tuple[Backend, ...] = setting(
         (Backend(),), "--backend", type=Listed(BACKEND), column=True,
         help="What computes a rank's layers: llama, or torch (needs PyTorch): on a GPU in bf16 where there is one, "
         "else on the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16, torch:int8, torch:int4 say which. One value, "
-        "or one a rank.")  # fmt: skip
+        "or one a rank.",
+    )  # fmt: skip
     layer_split: str | None = setting(
         None, "--layer-split", type=SPLIT,
         help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size, or as ranks that are not alike "
-        "are timed]")  # fmt: skip
+        "are timed]",
+    )  # fmt: skip
     draft_split: tuple[int, ...] = setting(
         (), "--draft-split", type=Listed(Whole(1, MAX_LAYERS)),
         help="Ranks that a larger draft takes, its layers cut by size; of several larger drafts 1,3, the smaller "
-        "first. [default: 1 each]")  # fmt: skip
+        "first. [default: 1 each]",
+    )  # fmt: skip
     draft_rank: int | None = setting(
         None, "--draft-rank", type=Whole(0), for_guesses=True,
         help="The rank that a lone draft has. [default: the rank whose loss slows the pipeline least, as ranks that "
-        "are not alike are timed; 0 among ranks that are alike]")  # fmt: skip
+        "are not alike are timed; 0 among ranks that are alike]",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +174,13 @@ class Numerics:
     heading = "Numerics"
     numerics: str = setting(
         "exact", "--numerics", type=click.Choice(["exact", "fast"]),
-        help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.")  # fmt: skip
+        help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
+    )  # fmt: skip
     repack: bool = setting(
         True, "--repack/--no-repack", column=True,
         help="Copy weights into the layout of faster kernels; with --numerics exact where these give a row the same "
-        "bits in every batch and on every rank, and there is memory for it.")  # fmt: skip
+        "bits in every batch and on every rank, and there is memory for it.",
+    )  # fmt: skip
     wire_type: WireType = setting(
         WireType.F32, "--wire-type", type=WireName(), written="f32", column=True,
         help="What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).",
@@ -171,21 +188,25 @@ class Numerics:
     gpu_aware: str = setting(
         AUTO, "--gpu-aware", type=click.Choice([AUTO, ON, OFF]), column=True,
         help="Activations between stages of torch go from device to device by MPI; auto: from GPUs, where MPI says "
-        "that it is GPU-aware; on: from CPUs too, and where MPI does not say.")  # fmt: skip
+        "that it is GPU-aware; on: from CPUs too, and where MPI does not say.",
+    )  # fmt: skip
     cache_type_k: str = setting(
         F16_CACHE.k, "--cache-type-k", "-ctk", type=click.Choice(CACHE_TYPES), column=True,
-        help="What the target's keys are kept as (with --numerics fast).")  # fmt: skip
+        help="What the target's keys are kept as (with --numerics fast).",
+    )  # fmt: skip
     cache_type_v: str = setting(
         F16_CACHE.v, "--cache-type-v", "-ctv", type=click.Choice(CACHE_TYPES), column=True, help="And its values."
     )
     cache_type_k_draft: str = setting(
         F16_CACHE.k, "--cache-type-k-draft", "--spec-draft-type-k", "-ctkd", type=click.Choice(CACHE_TYPES),
         column=True, for_guesses=True,
-        help="What a draft's keys are kept as.")  # fmt: skip
+        help="What a draft's keys are kept as.",
+    )  # fmt: skip
     cache_type_v_draft: str = setting(
         F16_CACHE.v, "--cache-type-v-draft", "--spec-draft-type-v", "-ctvd", type=click.Choice(CACHE_TYPES),
         column=True, for_guesses=True,
-        help="And its values.")  # fmt: skip
+        help="And its values.",
+    )  # fmt: skip
 
 
 # -- guesses
@@ -198,7 +219,8 @@ class PolicyName:
     heading = "Speculation"
     policy: str | None = setting(
         None, "--policy", type=click.Choice(list(POLICIES)), first=True,
-        help="What is guessed and when it is sent. [default: auto with a draft, iterative without]")  # fmt: skip
+        help="What is guessed and when it is sent. [default: auto with a draft, iterative without]",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,10 +235,12 @@ class Guesses:
     sequences: int = setting(
         0, "--sequences", most=MAX_SEQUENCES, column=True,
         help="Branches that trees may have at a time, or guesses where layers keep states; when they run out, trees "
-        "get narrower. 0: as the policy can use.")  # fmt: skip
+        "get narrower. 0: as the policy can use.",
+    )  # fmt: skip
     couple: bool = setting(
         True, "--couple-draft/--no-couple-draft", for_guesses=True,
-        help="Sampling: guesses share the target's random numbers, so that more are right.")  # fmt: skip
+        help="Sampling: guesses share the target's random numbers, so that more are right.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +251,8 @@ class Ablations:
     cancel: bool = setting(True, "--no-cancel", for_guesses=True, help="Ablation: dead runs go on.")
     partitions: bool = setting(
         True, "--no-partitions", for_guesses=True,
-        help="Ablation: one sequence only. Where layers keep states nothing is guessed then.")  # fmt: skip
+        help="Ablation: one sequence only. Where layers keep states nothing is guessed then.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,10 +262,12 @@ class Experiments:
     heading = "Experiments"
     pace: str | None = setting(
         None, "--pace", type=Text(),
-        help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models.")  # fmt: skip
+        help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models.",
+    )  # fmt: skip
     prepare_ahead: bool = setting(
         True, "--no-prepare-ahead", column=True,
-        help="Ablation: a GPU's next run is prepared when the one before it is evaluated (torch).")  # fmt: skip
+        help="Ablation: a GPU's next run is prepared when the one before it is evaluated (torch).",
+    )  # fmt: skip
     post_ahead: bool = setting(
         True, "--no-post-ahead", column=True, help="Ablation: a message is received when its length is known."
     )

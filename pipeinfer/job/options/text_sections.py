@@ -19,7 +19,8 @@ class Prompt:
     )
     file: Path | None = setting(
         None, "--file", "-f", type=File(stdin=True),
-        help="Read the prompt from this file, without a newline at its end; - is standard input.")  # fmt: skip
+        help="Read the prompt from this file, without a newline at its end; - is standard input.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,8 @@ class ChatOptions:
     )
     variables: str | None = setting(
         None, "--chat-template-kwargs", type=Text(),
-        help='What else the template may look at, as a JSON object: {"enable_thinking": false}.')  # fmt: skip
+        help='What else the template may look at, as a JSON object: {"enable_thinking": false}.',
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +60,12 @@ class Texts:
     heading = "Prompt and chat"
     escape: bool = setting(
         True, "--escape/--no-escape", "-e",
-        help=r"In -p, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.")  # fmt: skip
+        help=r"In -p, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
+    )  # fmt: skip
     stops: tuple[str, ...] = setting(
         (), "--reverse-prompt", "--stop", "-r", type=Text(blank=True), repeated=True,
-        help="End the text where this stands in it, which is not printed; may be given several times.")  # fmt: skip
+        help="End the text where this stands in it, which is not printed; may be given several times.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +75,13 @@ class GrammarOptions:
     heading = "Constraints"
     grammar: str | None = setting(
         None, "--grammar", type=Text(),
-        help="What the text must be, in llama.cpp's form (GBNF): 'root ::= \"yes\" | \"no\"'.")  # fmt: skip
+        help="What the text must be, in llama.cpp's form (GBNF): 'root ::= \"yes\" | \"no\"'.",
+    )  # fmt: skip
     grammar_file: Path | None = setting(None, "--grammar-file", type=File(), help="The same, from a file.")
     schema: str | None = setting(
         None, "--json-schema", "-j", type=Text(),
-        help="The text must be JSON that this schema describes; {}: any object.")  # fmt: skip
+        help="The text must be JSON that this schema describes; {}: any object.",
+    )  # fmt: skip
     schema_file: Path | None = setting(None, "--json-schema-file", "-jf", type=File(), help="The same, from a file.")
 
 
@@ -100,7 +106,8 @@ class Length:
     heading = "Context and length"
     predict: int = setting(
         -1, "--predict", "--n-predict", "-n", least=-2, first=True,
-        help="Tokens to generate; -1 or -2: until the model ends or the context is full.")  # fmt: skip
+        help="Tokens to generate; -1 or -2: until the model ends or the context is full.",
+    )  # fmt: skip
     ignore_eos: bool = setting(False, "--ignore-eos", help="Go on after an end-of-generation token.")
 
 
@@ -111,11 +118,13 @@ class Context:
     heading = "Context and length"
     ctx_size: int = setting(
         0, "--ctx-size", "-c", most=MAX_CTX, first=True, column=True,
-        help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.")  # fmt: skip
+        help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.",
+    )  # fmt: skip
     batch_size: int = setting(
         128, "--batch-size", "-b", least=1, column=True,
         help="Prompt tokens a run at most, up to 2048; a prompt is cut into smaller chunks where that fills the "
-        "pipeline.")  # fmt: skip
+        "pipeline.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -236,5 +236,6 @@ class Delay(Number):
 THREADS = Whole(1, MAX_THREADS)
 PROBABILITY = Number(0, 1)
 TYPES: Sequence[type[click.ParamType]] = (
-    Whole, Number, Text, Listed, click.Choice, type(click.BOOL))  # fmt: skip
+    Whole, Number, Text, Listed, click.Choice, type(click.BOOL),
+)  # fmt: skip
 """What an option may have for a type: a new one checks as much, or is added here."""

@@ -26,13 +26,10 @@ from pipeinfer.job.options.options import (
     threads_of_rank,
     without_effect,
 )
-from pipeinfer.job.placement.draft_rank import (
-    check_draft_gpu_layers,
-    check_draft_rank,
-    choose_draft_rank,
-    options_of_draft,
-)
-from pipeinfer.job.placement.exactness import check_cache_types, in_blocks, repacked_alike
+from pipeinfer.job.placement.cache_types import check_cache_types
+from pipeinfer.job.placement.draft_place import check_draft_gpu_layers, options_of_draft
+from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank
+from pipeinfer.job.placement.exactness import in_blocks, repacked_alike
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.gguf.contents import FileState
@@ -69,7 +66,8 @@ class ModelFile:
     def of(cls, info: ModelInfo) -> "ModelFile":
         return cls(
             info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
-            sizes_of(info), info.layers.rewinds, info.layers.window, info.states)  # fmt: skip
+            sizes_of(info), info.layers.rewinds, info.layers.window, info.states,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +205,8 @@ def lay_out(
     needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan_with = partial(
         make_plan, len(hosts), (sizes := list(map(sizes_of, drafts))), model.sizes, split,
-        partial(needs.room, hosts), options.draft_split if drafts else (), [host.speed for host in hosts])  # fmt: skip
+        partial(needs.room, hosts), options.draft_split if drafts else (), [host.speed for host in hosts],
+    )  # fmt: skip
     rank = choose_draft_rank(options, hosts, model.sizes, sizes[0], plan_with) if drafts and len(hosts) > 1 else 0
     plan = plan_with(rank)
     _check_computable(options, hosts, plan, info, drafts)

@@ -1,16 +1,13 @@
-"""Which rank drafts: rank 0, the one asked for, or the one whose loss slows the pipeline least; what computes a draft.
-Loads nothing."""
+"""Which rank drafts: rank 0, the one asked for, or the one whose loss slows the pipeline least. Loads nothing."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.layer_speed import distinct_speeds
 from pipeinfer.cluster.plan import Plan, Sizes, draft_widths, stage_ranks
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
-from pipeinfer.job.options.options import RunOptions, backend_of, device_of, gpu_layers_asked
+from pipeinfer.job.options.limits import AUTO_LAYERS
+from pipeinfer.job.options.options import RunOptions
 
 CLEAR_GAIN = 1.1
 """How many times faster the slowest stage has to be: rank 0 then has the engine beside its layers."""
@@ -43,7 +40,8 @@ def check_draft_rank(options: RunOptions, n_ranks: int) -> None:
         raise UserError(f"--draft-rank {rank}: there are ranks 0 to {n_ranks - 1}; give one of them, or start more")
     reasons = {
         f"{len(options.drafts)} drafts": len(options.drafts) > 1, "--lookup": options.lookup,
-        "--pace": options.pace is not None}  # fmt: skip
+        "--pace": options.pace is not None,
+    }  # fmt: skip
     for reason in (each for each, holds in reasons.items() if holds):
         raise UserError(f"--draft-rank {rank} is for one draft without lookup or pace, and here is {reason}; leave one "
                         "of them out")  # fmt: skip
@@ -70,30 +68,3 @@ def choose_draft_rank(
     fitting = [rank for rank in found if draft_s(rank) <= limits[rank]]
     best = min(fitting, key=lambda rank: (found[rank], rank))
     return best if found[best] * CLEAR_GAIN <= found[0] else 0
-
-
-def options_of_draft(options: RunOptions, n_ranks: int, rank: int) -> RunOptions:
-    """The options by which a rank computes what it has of drafts."""
-    asked = options.n_gpu_layers_draft
-    if asked == AUTO_LAYERS or (asked and backend_of(options, rank).is_torch):
-        return options
-    layers = [gpu_layers_asked(options, each) for each in range(n_ranks)]
-    devices = [device_of(options, each, n_ranks) for each in range(n_ranks)]
-    backends = [backend_of(options, each) for each in range(n_ranks)]
-    layers[rank] = asked
-    if asked == 0:
-        devices[rank], backends[rank] = (), Backend()
-    return replace(options, n_gpu_layers=tuple(layers), device=tuple(devices), backend=tuple(backends))
-
-
-def check_draft_gpu_layers(options: RunOptions, ranks: Sequence[int]) -> None:
-    """Raises UserError where libllama's layers of a draft are asked for on `ranks`, which have drafts, of torch."""
-    asked = options.n_gpu_layers_draft
-    if asked in (ALL_LAYERS, AUTO_LAYERS, 0) or not options.drafts_in_use:
-        return
-    for rank in ranks:
-        if backend_of(options, rank).is_torch:
-            raise UserError(
-                f"-ngld {asked} is for a draft that libllama computes, and rank {rank} has --backend "
-                f"{backend_of(options, rank)}; give all, 0 (by libllama on the CPU), or a --backend for each rank"
-            )

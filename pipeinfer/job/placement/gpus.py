@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.shares import share_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import NO_DEVICE
 from pipeinfer.job.options.options import (
@@ -12,19 +13,12 @@ from pipeinfer.job.options.options import (
     check_by_rank,
     device_of,
 )
-from pipeinfer.job.placement.draft_rank import options_of_draft
+from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.models.llama.devices import GPUS, Device, llama_devices
 from pipeinfer.models.llama.ggml import load_library
 
 T = TypeVar("T")
-
-
-def share_of(things: Sequence[T], index: int, n_sharers: int) -> Sequence[T]:
-    """The consecutive things of one of `n_sharers`, equally many for each. If there are fewer things than sharers,
-    neighbours share one."""
-    first, last = index * len(things) // n_sharers, (index + 1) * len(things) // n_sharers
-    return things[first : max(last, first + 1)]
 
 
 BUILD = "a build of llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on"

@@ -68,7 +68,8 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
     n_predict = options.predict if options.predict >= 0 else n_ctx
     request = GenerationRequest(
         (), n_predict, n_ctx, options.sampling.settled, end_tokens(options, tokenizer), format.stops, markers=True,
-        keep=True)  # fmt: skip
+        keep=True,
+    )  # fmt: skip
     return _noted(deploy(options, hosts, info, n_ctx, n_ctx), options, info), ChatSetup(request, format, first)
 
 

@@ -89,4 +89,5 @@ def _fill_descriptors() -> None:
 def _stream(descriptor: int, before: TextIO) -> Stream:
     return Stream(
         open(descriptor, "wb", closefd=False), before.encoding, before.errors,
-        line_buffering=descriptor == 2 or bool(before.line_buffering))  # fmt: skip
+        line_buffering=descriptor == 2 or bool(before.line_buffering),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.hosts.cores import Host, ranks_there
 from pipeinfer.cluster.hosts.layer_speed import BEFORE, NOW, LayerSpeed
 from pipeinfer.cluster.plan import Sizes
-from pipeinfer.cluster.timing.timed_runs import time_layers
+from pipeinfer.cluster.timing.timed_layers import time_layers
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import forget_peak
@@ -21,7 +21,7 @@ from pipeinfer.job.placement.exactness import repacked_alike
 from pipeinfer.job.placement.gpus import rank_devices
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.job.placement.model_files import fetch_files
-from pipeinfer.job.profiling.host_speeds import known
+from pipeinfer.job.profiling.known_times import known
 from pipeinfer.job.profiling.schedule import (
     Kind,
     Span,
@@ -37,7 +37,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
 from pipeinfer.models.gguf.slice import open_blank, slice_bytes
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.torch.params import load_torch
+from pipeinfer.models.torch.library import load_torch
 from pipeinfer.outputs import temporary_folder
 
 if TYPE_CHECKING:  # imports MPI

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pipeinfer.job.requests.fields import refuse, shown, without_null
+from pipeinfer.job.requests.fields import refuse, shown, text_of, without_null
 from pipeinfer.models.text.chat import Message
 from pipeinfer.models.text.tools import AUTO, NONE, REQUIRED, Tools
 
@@ -53,17 +53,11 @@ def _message(name: str, value: Any) -> Message:
     for field in ("tool_call_id", "name") if role == "tool" else ("reasoning_content",) if role == "assistant" else ():
         if field in given:
             more[field] = _text(f"{name}.{field}", given[field])
-    return Message(ROLES[role], _content(f"{name}.content", content), more)  # type: ignore[arg-type]
+    return Message(ROLES[role], text_of(f"{name}.content", content, ("text",)), more)  # type: ignore[arg-type]
 
 
-def _content(name: str, value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-        return "".join(str(part.get("text", "")) for part in value)
-    return _text(name, value, "a text, or a list of parts of type text")
-
-
-def _text(name: str, value: Any, wanted: str = "a text") -> str:
-    return value if isinstance(value, str) else refuse(f"{name} is {shown(value)}; give {wanted}")
+def _text(name: str, value: Any) -> str:
+    return value if isinstance(value, str) else refuse(f"{name} is {shown(value)}; give a text")
 
 
 def _call(name: str, value: Any) -> dict[str, Any]:

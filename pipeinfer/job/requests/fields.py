@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from pipeinfer.errors import UserError
@@ -25,6 +25,15 @@ def is_whole(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def text_of(name: str, value: Any, kinds: Sequence[Any]) -> str:
+    """A text, or a list of blocks of these kinds with one."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(each, dict) and each.get("type") in kinds for each in value):
+        refuse(f"{name} is {shown(value)}; give a text, or a list of parts of type {' or '.join(kinds)}")
+    return "".join(str(each.get("text", "")) for each in value)
 
 
 def shown(value: Any) -> str:

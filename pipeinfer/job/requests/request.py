@@ -65,7 +65,8 @@ def make_request(
     n_ctx, n_predict = fit_context(options, info, max(n_most, len(prompt)))
     return GenerationRequest(
         tuple(prompt), n_predict, n_ctx, options.sampling.settled, end_tokens(options, tokenizer), options.stops,
-        markers=options.chat is not None)  # fmt: skip
+        markers=options.chat is not None,
+    )  # fmt: skip
 
 
 def end_tokens(options: RunOptions, tokenizer: Tokenizer) -> frozenset[int]:

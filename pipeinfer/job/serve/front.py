@@ -74,9 +74,8 @@ Part = tuple[int, Sequence[int], str, Sequence[Entry]]
 @dataclass(frozen=True, slots=True)
 class Came:
     """The head: of some requests the tokens, the text that is certain with them, and if they asked for these its
-    log-probabilities: (id, tokens, text, entries). The first text has that of `begun` too.
-    On this host's monotonic clock, `at_s`: when the target had decided
-    on them, `told_s`: when the front was told."""
+    log-probabilities: (id, tokens, text, entries). The first text has that of `begun` too. On this host's monotonic
+    clock, `at_s`: when the target had decided on them, `told_s`: when the front was told."""
 
     at_s: float
     told_s: float

@@ -32,7 +32,8 @@ def make_result(text: str, generation: Generation, deployment: Deployment, asked
         model_draft=describe_drafts(deployment.drafts) if deployment.drafts else None,
         stage_row_s=[generation.row_s[stage.rank] for stage in deployment.plan.stages],
         wire=_wire(generation, deployment),
-        ranks=[_rank(rank, generation, deployment) for rank in range(deployment.plan.n_ranks)])  # fmt: skip
+        ranks=[_rank(rank, generation, deployment) for rank in range(deployment.plan.n_ranks)],
+    )  # fmt: skip
 
 
 def _wire(generation: Generation, deployment: Deployment) -> dict[str, Any]:

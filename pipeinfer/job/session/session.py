@@ -110,6 +110,7 @@ class Session:
             self._stage, self._drafts = load_own(self.context, self.deployment)
             if self._drafts:
                 self._drafter = make_drafter(self.context, self.deployment, self.context.options, self._drafts[0])
+                self._draft_s = time_row(self._drafts[0], CLOCK)
             self.on_loaded(0, CLOCK() - start_s)
             if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
                 complain(NO_AMX)
@@ -120,8 +121,6 @@ class Session:
                 for number, draft in self._drafts.items()
                 if number
             }
-            if self._drafts:
-                self._draft_s = time_row(self._drafts[0], CLOCK)
         except UserError as caught:
             own = {"error": str(caught)}
         reports = {0: own} | self._reports()
@@ -177,7 +176,8 @@ class Session:
                 n_chunk=options.n_guess_rows,
                 n_rows=largest_question(self._refiner_costs[number]) if number else options.n_guess_rows,
             )
-            for number, pipeline in self._asked.items()}  # fmt: skip
+            for number, pipeline in self._asked.items()
+        }  # fmt: skip
         target = Level(
             self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
         )
@@ -186,7 +186,8 @@ class Session:
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
             run_cost=run_cost(self._costs.values(), deployment, 0 < options.max_delay_s < math.inf),
-            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s, draft_s=self._draft_s)  # fmt: skip
+            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s, draft_s=self._draft_s,
+        )  # fmt: skip
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
             for each in self._pipelines:
                 each.listen_by(engine.listen)

@@ -15,7 +15,8 @@ class _Type(NamedTuple):
 _TYPES: Mapping[str, _Type] = {
     "f32": _Type(0, 1, 4), "f16": _Type(1, 1, 2), "bf16": _Type(30, 1, 2), "q8_0": _Type(8, 32, 34),
     "q4_0": _Type(2, 32, 18), "q4_1": _Type(3, 32, 20), "iq4_nl": _Type(20, 32, 18), "q5_0": _Type(6, 32, 22),
-    "q5_1": _Type(7, 32, 24)}  # fmt: skip
+    "q5_1": _Type(7, 32, 24),
+}  # fmt: skip
 CACHE_TYPES = tuple(_TYPES)
 
 

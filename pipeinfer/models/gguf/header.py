@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,8 @@ BLOCKS = {
     10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66),
     17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136),
     24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54),
-    35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18)}  # fmt: skip
+    35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
+}  # fmt: skip
 
 MAX_KEYS = MAX_TENSORS = 1 << 16
 MAX_ARRAY = 1 << 24
@@ -304,22 +305,3 @@ def _check_extent(tensors: tuple[Tensor, ...], path: Path, size: int) -> None:
     end = max((tensor.offset + tensor.n_bytes for tensor in tensors), default=0)
     if end > size:
         raise UserError(f"{path} is cut off: {end - size} of {end} bytes are missing; copy or download the file again")
-
-
-def encode_number(number: int | float) -> bytes:
-    return struct.pack("<II", UINT32, number) if isinstance(number, int) else struct.pack("<If", FLOAT32, number)
-
-
-def encode_array(item_type: int, items: Sequence[Scalar]) -> bytes:
-    head = struct.pack("<IIQ", ARRAY, item_type, len(items))
-    return head + struct.pack(f"<{len(items)}{SCALARS[item_type][1]}", *items)
-
-
-def encode_text(text: str) -> bytes:
-    return struct.pack("<I", STRING) + encode_bare_text(text)
-
-
-def encode_bare_text(text: str) -> bytes:
-    """A text whose type is known."""
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data

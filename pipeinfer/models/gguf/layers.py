@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeinfer.models.gguf.architecture import Architecture, Number
-from pipeinfer.models.gguf.header import BOOL, Value, encode_array, encode_number
+from pipeinfer.models.gguf.header import BOOL, Value
+from pipeinfer.models.gguf.values import encode_array, encode_number
 
 PER_LAYER_KEYS = frozenset([
     "attention.head_count", "attention.head_count_kv", "attention.recurrent_layers", "attention.sliding_window_pattern",
     "attention.compress_ratios", "attention.indexer.types", "attention.rope_pattern", "expert_feed_forward_length",
     "expert_used_count", "feed_forward_length", "swiglu_clamp_exp", "swiglu_clamp_shexp", "xielu.alpha_n",
-    "xielu.alpha_p", "xielu.beta", "xielu.eps"])  # fmt: skip
+    "xielu.alpha_p", "xielu.beta", "xielu.eps",
+])  # fmt: skip
 WINDOW, WINDOWS = "attention.sliding_window", "attention.sliding_window_pattern"
 DENSE_FIRST, EXTRA = "leading_dense_block_count", "nextn_predict_layers"
 

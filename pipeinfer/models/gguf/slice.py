@@ -12,11 +12,12 @@ import numpy as np
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import FileState, SourceFile
-from pipeinfer.models.gguf.header import Tensor, encode_number, encode_text
+from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, read_model_info
 from pipeinfer.models.gguf.no_room import no_room
 from pipeinfer.models.gguf.pages import Span, reserve_large_pages
 from pipeinfer.models.gguf.slice_cache import CachedSlice
+from pipeinfer.models.gguf.values import encode_number, encode_text
 from pipeinfer.models.gguf.writer import (
     encode_entry,
     encode_header,

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.header import Tensor, encode_bare_text
+from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.values import encode_bare_text
 
 ALIGNMENT = 32
 """Of a file whose metadata name no other."""

@@ -61,12 +61,13 @@ class Compaction:
         lib, memory, spare, guard = self._lib, self._memory, self._spare, self._spare + 1
         lib.llama_memory_seq_cp(memory, seq, spare, first, end)
         cells = self._save(spare)
-        for each in (spare, seq, guard)[: 2 + bool(guarded)]:
+        owners = (seq, guard) if guarded else (seq,)
+        for each in (spare, *owners):
             lib.llama_memory_seq_rm(memory, each, first, end)
         for each in guarded:
             lib.llama_memory_seq_cp(memory, each, guard, first, end)
         self._restore(spare, cells)
-        for each in (seq, guard)[: 1 + bool(guarded)]:
+        for each in owners:
             lib.llama_memory_seq_cp(memory, spare, each, first, end)
         lib.llama_memory_seq_rm(memory, spare, -1, -1)
 

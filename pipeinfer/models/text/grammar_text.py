@@ -39,7 +39,8 @@ def matcher(tokenizer: "LLTokenizer", lark: str) -> "LLMatcher":
     least, per_token = ITEMS_A_STEP
     limits = LLParserLimits(
         max_items_in_row=MAX_ITEMS, max_grammar_size=MAX_SYMBOLS, verbose_errors=False,
-        step_max_items=least + per_token * tokenizer.vocab_size)  # fmt: skip
+        step_max_items=least + per_token * tokenizer.vocab_size,
+    )  # fmt: skip
     return LLMatcher(tokenizer, lark, log_level=0, limits=limits)
 
 

@@ -1,14 +1,6 @@
-"""What a torch stage is loaded with; whether torch is there, which is imported only when asked, and made ready."""
+"""What a torch stage is loaded with. Imports no torch."""
 
-import os
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from typing import Any
-
-from pipeinfer.errors import UserError
-from pipeinfer.models.llama.threads import spin_briefly
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 F32, BF16, INT8, INT4 = "f32", "bf16", "int8", "int4"
@@ -44,27 +36,3 @@ class TorchParams:
     local_rank: int = 0
     exact: bool = True
     padded: bool = False
-
-
-MISSING = "--backend torch needs PyTorch, which is not installed here; pip install 'pipeinfer[torch]' on every host"
-
-
-def torch_version() -> str:
-    """Of the package that is installed, without importing it; empty where there is none."""
-    if find_spec("torch") is None:
-        return ""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-@cache
-def load_torch() -> Any:
-    """The module, its waiting threads told to spin briefly only. Raises UserError where there is none."""
-    spin_briefly(os.environ)
-    try:
-        import torch
-    except ImportError:
-        raise UserError(MISSING) from None
-    return torch

@@ -1,13 +1,13 @@
-"""Where what a run has computed goes, to the host or no further; a run that a device evaluates. Knows no layer."""
+"""Where what a run has computed goes: to the host, or no further. Knows no layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from pipeinfer.core.interfaces import FloatArray
-from pipeinfer.models.torch.device_queue import DeviceQueue, Mark
+from pipeinfer.models.torch.device_queue import DeviceQueue
 from pipeinfer.models.torch.device_rows import OwnDeviceRows
 
 Check = Callable[[FloatArray], None]
@@ -59,21 +59,3 @@ class OnDevice:
         if not self.is_sound[0]:
             check(self.rows.float().cpu().numpy())
         return OwnDeviceRows(self.rows, self.queue)
-
-
-@dataclass(frozen=True, slots=True)
-class BegunRun(Generic[R]):
-    """`found` is complete when the mark is past; then `check` looks at it once, and may raise."""
-
-    found: Result[R]
-    done: Mark
-    check: Check
-
-    @property
-    def is_done(self) -> bool:
-        return self.done.query()
-
-    def result(self) -> R:
-        """The only wait for the device that a run costs."""
-        self.done.synchronize()
-        return self.found.get(self.check)

@@ -16,6 +16,7 @@ from pipeinfer.models.llama.loading import token_table
 from pipeinfer.models.llama.parts import blocks_of
 from pipeinfer.models.llama.threads import ThreadShare
 from pipeinfer.models.torch.attention import BlockOfPrompt, BySequence, InOrder, MaskedCells, RowByRow, Seen
+from pipeinfer.models.torch.begun import BegunRun
 from pipeinfer.models.torch.cells import CellTable
 from pipeinfer.models.torch.device_queue import DeviceQueue, Mark
 from pipeinfer.models.torch.device_rows import OwnDeviceRows
@@ -26,7 +27,7 @@ from pipeinfer.models.torch.layer import Layer, Matrix
 from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, INT4, INT8, TorchParams
 from pipeinfer.models.torch.quantised.int4 import check_device
 from pipeinfer.models.torch.replays import Inputs, Replays
-from pipeinfer.models.torch.results import BegunRun, OnDevice, OnHost, Result
+from pipeinfer.models.torch.results import OnDevice, OnHost, Result
 from pipeinfer.models.torch.rope import RopeTable
 from pipeinfer.models.torch.weights import Weights
 

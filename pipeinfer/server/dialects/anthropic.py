@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeinfer.job.requests.fields import refuse, shown
-from pipeinfer.server.dialects.blocks import Block, BlockForm, named_event, renamed, text_of
+from pipeinfer.job.requests.fields import refuse, shown, text_of
+from pipeinfer.server.dialects.blocks import Block, BlockForm, named_event, renamed
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 NAMES = {"stop_sequences": "stop"}

@@ -1,11 +1,10 @@
 """An answer as blocks, each of one kind: text, reasoning, or a call. What the APIs that have such answers share."""
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.job.requests.fields import refuse, shown
 from pipeinfer.models.text.answers import Part
 from pipeinfer.server.errors import Refusal
 from pipeinfer.server.forms import Form, json_bytes
@@ -87,15 +86,6 @@ class BlockForm(Form):
 
     def failed(self, refusal: Refusal) -> bytes:
         return named_event("error", refusal.body)
-
-
-def text_of(name: str, value: Any, kinds: Sequence[Any]) -> str:
-    """A text, or a list of blocks of these kinds with one."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(each, dict) and each.get("type") in kinds for each in value):
-        refuse(f"{name} is {shown(value)}; give a text, or a list of parts of type {' or '.join(kinds)}")
-    return "".join(str(each.get("text", "")) for each in value)
 
 
 def renamed(given: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeinfer.job.requests.fields import refuse, shown
-from pipeinfer.server.dialects.blocks import Block, BlockForm, named_event, renamed, text_of
+from pipeinfer.job.requests.fields import refuse, shown, text_of
+from pipeinfer.server.dialects.blocks import Block, BlockForm, named_event, renamed
 from pipeinfer.server.forms import DONE
 
 RESPONSES = "/v1/responses"

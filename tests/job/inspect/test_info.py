@@ -15,7 +15,7 @@ from pipeinfer.job.inspect.info import by_host
 from pipeinfer.models.llama.devices import llama_devices
 from pipeinfer.models.llama.eval_callback import compiled
 from pipeinfer.models.llama.repacking import repacked_types
-from pipeinfer.models.torch.params import torch_version
+from pipeinfer.models.torch.library import torch_version
 from pipeinfer.observe.texts.info_text import info_lines
 from tests.support.jobs import environment, finish
 

@@ -19,13 +19,14 @@ from pipeinfer.cli.plan import plan_command
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.free_memory import FreeMemory, Memory, spare_memory
 from pipeinfer.cluster.hosts.gpu_memory import left_on_gpus, spare_on_gpus
+from pipeinfer.cluster.hosts.speed import measure_speed
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import deploy
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.planning.planner import ETHERNET, model_of, open_planner, with_described_speeds
+from pipeinfer.job.planning.planned_costs import model_of, with_described_speeds
+from pipeinfer.job.planning.planner import ETHERNET, open_planner
 from pipeinfer.job.planning.suggestions import largest, suggestions
-from pipeinfer.job.profiling.host_speeds import measure_speed
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer

@@ -19,7 +19,7 @@ from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.job.requests.asked import options_text
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.torch.params import load_torch, torch_version
+from pipeinfer.models.torch.library import load_torch, torch_version
 from pipeinfer.policies import PipeInfer
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json

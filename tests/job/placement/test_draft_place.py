@@ -15,7 +15,7 @@ from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import Deployment, lay_out
-from pipeinfer.job.placement.draft_rank import options_of_draft
+from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.placement.gpus import own_gpus, rank_devices
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info

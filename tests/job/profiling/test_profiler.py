@@ -14,13 +14,14 @@ import pytest
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.speed import Speed
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement import gpus
 from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.job.planning.planner import ETHERNET, open_planner
-from pipeinfer.job.profiling.host_speeds import Speed, with_speeds
+from pipeinfer.job.profiling.host_speeds import with_speeds
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.build import describe_build

@@ -21,8 +21,8 @@ from tests.support.gguf_factory import Shape, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
+from pipeinfer.models.torch.begun import BegunRun  # noqa: E402
 from pipeinfer.models.torch.device_queue import DeviceQueue  # noqa: E402
-from pipeinfer.models.torch.results import BegunRun  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 
 SMALL = Shape(n_layer=2, n_embd=64, n_ff=96, peaky=8.0)

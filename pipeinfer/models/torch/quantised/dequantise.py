@@ -123,7 +123,8 @@ _READERS: dict[str, Callable[[Bytes], torch.Tensor]] = {
     "F16": lambda blocks: blocks.view(torch.float16).float(),
     "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
-    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}  # fmt: skip
+    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip
 
 BLOCKS = {
     int(kind): Blocks(GGML_QUANT_SIZES[kind][1], read)
