@@ -281,7 +281,8 @@ async def _read(request: Request, n_most: int) -> bytes:
 def _slot(choice: Choice) -> dict[str, Any]:
     return {
         "id": choice.id, "is_processing": choice.is_running, "n_ctx": choice.asked.n_ctx,
-        "n_prompt_tokens": len(choice.asked.prompt), "n_decoded": choice.n_tokens,
+        "n_prompt_tokens": len(choice.asked.prompt), "n_prompt_tokens_processed": choice.n_evaluated,
+        "n_decoded": choice.n_tokens,
         "n_predict": choice.asked.n_predict, "seed": choice.asked.sampling.seed,
         "seconds": round(time.monotonic() - choice.asked_s, 3),
     }  # fmt: skip

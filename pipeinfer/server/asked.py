@@ -19,7 +19,8 @@ SEED_END = 2**32
 @dataclass(frozen=True, slots=True)
 class Asked:
     """`bodies`: one for each text, `n` in a row with the same prompt. `stream`: pieces as they come. `usage`: counts of
-    tokens at the end of a stream too. `timed`: each piece says when it was there. `keep`: what is evaluated stays."""
+    tokens at the end of a stream too. `timed`: each piece says when it was there. `progress`: how much
+    of the prompt is evaluated is said before. `keep`: what is evaluated stays."""
 
     bodies: tuple[Body, ...]
     n: int
@@ -27,6 +28,7 @@ class Asked:
     stream: bool
     usage: bool
     timed: bool
+    progress: bool
     keep: bool
 
     @property
@@ -38,6 +40,9 @@ class Asked:
 READ_HERE = ("stream", "n", "best_of")
 """Fields of a request, of which a batch's line has one value."""
 
+OF_STREAMS = ("timings_per_token", "return_progress")
+"""llama-server's fields that say more in a stream."""
+
 
 def read_asked(
     given: Mapping[str, Any], url: str, defaults: Defaults, warn: Callable[[str], object] | None = None
@@ -45,7 +50,7 @@ def read_asked(
     """`warn`: is told what cannot be served, which is passed over then. Raises UserError for what is wrong with it."""
     is_chat, fields = url == CHAT, dict(given)
     if warn:
-        for name, why in not_served(fields, (*READ_HERE, "timings_per_token")).items():
+        for name, why in not_served(fields, (*READ_HERE, *OF_STREAMS)).items():
             warn(why)
             del fields[name]
     wanted, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
@@ -53,11 +58,12 @@ def read_asked(
         refuse(f"a body for {url} has {wanted}, and no {other}")
     stream = flag(fields, "stream", False)
     usage = _usage(fields, stream)
-    timed, keep = flag(fields, "timings_per_token", False), flag(fields, "cache_prompt", is_chat)
+    timed, progress = (flag(fields, name, False) for name in OF_STREAMS)
+    keep = flag(fields, "cache_prompt", is_chat)
     n = fields.pop("n", 1)
     if not is_whole(n) or not 1 <= n <= MAX_CHOICES:
         refuse(f"n is {shown(n)}; give a whole number from 1 to {MAX_CHOICES}")
-    for name in ("stream", "timings_per_token", "cache_prompt"):
+    for name in ("stream", *OF_STREAMS, "cache_prompt"):
         fields.pop(name, None)
     if fields.get("best_of") == n:
         del fields["best_of"]
@@ -66,7 +72,8 @@ def read_asked(
         refuse(f"{len(prompts)} prompts with n {n} are {len(prompts) * n} texts; a request has up to {MAX_CHOICES}")
     first = read_body({**fields, wanted: prompts[0]}, defaults, False)
     bodies = [first, *(replace(first, prompt=read_prompt(each)) for each in prompts[1:])]
-    return Asked(tuple(_nth(body, at) for body in bodies for at in range(n)), n, is_chat, stream, usage, timed, keep)
+    texts = tuple(_nth(body, at) for body in bodies for at in range(n))
+    return Asked(texts, n, is_chat, stream, usage, timed, progress, keep)
 
 
 def _usage(fields: dict[str, Any], stream: bool) -> bool:

@@ -23,6 +23,7 @@ from pipeinfer.job.serve.front import (
     FromHead,
     Listening,
     Picture,
+    Read,
     Ready,
     Waits,
     Watch,
@@ -45,7 +46,7 @@ def _ask(said: dict[str, Any]) -> Ask:
 MAKE: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "Ask": _ask,
     **{kind.__name__: lambda said, kind=kind: kind(**said)  # type: ignore[misc]
-       for kind in (Alive, Begun, Came, Closing, Draining, Drop, Ended, Listening, Picture, Ready, Waits, Watch)},
+       for kind in (Alive, Begun, Came, Closing, Draining, Drop, Ended, Listening, Picture, Read, Ready, Waits, Watch)},
 }  # fmt: skip
 
 

@@ -30,6 +30,8 @@ class Choice:
     asked_s: float = field(default_factory=time.monotonic)
     begun_s: float = math.nan
     has_turn: bool = False
+    n_read: int = 0  # tokens of its prompt that are evaluated, and of them those that were in the cache
+    n_kept: int = 0
     came_s: float = math.nan  # when the target had decided on its last tokens
     told_s: float = math.nan  # when the head said so
     text: str = ""
@@ -53,6 +55,11 @@ class Choice:
     @property
     def n_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def n_evaluated(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.asked.prompt) if self.tokens else self.n_read
 
     def come(self, tokens: Sequence[int], text: str, entries: Sequence[Entry]) -> int:
         """How many of the tokens are new."""
@@ -93,6 +100,14 @@ class Answer:
     @property
     def has_ended(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
+
+    @property
+    def awaits(self) -> str:
+        """Why nothing comes now, as far as that is known."""
+        choice = next(choice for choice in self.choices if choice.finish is None)
+        if not choice.has_turn:
+            return "it waits for room beside other texts"
+        return f"{choice.n_evaluated} of {len(choice.asked.prompt)} prompt tokens are evaluated"
 
     @property
     def was_given_up(self) -> bool:

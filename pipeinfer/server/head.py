@@ -23,6 +23,7 @@ from pipeinfer.job.serve.front import (
     FromHead,
     Listening,
     Picture,
+    Read,
     Ready,
     Waits,
     Watch,
@@ -203,7 +204,7 @@ class Head:
     def _take(self, message: FromHead) -> None:
         if isinstance(message, Came):
             self._came(message)
-        elif isinstance(message, (Begun, Waits, Ended)):
+        elif isinstance(message, (Begun, Waits, Read, Ended)):
             if choice := self.choices.get(message.id):
                 self._note(message, choice)
         elif isinstance(message, Ready):
@@ -241,8 +242,11 @@ class Head:
         for write in writes:
             write()
 
-    def _note(self, message: Begun | Waits | Ended, choice: Choice) -> None:
-        if not isinstance(message, Ended):
+    def _note(self, message: Begun | Waits | Read | Ended, choice: Choice) -> None:
+        if isinstance(message, Read):
+            choice.n_read, choice.n_kept = message.n_tokens, message.n_kept
+        elif not isinstance(message, Ended):
+            choice.n_read = 0
             choice.has_turn = isinstance(message, Begun)
             if choice.has_turn and math.isnan(choice.begun_s):
                 choice.begun_s = time.monotonic()

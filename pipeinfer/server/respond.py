@@ -20,9 +20,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 PING_S = 15.0
-"""A stream in which nothing has come for so long gets a comment: who is between sees that it lives."""
+"""A stream in which nothing has come for so long gets a comment, which says what it waits for: who is between sees that
+it lives."""
 
-PING = b": nothing yet\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -111,7 +111,8 @@ class AnswerResponse(WatchedResponse):
             if self.answer.has_ended:
                 break
             if said or alarm.has_rung():
-                await (self.chunks.send(said or PING) if self.chunks else send_part(send, said or PING))
+                said = said or b": %b\n\n" % self.answer.awaits.encode()
+                await (self.chunks.send(said) if self.chunks else send_part(send, said))
             self.answer.changed.push = partial(self._push, self.chunks, told) if self.chunks else None
             try:
                 await self._change()

@@ -99,11 +99,8 @@ class BodyPrompts:
         n_predict = body.n_predict if body.n_predict >= 0 else max(1, min(self.share, self.n_ctx - len(prompt)))
         n_ctx = len(prompt) + n_predict
         if n_ctx > self.n_ctx:
-            source = (
-                f"-c {self.n_ctx}" if self.n_ctx == self.options.ctx_size else f"the model's context of {self.n_ctx}"
-            )
             raise UserError(f"the prompt has {len(prompt)} tokens, with {n_predict} to come {n_ctx}; "
-                            f"{source} holds {self.n_ctx}")  # fmt: skip
+                            + self._way_out(len(prompt)))  # fmt: skip
         earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, str)]
         stops = body.stops
         if body.messages:
@@ -113,6 +110,16 @@ class BodyPrompts:
             stops, markers=bool(body.messages), spans=spans_of_turns([*earlier, prompt]) if earlier else None,
             priority=body.priority, thought=thought,
         )  # fmt: skip
+
+    def _way_out(self, n_prompt: int) -> str:
+        """Of a request that is too long: what holds it up, and what to do."""
+        is_trained = self.n_ctx == self.info.n_ctx_train
+        given = self.n_ctx == self.options.ctx_size
+        source = f"-c {self.n_ctx}" if given else "the model" if is_trained else "the memory of the ranks"
+        n_left = self.n_ctx - n_prompt
+        less = f"ask for up to {n_left} tokens" if n_left > 0 else f"shorten it to less than {self.n_ctx}"
+        more = f", or start with a larger -c, up to {self.info.n_ctx_train}" if given and not is_trained else ""
+        return f"{source} holds {self.n_ctx}; {less}{more}"
 
     def _fitting(self, text: str) -> str:
         """The same text. Raises UserError for one that is too long, which may take a tokenizer minutes."""

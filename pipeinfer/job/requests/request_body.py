@@ -39,7 +39,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "min_keep": (0,), "lora": ([],),
     # as it is anyway
     "n_keep": (0, -1), "n_discard": (0,), "id_slot": (-1,), "t_max_predict_ms": (0, -1), "n_indent": (0,),
-    "penalize_nl": (False,), "return_tokens": (False,), "post_sampling_probs": (False,), "return_progress": (False,),
+    "penalize_nl": (False,), "return_tokens": (False,), "post_sampling_probs": (False,),
     "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "min_tokens": (0,),
     "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (True, False),

@@ -68,6 +68,16 @@ class Waits:
     id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The head: `n_tokens` of its prompt are evaluated, with `n_kept` that were in the cache. Said while more are
+    left."""
+
+    id: int
+    n_tokens: int
+    n_kept: int
+
+
 Part = tuple[int, Sequence[int], str, Sequence[Entry]]
 
 
@@ -121,7 +131,7 @@ class Picture:
 
 
 FromFront = Alive | Ask | Drop | Listening | Watch
-FromHead = Begun | Waits | Came | Ended | Ready | Draining | Closing | Picture
+FromHead = Begun | Waits | Read | Came | Ended | Ready | Draining | Closing | Picture
 
 
 @dataclass(frozen=True, slots=True)

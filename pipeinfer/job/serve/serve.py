@@ -29,6 +29,7 @@ from pipeinfer.job.serve.front import (
     Front,
     Listening,
     Part,
+    Read,
     Ready,
     Waits,
     Watch,
@@ -167,8 +168,8 @@ class Service:
         """Begin those that wait, while there is room."""
         while self._waiting and self.requests.has_room(self._waiting[at := self._first()][1]):
             ask, asked, came_s = self._waiting.pop(at)
-            on_turn = partial(self._turn, ask.id)
-            opened = self.requests.begin(asked, self.options.policy.begin(), came_s, on_turn)
+            on_turn, on_prompt = partial(self._turn, ask.id), partial(self._read, ask.id)
+            opened = self.requests.begin(asked, self.options.policy.begin(), came_s, on_turn, on_prompt)
             self._open[ask.id], self._ids[opened], self._clients[ask.id] = opened, ask.id, ask.client
 
     def _first(self) -> int:
@@ -180,6 +181,11 @@ class Service:
 
     def _turn(self, id: int, is_running: bool) -> None:
         self.front.tell(Begun(id) if is_running else Waits(id))
+
+    def _read(self, id: int, n_evaluated: int) -> None:
+        opened = self._open[id]
+        if n_evaluated < len(opened.asked.prompt):
+            self.front.tell(Read(id, n_evaluated, opened.metrics.n_kept))
 
     def _tell(self, news: Sequence[News]) -> None:
         """In one message what has come at one time."""

@@ -98,13 +98,14 @@ class OpenRequests:
 
     def begin(
         self, asked: GenerationRequest, policy: Policy, came_s: float | None = None,
-        on_turn: Callable[[bool], None] | None = None,
+        on_turn: Callable[[bool], None] | None = None, on_prompt: Callable[[int], None] | None = None,
     ) -> Open:  # fmt: skip
         """Hand it to the engine, where it may have to wait. `came_s`: since when it has waited already. `on_turn`:
-        hears whether it is worked on from now on, or waits again."""
+        hears whether it is worked on from now on, or waits again; `on_prompt`: how many tokens of its prompt are
+        evaluated."""
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
         printer.push(asked.begun)
-        entries, metrics = Entries(asked.end_tokens), RequestMetrics(on_turn=on_turn)
+        entries, metrics = Entries(asked.end_tokens), RequestMetrics(on_prompt=on_prompt, on_turn=on_turn)
         opened = Open(asked, asked.open(self.session.next_id()), printer, metrics, entries, len(asked.begun))
         self._open[opened.request.id] = opened
         self.engine.add(opened.request, policy, metrics)

@@ -125,7 +125,8 @@ function scroll(always) {
 }
 
 function asked() {
-  const found = {messages: chat.messages.filter(each => each.role !== "error").map(({role, content}) => ({role, content})), stream: true};
+  const found = {stream: true, return_progress: true};
+  found.messages = chat.messages.filter(each => each.role !== "error").map(({role, content}) => ({role, content}));
   if (chat.system?.trim()) found.messages.unshift({role: "system", content: chat.system});
   for (const [id, name] of Object.entries(SAMPLING)) if ($(id).value !== "") found[name] = Number($(id).value);
   return found;
@@ -157,7 +158,8 @@ async function say(text) {
     if (!response.ok) throw new Error(await refused(response));
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
-      const [choice] = event.choices;
+      const [choice] = event.choices, read = event.prompt_progress;
+      $("state").textContent = read ? `The model reads: ${read.processed} of ${read.total} tokens` : "The model is writing";
       answer.content += choice?.delta?.content ?? "";
       answer.thought += choice?.delta?.reasoning_content ?? "";
       if (choice?.finish_reason) answer.note = note(choice, event.timings);

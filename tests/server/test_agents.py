@@ -1,0 +1,99 @@
+"""What coding agents ask, in small: a long system prompt with twelve tools, several turns, others beside it."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
+from tests.server.test_serve_tools import TEMPLATE
+from tests.support.serving import Served, lines_of
+
+CHATS = "/v1/chat/completions"
+SYSTEM = "You are a coding agent. " + Path(__file__).read_text()[:1700]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"{name} a file", "parameters": {
+        "type": "object", "properties": {"path": {"type": "string", "maxLength": 8}, "line": {"type": "integer"}},
+        "required": ["path"]}}}
+    for name in ("read", "write", "edit", "list", "glob", "grep", "run", "todo", "fetch", "search", "cell", "task")
+]  # fmt: skip
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "list", "arguments": '{"path": "src"}'}}
+TURNS: list[list[dict[str, Any]]] = [
+    [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Which file reads the options?"}],
+    [{"role": "assistant", "content": None, "tool_calls": [CALL]},
+     {"role": "tool", "tool_call_id": "abcdefghi", "content": "options.py\nmain.py"}],
+    [{"role": "assistant", "content": "options.py."}, {"role": "user", "content": "Read it."}],
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    template = Path(tmp_path_factory.mktemp("template")) / "tools.jinja"
+    template.write_text(TEMPLATE)
+    with Served(2, ["--chat-template-file", str(template), "-c", "8192", "--parallel", "4"]) as found:
+        yield found
+
+
+def body(n_turns: int, **more: Any) -> dict[str, Any]:
+    messages = [message for turn in TURNS[:n_turns] for message in turn]
+    return {"messages": messages, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
+            "max_tokens": 60, "seed": 3, "temperature": 0.6, **more}  # fmt: skip
+
+
+def pieces(served: Served, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with served.http.stream("POST", CHATS, json=asked | {"stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in lines_of(answer):
+            if line != "[DONE]":
+                yield json.loads(line)
+
+
+def test_turns_come_from_the_cache_and_streams_are_the_same(served: Served) -> None:
+    n_before = 0
+    for n_turns in range(1, len(TURNS) + 1):
+        asked = body(n_turns, return_progress=True, stream_options={"include_usage": True})
+        name, arguments, read, usage = "", "", list[dict[str, int]](), dict[str, Any]()
+        for piece in pieces(served, asked):
+            read += [piece["prompt_progress"]] if "prompt_progress" in piece else []
+            usage = piece["usage"] or usage
+            for call in piece["choices"][0]["delta"].get("tool_calls", []) if piece["choices"] else []:
+                name += call["function"].get("name", "")
+                arguments += call["function"].get("arguments", "")
+        whole = served.http.post(CHATS, json=body(n_turns)).json()
+        (call,) = whole["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": name, "arguments": arguments}
+        n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert n_cached >= 0.9 * n_before - 64  # whole blocks
+        assert all(each["total"] == usage["prompt_tokens"] and each["cache"] == n_cached for each in read)
+        processed = [each["processed"] for each in read]
+        assert processed == sorted(set(processed)) and (n_turns > 1 or len(processed) > 3)
+        n_before = usage["prompt_tokens"]
+    assert n_before > 600
+
+
+def test_others_go_on_while_a_prompt_is_read_and_who_leaves_frees_its_place(served: Served) -> None:
+    asked = body(1, tool_choice="none", messages=[{"role": "user", "content": "other " + SYSTEM}])
+    with served.stream(prompt="def f", max_tokens=400, ignore_eos=True, seed=1) as other:
+        tokens = lines_of(other)
+        next(tokens)
+        reading = (piece for piece in pieces(served, asked | {"return_progress": True}) if "prompt_progress" in piece)
+        n_read = next(reading)["prompt_progress"]["processed"]
+        (mine,) = [slot for slot in served.http.get("/slots").json() if slot["n_predict"] == 60]
+        assert n_read <= mine["n_prompt_tokens_processed"] <= mine["n_prompt_tokens"]
+        next(tokens)
+        reading.close()
+        served.until(lambda: len(served.http.get("/slots").json()) == 1)
+        assert served.http.get("/health").status_code == 200
+    served.until(lambda: not served.http.get("/slots").json())
+
+
+def test_a_prompt_that_does_not_fit_is_refused_at_once_with_the_way_out(served: Served) -> None:
+    start_s = time.monotonic()
+    answer = served.http.post(CHATS, json=body(1, messages=[{"role": "user", "content": SYSTEM * 9}]))
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and time.monotonic() - start_s < 5
+    assert "; shorten it to less than " in message
