@@ -4,13 +4,14 @@
 on a token the process that speaks HTTP was told of it, and how long after that it lay at its client's socket, by the
 kernel's stamp: that is what HTTP adds. Ranks, server and clients share the cores of one host here, so the clients read
 what is there now and then, all of them at once: they would be elsewhere.
-With `--deaf 20` as many further clients ask for long texts and read nothing.
+With `--deaf 20` as many further clients ask for long texts and read nothing. With `--toy 20` no rank computes: a toy
+head has a token for each stream at once, 20 times a second, so what HTTP takes is seen alone.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import selectors
 import socket
 import struct
@@ -20,16 +21,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import httpx
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.text_sections import ChatOptions
+from pipeinfer.job.serve.front import Ask, Begun, Came, Drop, Ended, Part, Ready, Setup
+from pipeinfer.models.demo import TARGET
+from pipeinfer.server.front import HttpFront
+from pipeinfer.server.options import HttpOptions
 from tests.support.jobs import descendants
 from tests.support.serving import Served
 
 PROMPT = "def read_lines(path):\n"
 
 
+DONE = b"data: [DONE]"
 REST_S = 4e-3
 SO_TIMESTAMPNS = 35  # Linux's, which Python's socket does not name
 STAMP = struct.Struct("qq")  # seconds and nanoseconds on the wall's clock
@@ -56,7 +66,8 @@ class Client:
         return bool(data)
 
     def read(self) -> None:
-        """What came, once nobody waits for it any more. A line is there when its end is."""
+        """What came, once nobody waits for it any more. A line is there when its end is; of a token that was read with
+        the end of the stream that is not known, as the kernel keeps one stamp."""
         self.steps_s, self.n_tokens, self.first_s, rest = list[tuple[float, ...]](), 0, 0.0, b""
         for came_s, data in self._came:
             *lines, rest = (rest + data).split(b"\n")
@@ -64,7 +75,7 @@ class Client:
                 if line.startswith(b'data: {"id"') and (timed := json.loads(line[6:]).get("timings", {})).get("at_s"):
                     self.first_s = self.first_s or came_s
                     n_new = timed["predicted_n"] - self.n_tokens
-                    self.steps_s += [(timed["at_s"], timed["told_s"], came_s)] * n_new
+                    self.steps_s += [(timed["at_s"], timed["told_s"], came_s)] * (n_new if DONE not in data else 0)
                     self.n_tokens += n_new
 
 
@@ -89,22 +100,83 @@ def listen(clients: Sequence[Client]) -> None:
                     selector.unregister(key.fileobj)
 
 
-def cpu_s(served: Served) -> float:
-    """What the process that speaks HTTP has had of a core."""
-    for pid in descendants(served.job.pid):
-        process = Path(f"/proc/{pid}")
+class ToyHead:
+    """The process that speaks HTTP, and a process that tells it of tokens `rate` times a second."""
+
+    def __init__(self, rate: float, n_most: int) -> None:
+        self._front = HttpFront(HttpOptions(port=0, n_connections=2 * n_most + 20, log_format="none"))
+        self.port, self.rate, self.n_most = int(self._front.address.rpartition(":")[2]), rate, n_most
+        self._process = multiprocessing.get_context("fork").Process(target=self._run, daemon=True)
+        self._process.start()
+        assert self._process.pid
+        self.pid = self._process.pid
+        wait_until_ready(self.port)
+
+    def _run(self) -> None:
+        options = RunOptions(model=TARGET, chat=ChatOptions(), sampling=SamplingParams(), parallel=self.n_most)
+        self._front.start(Setup(options, 1 << 20, 1024, 900, "toy"))
+        self._front.tell(Ready(1024))
+        left, next_s = dict[int, int](), time.monotonic()
+        while not self._front.lost():
+            next_s = max(next_s + 1 / self.rate, time.monotonic())
+            while (rest_s := next_s - time.monotonic()) > 0:
+                time.sleep(min(rest_s, 5e-3))
+                self._hear(left)
+            self._say(left)
+
+    def _hear(self, left: dict[int, int]) -> None:
+        for message in self._front.take():
+            if isinstance(message, Ask):
+                left[message.id] = message.n_predict
+                self._front.tell(Begun(message.id))
+            elif isinstance(message, Drop):
+                left.pop(message.id, None)
+
+    def _say(self, left: dict[int, int]) -> None:
+        parts: list[Part] = [(id, [262 + n], " word", []) for id, n in left.items()]
+        if parts:
+            now_s = time.monotonic()
+            self._front.tell(Came(now_s, now_s, parts))
+        for id in left:
+            left[id] -= 1
+        for id in [id for id, n in left.items() if not n]:
+            del left[id]
+            self._front.tell(Ended(id, "length", {"cache_n": 0}))
+
+    def __enter__(self) -> ToyHead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def wait_until_ready(port: int) -> None:
+    while True:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+
+
+def core_s(pid: int) -> np.ndarray:
+    """How long the process that speaks HTTP, somewhere below this one, has had a core, and has waited for one."""
+    for each in descendants(pid):
+        process = Path(f"/proc/{each}")
         if b"pipeinfer.server.process" in (process / "cmdline").read_bytes():
-            used = (process / "stat").read_text().rpartition(")")[2].split()[11:13]
-            return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")
+            return 1e-9 * np.array((process / "schedstat").read_text().split()[:2], float)
     raise AssertionError("there is no such process")
 
 
-def measure(served: Served, n_streams: int, n_tokens: int, n_deaf: int) -> None:
-    deaf = [Client(served.port, seed, 900) for seed in range(n_deaf)]
-    start_s, before_s = time.monotonic(), cpu_s(served)
-    clients = [Client(served.port, seed, n_tokens) for seed in range(n_streams)]
+def measure(port: int, pid: int, n_streams: int, n_tokens: int, n_deaf: int) -> None:
+    """`pid`: of the process that has started the one that speaks HTTP at the port."""
+    deaf = [Client(port, seed, 900) for seed in range(n_deaf)]
+    start_s, before_s = time.monotonic(), core_s(pid)
+    clients = [Client(port, seed, n_tokens) for seed in range(n_streams)]
     listen(clients)
-    wall_s, used_s = time.monotonic() - start_s, cpu_s(served) - before_s
+    wall_s, (used_s, waited_s) = time.monotonic() - start_s, core_s(pid) - before_s
     for client in clients:
         client.read()
     total = sum(client.n_tokens for client in clients)
@@ -114,7 +186,8 @@ def measure(served: Served, n_streams: int, n_tokens: int, n_deaf: int) -> None:
     decided_s, told_s, came_s = np.array([step for client in clients for step in client.steps_s]).T
     print(f"HTTP adds to a token: {spread(came_s - told_s)}")
     print(f"  before that, from its decision on: {spread(told_s - decided_s)}; both: {spread(came_s - decided_s)}")
-    print(f"the process that speaks it took {1e6 * used_s / total:.0f} µs of a core for each")
+    print(f"the process that speaks it had a core for {1e6 * used_s / total:.0f} µs for each, and waited for one for "
+          f"{1e6 * waited_s / total:.0f} µs")  # fmt: skip
     for client in deaf:
         client.link.close()
 
@@ -130,12 +203,17 @@ def spread(waits_s: np.ndarray) -> str:
 @click.option("--tokens", default=64, show_default=True, help="Of each text.")
 @click.option("--deaf", default=0, show_default=True, help="Further clients that read nothing.")
 @click.option("--ranks", default=2, show_default=True)
+@click.option("--toy", type=float, help="No ranks, but tokens so many times a second.")
 @click.argument("words", nargs=-1)
-def main(streams: int, tokens: int, deaf: int, ranks: int, words: tuple[str, ...]) -> None:
+def main(streams: int, tokens: int, deaf: int, ranks: int, toy: float | None, words: tuple[str, ...]) -> None:
+    if toy:
+        with ToyHead(toy, min(1000, streams + deaf)) as head:
+            measure(head.port, head.pid, streams, tokens, deaf)
+        return
     parallel = ["--parallel", str(min(254, streams + deaf)), "--max-connections", str(2 * (streams + deaf) + 20)]
     with Served(ranks, [*parallel, *words]) as served:
         served.text(prompt=PROMPT, max_tokens=4)
-        measure(served, streams, tokens, deaf)
+        measure(served.port, served.job.pid, streams, tokens, deaf)
 
 
 if __name__ == "__main__":

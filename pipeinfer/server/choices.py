@@ -10,6 +10,8 @@ from typing import Any
 from pipeinfer.job.requests.logprobs import Entry
 from pipeinfer.job.requests.request import GenerationRequest
 
+NOTHING = 0, 0, 0
+
 
 class Changed(asyncio.Event):
     """Something has come. `push`, while a client's connection takes what there is: makes of what has come what is to be
@@ -39,7 +41,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     n_characters: int = 0  # that have come, and entries
     n_entries: int = 0
-    again: tuple[int, int, int] = (0, 0, 0)
+    again: tuple[int, int, int] = NOTHING
     """After the job was started again: tokens, characters and entries that come although they were there before."""
     finish: str | None = None
     timings: dict[str, Any] = field(default_factory=dict)
@@ -63,16 +65,23 @@ class Choice:
 
     def come(self, tokens: Sequence[int], text: str, entries: Sequence[Entry]) -> int:
         """How many of the tokens are new."""
+        if self.again != NOTHING:
+            tokens, text, entries = self._without_those_before(tokens, text, entries)
+        self.text += text
+        self.entries += entries
+        self.tokens += tokens
+        self.n_characters += len(text)
+        self.n_entries += len(entries)
+        return len(tokens)
+
+    def _without_those_before(
+        self, tokens: Sequence[int], text: str, entries: Sequence[Entry]
+    ) -> tuple[Sequence[int], str, Sequence[Entry]]:
         n_tokens, n_characters, n_entries = self.again
-        came = (len(tokens), len(text), len(entries))
-        new, fresh = tokens[n_tokens:], entries[n_entries:]
-        self.text += text[n_characters:]
-        self.entries += fresh
-        self.tokens += new
-        self.n_characters += len(text[n_characters:])
-        self.n_entries += len(fresh)
-        self.again = tuple(max(0, n - n_came) for n, n_came in zip(self.again, came, strict=True))  # type: ignore[assignment]
-        return len(new)
+        self.again = (
+            max(0, n_tokens - len(tokens)), max(0, n_characters - len(text)), max(0, n_entries - len(entries))
+        )  # fmt: skip
+        return tokens[n_tokens:], text[n_characters:], entries[n_entries:]
 
     def begin_again(self) -> tuple[int, ...]:
         """What another job is to begin with: all tokens but the last, so that there is one to come; none where their
@@ -99,7 +108,7 @@ class Answer:
 
     @property
     def has_ended(self) -> bool:
-        return all(choice.finish is not None for choice in self.choices)
+        return None not in [choice.finish for choice in self.choices]
 
     @property
     def awaits(self) -> str:
