@@ -5,17 +5,18 @@ from typing import Any
 from pipeinfer.cli.options.given import run_options, warn_of_variables
 from pipeinfer.cli.options.setting_options import command
 from pipeinfer.cli.run import SHARED
-from pipeinfer.job.options.sections import Ablations, Models
+from pipeinfer.job.options.sections import Ablations, Models, Resuming
 from pipeinfer.job.options.text_sections import Length, Prompt
 
 HELP = {
     "json": "Print a JSON object for each answer instead of its text.",
     "prompt": "What is said first.",
     "file": "The same, from a file.",
+    "resume": "Note in this file what is said; where it has such notes, the chat goes on from them.",
 }
 
 
-@command("chat", Models, Prompt, Length, *SHARED, Ablations, helps=HELP, has_variables=True)
+@command("chat", Models, Prompt, Length, *SHARED, Ablations, Resuming, helps=HELP, has_variables=True)
 def chat_command(**given: Any) -> int:
     """Talk with a model, turn by turn. Answers go to standard output, all else to standard error.
 

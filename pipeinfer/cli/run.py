@@ -49,9 +49,8 @@ def run(chat: bool, conversation: bool, single_turn: bool, **given: Any) -> int:
     warn_of_variables()
     options = run_options(given, is_chat=chat or conversation or single_turn)
     if conversation and not single_turn:
-        if options.results or options.trace or options.resume:
-            raise UserError("--results, --trace and --resume are of one text, -cnv has many; leave them out, or ask "
-                            "with --chat")  # fmt: skip
+        if options.results or options.trace:
+            raise UserError("--results and --trace are of one text, -cnv has many; leave them out, or ask with --chat")
         from pipeinfer.job.chat.chat import run_chat  # initialises MPI
 
         return run_chat(options)

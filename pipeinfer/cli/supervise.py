@@ -13,7 +13,7 @@ from pipeinfer.job.options.values import Text, Whole
     "--restarts", type=Whole(0, 1_000_000), default=10, show_default=True,
     help="Starts after the first one, within ten minutes.",
 )  # fmt: skip
-@click.argument("words", nargs=-1, type=Text(blank=True), metavar="[LAUNCHER ...] pipeinfer {run|batch|serve} ...")
+@click.argument("words", nargs=-1, type=Text(blank=True), metavar="[LAUNCHER ...] pipeinfer {run|chat|batch|serve} ...")
 def supervise_command(restarts: int, words: tuple[str, ...]) -> int:
     """Start a job, and when a rank or a host is lost start it again, to go on where it was with the same text.
 

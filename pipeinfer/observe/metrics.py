@@ -61,7 +61,7 @@ class RequestMetrics(Observer):
         self.submitted_s, self.n_prompt = now_s, n_prompt
 
     def opened(self, n_kept: int) -> None:
-        self.n_kept = n_kept
+        self.n_kept = min(n_kept, self.n_prompt)  # the rest is of an output that was begun
 
     def preempted(self) -> None:
         self.n_preempted += 1

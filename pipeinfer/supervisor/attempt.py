@@ -15,6 +15,7 @@ from typing import IO
 
 from pipeinfer.cluster.watch.attempts import VARIABLE, Attempt, end_attempts
 from pipeinfer.cluster.watch.protocol import write_line
+from pipeinfer.supervisor.kept_input import KeptInput
 
 LOOK_S = 0.005
 ENDS_S = 2.0
@@ -96,18 +97,18 @@ class Job:
     """Runs from creation on."""
 
     def __init__(
-        self, attempt: Attempt, words: Sequence[str], environ: Mapping[str, str], stdin: IO[bytes] | None
+        self, attempt: Attempt, words: Sequence[str], environ: Mapping[str, str], stdin: KeptInput | None
     ) -> None:
         """Started by the main thread, with which the launcher ends. Raises OSError."""
         self.attempt, self.loss = attempt, None
-        if stdin:
-            stdin.seek(0)
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
         self._process = subprocess.Popen(
-            words, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**environ, VARIABLE: attempt.text()}, start_new_session=True,
+            words, stdin=subprocess.PIPE if stdin else subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, env={**environ, VARIABLE: attempt.text()}, start_new_session=True,
             preexec_fn=prctl and (lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)),
         )  # fmt: skip
+        if stdin and self._process.stdin:
+            stdin.feed(self._process.stdin)
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
 

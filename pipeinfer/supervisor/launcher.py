@@ -16,7 +16,8 @@ RANKS = ("-np", "-n", "--np", "--n", "--ntasks")
 NODES = ("-N", "--nodes")
 HOSTS_FILES = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-machine")
 HOSTS = ("-hosts", "-host", "--host", "-H")
-COMMANDS = ("run", "batch", "serve")
+CONVERSATION = ("-cnv", "--conversation")
+COMMANDS = ("run", "chat", "batch", "serve")
 SLOTS = re.compile(r"[:\s](?:slots\s*=\s*)?(\d+)")
 
 
@@ -40,6 +41,11 @@ class Launcher:
     @property
     def is_srun(self) -> bool:
         return bool(self.words) and os.path.basename(self.words[0]) == "srun"
+
+    @property
+    def is_chat(self) -> bool:
+        at = next((at for at, word in enumerate(self.command) if os.path.basename(word) == "pipeinfer"), 0)
+        return "chat" in self.command[at + 1 : at + 2] or bool({*CONVERSATION} & {*self.command})
 
     @property
     def n_ranks(self) -> int:
@@ -102,7 +108,11 @@ def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ)
     if not {*words[at + 1 : at + 2]} & {*COMMANDS}:
         raise UserError(f"give the words that start the job after --: mpirun -np 3 pipeinfer {'|'.join(COMMANDS)} …")
     launcher = tuple(words[:first])
-    return Launcher(launcher, tuple(words[first:]), _hosts(launcher, environ))
+    found = Launcher(launcher, tuple(words[first:]), _hosts(launcher, environ))
+    if found.is_chat and "--json" in found.command:
+        raise UserError("--json of a chat has other figures after each start, so it cannot be supervised; leave --json "
+                        "out, or supervise serve")  # fmt: skip
+    return found
 
 
 def _hosts(words: Sequence[str], environ: Mapping[str, str]) -> tuple[Host, ...]:

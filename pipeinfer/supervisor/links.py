@@ -11,7 +11,7 @@ from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.listener import Listener
 from pipeinfer.cluster.watch.protocol import MAX_HELLO_BYTES
 from pipeinfer.cluster.watch.rendezvous import Place, open_listener, own_place
-from pipeinfer.job.process.supervised import FRONT, NOTES, OUTPUT
+from pipeinfer.job.process.supervised import FRONT, INTERRUPT, NOTES, OUTPUT
 from pipeinfer.job.requests.journal import Journal
 from pipeinfer.supervisor.attempt import Output
 from pipeinfer.supervisor.http import Http
@@ -33,6 +33,7 @@ class Links:
         """Whether the attempt has got on."""
         self._number = 0
         self._links: list[tuple[Connection, threading.Thread]] = []
+        self._notes: Connection | None = None
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -44,7 +45,7 @@ class Links:
     def end(self) -> None:
         """What rank 0 has sent is taken, and no more."""
         with self._lock:
-            self._number, links, self._links = 0, self._links, []
+            self._number, links, self._links, self._notes = 0, self._links, [], None
         for link, reading in links:
             reading.join(timeout=ENDS_S)
             if not link.closed:
@@ -52,6 +53,14 @@ class Links:
                     other_end.shutdown(socket.SHUT_RDWR)  # where nobody gets to rank 0 it may still be there
                 reading.join(timeout=ENDS_S)
                 link.close()
+
+    def interrupt(self) -> bool:
+        """Rank 0 shall do as if Ctrl-C were pressed there. False where it cannot be told."""
+        with contextlib.suppress(OSError):
+            if self._notes:
+                self._notes.send_bytes(INTERRUPT)
+                return True
+        return False
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -88,6 +97,7 @@ class Links:
                 for note in self.journal.notes():
                     link.send_bytes(note)
                 link.send_bytes(b"")
+                self._notes = link
                 while True:
                     self.journal.take(link.recv_bytes())
                     self.has_news = True

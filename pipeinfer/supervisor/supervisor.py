@@ -2,15 +2,15 @@
 too. Knows no request."""
 
 import contextlib
+import os
 import secrets
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 from pipeinfer.cluster.watch.attempts import VARIABLE, Attempt
 from pipeinfer.errors import UserError
@@ -19,6 +19,7 @@ from pipeinfer.job.process.signals import on_signals
 from pipeinfer.job.process.streams import READER_LEFT
 from pipeinfer.job.submit import is_open_mpi
 from pipeinfer.supervisor.attempt import Job, Loss, Output
+from pipeinfer.supervisor.kept_input import KeptInput
 from pipeinfer.supervisor.launcher import Launcher
 from pipeinfer.supervisor.links import Links
 
@@ -35,6 +36,9 @@ LONGEST_DELAY_S = 30.0
 LOOK_S = 0.05
 IN_ORDER = (0, 2)
 """Exit codes of a job that has said all: what is wrong with its input stays wrong."""
+
+LEFT = 128 + signal.SIGINT
+"""That of a chat which its user has left with Ctrl-C."""
 
 
 class Supervisor:
@@ -58,13 +62,15 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit code."""
         on_signals(self._on_signal)
-        with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:
-            stdin = _kept_input(self.launcher.command, Path(folder))
-            number = 0
+        with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as files:
+            stdin, number = None, 0
+            if self.launcher.is_chat or "-" in self.launcher.command:
+                stdin = KeptInput(files.enter_context((Path(folder) / "input").open("w+b")))
             while True:
                 number += 1
                 code, loss = self._attempt(number, Path(folder) / "hosts", stdin)
-                if self._stopped_by or self._output.is_lost or (code in IN_ORDER and not loss):
+                in_order = (*IN_ORDER, LEFT) if self.launcher.is_chat else IN_ORDER
+                if self._stopped_by or self._output.is_lost or (code in in_order and not loss):
                     self._output.end()
                     self._links.http.close()
                     return READER_LEFT if self._output.is_lost else code
@@ -75,11 +81,11 @@ class Supervisor:
                     self._links.http.close()
                     return 128 + self._stopped_by if self._stopped_by else code or 1
 
-    def _attempt(self, number: int, hosts_file: Path, stdin: IO[bytes] | None) -> tuple[int, Loss | None]:
+    def _attempt(self, number: int, hosts_file: Path, stdin: KeptInput | None) -> tuple[int, Loss | None]:
         self._links.begin(number)
         words = self.launcher.without(self.lost, hosts_file)
         words[1:1] = self._hands_on
-        attempt = Attempt(self._name, number, self._links.rendezvous)
+        attempt = Attempt(self._name, number, self._links.rendezvous, is_typed=os.isatty(0))
         try:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:
@@ -148,17 +154,9 @@ class Supervisor:
                     self._leave_out(host, "nothing can be started there")
 
     def _on_signal(self, number: int) -> None:
-        """Handed on: the job ends in order, and is not started again."""
+        """Handed on: the job ends in order, and is not started again. A chat's user may stop an answer with one."""
+        if number == signal.SIGINT and self.launcher.is_chat and self._links.interrupt():
+            return
         self._stopped_by = number
         if self._job:
             self._job.signal(number)
-
-
-def _kept_input(command: Sequence[str], folder: Path) -> IO[bytes] | None:
-    """Standard input, where the command reads it, for all attempts."""
-    if "-" not in command:
-        return None
-    file = (folder / "input").open("w+b")
-    file.write(sys.stdin.buffer.read())
-    file.flush()
-    return file

@@ -1,13 +1,17 @@
 """A chat in one MPI job: rank 0 reads what the user says and prints the answers, all ranks keep their models loaded."""
 
 import sys
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat.history import History
 from pipeinfer.job.chat.interrupts import Interrupts
 from pipeinfer.job.chat.line_input import PipedLines, open_lines
+from pipeinfer.job.chat.notes import ChatNotes, Turn
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
@@ -16,12 +20,14 @@ from pipeinfer.job.planning.prepare import ChatSetup, prepare_chat
 from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.asked import asked_of
+from pipeinfer.job.requests.journal import open_journal
 from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.outcome import make_result
 from pipeinfer.job.session.session import Generation
 from pipeinfer.models.text.grammar_check import TOO_MUCH
+from pipeinfer.observe.experiment import digest
 from pipeinfer.observe.metrics import speculation, timings
 from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import guessed_text, speed_text, stderr_console
@@ -32,6 +38,9 @@ MORE = "\\"
 """At the end of a line: what is said goes on in the next one."""
 
 STOP = "/stop"
+ANSWERED = ""
+"""Noted as said where an answer has come to its end, also by `STOP`."""
+
 HELP = {
     "/clear": "begin anew, with the system's message",
     "/regen": "take the newest answer back and answer again, with the next seed",
@@ -45,20 +54,34 @@ INTERRUPTED = 130
 
 def run_chat(options: RunOptions) -> int:
     """`pipeinfer chat`, on every rank; returns the exit code."""
-    return start_prepared(options, options, prepare_chat, lambda *head: Chat(*head).run())
+    return start_prepared(options, options, _prepare, _run_head)
+
+
+def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tuple[ChatSetup, ChatNotes]]:
+    deployment, setup = prepare_chat(options, hosts)
+    asked = replace(setup.request, sampling=replace(setup.request.sampling, seed=options.sampling.seed))
+    about = digest((asked, options.chat, deployment.model.fingerprint, options.rounding))
+    return deployment, (setup, ChatNotes(open_journal(options.resume), about))
+
+
+def _run_head(context: Context, deployment: Deployment, work: tuple[ChatSetup, ChatNotes]) -> int:
+    with closing(work[1].journal):
+        return Chat(context, deployment, *work).run()
 
 
 class Chat:
     """Rank 0's part of one."""
 
-    def __init__(self, context: Context, deployment: Deployment, setup: ChatSetup) -> None:
+    def __init__(self, context: Context, deployment: Deployment, setup: ChatSetup, notes: ChatNotes) -> None:
         self.context, self.deployment, self.setup, self.options = context, deployment, setup, context.options
         self.console = stderr_console()
-        self.history = History(setup.format)
+        self.history, self.notes = History(setup.format), notes
         self.sampling = setup.request.sampling
+        if notes.past:
+            self.sampling = replace(self.sampling, seed=notes.past[0].seed)
         self.n_asked = self.n_refused = 0  # turns
         self.interrupts = Interrupts(lambda: self.lines.next_is(STOP))
-        self.lines = open_lines(lambda: self.interrupts.left or bool(context.flag.reason))
+        self.lines = open_lines(lambda: self.interrupts.left or bool(context.flag.reason), notes.n_read)
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -75,8 +98,12 @@ class Chat:
 
     def _converse(self) -> int:
         """Until the user leaves or the job shall stop. Returns the exit code."""
-        said = self.setup.first if self.setup.first is not None else self._read()
+        for turn in self.notes.past:
+            if not self.context.flag.reason:
+                self._take_again(turn)
+        said = self._read() if self.notes.past or self.setup.first is None else self.setup.first
         while said is not None and said.strip() not in LEAVE:
+            self.notes.said(said, self.sampling.seed, self.lines.n_read)
             self._take(said)
             said = None if self.context.flag.reason else self._read()
         if self.interrupts.left:
@@ -105,32 +132,42 @@ class Chat:
                 break
         return "\n".join(parts) if parts and not self.interrupts.left else None
 
-    def _take(self, said: str) -> None:
-        """A command, or what the model is to answer."""
+    def _take_again(self, turn: Turn) -> None:
+        """A line that was noted; who reads it for the first time is shown it."""
+        if turn.n_read < 0 and turn.said and not self.options.json:
+            self.console.print(f"{PROMPT}{turn.said}", markup=False, highlight=False, soft_wrap=True)
+        self._take(turn.said, turn)
+
+    def _take(self, said: str, turn: Turn | None = None) -> None:
+        """A command, or what the model is to answer. `turn`: it was noted."""
         word = said.strip()
         if word == "/clear":
             self.history.clear()
+            if not turn:
+                self.notes.clear()
         elif word == "/regen":
-            self._answer_again()
+            self._answer_again(turn)
+        elif turn and turn.is_whole and word.startswith("/") and " " not in word:
+            pass  # what was said of it was read
         elif word == "/help" or (word.startswith("/") and word not in HELP and " " not in word):
             if word != "/help":
                 complain(f"there is no {word}; a text may begin with / if there is a space in it")
             for name, does in HELP.items():
                 self.console.print(f"{name:8}{does}", markup=False)
         elif word and word != STOP:
-            self._answer(said)
+            self._answer(said, turn)
 
-    def _answer_again(self) -> None:
+    def _answer_again(self, turn: Turn | None) -> None:
         said = self.history.take_back()
         if said is None:
             complain("/regen: there is no answer to take back")
             return
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % 2**32)
-        if self.sampling.temp <= 0:
+        if self.sampling.temp <= 0 and not turn:
             complain("/regen: without --temp above 0 the answer is the same")
-        self._answer(said)
+        self._answer(said, turn)
 
-    def _answer(self, said: str) -> None:
+    def _answer(self, said: str, turn: Turn | None) -> None:
         request = self.setup.request
         try:
             asked = self.history.ask(said, request.n_ctx)
@@ -141,14 +178,26 @@ class Chat:
         self.n_asked += 1
         n_predict = min(request.n_predict, request.n_ctx - len(asked.tokens))
         request = replace(request, prompt=asked.tokens, spans=asked.spans, n_predict=n_predict, sampling=self.sampling)
+        request = self.notes.begin(request, turn)
         printer = Printer(self.context.flag, self.setup.format.tokenizer, request, self.options.json)
+        printer.push(request.begun)
+
+        def take(tokens: Sequence[int]) -> bool:
+            self.notes.came(tokens)
+            return printer.push(tokens)
+
         progress = ProgressBar(self.console, CLOCK, "prompt", len(request.prompt) - 1, "tokens")
         policy = self.options.policy.begin()
-        found = self.session.generate(request, self.options, policy, printer.push, progress.update)
+        found = self.session.generate(request, self.options, policy, take, progress.update)
         progress.close()
         printer.finish()
         self.history.answered(found.request.tokens, printer.text, whole=not printer.was_cut)
-        self._report(found, request, printer.text)
+        if not (self.context.flag.reason or (turn and turn.is_whole)):
+            self.notes.said(ANSWERED, self.sampling.seed, self.lines.n_read)
+        if not (turn and turn.is_whole):
+            self._report(found, request, printer.text)
+        elif not self.options.json:
+            print(flush=True)
 
     def _report(self, found: Generation, request: GenerationRequest, text: str) -> None:
         if self.options.json:

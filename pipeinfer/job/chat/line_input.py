@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from pipeinfer.cluster.watch.attempts import own_attempt
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.limited import MAX_LENGTH
 from pipeinfer.job.process.signals import SIGNALS
@@ -26,6 +27,10 @@ LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
 
 
 class Lines(Protocol):
+    """`n_read`: bytes of standard input up to here, where these may come again."""
+
+    n_read: int
+
     def read(self, prompt: str) -> str | None:
         """The next line, without its end; None at the end of input. Raises UserError, and KeyboardInterrupt on a
         Ctrl-C."""
@@ -36,15 +41,18 @@ class Lines(Protocol):
         ...
 
 
-def open_lines(leaves: Callable[[], bool]) -> Lines:
-    """Of standard input. `leaves`: whether to stop waiting for a line."""
+def open_lines(leaves: Callable[[], bool], n_taken: int = 0) -> Lines:
+    """Of standard input. `leaves`: whether to stop waiting for a line. `n_taken`: bytes that an earlier job has
+    taken."""
     if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
         return TerminalLines(leaves)
-    return PipedLines(0 if sys.stdin is not None else -1, leaves, is_typed())
+    return PipedLines(0 if sys.stdin is not None else -1, leaves, is_typed(), n_taken)
 
 
 def is_typed() -> bool:
     """Whether standard input is what a launcher hands on of its terminal: lines that come at once were pasted."""
+    if attempt := own_attempt():
+        return attempt.is_typed
     pid, found = os.getppid(), False
     with contextlib.suppress(OSError, ValueError):
         while Path(f"/proc/{pid}/comm").read_text().startswith(LAUNCHERS):
@@ -55,6 +63,8 @@ def is_typed() -> bool:
 
 class TerminalLines:
     """Arrow keys, history and the rest are readline's."""
+
+    n_read = 0
 
     def __init__(self, leaves: Callable[[], bool]) -> None:
         self._leaves = leaves
@@ -92,10 +102,11 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 class PipedLines:
     """Of a descriptor, -1 for none: a file, a pipe, or what a launcher hands on of its terminal. `joins`: lines that
-    come together are one text, unless the first is a command."""
+    come together are one text, unless the first is a command. `n_taken`: so many bytes are passed over."""
 
-    def __init__(self, descriptor: int, leaves: Callable[[], bool], joins: bool = False) -> None:
+    def __init__(self, descriptor: int, leaves: Callable[[], bool], joins: bool = False, n_taken: int = 0) -> None:
         self._descriptor, self._leaves, self._joins = descriptor, leaves, joins
+        self.n_read, self._n_over = n_taken, n_taken
         self._data, self._ended, self._wrong = b"", descriptor < 0, ""
         self._asked_s = 0.0
 
@@ -115,8 +126,10 @@ class PipedLines:
         if self._joins and not self._data.startswith(b"/"):
             self._fill(PASTE_S)
             lines, self._data = self._data, b""
+            self.n_read += len(lines)
             return lines.decode("utf-8", "replace").replace("\r\n", "\n").rstrip("\n")
-        line, _, self._data = self._data.partition(b"\n")
+        line, end, self._data = self._data.partition(b"\n")
+        self.n_read += len(line + end)
         return line.decode("utf-8", "replace").removesuffix("\r")
 
     def next_is(self, word: str) -> bool:
@@ -128,6 +141,7 @@ class PipedLines:
         if not end or line.strip() != word.encode():
             return False
         self._data = rest
+        self.n_read += len(line + end)
         return True
 
     def _fill(self, timeout_s: float) -> None:
@@ -137,5 +151,6 @@ class PipedLines:
             data = os.read(self._descriptor, READ_BYTES)
         except OSError as error:
             data, self._wrong = b"", f"standard input cannot be read: {error.strerror}; give what to say there"
-        self._data += data
         self._ended = not data
+        self._data += data[self._n_over :]
+        self._n_over -= min(self._n_over, len(data))

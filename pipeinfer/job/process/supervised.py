@@ -14,6 +14,8 @@ NOTES, OUTPUT, FRONT = b"notes", b"output", b"front"
 """What rank 0 says first of a link: that it has notes of what comes, or is standard output, to which launchers write
 too, or leads to who speaks with a service's clients."""
 
+INTERRUPT = b"interrupt"
+"""What the supervisor says where notes go: a chat's user has pressed Ctrl-C. Launchers end a job with the second."""
 
 N_PROOF = 32
 

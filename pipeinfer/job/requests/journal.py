@@ -18,7 +18,7 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.limited import MAX_LENGTH
-from pipeinfer.job.process.supervised import NOTES, connect_supervisor, send_output
+from pipeinfer.job.process.supervised import INTERRUPT, NOTES, connect_supervisor, send_output
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.outputs import write_error
 
@@ -60,6 +60,10 @@ class Journal:
         if begun:
             self._note(key, begun)
         return replace(asked, sampling=replace(asked.sampling, seed=seed), begun=begun)
+
+    def open(self, key: str, seed: int) -> None:
+        """A text of which nothing has come."""
+        self._note(key, seed)
 
     def came(self, key: str, tokens: Sequence[int]) -> None:
         self._note(key, tokens)
@@ -147,7 +151,8 @@ class LinkJournal(Journal):
 
     def _await_end(self) -> None:
         with contextlib.suppress(OSError, EOFError):
-            self._link.recv_bytes()
+            while self._link.recv_bytes() == INTERRUPT:
+                os.kill(os.getpid(), signal.SIGINT)
         if not self._link.closed:
             complain("the supervisor of this job is lost")
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,84 @@
+"""A supervised chat that loses a rank goes on: nobody has to say anything again, and the answers are the same."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.support.jobs import COMMAND, environment
+from tests.support.supervised import Supervised, until
+
+WORDS = ["chat", "-n", "150", "-c", "2048", "-t", "1", "--temp", "0.8", "-s", "3", "--ignore-eos"]
+TYPED = ["def f(x):\n", "/regen\n", "class \\\nA:\n", "/clear\n", "import os\n", "/nothing\n", "x = 3\n"]
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """Of a chat that nothing happens to."""
+    done = subprocess.run(
+        [*COMMAND, *WORDS], input="".join(TYPED), capture_output=True, text=True,
+        env=environment(), timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and len(done.stdout) > 500, done.stderr
+    return done.stdout
+
+
+def say(job: Supervised, line: str) -> None:
+    assert job.process.stdin
+    job.process.stdin.write(line.encode())
+
+
+def ranks_are_new(job: Supervised, before: dict[int, int]) -> bool:
+    return len(now := job.ranks()) == len(before) and not {*now.values()} & {*before.values()}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_chat_goes_on_whichever_rank_dies(text: str, at_once: bool) -> None:
+    job = Supervised(3, WORDS, stdin=subprocess.PIPE)
+    begun = ""
+    if at_once:
+        say(job, "".join(TYPED))
+    for number, line in enumerate(TYPED):
+        if not at_once:
+            say(job, line)
+        if number % 2 == 0:  # those that are answered
+            begun += job.read(30)
+            job.strike(number // 2 % 3)
+    assert job.process.stdin
+    job.process.stdin.close()
+    job.process.stdin = None
+    code, rest, errors = job.finish()
+    assert (code, begun + rest) == (0, text), errors
+    assert errors.count("the job starts again") > 1 and errors.count("there is no /nothing") == 1, errors
+
+
+def test_an_answer_that_was_stopped_stays_so() -> None:
+    job = Supervised(2, [*WORDS, "-n", "1500"], stdin=subprocess.PIPE)
+    say(job, "def f(x):\n")
+    begun = job.read(20)
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    before = job.ranks()
+    job.strike(1)
+    until(lambda: ranks_are_new(job, before), 30)
+    say(job, "/quit\n")
+    code, rest, errors = job.finish()
+    assert code == 0 and "the job starts again" in errors, errors
+    assert 20 < len(begun + rest) < 1400, "it did not go on"
+
+
+def test_it_is_left_with_an_interrupt() -> None:
+    job = Supervised(2, WORDS, stdin=subprocess.PIPE)
+    say(job, "def f(x):\n")
+    job.read(20)
+    for _ in range(2):
+        job.process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+    code, _, errors = job.finish()
+    assert code == 130 and "starts again" not in errors, errors
+
+
+def test_objects_are_refused() -> None:
+    code, _, errors = Supervised(1, ["chat", "--json"]).finish()
+    assert code == 2 and "--json of a chat" in errors
