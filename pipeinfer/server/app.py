@@ -23,7 +23,7 @@ from pipeinfer.server.asked import Asked, read_asked
 from pipeinfer.server.choices import Choice
 from pipeinfer.server.dialects import anthropic, responses
 from pipeinfer.server.dialects.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
-from pipeinfer.server.dialects.llama_cpp import INFILL, NOT_SERVED, CompletionForm, infill_of, props
+from pipeinfer.server.dialects.llama_cpp import INFILL, NOT_SAVED, NOT_SERVED, CompletionForm, infill_of, props
 from pipeinfer.server.dialects.responses import RESPONSES, ResponseForm
 from pipeinfer.server.errors import Refusal, error_body
 from pipeinfer.server.forms import Form, event
@@ -98,6 +98,7 @@ class Api:
             get("/metrics", self.show_metrics)
         if self.http.slots:
             get("/slots", self.slots)
+            post("/slots/{id}", self.save_slot)
         for path in KINDS if self.http.page else ():
             get(path, show_page)
         app.add_exception_handler(Refusal, _refused)
@@ -142,6 +143,9 @@ class Api:
     async def slots(self, request: Request) -> Response:
         """The texts that are being written or wait."""
         return JsonResponse([_slot(choice) for choice in self.head.choices.values()])
+
+    async def save_slot(self, request: Request) -> Response:
+        raise Refusal(501, NOT_SAVED)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)

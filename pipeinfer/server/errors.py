@@ -5,7 +5,7 @@ from typing import Any
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
-    500: "server_error", 503: "unavailable_error",
+    500: "server_error", 501: "not_supported_error", 503: "unavailable_error",
 }  # fmt: skip
 
 LOADING_S, FULL_S, DRAINING_S, LOST_S = 2, 2, 10, 30

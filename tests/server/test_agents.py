@@ -91,6 +91,12 @@ def test_others_go_on_while_a_prompt_is_read_and_who_leaves_frees_its_place(serv
     served.until(lambda: not served.http.get("/slots").json())
 
 
+def test_states_are_not_saved_and_what_helps_instead_is_said(served: Served) -> None:
+    answer = served.http.post("/slots/0?action=save", json={"filename": "a.bin"})
+    error = answer.json()["error"]
+    assert answer.status_code == 501 and error["type"] == "not_supported_error" and "--resume" in error["message"]
+
+
 def test_a_prompt_that_does_not_fit_is_refused_at_once_with_the_way_out(served: Served) -> None:
     start_s = time.monotonic()
     answer = served.http.post(CHATS, json=body(1, messages=[{"role": "user", "content": SYSTEM * 9}]))

@@ -49,7 +49,7 @@ _CORES = "cores are the launcher's: mpirun --bind-to, srun --cpu-bind; -t sets t
 _THREADS = "a rank has one number of threads for prompts and text: -t, one value or one a rank (rank 0 drafts)"
 _LOADING = "a rank maps its layers or reads them, as --numerics wants; --slice-cache DIR keeps them on disk"
 _LORA = "there are no adapters and no control vectors; merge them into the model file"
-_KEPT = "no prompt is kept between runs"
+_KEPT = "no prompt is kept between runs; texts go on after a restart with --resume or `pipeinfer supervise`"
 _SPLIT_DRAFT = "-pa, -ps, --width and --draft shape what is guessed"
 _NGRAM = "guesses come from draft models: -md FILE; " + _SPLIT_DRAFT
 _LOGS = "-v says more; what is said goes to standard error"
@@ -118,7 +118,8 @@ _INSTEAD = {
     "-lm --load-mode -lzm --lazy-mode -dio --direct-io --check-tensors": _LOADING,
     "--lora --lora-scaled --lora-init-without-apply --control-vector --control-vector-scaled "
     "--control-vector-layer-range": _LORA,
-    "--prompt-cache --prompt-cache-all --prompt-cache-ro -lcs --lookup-cache-static -lcd --lookup-cache-dynamic": _KEPT,
+    "--prompt-cache --prompt-cache-all --prompt-cache-ro --slot-save-path "
+    "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic": _KEPT,
     "--draft-min --draft-n-min --spec-draft-n-min": "a tree has no least size; " + _SPLIT_DRAFT,
     "--spec-type --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n "
     "--spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m "
@@ -131,7 +132,7 @@ _INSTEAD = {
     "it is --rank-timeout",
     "--host --port --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --metrics --slots --no-slots "
     "-a --alias --ui --no-ui": SERVER,
-    "--path --api-prefix --threads-http --props --slot-save-path --embedding --embeddings "
+    "--path --api-prefix --threads-http --props --embedding --embeddings "
     "--rerank --reranking --server-base --webui --tools -cram --cache-ram --cache-reuse "
     "-ctxcp --ctx-checkpoints --swa-checkpoints -sps --slot-prompt-similarity --models-dir --models-max "
     "--models-preset --models-autoload --no-models-autoload -cms --checkpoint-min-step --cache-idle-slots "

@@ -25,6 +25,13 @@ NOT_SERVED: Mapping[str, str] = {
 }  # fmt: skip
 """Paths that clients ask for, and why there is nothing."""
 
+NOT_SAVED = (
+    "KV states are not written to disk, as each rank has those of its layers alone; while the server runs, requests "
+    "that begin alike share them, and texts that were being written go on after a restart under `pipeinfer supervise`, "
+    "in `run` and `batch` with --resume"
+)
+"""Of llama-server's `/slots/ID?action=save`, `restore`, `erase`."""
+
 
 class CompletionForm(Form):
     """Of `/completion` and `/infill`, one text."""
