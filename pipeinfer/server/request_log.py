@@ -41,7 +41,7 @@ class RequestLog:
 def _figures(choice: Choice) -> str:
     t: dict[str, Any] = choice.timings
     if not t:
-        return f"{choice.n_tokens} tokens, "
+        return f"{choice.n_evaluated} of {len(choice.asked.prompt)} prompt tokens, {choice.n_tokens} tokens, "
     guessed = f", {t['draft_n_accepted']} of {t['draft_n']} guesses right" if t["draft_n"] else ""
     return (f"{t['prompt_n'] + t['cache_n']} prompt tokens, {t['cache_n']} from the cache, first after "
             f"{_shown(t['ttft_s'])} s, {choice.n_tokens} tokens, {_shown(t['predicted_per_second'])} tokens/s"
