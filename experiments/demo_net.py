@@ -39,9 +39,9 @@ class NetConfig:
         return self.n_vocab * self.n_embd + self.n_layer * (attention + 3 * self.n_embd * self.n_ff)
 
 
-def rope_tables(n_pos: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def rope_tables(n_pos: int, head_dim: int, base: float = ROPE_BASE) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (n_pos, head_dim / 2)."""
-    freq = ROPE_BASE ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+    freq = base ** (-torch.arange(0, head_dim, 2).float() / head_dim)
     angle = torch.arange(n_pos).float()[:, None] * freq
     return angle.cos(), angle.sin()
 

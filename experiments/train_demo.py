@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -23,6 +22,7 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 from demo_net import Net, NetConfig, export_gguf, load_net, save_net
+from schedule import Schedule, optimisers
 from torch import Tensor
 
 N_VOCAB = 4096
@@ -30,22 +30,6 @@ HELD_OUT_OF = 20  # one file in twenty is never trained on
 LEFT_OUT = {"site-packages", "__pycache__", "encodings", "pydoc_data"}  # other people's code; tables, not text
 TARGET = NetConfig(N_VOCAB, n_layer=9, n_embd=288, n_head=9, n_head_kv=3, n_ff=768)
 DRAFT = NetConfig(N_VOCAB, n_layer=2, n_embd=128, n_head=4, n_head_kv=2, n_ff=352)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """One training: tokens a step, its limits, whichever comes first, and the peak learning rates."""
-
-    name: str
-    steps: int
-    minutes: float
-    n_batch_tokens: int = 4096
-    muon_lr: float = 0.02
-    adam_lr: float = 4e-3
-
-    def lr_scale(self, step: int, progress: float) -> float:
-        """Linear warm-up over 40 steps, flat, then linear to zero over the last 45%."""
-        return min(1.0, (step + 1) / 40) * min(1.0, (1.0 - progress) / 0.45)
 
 
 def source_files() -> list[Path]:
@@ -131,15 +115,6 @@ def batches(stream: np.ndarray, n_pos: int, n_rows: int, seed: int) -> Iterator[
         yield torch.from_numpy(np.stack([stream[s : s + n_pos + 1] for s in starts]).astype(np.int64))
 
 
-def optimisers(net: Net, schedule: Schedule) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for the matrices, AdamW for the embedding and the norms; each with its peak rate."""
-    matrices = [p for name, p in net.named_parameters() if p.ndim == 2 and "embd" not in name]
-    others = [p for name, p in net.named_parameters() if p.ndim != 2 or "embd" in name]
-    muon = torch.optim.Muon(matrices, lr=schedule.muon_lr, momentum=0.95, weight_decay=0.01)
-    adam = torch.optim.AdamW(others, lr=schedule.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    return [(muon, schedule.muon_lr), (adam, schedule.adam_lr)]
-
-
 def fit(
     net: Net, stream: np.ndarray, schedule: Schedule, loss_of: Callable[[Tensor], Tensor], note: Callable[[str], None]
 ) -> None:
@@ -152,10 +127,8 @@ def fit(
         progress = max(step / schedule.steps, (time.monotonic() - start) / (60 * schedule.minutes))
         if progress >= 1:
             break
-        for optim, peak in optims:
-            for group in optim.param_groups:
-                group["lr"] = peak * schedule.lr_scale(step, progress)
-            optim.zero_grad(set_to_none=True)
+        schedule.set_rates(optims, step, progress)
+        net.zero_grad(set_to_none=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(next(long if progress > 0.85 else short))
         loss.backward()

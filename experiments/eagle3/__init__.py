@@ -1,0 +1,1 @@
+"""A trained EAGLE-3 head: record what a target writes and computes, train, measure, write the GGUF."""
