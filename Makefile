@@ -53,7 +53,7 @@ format: .venv/stamp-dev
 install: .venv/stamp
 
 .venv/stamp: $(METADATA) | $(BIN)/python compiler
-	$(BIN)/python -m pip install --quiet --editable ".[$(MPI)]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(MPI),serve,hub]"
 	$(BIN)/python -m compileall -q pipeinfer # else no rank finds bytecode where Python is told not to write any
 	@touch $@
 

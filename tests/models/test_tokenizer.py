@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import gguf
 import pytest
@@ -60,6 +62,26 @@ def test_special_tokens_are_parsed_only_when_asked(tokenizer: Tokenizer) -> None
     assert 2 not in tokenizer.encode("</s>", add_special=False)
     assert tokenizer.decode_piece(2) == b"" and tokenizer.decode_piece(2, special=True) == b"</s>"
     assert tokenizer.is_end(tokenizer.eos) and not tokenizer.is_end(tokenizer.bos)
+
+
+def test_long_texts_with_many_markers_take_time_by_their_length_alone(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = Random(1)
+    words = ["<s>", "</s>", "<unk>", "<b>", "<", ">", "<s", "/s>", " ", "\n", "  the model", "é", "a"]
+    text = "".join(draw.choice(words) for _ in range(6000))
+    whole = tokenizer.encode(text, add_special=False, parse_special=True)
+    monkeypatch.setattr("pipeinfer.models.text.tokenizer.PART", 50)
+    parts = list(tokenizer._parts(text))
+    assert len(parts) > 100 and "".join(parts) == text
+    assert tokenizer.encode(text, add_special=False, parse_special=True) == whole
+    monkeypatch.undo()
+    times_s = []
+    for n in (10_000, 80_000):
+        start_s = time.process_time()
+        tokenizer.encode("<s>a</s>" * n, add_special=False, parse_special=True)
+        times_s.append(time.process_time() - start_s)
+    assert times_s[1] < 24 * times_s[0], times_s  # 64 times as long if each looks for all others
 
 
 def test_characters_come_whole(tokenizer: Tokenizer) -> None:

@@ -2,6 +2,8 @@
 
 import codecs
 import ctypes
+import re
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -10,10 +12,16 @@ from pipeinfer.models.gguf.header import read_header
 from pipeinfer.models.gguf.vocabulary import VocabularyCheck
 from pipeinfer.models.llama import ggml
 
-ATTR_CONTROL, ATTR_BYTE = 8, 32
+ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_BYTE, ATTR_LSTRIP = 1, 8, 16, 32, 128
 NO_TOKEN_ID = -1
 NO_VOCABULARY, SENTENCE_PIECE = 0, 1
 
+
+PART = 1 << 14
+"""Characters of a text with markers that are tokenised at a time, and somewhat more: llama.cpp looks for every marker
+from each one to the end of the text."""
+
+MARKER = re.compile(r"<[^<>]+>")
 
 Piece = tuple[bytes, bool]
 """A token's spelling, and whether it is a byte token, whose spelling is not its text."""
@@ -52,6 +60,34 @@ class Tokenizer:
         """
         if self._check:
             self._check.check_encodable(text, self._missing)
+        if parse_special and not add_special and len(text) > PART:
+            return [token for part in self._parts(text) for token in self._encode(part, False, True)]
+        return self._encode(text, add_special, parse_special)
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """The text, cut before markers: what is on their two sides is tokenised apart anyway."""
+        start = 0
+        for match in MARKER.finditer(text) if self._cuts else ():
+            if match.start() - start >= PART and match[0] in self._cuts:
+                yield text[start : match.start()]
+                start = match.start()
+        yield text[start:]
+
+    @cached_property
+    def _cuts(self) -> frozenset[str]:
+        """Markers that no other one can overlap, and that leave the spaces before them."""
+        known = {token: self.attributes_of(token) for token in range(self.n_vocab)}
+        special = ATTR_UNKNOWN | ATTR_CONTROL | ATTR_USER_DEFINED
+        markers = {
+            token: self.text_of(token).decode("utf-8", "replace") for token, kind in known.items() if kind & special
+        }
+        if any(("<" in text or ">" in text) and not MARKER.fullmatch(text) for text in markers.values()):
+            return frozenset()
+        return frozenset(
+            text for token, text in markers.items() if MARKER.fullmatch(text) and not known[token] & ATTR_LSTRIP
+        )
+
+    def _encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         data = text.encode("utf-8", "replace")
         room = len(data) + 8
         tokens = (ctypes.c_int32 * room)()

@@ -159,9 +159,10 @@ async function say(text) {
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       const [choice] = event.choices, read = event.prompt_progress;
-      $("state").textContent = read ? `The model reads: ${read.processed} of ${read.total} tokens` : "The model is writing";
       answer.content += choice?.delta?.content ?? "";
       answer.thought += choice?.delta?.reasoning_content ?? "";
+      if (read) state(`The model reads: ${read.processed} of ${read.total} tokens`);
+      else state(answer.content || answer.thought ? "The model is writing" : "The model reads");
       if (choice?.finish_reason) answer.note = note(choice, event.timings);
       if (!shown.length) shown.push(requestAnimationFrame(draw));
     }
@@ -187,7 +188,11 @@ function busy(is) {
   $("send").hidden = is;
   $("stop").hidden = !is;
   $("said").ariaBusy = String(is);
-  $("state").textContent = is ? "The model is writing" : chat.messages.at(-1)?.role === "assistant" ? "The answer is complete" : "";
+  state(is ? "Asking the model" : chat.messages.at(-1)?.role === "assistant" ? "The answer is complete" : "");
+}
+
+function state(text) {  // it is read aloud when it changes
+  if ($("state").textContent !== text) $("state").textContent = text;
 }
 
 $("form").addEventListener("submit", event => {
