@@ -174,7 +174,7 @@ class Head:
         for choice in answer.choices:
             if choice.finish is None and choice.id in self.choices:
                 del self.choices[choice.id]
-                choice.finish = ""
+                choice.finish, choice.was_left = "", True
                 self.tell(Drop(choice.id))
                 self.heard.ended(choice, 0)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from typing import Any
 
 from pipeinfer.observe.report import number
@@ -23,10 +24,11 @@ class RequestLog:
         """All has come, or nobody wants more."""
         for index, choice in enumerate(answer.choices if self.form != "none" else ()):
             name = id if len(answer.choices) == 1 else f"{id}#{index}"
-            why = choice.finish or "left"
+            why = choice.finish or ("left" if choice.was_left else "given up")
             if self.form == "json":
                 timings = {each: choice.timings.get(each) for each in NAMES} | {"predicted_n": choice.n_tokens}
-                _say(json_text({"id": name, "path": path, "client": choice.client, **timings, "finish": why}))
+                at = {"time": round(time.time(), 3), "id": name, "path": path}
+                _say(json_text({**at, "client": choice.client, **timings, "finish": why}))
             else:
                 _say(f"pipeinfer: {name} {path}: {_figures(choice)}{why}")
 

@@ -88,6 +88,7 @@ def test_others_go_on_while_a_prompt_is_read_and_who_leaves_frees_its_place(serv
         reading.close()
         served.until(lambda: len(served.http.get("/slots").json()) == 1)
         assert served.http.get("/health").status_code == 200
+        served.until(lambda: f" of {mine['n_prompt_tokens']} prompt tokens, 0 tokens, left\n" in served.errors)
     served.until(lambda: not served.http.get("/slots").json())
 
 
