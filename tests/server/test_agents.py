@@ -104,3 +104,13 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once_with_the_way_out(served: 
     message = answer.json()["error"]["message"]
     assert answer.status_code == 400 and time.monotonic() - start_s < 5
     assert "; shorten it to less than " in message
+
+
+def test_what_was_read_for_a_client_that_left_is_there_when_it_asks_again(served: Served) -> None:
+    asked = body(1, tool_choice="none", messages=[{"role": "user", "content": "again " + SYSTEM}])
+    reading = (piece for piece in pieces(served, asked | {"return_progress": True}) if "prompt_progress" in piece)
+    n_read = next(reading)["prompt_progress"]["processed"]
+    reading.close()
+    served.until(lambda: not served.http.get("/slots").json())
+    usage = served.http.post(CHATS, json=asked).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= n_read
