@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
-from pipeinfer.cluster.messages.wire import decode_verdict, verdict_bytes
+from pipeinfer.cluster.messages.verdicts import decode_verdict, verdict_bytes
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.serve import Pipe, StageLoop
 from pipeinfer.cluster.stages.stage import StageWorker

@@ -100,8 +100,10 @@ class HeadPipeline(Generic[A]):
         run = self._queue.popleft()
         start_s = time.monotonic()
         message, model = encode(run), self.worker.model
-        make = Transaction if model.is_last else room_for
-        transaction = make(message, model.n_embd, self.wire_type)
+        if model.is_last and not self.worker.n_features:
+            transaction = Transaction(message, model.n_embd, self.wire_type)
+        else:
+            transaction = room_for(message, model.n_embd, self.wire_type, self.worker.n_features)
         with self.progress.beside(transaction.n_bytes_full):
             verdict = self.worker.process(transaction)
         self._prunings.forget_before(run.id + 1)

@@ -203,6 +203,8 @@ class Engine:
             if part.n_context and not part.request.n_generated:
                 active.n_heard += part.n_context
                 active.observer.prompt_evaluated(active.n_heard)
+            if verdict.features is not None:
+                self.speculator.read(part, verdict.features)
             tree = part.request.tree
             tree.answer(part.nodes, verdict.tokens, part.first)
             if tree.root.verdict is not None:

@@ -79,6 +79,19 @@ class StageModel(Protocol):
         """
 
 
+@runtime_checkable
+class FeatureStage(Protocol):
+    """A StageModel some of whose layers drafts read."""
+
+    n_features: int
+    """Of its layers, how many; 0: none."""
+
+    @property
+    def features(self) -> FloatArray:
+        """(n_features, n_rows, n_embd), the residual stream after each of them, of the last `evaluate`. Valid as long
+        as its result is."""
+
+
 Rows = TypeVar("Rows", FloatArray, DeviceRows, covariant=True)
 
 
@@ -126,6 +139,18 @@ class LoadedModel(StageModel, Protocol):
 
     def close(self) -> None:
         """Free it; a second call does nothing."""
+
+
+class HeadModel(LoadedModel, Protocol):
+    """A draft's head that goes on from features of the target. In a batch each row is a token and, in `hidden`, what
+    `encode` makes of the features of the token before it; where there are none yet, the row of `states` of that one."""
+
+    def encode(self, features: FloatArray) -> FloatArray:
+        """(n_rows, n) -> (n_rows, n_embd), which the caller may keep."""
+
+    @property
+    def states(self) -> FloatArray:
+        """(n_rows, n_embd), of every row of the last `evaluate`. Valid until the next call."""
 
 
 class ConstraintFailed(Exception):
@@ -210,6 +235,15 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """Free what a finished request has retained."""
+
+
+@runtime_checkable
+class FeatureDrafter(Drafter, Protocol):
+    """A draft that reads what the target computes."""
+
+    def read(self, request: Request, start: int, nodes: Sequence[Node], features: FloatArray) -> None:
+        """The target has evaluated committed tokens from position `start` on and then `nodes`, some of which may be
+        dead. `features`: (n_rows, n) of these rows, which may be kept. Called before the nodes settle."""
 
 
 class Clock(Protocol):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 
@@ -105,6 +106,8 @@ class Verdict:
     """At least the last stage did not evaluate the run; `tokens` is empty."""
     slowest_s: float = 0.0
     """Seconds in the slowest stage; 0: unknown."""
+    features: FloatArray | None = field(default=None, compare=False)
+    """(n_rows, n), what a draft reads of each row; those of dead rows are void. None: no draft reads any."""
 
 
 @dataclass(frozen=True, slots=True)

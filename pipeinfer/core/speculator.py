@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.in_flight import RequestSlice
-from pipeinfer.core.interfaces import Clock, Drafter
+from pipeinfer.core.interfaces import Clock, Drafter, FeatureDrafter, FloatArray
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
@@ -82,6 +82,12 @@ class Speculator:
         """The root moved."""
         if self.drafter:
             self._tell(partial(self.drafter.settle, request, path))
+
+    def read(self, part: RequestSlice, features: FloatArray) -> None:
+        """The target has evaluated this of a run. `features`: (n_rows, n) of the run's rows."""
+        if isinstance(self.drafter, FeatureDrafter):
+            rows = features[part.first - part.n_context : part.first + len(part.nodes)]
+            self._tell(partial(self.drafter.read, part.request, part.start, part.nodes, rows))
 
     def close(self, active: ActiveRequest) -> None:
         """The request is no longer open."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipeinfer.core.interfaces import Drafter
+from pipeinfer.core.interfaces import Drafter, FeatureDrafter, FloatArray
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, State
@@ -146,6 +146,10 @@ class LookupDrafter:
         text.found = {node: match for node, match in text.found.items() if node.state is not State.DEAD}
         if self.model:
             self.model.settle(request, path)
+
+    def read(self, request: Request, start: int, nodes: Sequence[Node], features: FloatArray) -> None:
+        if isinstance(self.model, FeatureDrafter):
+            self.model.read(request, start, nodes, features)
 
     def close(self, request: Request) -> None:
         del self._texts[request.id]

@@ -12,7 +12,8 @@ from heapq import heappop, heappush
 
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.messages.activations import activation_bytes
-from pipeinfer.cluster.messages.wire import bytes_before_activations, verdict_bytes
+from pipeinfer.cluster.messages.verdicts import verdict_bytes
+from pipeinfer.cluster.messages.wire import bytes_before_activations
 from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost, Profile
 from pipeinfer.core.runs import NO_TOKEN, Run, Verdict
 from pipeinfer.observe.ledger import HeadLedger, StageLedger

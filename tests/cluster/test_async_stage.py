@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from pipeinfer.cluster import transport
+from pipeinfer.cluster.messages.verdicts import decode_verdict
 from pipeinfer.cluster.messages.wire import (
     Kind,
     Transaction,
-    decode_verdict,
     encode,
     encode_last_prunings,
     encode_order,

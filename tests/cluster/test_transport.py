@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.messages.wire import decode_verdict, encode_verdict, verdict_bytes
+from pipeinfer.cluster.messages.verdicts import decode_verdict, encode_verdict, verdict_bytes
 from pipeinfer.cluster.stages.progress import LARGE_BYTES, NO_PROGRESS, Progress
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.stage import StageWorker

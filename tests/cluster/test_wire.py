@@ -7,23 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.logprobs import MAX_TOP, Likely, ScoredToken
+from pipeinfer.cluster.messages.verdicts import decode_guess_verdict, decode_verdict, encode_verdict, verdict_bytes
 from pipeinfer.cluster.messages.wire import (
     ALL_ROWS,
     N_PRUNINGS_BYTES,
     Kind,
     Transaction,
     bytes_before_activations,
-    decode_guess_verdict,
     decode_prunings,
-    decode_verdict,
     encode,
     encode_last_prunings,
     encode_order,
     encode_prunings,
-    encode_verdict,
     text_bytes,
-    verdict_bytes,
 )
 from pipeinfer.cluster.stages.stage import room_for
 from pipeinfer.core.kv.blocks import Span
@@ -67,6 +65,37 @@ def test_run_survives(run: Run, n_embd: int) -> None:
     received.cancel()
     assert Transaction(received.message, n_embd).cancelled
     assert len(received.message) == len(encode(run)), "a cancelled run travels without activations"
+
+
+@pytest.mark.parametrize("wire_type", list(WireType))
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_features_of_all_stages_come_with_the_verdict(wire_type: WireType, logprobs: bool) -> None:
+    """Each stage adds its layers' before its activations; a cancelled run leaves them."""
+    rng, rows, n_embd = np.random.default_rng(0), [Row(0, 1, at, (3,)) for at in range(5)], 6
+    layers = rng.integers(0, 200, (3, 5, n_embd)).astype(np.float32)  # what bf16 holds
+    transaction, n_bare = room_for(encode(Run(7, rows)), n_embd, wire_type, 2), len(encode(Run(7, rows)))
+    assert transaction.features is None
+    transaction.add_features(layers[:2])
+    transaction.activations = layers[0]
+    again = room_for(transaction.message.copy(), n_embd, wire_type, 1)
+    assert np.array_equal(again.activations, layers[0])
+    again.add_features(layers[2:])
+    features = again.features
+    assert features is not None and np.array_equal(features, layers.swapaxes(0, 1).reshape(5, -1))
+    tokens = tuple(ScoredToken(at, -0.5, [Likely(at, -0.5)]) if logprobs else at for at in range(5))
+    message = encode_verdict(Verdict(7, tokens, features=features))
+    found = decode_verdict(np.concatenate([message, np.zeros(9, np.uint8)]))
+    assert found.tokens == tokens and found.features is not None and np.array_equal(found.features, features)
+    assert logprobs or len(message) == verdict_bytes(5, n_features=3 * n_embd)
+    again.cancel()
+    assert len(again.message) == n_bare
+
+
+def test_a_run_of_operations_alone_has_no_features() -> None:
+    transaction = room_for(encode(Run(7, [])), 6, n_features=2)
+    transaction.add_features(np.empty((2, 0, 6), np.float32))
+    assert transaction.features is not None and transaction.features.shape == (0, 12)
+    assert decode_verdict(encode_verdict(Verdict(7, (), features=transaction.features))) == Verdict(7, ())
 
 
 def test_what_a_stage_changes_is_in_the_message() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipeinfer.cluster.messages.wire import decode_guess_verdict, encode_verdict
+from pipeinfer.cluster.messages.verdicts import decode_guess_verdict, encode_verdict
 from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.kv.sequences import SequencePool

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.core.interfaces import FloatArray
-from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama import eval_callback
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -70,6 +70,32 @@ def test_both_ways_stop_at_the_same_layers(tmp_path: Path, monkeypatch: pytest.M
         for stage in stages:
             stage.close()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("way", ["C", "Python"])
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
+def test_what_drafts_read_is_what_a_slice_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, name: str
+) -> None:
+    """Of chunks in blocks, of rows in parts, and of the last layer of a slice; where layers have states, in the order
+    of the rows."""
+    if way == "Python":
+        in_python(monkeypatch)
+    path = write_random_model(tmp_path / "model.gguf", MODELS[name])
+    info = read_model_info(path)
+    cut = max(cuts[0] for cuts in possible_cuts(info.layers, 2))
+    params = LlamaParams(256, n_batch=96, n_outputs_max=96, taps=(0, cut - 1))
+    tapped = LlamaStage(open_slice(info, 0, cut), params)
+    whole = LlamaStage(open_slice(info, 0, info.n_layer), params)
+    for first, n_rows in ((0, 20), (20, 3)):
+        batch = make_batch(random_tokens(n_rows), first)
+        end = run([tapped], batch)
+        batch.hidden = None
+        run([whole], batch)
+        assert np.array_equal(tapped.features[1], end)
+        assert np.array_equal(whole.features, tapped.features) and np.ptp(whole.features[0]) > 0
+    for stage in (tapped, whole):
+        stage.close()
 
 
 @pytest.mark.parametrize("way", ["C", "Python"])

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.messages.wire import Transaction, decode_guess_verdict, decode_verdict, encode, encode_verdict
+from pipeinfer.cluster.messages.verdicts import decode_guess_verdict, decode_verdict, encode_verdict
+from pipeinfer.cluster.messages.wire import encode
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker, room_for
 from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
@@ -55,6 +56,11 @@ def pack(h: int) -> list[float]:
     return [float(h >> shift & 0xFFFF) for shift in (0, 16, 32, 48)]
 
 
+def toy_features(h: int) -> list[float]:
+    """What bf16 holds."""
+    return [float(h >> shift & 0xFF) for shift in (0, 8, 16, 24)]
+
+
 def unpack(row: FloatArray) -> int:
     return sum(int(value) << shift for value, shift in zip(row, (0, 16, 32, 48), strict=True))
 
@@ -62,7 +68,12 @@ def unpack(row: FloatArray) -> int:
 class ToyStage:
     """StageModel of layers [first, last) of the toy. `n_cells` and the sequence rules are enforced as libllama does."""
 
-    def __init__(self, first: int, last: int, is_last: bool, n_cells: int = 10_000, parked: bool = False) -> None:
+    def __init__(
+        self, first: int, last: int, is_last: bool, n_cells: int = 10_000, parked: bool = False,
+        read: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """`read`: layers whose outputs a draft reads, as `toy_features`."""
+        self.read, self.n_features, self.features = read, len(read), np.empty((len(read), 0, N_EMBD), np.float32)
         self.first, self.last, self.is_last = first, last, is_last
         self.n_embd, self.n_cells, self.parked = N_EMBD, n_cells, parked
         self.seqs: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # seq -> position -> (cell id, layer values)
@@ -113,7 +124,7 @@ class ToyStage:
         check_blocks(batch)
         assert len(self.holders) + self.n_parked + n_rows <= self.n_cells, "no KV slot"
         added: list[tuple[int, int]] = []
-        hidden = []
+        hidden, features = [], []
         for index in range(n_rows):
             position, owners = int(batch.positions[index]), batch.seqs[index]
             assert len(set(owners)) == len(owners)
@@ -122,11 +133,13 @@ class ToyStage:
             for owner in owners[1:]:
                 assert self.seqs.setdefault(owner, {}) == seen, "coupled sequences differ"
             h = int(batch.tokens[index]) if batch.hidden is None else unpack(batch.hidden[index])
-            values = []
+            values, read = [], []
             for layer in range(self.first, self.last):
                 before = seen[position - 1][1][layer - self.first] if position else 0
                 values.append(mix(h, before, layer))
                 h = mix(h, values[-1])
+                read += [toy_features(h)] if layer in self.read else []
+            features.append(read)
             cell = (self.next_cell, tuple(values))
             self.next_cell += 1
             for owner in owners:
@@ -139,6 +152,8 @@ class ToyStage:
                 for owner, position in added:
                     self._give_up(self.seqs[owner], position)
                 return None
+        if self.read:
+            self.features = np.array(features, np.float32).swapaxes(0, 1)
         if self.is_last:
             return np.array([toy_logits(h) for h, wanted in zip(hidden, batch.wanted, strict=True) if wanted]).reshape(
                 -1, N_VOCAB
@@ -306,7 +321,7 @@ class ToyPipeline:
             return
         index = self.rng.choice(ready)
         message = self.queues[index].popleft()
-        transaction = (Transaction if index else room_for)(message, self.n_embd, self.wire_type)
+        transaction = room_for(message, self.n_embd, self.wire_type, self.workers[index].n_features)
         verdict = self.workers[index].process(transaction)
         self.n_messages += 1
         if index + 1 == self.n_stages:

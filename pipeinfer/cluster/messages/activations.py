@@ -49,6 +49,11 @@ def write_activations(values: FloatArray, buffer: Buffer, wire_type: WireType) -
         buffer.view(np.uint16)[:] = _rounded(np.ascontiguousarray(values).reshape(-1))
 
 
+def rounded(values: FloatArray) -> bytes:
+    """Values of any shape in bf16."""
+    return _rounded(np.ascontiguousarray(values).reshape(-1)).astype(np.uint16).tobytes()
+
+
 def _rounded(values: FloatArray) -> npt.NDArray[np.uint32]:
     """The nearest bf16, ties to even, in the lower half; NaN stays NaN."""
     bits = values.view(np.uint32)

@@ -2,28 +2,30 @@
 
 | message     | from, to                | content                                                                    |
 |-------------|-------------------------|----------------------------------------------------------------------------|
-| run         | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs; the new requests, pickled; then the    |
-|             |                         | activations (n_rows, n_embd) of a WireType                                 |
+| run         | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs; the new requests, pickled; features    |
+|             |                         | (n_features, n_rows, n_embd) in bf16 of the layers so far that drafts      |
+|             |                         | read; the activations (n_rows, n_embd) of a WireType                       |
 | out of band | stage to stage          | the activations of the run before it, from one device's memory to another  |
 | order       | head, stage after stage | Header: report, or shut down                                               |
 | verdict     | last stage, head        | VerdictHeader; an int32 a row: its token, or how many guesses; the Guesses |
-|             |                         | of a draft; a ScoredRow and its Likelys a token with log-probabilities     |
+|             |                         | of a draft; features (n_rows, n) in bf16; a ScoredRow and its Likelys a    |
+|             |                         | token with log-probabilities                                               |
 | prunings    | head, every stage       | an int32: how many PrunedRows follow; 0 ends the pipeline                  |
 
 A run has no activations as the head sends it, when it is cancelled, and where they go out of band. A stage changes the
-header, which rows are dropped, and the activations in place, and sends the buffer on.
+header, which rows are dropped, features and activations in place, and sends the buffer on. There are features only
+where a draft reads them, and none of a cancelled run.
 """
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from enum import IntEnum
-from itertools import islice, starmap
+from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeinfer.cluster.messages.activations import (
     Buffer,
@@ -32,18 +34,16 @@ from pipeinfer.cluster.messages.activations import (
     read_activations,
     write_activations,
 )
-from pipeinfer.cluster.messages.logprobs import MAX_TOP, ScoredToken
+from pipeinfer.cluster.messages.records import INT, LONG, SHORT, joined, microseconds, packed, view
 from pipeinfer.core.interfaces import DeviceRows, FloatArray
 from pipeinfer.core.kv.blocks import Span
-from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Opening, OpKind, Run, Verdict
+from pipeinfer.core.runs import KvOp, Opening, OpKind, Run
 from pipeinfer.core.sampling import SamplingParams
 
 MAGIC = 0x50495046  # detects a stray message early
-MAX_US = 2**31 - 1
 ALL_ROWS = -1
 N_PRUNED_ROWS = 128  # of a message of prunings, at most
 N_OPEN_BYTES = 160  # of a new request, without its texts, at most
-N_SCORED_BYTES = 48 + 32 * MAX_TOP  # of a token with log-probabilities, at most
 
 
 class Kind(IntEnum):
@@ -68,7 +68,6 @@ class PrunedRow(NamedTuple):
     row: int  # or ALL_ROWS: the run is cancelled
 
 
-INT, LONG = np.dtype("<i4"), np.dtype("<i8")
 HEADER = np.dtype([
     ("magic", INT),
     ("kind", INT),
@@ -81,17 +80,14 @@ HEADER = np.dtype([
     ("span_start", INT),  # see Run
     ("span_end", INT),  # 0: there is none
     ("slowest_us", INT),  # of the slowest stage so far
-    ("is_out_of_band", INT),  # its activations are in the next message, unless it is cancelled
+    ("is_out_of_band", SHORT),  # its activations are in the next message, unless it is cancelled
+    ("n_features", SHORT),  # layers whose features are there
 ])  # fmt: skip
 NO_SPAN = (0, 0)
 OP = np.dtype([(field.name, LONG) for field in fields(KvOp)])
 op_values = attrgetter(*OP.names or ())
 ROW = np.dtype([(name, INT) for name in SentRow._fields])
 EXTRA = np.dtype([("row", INT), ("seq", INT)])  # another sequence that has the row's cell
-VERDICT = np.dtype([("run_id", LONG), ("cancelled", INT), ("slowest_us", INT), ("n_rows", INT), ("n_more", INT)])
-"""`n_more`: a draft's guesses, or the bytes of the target's log-probabilities."""
-
-GUESS = np.dtype([("token", LONG), ("probability", "<f8")])
 PRUNED = np.dtype([("run_id", LONG), ("row", INT)])
 N_PRUNINGS_BYTES = INT.itemsize + PRUNED.itemsize * N_PRUNED_ROWS
 TEXTS = tuple(field.name for field in fields(SamplingParams) if field.type == "str")
@@ -108,10 +104,9 @@ def text_bytes(params: SamplingParams) -> int:
     return sum(len(getattr(params, name).encode()) for name in TEXTS)
 
 
-def verdict_bytes(n_rows: int, n_guesses: int = 0, n_scored: int = 0) -> int:
-    """`n_scored`: rows with as many log-probabilities as one can ask for."""
-    n_bytes = VERDICT.itemsize + INT.itemsize * n_rows + GUESS.itemsize * n_guesses
-    return n_bytes + (N_SCORED_BYTES * (n_scored + 1) if n_scored else 0)
+def feature_bytes(n_rows: int, n_embd: int, n_features: int) -> int:
+    """Of the features of so many layers."""
+    return activation_bytes(n_rows, n_features * n_embd, WireType.BF16)
 
 
 class Transaction:
@@ -140,7 +135,7 @@ class Transaction:
     def __init__(self, buffer: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> None:
         self.buffer, self.n_embd, self.wire_type = buffer, n_embd, wire_type
         self._header = np.ndarray((), HEADER, buffer)
-        magic, kind, self.run_id, _, n_ops, self.n_rows, n_extra, n_open_bytes, *span, _, _ = self._header.tolist()
+        magic, kind, self.run_id, _, n_ops, self.n_rows, n_extra, n_open_bytes, *span, _, _, _ = self._header.tolist()
         assert magic == MAGIC, f"not a transaction: starts with {magic:#x}"
         self.kind = Kind(kind)
         self.out_of_band: DeviceRows | None = None
@@ -149,9 +144,9 @@ class Transaction:
         extra_at = rows_at + ROW.itemsize * self.n_rows
         self._opens_at = extra_at + EXTRA.itemsize * n_extra
         self._end = self._opens_at + n_open_bytes
-        self._ops = _view(buffer, OP, HEADER.itemsize, n_ops)
-        self.rows = _view(buffer, ROW, rows_at, self.n_rows)
-        self._extra = _view(buffer, EXTRA, extra_at, n_extra)
+        self._ops = view(buffer, OP, HEADER.itemsize, n_ops)
+        self.rows = view(buffer, ROW, rows_at, self.n_rows)
+        self._extra = view(buffer, EXTRA, extra_at, n_extra)
 
     @property
     def ops(self) -> list[KvOp]:
@@ -176,14 +171,24 @@ class Transaction:
         return {request: Opening(SamplingParams(*sampling), n_prompt) for request, n_prompt, *sampling in opens}
 
     @property
+    def n_features(self) -> int:
+        """Layers whose features are there."""
+        return int(self._header["n_features"])
+
+    @property
+    def _activations_at(self) -> int:
+        return self._end + feature_bytes(self.n_rows, self.n_embd, self.n_features)
+
+    @property
     def n_bytes_full(self) -> int:
-        return self._end + activation_bytes(self.n_rows, self.n_embd, self.wire_type)
+        return self._activations_at + activation_bytes(self.n_rows, self.n_embd, self.wire_type)
 
     @property
     def message(self) -> Buffer:
         """What is sent on: a run has its activations unless it is cancelled or they go out of band."""
-        has_activations = self.kind is Kind.RUN and not self.cancelled and not self._header["is_out_of_band"]
-        return self.buffer[: self.n_bytes_full if has_activations else self._end]
+        if self.kind is not Kind.RUN or self.cancelled:
+            return self.buffer[: self._end]
+        return self.buffer[: self._activations_at if self._header["is_out_of_band"] else self.n_bytes_full]
 
     @property
     def comes_out_of_band(self) -> bool:
@@ -198,12 +203,27 @@ class Transaction:
     @property
     def activations(self) -> FloatArray:
         """(n_rows, n_embd); the buffer must be long enough."""
-        return read_activations(self.buffer[self._end : self.n_bytes_full], self.n_embd, self.wire_type)
+        return read_activations(self.buffer[self._activations_at : self.n_bytes_full], self.n_embd, self.wire_type)
 
     @activations.setter
     def activations(self, values: FloatArray) -> None:
         self.set_out_of_band(None)
-        write_activations(values, self.buffer[self._end : self.n_bytes_full], self.wire_type)
+        write_activations(values, self.buffer[self._activations_at : self.n_bytes_full], self.wire_type)
+
+    @property
+    def features(self) -> FloatArray | None:
+        """(n_rows, n_features * n_embd), each row's of all layers so far; None if there are none. A copy."""
+        if not self.n_features:
+            return None
+        found = read_activations(self.buffer[self._end : self._activations_at], self.n_embd, WireType.BF16)
+        by_row = found.reshape(self.n_features, self.n_rows, self.n_embd).swapaxes(0, 1)
+        return by_row.reshape(self.n_rows, self.n_features * self.n_embd)
+
+    def add_features(self, values: FloatArray) -> None:
+        """(n_layers, n_rows, n_embd), of further layers. The activations, in whose place they come, are void."""
+        start = self._activations_at
+        self._header["n_features"] += len(values)
+        write_activations(values, self.buffer[start : self._activations_at], WireType.BF16)
 
     def set_out_of_band(self, values: DeviceRows | None) -> None:
         """Replace the activations by these; None: they are in the message."""
@@ -217,7 +237,7 @@ class Transaction:
 
     def took(self, seconds: float) -> None:
         """Note the time of a stage's evaluation."""
-        self._header["slowest_us"] = max(_us(seconds), self._header["slowest_us"])
+        self._header["slowest_us"] = max(microseconds(seconds), self._header["slowest_us"])
 
     @property
     def cancelled(self) -> bool:
@@ -236,9 +256,9 @@ def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     open_bytes += bytes(-len(open_bytes) % INT.itemsize)  # aligns the activations
     rows = [(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0) for row in run.rows]
     counts = len(run.ops), len(rows), len(extra), len(open_bytes)
-    return _message(
-        _packed(HEADER, (MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0, 0)),
-        _packed(OP, list(map(op_values, run.ops))), _packed(ROW, rows), _packed(EXTRA, extra), open_bytes,
+    return joined(
+        packed(HEADER, (MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0, 0, 0)),
+        packed(OP, list(map(op_values, run.ops))), packed(ROW, rows), packed(EXTRA, extra), open_bytes,
     )  # fmt: skip
 
 
@@ -247,68 +267,19 @@ def encode_order(kind: Kind) -> Buffer:
     return encode(Run(0, []), kind)
 
 
-def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
-    if isinstance(verdict, Verdict):
-        numbers: Sequence[int] = verdict.tokens
-        guesses = []
-    else:
-        numbers = list(map(len, verdict.guesses))
-        guesses = [(guess.token, guess.probability) for of_row in verdict.guesses for guess in of_row]
-    scored = {row: (token.logprob, token.top) for row, token in enumerate(numbers) if isinstance(token, ScoredToken)}
-    scores = pickle.dumps(scored, protocol=3) if scored else b""
-    header = verdict.run_id, verdict.cancelled, _us(verdict.slowest_s), len(numbers), len(guesses) or len(scores)
-    return _message(_packed(VERDICT, header), _packed(INT, numbers), _packed(GUESS, guesses), scores)
-
-
-def decode_verdict(message: Buffer) -> Verdict:
-    """Inverse of `encode_verdict` for a target's; the buffer may be longer than the message."""
-    run_id, cancelled, us, n_rows, n_score_bytes = np.ndarray((), VERDICT, message).tolist()
-    tokens: list[int] = _view(message, INT, VERDICT.itemsize, n_rows).tolist()
-    if n_score_bytes:
-        for row, (logprob, top) in pickle.loads(message[verdict_bytes(n_rows) :].data).items():
-            tokens[row] = ScoredToken(tokens[row], logprob, top)
-    return Verdict(run_id, tuple(tokens), bool(cancelled), 1e-6 * us)
-
-
-def decode_guess_verdict(message: Buffer) -> GuessVerdict:
-    """The same for a draft's."""
-    run_id, cancelled, us, n_rows, n_guesses = np.ndarray((), VERDICT, message).tolist()
-    counts = _view(message, INT, VERDICT.itemsize, n_rows).tolist()
-    guesses = starmap(Guess, _view(message, GUESS, verdict_bytes(n_rows), n_guesses).tolist())
-    return GuessVerdict(run_id, tuple(list(islice(guesses, n)) for n in counts), bool(cancelled), 1e-6 * us)
-
-
 def encode_prunings(rows: Mapping[int, Sequence[int] | None]) -> list[Buffer]:
     """Run id -> dead rows, or None for all of them; in messages of N_PRUNINGS_BYTES at most."""
     pruned = [(run_id, row) for run_id, dead in rows.items() for row in ((ALL_ROWS,) if dead is None else dead)]
     parts = (pruned[start : start + N_PRUNED_ROWS] for start in range(0, len(pruned), N_PRUNED_ROWS))
-    return [_message(_packed(INT, [len(part)]), _packed(PRUNED, part)) for part in parts]
+    return [joined(packed(INT, [len(part)]), packed(PRUNED, part)) for part in parts]
 
 
 def encode_last_prunings() -> Buffer:
     """Says that no prunings follow in this pipeline."""
-    return _message(_packed(INT, [0]))
+    return joined(packed(INT, [0]))
 
 
 def decode_prunings(message: Buffer) -> list[PrunedRow]:
     """Empty for the last message."""
-    (n,) = _view(message, INT, 0, 1).tolist()
-    return list(starmap(PrunedRow, _view(message, PRUNED, INT.itemsize, n).tolist()))
-
-
-def _message(*parts: bytes) -> Buffer:
-    return np.frombuffer(bytearray().join(parts), np.uint8)
-
-
-def _packed(dtype: np.dtype[Any], values: Any) -> bytes:
-    """One value, or a sequence of them."""
-    return np.array(values, dtype).tobytes()
-
-
-def _view(buffer: Buffer, dtype: np.dtype[Any], at: int, n: int) -> npt.NDArray[Any]:
-    """`n` consecutive values; the array shares the buffer's memory."""
-    return np.ndarray(n, dtype, buffer, at)
-
-
-def _us(seconds: float) -> int:
-    return min(round(1e6 * seconds), MAX_US)
+    (n,) = view(message, INT, 0, 1).tolist()
+    return list(starmap(PrunedRow, view(message, PRUNED, INT.itemsize, n).tolist()))

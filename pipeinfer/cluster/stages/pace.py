@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipeinfer.cluster.messages.activations import Buffer, WireType, activation_bytes
-from pipeinfer.cluster.messages.wire import Transaction
+from pipeinfer.cluster.messages.wire import Transaction, feature_bytes
 from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost
-from pipeinfer.core.interfaces import Batch, Clock, FloatArray, LoadedModel
+from pipeinfer.core.interfaces import Batch, Clock, FeatureStage, FloatArray, HeadModel, LoadedModel
 from pipeinfer.core.runs import KvOp
 
 N_STAMP = 8  # bytes: when a message is due, a float64
+NO_FEATURES = np.empty((0, 0, 0), np.float32)
 SHARE_OF_NEW = 0.3  # of the newest measurement in the running mean of the model's own time
 
 
@@ -30,10 +31,16 @@ class PacedStage:
     ) -> None:  # fmt: skip
         self.model, self.cost, self.clock, self.sleep = model, cost, clock, sleep
         self.n_embd, self.is_last, self.n_vocab = model.n_embd, model.is_last, model.n_vocab
+        self._read = model if isinstance(model, FeatureStage) else None
+        self.n_features = self._read.n_features if self._read else 0
         # rows, whether a prompt's blocks begin -> the model's own time
         self._own_s: dict[tuple[int, bool], float] = {}
         self._n_rows_before = 0
         self._late_s = 0.0
+
+    @property
+    def features(self) -> FloatArray:
+        return self._read.features if self._read else NO_FEATURES
 
     def take_late_s(self) -> float:
         """By how much evaluations ended later than they should have, since the last time."""
@@ -96,6 +103,21 @@ class PacedStage:
         self.model.close()
 
 
+class PacedHead(PacedStage):
+    """The same of a HeadModel. `encode` takes the time that it takes."""
+
+    def __init__(self, model: HeadModel, cost: ModelCost, clock: Clock = time.monotonic) -> None:
+        super().__init__(model, cost, clock)
+        self.head = model
+
+    def encode(self, features: FloatArray) -> FloatArray:
+        return self.head.encode(features)
+
+    @property
+    def states(self) -> FloatArray:
+        return self.head.states
+
+
 def _kind(batch: Batch) -> tuple[int, bool]:
     return len(batch.positions), batch.begins_blocks
 
@@ -125,9 +147,9 @@ class Courier:
     def _modelled_bytes(self, content: Buffer) -> int:
         transaction = Transaction(content, self.n_embd, self.wire_type)
         if transaction.n_rows and content.nbytes == transaction.n_bytes_full:
-            return content.nbytes + activation_bytes(
-                transaction.n_rows, self.modelled_embd - self.n_embd, self.wire_type
-            )
+            more = transaction.n_rows, self.modelled_embd - self.n_embd
+            n_features = feature_bytes(*more, transaction.n_features)
+            return content.nbytes + n_features + activation_bytes(*more, self.wire_type)
         return content.nbytes
 
     @staticmethod

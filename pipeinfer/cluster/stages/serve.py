@@ -11,6 +11,7 @@ from functools import partial
 
 from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.messages.activations import WireType, activation_bytes
+from pipeinfer.cluster.messages.verdicts import encode_verdict
 from pipeinfer.cluster.messages.wire import (
     ALL_ROWS,
     N_PRUNINGS_BYTES,
@@ -18,7 +19,7 @@ from pipeinfer.cluster.messages.wire import (
     Transaction,
     bytes_before_activations,
     decode_prunings,
-    encode_verdict,
+    feature_bytes,
 )
 from pipeinfer.cluster.stages.pace import Courier
 from pipeinfer.cluster.stages.pending_run import PendingRun
@@ -86,6 +87,7 @@ class Pipe:
     previous, following   ranks; None follows the last stage, which sends verdicts to the head
     n_rows                of a run, at most
     n_embd, wire_type     of the activations
+    n_features            layers of all stages that drafts read
     comes_out_of_band     activations may come from another device's memory to that of this rank's model
     courier               in paced jobs
     n_samplers            threads that choose tokens on the last stage while it evaluates its next run
@@ -103,6 +105,7 @@ class Pipe:
     n_under_way: int = N_UNDER_WAY
     n_posted: int = N_POSTED
     comes_out_of_band: bool = False
+    n_features: int = 0
 
     @property
     def is_last(self) -> bool:
@@ -112,7 +115,8 @@ class Pipe:
     def n_bytes(self) -> int:
         """Of a message at most."""
         bare = bytes_before_activations(MAX_OPS, self.n_rows, N_EXTRA_MAX, N_OPENS_MAX, N_TEXT_MAX)
-        return bare + activation_bytes(self.n_rows, self.n_embd, self.wire_type)
+        features = feature_bytes(self.n_rows, self.n_embd, self.n_features)
+        return bare + features + activation_bytes(self.n_rows, self.n_embd, self.wire_type)
 
 
 def _run_inbox(comm: Comm, pipe: Pipe, worker: StageWorker | None) -> RunInbox:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeinfer.cluster.messages.activations import Buffer, WireType
 from pipeinfer.cluster.messages.logprobs import scored
-from pipeinfer.cluster.messages.wire import SentRow, Transaction
+from pipeinfer.cluster.messages.wire import SentRow, Transaction, feature_bytes
 from pipeinfer.cluster.stages.history import TokenHistory
 from pipeinfer.cluster.stages.pending_run import Evaluated, PendingRun, Question
 from pipeinfer.cluster.stages.prunings import Pruned
@@ -24,6 +24,7 @@ from pipeinfer.core.interfaces import (
     ConstraintFailed,
     DeviceRows,
     DeviceStage,
+    FeatureStage,
     FloatArray,
     StageFuture,
     StageModel,
@@ -65,6 +66,7 @@ class StageWorker:
         self.constrain, self.leaves_as = constrain, leaves_as
         self.model, self.pruned, self.clock, self.is_first, self.tracer = model, pruned, clock, is_first, tracer
         self._async_stage = model if isinstance(model, AsyncStage) else None  # asking a Protocol takes a while
+        self._read = model if isinstance(model, FeatureStage) and model.n_features else None
         self.samplers: Samplers | None = None
         self.n_layers, self._n_asked = n_layers, 0
         self._free_s = -math.inf  # when the last run was done
@@ -72,6 +74,11 @@ class StageWorker:
         self._opened: dict[int, Opening] = {}
         self._constraints: dict[int, Constraint] = {}
         self._history: TokenHistory | None = None  # kept only once a request looks back
+
+    @property
+    def n_features(self) -> int:
+        """Of its layers, how many drafts read."""
+        return self._read.n_features if self._read else 0
 
     def process(self, transaction: Transaction) -> Verdict | GuessVerdict | None:
         """`begin` and `finish`."""
@@ -122,7 +129,10 @@ class StageWorker:
         self.tracer.evaluated(start_s, self.UNIT, transaction.run_id, transaction.n_rows, transaction.cancelled)
         if not self.model.is_last:
             return None
-        verdict = partial(self._verdict, transaction.run_id, answers, transaction.cancelled, transaction.slowest_s)
+        features = None if transaction.cancelled else transaction.features
+        verdict = partial(
+            self._verdict, transaction.run_id, answers, transaction.cancelled, transaction.slowest_s, features
+        )
         if samplers is None:
             return verdict()
         self.stats.n_left += bool(left)
@@ -168,6 +178,11 @@ class StageWorker:
         """The logits of each question on the last stage; else nothing, and the activations are in the transaction."""
         transaction, alive = begun.transaction, begun.alive
         result = begun.rows.result() if begun.rows else np.empty((0, self.model.n_embd), np.float32)
+        if self._read:
+            features = np.zeros((self._read.n_features, transaction.n_rows, self.model.n_embd), np.float32)
+            if alive:
+                features[:, alive] = self._read.features
+            transaction.add_features(features)
         if self.model.is_last:
             assert isinstance(result, np.ndarray), "logits were left on a device"
             return result
@@ -255,8 +270,10 @@ class StageWorker:
         return scored(logits, token, params.n_logprobs) if params.n_logprobs >= 0 else token
 
     @staticmethod
-    def _verdict(run_id: int, answers: list[Any], cancelled: bool, slowest_s: float) -> Verdict | GuessVerdict:
-        return Verdict(run_id, tuple(answers), cancelled, slowest_s)
+    def _verdict(
+        run_id: int, answers: list[Any], cancelled: bool, slowest_s: float, features: FloatArray | None
+    ) -> Verdict | GuessVerdict:
+        return Verdict(run_id, tuple(answers), cancelled, slowest_s, features)
 
 
 def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -> FloatArray | DeviceRows:
@@ -284,13 +301,17 @@ class DraftWorker(StageWorker):
         return guess_next(logits, asked.params, asked.position, asked.history, asked.n_wanted, self.couple)
 
     @staticmethod
-    def _verdict(run_id: int, answers: list[Any], cancelled: bool, slowest_s: float) -> Verdict | GuessVerdict:
+    def _verdict(
+        run_id: int, answers: list[Any], cancelled: bool, slowest_s: float, features: FloatArray | None
+    ) -> Verdict | GuessVerdict:
         return GuessVerdict(run_id, tuple(answers), cancelled, slowest_s)
 
 
-def room_for(message: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> Transaction:
-    """A transaction with the message's content, and memory for the activations that a first stage adds."""
-    n_bytes = Transaction(message, n_embd, wire_type).n_bytes_full
+def room_for(message: Buffer, n_embd: int, wire_type: WireType = WireType.F32, n_features: int = 0) -> Transaction:
+    """A transaction with the message's content, and memory for the activations that a first stage adds, and features of
+    `n_features` layers."""
+    bare = Transaction(message, n_embd, wire_type)
+    n_bytes = bare.n_bytes_full + feature_bytes(bare.n_rows, n_embd, n_features)
     buffer = np.empty(n_bytes, np.uint8)
     buffer[: len(message)] = message
     return Transaction(buffer, n_embd, wire_type)

@@ -165,6 +165,11 @@ class SequencePool:
 
     def retain(self, request_id: int, n_tokens: int) -> None:
         """The request has ended: free all but its first `n_tokens` committed tokens."""
+        self.rewind(request_id, n_tokens)
+        self._retained.add(request_id)
+
+    def rewind(self, request_id: int, n_tokens: int) -> None:
+        """Free its nodes, and all but its first `n_tokens` committed tokens."""
         text = self._texts[request_id]
         for seq in sorted(self._seqs_of[request_id]):
             path = self._paths[seq]
@@ -173,7 +178,6 @@ class SequencePool:
             if seq != text.seq:
                 self._release(seq)
         self._cut(text, n_tokens)
-        self._retained.add(request_id)
 
     def can_retain(self, request_id: int, n_tokens: int) -> bool:
         """Whether the first `n_tokens` can be used without those after them."""

@@ -13,6 +13,7 @@ from pipeinfer.job.placement.deployment import cells_for, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
 from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.models.gguf.header import Header, Value
+from pipeinfer.models.gguf.heads import EAGLE3, read_draft
 from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, read_model_info, read_parts
 from pipeinfer.models.text.chat_template import named_templates, template_of
 from pipeinfer.models.text.vocabulary_info import read_vocabulary_info
@@ -37,6 +38,7 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
         "path": str(path),
         **(_of_model(info) if info else _of_header(header)),
         "vocabulary": _vocabulary(path, metadata),
+        "head": _head(path, header),
         "template": template_of(metadata),
         "named_templates": named_templates(metadata),
         "sliceable": info is not None,
@@ -75,6 +77,17 @@ def _of_header(header: Header) -> dict[str, Any]:
         "layer_bytes": [size for _, size in sorted(sizes.items())],
         "input_bytes": next(iter(tables), None),
     }
+
+
+def _head(path: Path, header: Header) -> dict[str, Any] | None:
+    """Of a draft that reads its target's states; None for others, and for a damaged one."""
+    if _value(header.metadata, "general.architecture") != EAGLE3:
+        return None
+    try:
+        head = read_draft(path).head
+    except UserError:
+        return None
+    return asdict(head) if head else None
 
 
 def _value(metadata: dict[str, Value], key: str) -> Any:

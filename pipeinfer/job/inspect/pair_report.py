@@ -7,6 +7,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.placement.memory import check_alone
 from pipeinfer.job.requests.request import check_trained
 from pipeinfer.models.agreement import TEXTS, acceptance
+from pipeinfer.models.gguf.heads import read_draft
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.vocabularies import find_translation, vocabulary_differences
@@ -20,7 +21,11 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
 
     Raises UserError for files that are no models, a draft that keeps states, and a text that is empty or too long.
     """
-    read_model_info(draft).check_rewinds("it cannot be a draft: take another one")
+    info = read_draft(draft)
+    info.check_rewinds("it cannot be a draft: take another one")
+    if info.head:
+        raise UserError(f"{draft} is a head, which guesses from what the target computes: run a text with -md, and see "
+                        "how many guesses were right")  # fmt: skip
     vocabularies = Tokenizer(target), Tokenizer(draft)
     translation, why = None, ""
     try:

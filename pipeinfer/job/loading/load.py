@@ -2,15 +2,15 @@
 
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from pipeinfer.cluster.messages.wire import verdict_bytes
+from pipeinfer.cluster.messages.verdicts import verdict_bytes
 from pipeinfer.cluster.plan import StagePlan
-from pipeinfer.cluster.stages.pace import Courier, PacedStage
+from pipeinfer.cluster.stages.pace import Courier, PacedHead, PacedStage
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
 from pipeinfer.cluster.timing.costs import ModelCost
-from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.core.interfaces import HeadModel, LoadedModel
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
@@ -18,14 +18,17 @@ from pipeinfer.job.loading.arrivals import TARGET, fetch_layers, model_file
 from pipeinfer.job.loading.run_costs import time_stage
 from pipeinfer.job.loading.stages import gpu_of, load_layers, local_rank
 from pipeinfer.job.options.options import RunOptions, backend_of
-from pipeinfer.job.placement.deployment import Deployment, ModelFile
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.placement.gpus import rank_devices
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.job.process.complain import complain
 from pipeinfer.models.drafter import ModelDrafter
+from pipeinfer.models.gguf.heads import fit, read_draft
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
+from pipeinfer.models.head_drafter import HeadDrafter
+from pipeinfer.models.llama.head import LlamaHead
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.text.grammar import Grammars
 from pipeinfer.models.text.vocabulary_file import VocabularyFile
@@ -59,7 +62,7 @@ def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
     if index is None:
         return None
     options, stage = context.options, deployment.plan.stages[index]
-    info = _read(context, TARGET, deployment.model)
+    info = _read(context, deployment, TARGET)
     if stage.last == info.n_layer and not context.vocabulary:
         context.vocabulary = VocabularyFile(info.paths[0])
     params = LlamaParams(
@@ -76,21 +79,26 @@ def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
         stop_interval_s=STOP_INTERVAL_S,
         repack=options.repack,
         repacked=deployment.repacked,
+        taps=tuple(layer - stage.first for layer in deployment.layers_read if stage.first <= layer < stage.last),
     )
     model = _load(context, deployment, TARGET, stage, params, options)
     return _paced(context, model, deployment.pace.stages[index]) if deployment.pace else model
 
 
 def _paced(context: Context, model: LoadedModel, cost: ModelCost) -> PacedStage:
-    context.paced.append(stage := PacedStage(model, cost, CLOCK))
+    stage = PacedHead(model, cost, CLOCK) if isinstance(model, LlamaHead) else PacedStage(model, cost, CLOCK)
+    context.paced.append(stage)
     return stage
 
 
-def _read(context: Context, number: int, file: ModelFile) -> ModelInfo:
+def _read(context: Context, deployment: Deployment, number: int) -> ModelInfo:
     """Of a draft of this number, or of the target: what came from rank 0, else this host's file."""
     if arrived := context.arrived.get(number):
         return arrived.info
-    info = read_model_info(file.path)
+    file = model_file(deployment, number)
+    info = read_draft(file.path)
+    if info.head:
+        info = fit(info, read_model_info(deployment.model.path))
     if info.fingerprint != file.fingerprint:
         raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host, or remove it there: "
                         "then its layers come from rank 0")  # fmt: skip
@@ -112,7 +120,7 @@ def _open(context: Context, deployment: Deployment, number: int, own: StagePlan)
     if number in context.arrived:
         return context.arrived.pop(number)
     cache, file = context.options.slice_cache, model_file(deployment, number)
-    info = _read(context, number, file)
+    info = _read(context, deployment, number)
     return open_slice(info, own.first, own.last, cache, lambda line: _notice(context, line), file.states)
 
 
@@ -201,7 +209,8 @@ def make_drafter(context: Context, deployment: Deployment, options: RunOptions, 
     """On rank 0, which has the target's file. The model's cache must be empty."""
     context.vocabulary = context.vocabulary or VocabularyFile(deployment.model.path)
     pool = SequencePool(options.n_seq, deployment.n_cells, window=deployment.drafts[0].window)
-    return ModelDrafter(model, pool, options.n_guess_rows, options.couple, open_grammars(context))
+    given = pool, options.n_guess_rows, options.couple, open_grammars(context)
+    return HeadDrafter(cast(HeadModel, model), *given) if deployment.layers_read else ModelDrafter(model, *given)
 
 
 def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:

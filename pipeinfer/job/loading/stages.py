@@ -10,6 +10,7 @@ from pipeinfer.job.options.options import RunOptions, backend_of, device_of, gpu
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.build import describe_build
+from pipeinfer.models.llama.head import LlamaHead
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.torch.library import load_torch, torch_version
@@ -24,7 +25,8 @@ def load_layers(
     Raises UserError when the backend is not there, or it is no model for it.
     """
     if not backend.is_torch:
-        return LlamaStage(open_layers(), params)
+        layers = open_layers()
+        return LlamaHead(layers, params) if layers.info.head else LlamaStage(layers, params)
     load_torch()
     from pipeinfer.models.torch.stage import TorchStage  # takes seconds, and room that others have no use for
 

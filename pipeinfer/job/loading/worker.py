@@ -50,7 +50,7 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     pipe = Pipe(
         previous, following, n_rows, n_embd, context.options.wire_type, courier, samplers,
         N_UNDER_WAY if context.options.prepare_ahead else 1, N_POSTED if context.options.post_ahead else 0,
-        deployment.hop_is_out_of_band(previous, context.rank),
+        deployment.hop_is_out_of_band(previous, context.rank), len(deployment.layers_read),
     )  # fmt: skip
     progress = progress_between(context.link.comm, deployment.host_names)
     StageLoop(context.link.comm, pipe, worker, report, ready_s, context.flow, progress).run()

@@ -30,10 +30,13 @@ from pipeinfer.job.placement.cache_types import check_cache_types
 from pipeinfer.job.placement.draft_place import check_draft_gpu_layers, options_of_draft
 from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_rank
 from pipeinfer.job.placement.exactness import in_blocks, repacked_alike
+from pipeinfer.job.placement.heads import check_features, check_head, head_of
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.gguf.contents import FileState
-from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.gguf.head import Head
+from pipeinfer.models.gguf.heads import fit, read_draft
+from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.vocabularies import Translation
 from pipeinfer.models.torch.hyperparameters import check_known
 from pipeinfer.virtual.profile import load_profile
@@ -61,12 +64,13 @@ class ModelFile:
     rewinds: bool = True  # whether a sequence can lose its newest tokens
     window: int = 0  # of layers that see only so many tokens back; 0 if there are none
     states: tuple[FileState, ...] = ()  # of its files on rank 0's host
+    head: Head | None = None  # of a draft, what it reads of the target
 
     @classmethod
     def of(cls, info: ModelInfo) -> "ModelFile":
         return cls(
             info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
-            sizes_of(info), info.layers.rewinds, info.layers.window, info.states,
+            sizes_of(info), info.layers.rewinds, info.layers.window, info.states, info.head,
         )  # fmt: skip
 
 
@@ -116,6 +120,11 @@ class Deployment:
     def n_rows_max(self) -> int:
         """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
         return max(self.n_batch + 1, self.n_nodes, LARGEST if self.blocks else 0)
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs the draft reads, ascending."""
+        return next((draft.head.layers_read for draft in self.drafts if draft.head), ())
 
     def largest_input(self, rank: int) -> tuple[int, int]:
         """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
@@ -168,7 +177,7 @@ class DoesNotFit(UserError):
 def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
     """The plan for contexts of `n_ctx` tokens. Raises UserError for a wrong option, DoesNotFit for too little
     memory."""
-    deployment = lay_out(options, hosts, info, read_drafts(options.drafts_in_use), n_ctx, n_prompt)
+    deployment = lay_out(options, hosts, info, read_drafts(options.drafts_in_use, info), n_ctx, n_prompt)
     try:
         check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
     except UserError as error:
@@ -176,7 +185,7 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
             mapped = deploy(options, [replace(host, repacked=()) for host in hosts], info, n_ctx, n_prompt)
             return replace(mapped, notes=(*mapped.notes, NOT_REPACKED))
         raise DoesNotFit(str(error), deployment) from None
-    translations = [draft_translation(info.path, draft.path) for draft in deployment.drafts]
+    translations = [None if draft.head else draft_translation(info.path, draft.path) for draft in deployment.drafts]
     return replace(deployment, translations=tuple(translations))
 
 
@@ -186,9 +195,9 @@ def check_memory(deployment: Deployment, way_out: str) -> None:
     check_gpus(deployment.hosts, deployment.on_gpus, way_out)
 
 
-def read_drafts(paths: Sequence[Path]) -> list[ModelInfo]:
-    """Their headers, the smallest first. Raises UserError for what is no model."""
-    return sorted(map(read_model_info, paths), key=lambda draft: draft.n_bytes)
+def read_drafts(paths: Sequence[Path], target: ModelInfo) -> list[ModelInfo]:
+    """Their headers, the smallest first. Raises UserError for what cannot draft for the target."""
+    return sorted((fit(read_draft(path), target) for path in paths), key=lambda draft: draft.n_bytes)
 
 
 def lay_out(
@@ -202,12 +211,14 @@ def lay_out(
     check_wire_type(options)
     check_cache_types(options, len(hosts), info, drafts)
     check_draft_rank(options, len(hosts))
+    check_head(options, drafts)
     needs, model = memory_needs(options, hosts, info, drafts, n_ctx, n_prompt), ModelFile.of(info)
     plan_with = partial(
         make_plan, len(hosts), (sizes := list(map(sizes_of, drafts))), model.sizes, split,
         partial(needs.room, hosts), options.draft_split if drafts else (), [host.speed for host in hosts],
     )  # fmt: skip
-    rank = choose_draft_rank(options, hosts, model.sizes, sizes[0], plan_with) if drafts and len(hosts) > 1 else 0
+    is_free = bool(drafts) and len(hosts) > 1 and not head_of(drafts)
+    rank = choose_draft_rank(options, hosts, model.sizes, sizes[0], plan_with) if is_free else 0
     plan = plan_with(rank)
     _check_computable(options, hosts, plan, info, drafts)
     computed_by = [options_on(options, hosts, plan, rank) for rank in range(len(hosts))]
@@ -268,6 +279,7 @@ def _check_computable(
 ) -> None:
     """Raises UserError where a backend is asked for layers that it cannot compute, or not as exactly as is asked."""
     check_one_backend(options, [stage.rank for stage in plan.stages])
+    check_features(options, plan, drafts)
     check_draft_gpu_layers(options, [stage.rank for stages in plan.drafts for stage in stages])
     if any(backend_of(options, stage.rank).is_torch for stage in plan.stages):
         check_known(info)

@@ -21,6 +21,7 @@ from pipeinfer.job.placement.torch_memory import torch_memory
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
+from pipeinfer.models.head_drafter import N_KEPT
 from pipeinfer.models.llama.buffers import buffer_bytes
 from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.llama.prefill import N_SEQ, STATE_CELLS
@@ -104,9 +105,12 @@ class MemoryNeeds:
 
     def _with_drafts(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
         """Of every rank, what it holds besides layers of models that have no place yet."""
-        found = [Memory(buffers=N_MESSAGES * 4 * self.n_rows * self.info.n_embd)] * n_ranks
+        row_bytes = (4 + 2 * len(self.layers_read)) * self.info.n_embd  # activations, and features in bf16
+        found = [Memory(buffers=N_MESSAGES * row_bytes * self.n_rows)] * n_ranks
         # drafts' vocabularies are freed before weights are loaded
         found[0] += Memory(buffers=HEAD_BYTES + vocabulary_bytes(self.info))
+        n_features = len(self.layers_read) * self.info.n_embd  # of a token; the draft keeps some
+        found[0] += Memory(buffers=4 * n_features * min(self.n_cells, N_KEPT))
         for number, stages in enumerate(placed):
             for stage in stages:
                 found[stage.rank] += self.of_draft(number, self._computed_by(stage.rank, True), stage.first, stage.last)
@@ -129,6 +133,8 @@ class MemoryNeeds:
         """Of layers [first, last) of the target."""
         info, options = self.info, self.options
         found = self._of_layers(info, by, first, last, self.n_rows, options.numerics == "exact", options.cache)
+        n_read = sum(first <= layer < last for layer in self.layers_read)
+        found += Memory(buffers=4 * n_read * self.n_rows * info.n_embd)
         if last == info.n_layer and options.may_have_samplers:
             found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
         if by.backend.is_torch:
@@ -156,6 +162,11 @@ class MemoryNeeds:
             return table + torch_memory(info, first, last, *sizes, by.backend, in_file, is_sent)
         mapped = not self.options.repack or (exact and not self.repacked)
         return table + slice_memory(info, first, last, *sizes, exact, in_file, by.n_on_gpu, is_sent, types, mapped)
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """Of the target, by a draft."""
+        return next((draft.head.layers_read for draft in self.drafts if draft.head), ())
 
     @property
     def _n_outputs(self) -> int:
@@ -230,8 +241,9 @@ def slice_memory(
     """Of layers [first, last) with one context. `in_file`: mapped from a disk. `is_sent`: the whole model is in
     memory. `mapped`: the weights are not repacked; None: with `exact` they are not."""
     is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
-    in_file = in_file or (is_whole and not is_sent)
-    weights = info.n_bytes if is_whole else _slice_bytes(info, first, last)
+    is_file = is_whole and not info.borrowed
+    in_file = in_file or (is_file and not is_sent)
+    weights = info.n_bytes if is_file else _slice_bytes(info, first, last)
     is_mapped = exact if mapped is None else mapped
     n_mapped = weights if is_mapped and in_file else 0
     # read weights are laid out anew, and a table that is also the output head is there in both forms

@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.complain import complain
+from pipeinfer.models.gguf.heads import fit, read_draft
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.vocabulary import vocabulary_digest
 from pipeinfer.models.hub_names import name_of
@@ -19,8 +21,14 @@ def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
     info = read_model_info(options.model)
     tokenizer = Tokenizer(options.model)
     for path in options.drafts_in_use:
-        read_model_info(path).check_rewinds("it cannot be a draft: take another one, or -md none")
-        draft_translation(options.model, path)
+        draft = fit(read_draft(path), info)
+        draft.check_rewinds("it cannot be a draft: take another one, or -md none")
+        translation = draft_translation(options.model, path)
+        if draft.head and translation and not translation.alike:
+            raise UserError(
+                f"{path} is a head for another model than {options.model}: they share {translation.n_shared} of "
+                f"{len(translation.said)} tokens; give the head that was trained for it, another draft, or -md none"
+            )
     return info, tokenizer
 
 

@@ -131,7 +131,7 @@ def open_planner(
     acceptances: Sequence[float], is_described: bool = False,
 ) -> Planner:  # fmt: skip
     """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
-    drafts = read_drafts(options.drafts)
+    drafts = read_drafts(options.drafts, info)
     if acceptances and len(acceptances) != len(options.drafts):
         raise UserError(
             f"--acceptance is given {len(acceptances)} times for {len(options.drafts)} drafts; give it once for each, "

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeinfer.cluster.head_pipeline import N_POSTED, HeadPipeline, HeadWaiter
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.messages.wire import decode_guess_verdict, decode_verdict, verdict_bytes
+from pipeinfer.cluster.messages.verdicts import decode_guess_verdict, decode_verdict, verdict_bytes
 from pipeinfer.cluster.timing.calibrate import largest_question, slowest_stage, time_row
 from pipeinfer.cluster.transport import progress_between
 from pipeinfer.core.engine import Engine
@@ -148,7 +148,8 @@ class Session:
         n_posted = N_POSTED if context.options.post_ahead else 0
         if self._stage:
             worker = make_worker(context, deployment, self._stage)
-        n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes)
+        n_features = len(deployment.layers_read) * deployment.model.n_embd
+        n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes, n_features=n_features)
         self._pipeline = HeadPipeline(
             comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type, progress, n_posted
         )

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from pipeinfer.models.gguf.architectures import ARCHITECTURES
 from pipeinfer.models.gguf.cache_types import F16_CACHE, KvShape
 from pipeinfer.models.gguf.check_numbers import NumberCheck
 from pipeinfer.models.gguf.contents import FileState, SourceFile, check_unchanged, sample_digest
+from pipeinfer.models.gguf.head import Head
 from pipeinfer.models.gguf.header import Header, Tensor, Value, read_header, sample_spans
 from pipeinfer.models.gguf.layers import EXTRA, Layers
 
@@ -38,6 +39,8 @@ class ModelInfo:
     layers                   what they are, and which of them can be a slice
     fingerprint              equal on two hosts that hold the same file: of its header and samples of every tensor
     states                   of each path when its header was read: whether it was written to since, on this host
+    borrowed                 those of `tensors` that are in another model's file
+    head                     of a draft that reads its target's residual stream
     """
 
     path: Path
@@ -59,6 +62,8 @@ class ModelInfo:
     layers: Layers = field(repr=False, compare=False)
     states: tuple[FileState, ...] = field(repr=False, compare=False)
     tensors: tuple[Tensor, ...] = field(repr=False, compare=False)
+    borrowed: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+    head: Head | None = None
 
     @property
     def metadata(self) -> Mapping[str, Value]:
@@ -113,42 +118,53 @@ def read_model_info(path: str | Path) -> ModelInfo:
         known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if not each.refused))
         raise UserError(f"{path}: architecture {architecture!r} is not known here; those that can be cut into layer "
                         f"slices are {known}")  # fmt: skip
-    tensors = tuple(tensor for header in headers for tensor in header.tensors)
-    by_name = {tensor.name: tensor for tensor in tensors}
+    by_name = {tensor.name: tensor for header in headers for tensor in header.tensors}
     table = by_name.get("token_embd.weight")
-    n_blocks = _number(path, metadata, f"{architecture}.block_count", 0, MAX_LAYERS)
+    n_blocks = whole_number(path, metadata, f"{architecture}.block_count", 0, MAX_LAYERS)
     extra = metadata.get(f"{architecture}.{EXTRA}")  # for guessing ahead, not for the next token
     n_layer = n_blocks - (extra.value if extra is not None and isinstance(extra.value, int) else 0)
-    if n_layer <= 0 or table is None or len(table.shape) != 2:
-        raise UserError(f"{path} holds no layers or no token table (a vocabulary or an adapter?); give a whole model")
     layers = Layers(architecture, ARCHITECTURES[architecture], metadata, n_layer)
     if layers.refusal():
         raise UserError(f"{path}, of architecture {architecture!r}, cannot be cut into layer slices: "
                         f"{layers.refusal()}; take another model")  # fmt: skip
-    NumberCheck(path, layers).all()
+    if n_layer <= 0 or table is None or len(table.shape) != 2:
+        raise UserError(f"{path} holds no layers or no token table (a vocabulary or an adapter?); give a whole model")
     output = by_name.get("output.weight")
-    layer_bytes = _layer_bytes(path, tensors, n_layer, n_blocks)
-    n_embd = _number(path, metadata, f"{architecture}.embedding_length", 1, 1 << 20)
-    if table.shape[0] != n_embd or (output is not None and output.shape != table.shape):
+    info = describe(headers, layers, n_blocks, table.shape[1], table, output)
+    if table.shape[0] != info.n_embd or (output is not None and output.shape != table.shape):
         raise UserError(f"{path} is damaged: its token table of shape {table.shape} does not fit embeddings of length "
-                        f"{n_embd} or its output head; convert the model again")  # fmt: skip
+                        f"{info.n_embd} or its output head; convert the model again")  # fmt: skip
+    return info
+
+
+def describe(
+    headers: Sequence[Header], layers: Layers, n_blocks: int, n_vocab: int, table: Tensor | None, output: Tensor | None
+) -> ModelInfo:
+    """Of the layers of a file with `n_blocks` of them. `output`: None where the table is it too, or there is none.
+    Raises UserError for numbers that cannot be."""
+    path, metadata = headers[0].path, headers[0].metadata
+    tensors = tuple(tensor for header in headers for tensor in header.tensors)
+    NumberCheck(path, layers).all()
+    n_embd = whole_number(path, metadata, f"{layers.name}.embedding_length", 1, 1 << 20)
     ends = sum(tensor.n_bytes for tensor in tensors if not tensor.name.startswith("blk."))
+    input_bytes = table.n_bytes if table is not None else 0
+    tied = output is None and table is not None
     return ModelInfo(
         path=path,
         paths=tuple(header.path for header in headers),
-        architecture=architecture,
+        architecture=layers.name,
         name=_text(metadata, "general.name", path.stem),
-        n_layer=n_layer,
+        n_layer=layers.n,
         n_embd=n_embd,
-        n_vocab=table.shape[1],
-        n_ctx_train=_number(path, metadata, f"{architecture}.context_length", 1, 1 << 31),
+        n_vocab=n_vocab,
+        n_ctx_train=whole_number(path, metadata, f"{layers.name}.context_length", 1, 1 << 31),
         quantisation=_quantisation(metadata),
         n_params=sum(tensor.n_elements for tensor in tensors),
-        layer_bytes=layer_bytes,
-        input_bytes=table.n_bytes,
-        output_bytes=ends - (table.n_bytes if output is not None else 0),
+        layer_bytes=_layer_bytes(path, tensors, layers.n, n_blocks),
+        input_bytes=input_bytes,
+        output_bytes=ends - (0 if tied else input_bytes),
         kv_shapes=_kv_shapes(path, layers, n_blocks, n_embd),
-        tied=output is None,
+        tied=tied,
         fingerprint=hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest()[:32],
         layers=layers,
         states=tuple(header.state for header in headers),
@@ -235,7 +251,8 @@ def _text(metadata: dict[str, Value], key: str, default: str) -> str:
     return value if isinstance(value, str) else default
 
 
-def _number(path: Path, metadata: dict[str, Value], key: str, low: int, high: int) -> int:
+def whole_number(path: Path, metadata: dict[str, Value], key: str, low: int, high: int) -> int:
+    """Of the metadata, within these limits. Raises UserError."""
     value = metadata[key].value if key in metadata else None
     if not isinstance(value, int) or not low <= value <= high:
         raise UserError(f"{path}: {key} is {value!r}, {low} to {high} are possible; convert the model again")

@@ -159,7 +159,7 @@ def open_slice(
     """
     if not 0 <= first < last <= info.n_layer:
         raise ValueError(f"layers [{first}, {last}) of {info.n_layer}")
-    if (first, last) == (0, info.n_layer):
+    if (first, last) == (0, info.n_layer) and not info.borrowed:
         sources = tuple(info.source(path) for path in info.paths)
         return SliceFile(info, first, last, info.path, sum(state.n_bytes for state in info.states), sources=sources)
     form = _form(info, first, last)

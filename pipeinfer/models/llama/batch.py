@@ -27,8 +27,11 @@ class LlamaBatch:
         call.seq_id = _pointer(self._id_pointers, ctypes.POINTER(ctypes.c_int32))
         call.logits = _pointer(self._flags, ctypes.c_int8)
 
-    def fill(self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None) -> Any:
-        """The llama_batch of these rows, valid until the next call. Input is `hidden`, or the tokens where it is None.
+    def fill(
+        self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None, both: bool = False
+    ) -> Any:
+        """The llama_batch of these rows, valid until the next call. Input is `hidden`, or the tokens where it is None,
+        or `both`.
 
         wanted: the rows that must come out of the last layer; None is all.
         """
@@ -46,7 +49,20 @@ class LlamaBatch:
         else:
             self._hidden = np.ascontiguousarray(hidden, np.float32)  # held while libllama reads it
             call.token, call.embd = None, _pointer(self._hidden, ctypes.c_float)
+        if both:
+            self._tokens[:n_rows] = batch.tokens
+            call.token = self._token_pointer
         return call
+
+
+def free_cells(library: ModuleType, memory: object, batch: Batch) -> None:
+    """Free the batch's cells, the newest of their sequences: the cache is as it was before."""
+    first: dict[int, int] = {}
+    for position, seqs in zip(batch.positions.tolist(), batch.seqs, strict=True):
+        for seq in seqs:
+            first[seq] = min(position, first.get(seq, position))
+    for seq, position in first.items():
+        library.llama_memory_seq_rm(memory, seq, position, -1)
 
 
 def _pointer(array: npt.NDArray[Any], item: Any) -> Any:

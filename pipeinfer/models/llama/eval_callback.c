@@ -7,6 +7,13 @@
 #include <string.h>
 #include <time.h>
 
+/* The same as Tap in eval_callback.py. */
+struct tap {
+    const char *name;
+    char *out;
+    size_t n_out;
+};
+
 /* The same as State in eval_callback.py, which describes the fields. */
 struct state {
     const char *(*name_of)(const void *tensor);
@@ -18,6 +25,8 @@ struct state {
     const char *hidden;
     size_t n_out, n_hidden, n_at_once;
     int64_t interval_ns, began_ns, n_layers, due;
+    struct tap *taps;
+    size_t n_taps;
     bool between, stopped;
 };
 
@@ -40,17 +49,34 @@ static int64_t step(const struct state *s) {
     return n_layers > 1 ? n_layers : 1;
 }
 
+static void copy_out(const struct state *s, const void *tensor, char **out, size_t *n_out) {
+    const size_t n_bytes = smaller(s->n_at_once, *n_out);
+    s->get(tensor, *out, 0, n_bytes);
+    *out += n_bytes;
+    *n_out -= n_bytes;
+}
+
+static struct tap *tap_of(const struct state *s, const char *name) {
+    for (size_t i = 0; i < s->n_taps; ++i)
+        if (is(name, s->taps[i].name))
+            return s->taps + i;
+    return NULL;
+}
+
 bool on_node(void *tensor, bool ask, struct state *s) {
     const char *name = s->name_of(tensor);
+    struct tap *const tap = tap_of(s, name);
     if (ask) {
         if (s->stopped || is(name, s->last) || is(name, s->input))
             return true;
         if (!s->between || strncmp(name, s->layer, strlen(s->layer)) != 0)
-            return false;
+            return tap != NULL;
         if (s->n_layers == 0)
             s->began_ns = now_ns();
-        return ++s->n_layers == s->due;
+        return ++s->n_layers == s->due || tap != NULL;
     }
+    if (tap && !s->stopped)
+        copy_out(s, tensor, &tap->out, &tap->n_out);
     if (is(name, s->input)) {
         const size_t n_bytes = smaller(s->n_at_once, s->n_hidden);
         s->set(tensor, s->hidden, 0, n_bytes);
@@ -59,13 +85,10 @@ bool on_node(void *tensor, bool ask, struct state *s) {
         return true;
     }
     if (is(name, s->last)) {
-        const size_t n_bytes = smaller(s->n_at_once, s->n_out);
-        s->get(tensor, s->out, 0, n_bytes);
-        s->out += n_bytes;
-        s->n_out -= n_bytes;
+        copy_out(s, tensor, &s->out, &s->n_out);
         return false;
     }
-    if (!s->stopped) {
+    if (!s->stopped && s->between && s->n_layers == s->due) {
         s->stopped = s->stop();
         s->due = s->n_layers + step(s);
     }

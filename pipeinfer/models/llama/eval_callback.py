@@ -1,9 +1,10 @@
 """Where a slice's input and output meet libllama's graph: its evaluation callback. Knows no cache and no batch.
 
 libllama offers every node of the graph. For the last node of a layer the callback asks to see the result, copies the
-last layer's out, and may end the evaluation there. A GPU would be waited for at each of them, so where layers are on
-one it asks to see the last layer alone, and an evaluation that has begun goes to its end. Where the graph changes what
-comes in as embeddings before the first layer, it writes them over what came of that.
+last layer's out, and those of the layers that are tapped, and may end the evaluation there. A GPU would be waited for
+at each of them, so where layers are on one it asks to see what it copies alone, and an evaluation that has begun goes
+to its end. Where the graph changes what comes in as embeddings before the first layer, it writes them over what came of
+that.
 
 A graph has some 30 nodes a layer: the callback is in C where it was compiled with the package (`eval_callback.c`), and
 the same in Python elsewhere.
@@ -11,7 +12,7 @@ the same in Python elsewhere.
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
@@ -26,6 +27,14 @@ from pipeinfer.models.gguf.architecture import Architecture
 from pipeinfer.models.llama import ggml
 
 _Stop = ctypes.CFUNCTYPE(ctypes.c_bool)
+NOTHING = np.empty((0, 0, 0), np.float32)
+
+
+class Tap(ctypes.Structure):
+    """A node that is copied out, and the evaluation goes on: its name, where its next rows go, and bytes of rows that
+    are still to be copied."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("out", ctypes.c_void_p), ("n_out", ctypes.c_size_t)]
 
 
 class State(ctypes.Structure):
@@ -41,6 +50,7 @@ class State(ctypes.Structure):
     interval_ns        about the time between two layers after which `stop` is asked
     began_ns           when the first layer began
     n_layers, due      layers since then, and the number of them after which `stop` is asked next
+    taps, n_taps       nodes that are copied out besides
     between            whether `stop` is asked
     stopped            `stop` returned True
     """
@@ -62,6 +72,8 @@ class State(ctypes.Structure):
         ("began_ns", ctypes.c_int64),
         ("n_layers", ctypes.c_int64),
         ("due", ctypes.c_int64),
+        ("taps", ctypes.POINTER(Tap)),
+        ("n_taps", ctypes.c_size_t),
         ("between", ctypes.c_bool),
         ("stopped", ctypes.c_bool),
     ]
@@ -86,6 +98,7 @@ def compiled() -> ctypes.CDLL | None:
 class EvalCallback:
     """between     whether an evaluation may be ended between layers; else before the first one
     out         (n_batch, n_embd), where the residual stream after the slice goes; no rows on the last slice
+    tapped      (n_taps, n_batch, n_embd), where those after the layers go that are tapped
     fault       what `stop` raised
     function    for libllama, with `state` as its data; to be held as long as it has them
     """
@@ -99,23 +112,30 @@ class EvalCallback:
         writes: bool,
         between: bool = True,
         interval_s: float = 0.0,
+        taps: Sequence[int] = (),
+        tapped: FloatArray = NOTHING,
     ) -> None:
-        """Of a slice of `n_layer` layers. `writes`: what comes in is written over what came of it. `interval_s`: about
-        the time between two questions whether to stop; 0: one after every layer."""
+        """Of a slice of `n_layer` layers, of which `taps` are tapped. `writes`: what comes in is written over what came
+        of it. `interval_s`: about the time between two questions whether to stop; 0: one after every layer."""
         self.out, self.between = out, between
         self._out_address, self._row_bytes = out.ctypes.data, 4 * out.shape[1]
         self.fault: BaseException | None = None
         self._stop: Callable[[], bool] | None = None
         base = ggml.ggml()
         functions = base.ggml_get_name, base.ggml_backend_tensor_get, base.ggml_backend_tensor_set
-        last = known.end_node or f"{known.layer_node}-{n_layer - 1}"
+        names = [f"{known.layer_node}-{layer}".encode() for layer in range(n_layer)]
+        last = known.end_node.encode() or names[-1]
+        self.tapped = tapped
+        self._taps = (Tap * len(taps))(*(Tap(last if layer == n_layer - 1 else names[layer]) for layer in taps))
         self.state = State(
             *(ctypes.cast(each, ctypes.c_void_p) for each in functions),
             _Stop(self._asks_to_stop),
             f"{known.layer_node}-".encode(),
-            last.encode() if len(out) else None,
+            last if len(out) else None,
             known.input_node.encode() if writes and known.input_node else None,
             interval_ns=int(1e9 * interval_s),
+            taps=self._taps,
+            n_taps=len(taps),
         )
         in_c = compiled()
         kind = library.ggml_backend_sched_eval_callback
@@ -141,6 +161,8 @@ class EvalCallback:
         state, row_bytes = self.state, self._row_bytes
         state.out, state.n_out = self._out_address + at * row_bytes, n_rows * row_bytes
         state.n_at_once = n_at_once * row_bytes
+        for tap, rows in zip(self._taps, self.tapped, strict=True):
+            tap.out, tap.n_out = rows.ctypes.data + at * row_bytes, n_rows * row_bytes
         if state.input and hidden is not None:
             self._hidden = np.ascontiguousarray(hidden, np.float32)  # held while it is read
             state.hidden, state.n_hidden = self._hidden.ctypes.data, self._hidden.nbytes
@@ -165,7 +187,14 @@ def make_on_node(state: State) -> Callable[[int, bool, Any], bool]:
     read, layer, n_layer = ctypes.string_at, state.layer, len(state.layer)
     last, input_ = state.last, state.input
     others = {name for name in (last, input_) if name}
+    taps = {state.taps[index].name: state.taps[index] for index in range(state.n_taps)}
     name_offset = 0
+
+    def copy_out(tensor: int, part: Any) -> None:
+        n_bytes = min(state.n_at_once, part.n_out)
+        base.ggml_backend_tensor_get(tensor, part.out, 0, n_bytes)
+        part.out += n_bytes
+        part.n_out -= n_bytes
 
     def on_node(tensor: int, ask: bool, _: Any) -> bool:
         nonlocal name_offset
@@ -174,13 +203,18 @@ def make_on_node(state: State) -> Callable[[int, bool, Any], bool]:
         if ask:  # True makes libllama compute up to this node and call again
             if state.stopped or read(tensor + name_offset) in others:
                 return True
-            if not state.between or read(tensor + name_offset, n_layer) != layer:
+            if read(tensor + name_offset, n_layer) != layer:
                 return False
+            is_tapped = read(tensor + name_offset) in taps
+            if not state.between:
+                return is_tapped
             if state.n_layers == 0:
                 state.began_ns = time.monotonic_ns()
             state.n_layers += 1
-            return bool(state.n_layers == state.due)
+            return bool(state.n_layers == state.due) or is_tapped
         name = read(tensor + name_offset)
+        if name in taps and not state.stopped:
+            copy_out(tensor, taps[name])
         if name == input_:
             n_bytes = min(state.n_at_once, state.n_hidden)
             base.ggml_backend_tensor_set(tensor, state.hidden, 0, n_bytes)
@@ -188,13 +222,10 @@ def make_on_node(state: State) -> Callable[[int, bool, Any], bool]:
             state.n_hidden -= n_bytes
             return True
         if name == last:
-            n_bytes = min(state.n_at_once, state.n_out)
-            base.ggml_backend_tensor_get(tensor, state.out, 0, n_bytes)
-            state.out += n_bytes
-            state.n_out -= n_bytes
+            copy_out(tensor, state)
             return False
         # on a build with several backends False only ends the current part of the graph: say it again
-        if not state.stopped:
+        if not state.stopped and state.between and state.n_layers == state.due:
             state.stopped = state.stop()
             step = state.interval_ns * state.n_layers // (time.monotonic_ns() - state.began_ns + 1)
             state.due = state.n_layers + max(1, step)

@@ -63,15 +63,25 @@ def use_nodes(strategy: str) -> None:
     load_library().llama_numa_init(1 + NUMA_STRATEGIES.index(strategy))
 
 
-def _bindings() -> ModuleType:
-    """llama_cpp's ctypes module, without the package around it: importing that takes longer than loading a small model,
-    and nothing of it is used here."""
+@cache
+def load_extension() -> ModuleType:
+    """The functions that libllama exports for drafts inside of it. Raises UserError where a build has none."""
+    load_library()
+    try:
+        return _bindings("llama_cpp_ext")
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"this llama-cpp-python cannot compute EAGLE-3 heads ({error}); install 0.3.36") from None
+
+
+def _bindings(name: str = "llama_cpp") -> ModuleType:
+    """A ctypes module of llama_cpp, without the package around it: importing that takes longer than loading a small
+    model, and nothing of it is used here."""
     spec = find_spec("llama_cpp")
     if "llama_cpp" in sys.modules or spec is None:
-        return import_module("llama_cpp.llama_cpp")
+        return import_module(f"llama_cpp.{name}")
     sys.modules["llama_cpp"] = module_from_spec(spec)
     try:
-        return import_module("llama_cpp.llama_cpp")
+        return import_module(f"llama_cpp.{name}")
     finally:
         del sys.modules["llama_cpp"]  # whoever imports it gets it whole
 

@@ -41,6 +41,7 @@ class LlamaParams:
     repack           whether weights may be repacked
     repacked         types of weights that are repacked, with `exact`, and how many rows of each may be computed at
                      once; empty: none are
+    taps             layers of the slice, from 0 on, after which the residual stream is copied out besides
     exact            the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a
                      prompt's rows do if they come in blocks
     """
@@ -57,6 +58,7 @@ class LlamaParams:
     repack: bool = True
     repacked: tuple[tuple[int, int], ...] = ()
     cache: CacheTypes = F16_CACHE
+    taps: tuple[int, ...] = ()
 
     @property
     def mixed_cache(self) -> bool:

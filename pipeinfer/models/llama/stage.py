@@ -18,7 +18,7 @@ from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
-from pipeinfer.models.llama.batch import LlamaBatch
+from pipeinfer.models.llama.batch import LlamaBatch, free_cells
 from pipeinfer.models.llama.branches import Branches
 from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.compaction import Compaction
@@ -61,9 +61,12 @@ class LlamaStage:
         self._by_tokens = known.by_tokens and not (self.is_first and self.is_last)
         # untouched pages of this array cost no memory: a stage that only sees small batches stays small
         self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
+        self.n_features, self._n_rows = len(params.taps), 0
+        tapped = np.empty((self.n_features, params.n_batch, self.n_embd), np.float32)
+        self._features = np.empty_like(tapped) if self._has_states else tapped
         writes, on_cpu = self._by_tokens or not self.is_first, params.n_gpu_layers == 0
         self._callback = EvalCallback(
-            self._lib, self._n_layer, self._out, known, writes, on_cpu, params.stop_interval_s
+            self._lib, self._n_layer, self._out, known, writes, on_cpu, params.stop_interval_s, params.taps, tapped
         )
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
         self._n_part = params.n_batch if self._has_states else largest_part(info, params)
@@ -95,7 +98,7 @@ class LlamaStage:
 
         ModelFault when the model's file was changed, or the result is no number.
         """
-        n_rows = len(batch.positions)
+        n_rows = self._n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
         self._check(n_rows, wanted)
         self._callback.begin(None if self._has_states else stop)
@@ -111,6 +114,11 @@ class LlamaStage:
                 raise
         return result
 
+    @property
+    def features(self) -> FloatArray:
+        """See FeatureStage: those after the layers that are tapped."""
+        return self._features[:, : self._n_rows]
+
     def _evaluate_as_fits(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
         if self._has_states:
             return self._evaluate_apart(batch)
@@ -122,7 +130,7 @@ class LlamaStage:
         if code == 0 and not self._callback.stopped:
             return self._logits(wanted) if wanted is not None else self._out[:n_rows]
         if code not in (NO_SLOT, INVALID_BATCH):
-            self._forget(batch)
+            free_cells(self._lib, self._memory, batch)
         if self._was_stopped():
             return None
         raise self._failure(code, n_rows)
@@ -139,6 +147,7 @@ class LlamaStage:
             if code:
                 raise self._failure(code, len(rows))
             branches.follow(batch.seqs[rows[-1]], int(part.positions[-1]))
+            self._features[:, rows] = self._callback.tapped[:, : len(rows)]
             result[rows[wanted[rows]]] = self._logits(part.wanted) if self.is_last else self._out[: len(rows)]
         branches.settle()
         return result[wanted]
@@ -307,15 +316,6 @@ class LlamaStage:
             self._logits_at = address
             self._all_logits = np.ctypeslib.as_array(buffer).reshape(-1, self.n_vocab)
         return self._all_logits[:n_wanted]
-
-    def _forget(self, batch: Batch) -> None:
-        """Free the batch's cells, the newest of their sequences: the cache is as it was before."""
-        first: dict[int, int] = {}
-        for position, seqs in zip(batch.positions.tolist(), batch.seqs, strict=True):
-            for seq in seqs:
-                first[seq] = min(position, first.get(seq, position))
-        for seq, position in first.items():
-            self._lib.llama_memory_seq_rm(self._memory, seq, position, -1)
 
     def _create_decoding_context(self) -> object:
         params = self.params

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
-from pipeinfer.cluster.messages.wire import decode_verdict
+from pipeinfer.cluster.messages.verdicts import decode_verdict
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Comm

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.messages.wire import Transaction, encode_verdict
+from pipeinfer.cluster.messages.verdicts import encode_verdict
+from pipeinfer.cluster.messages.wire import Transaction
 from pipeinfer.cluster.stages.pending_run import PendingRun
 from pipeinfer.cluster.stages.stage import room_for
 from pipeinfer.core.engine import Engine

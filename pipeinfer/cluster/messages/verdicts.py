@@ -1,0 +1,71 @@
+"""What the last stage sends to the head, in bytes, as the table in `wire` says. Knows no MPI and no model."""
+
+import pickle
+from collections.abc import Sequence
+from itertools import islice, starmap
+
+import numpy as np
+
+from pipeinfer.cluster.messages.activations import Buffer, WireType, activation_bytes, read_activations, rounded
+from pipeinfer.cluster.messages.logprobs import MAX_TOP, ScoredToken
+from pipeinfer.cluster.messages.records import INT, LONG, SHORT, joined, microseconds, packed, view
+from pipeinfer.core.runs import Guess, GuessVerdict, Verdict
+
+N_SCORED_BYTES = 48 + 32 * MAX_TOP  # of a token with log-probabilities, at most
+VERDICT = np.dtype([
+    ("run_id", LONG),
+    ("cancelled", SHORT),
+    ("n_features", SHORT),  # of a row
+    ("slowest_us", INT),
+    ("n_rows", INT),
+    ("n_more", INT),
+])  # fmt: skip
+"""`n_more`: a draft's guesses, or the bytes of the target's log-probabilities."""
+
+GUESS = np.dtype([("token", LONG), ("probability", "<f8")])
+
+
+def verdict_bytes(n_rows: int, n_guesses: int = 0, n_scored: int = 0, n_features: int = 0) -> int:
+    """`n_scored`: rows with as many log-probabilities as one can ask for. `n_features`: numbers of a row."""
+    n_bytes = VERDICT.itemsize + INT.itemsize * n_rows + GUESS.itemsize * n_guesses
+    n_bytes += activation_bytes(n_rows, n_features, WireType.BF16)
+    return n_bytes + (N_SCORED_BYTES * (n_scored + 1) if n_scored else 0)
+
+
+def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
+    features = b""
+    if isinstance(verdict, Verdict):
+        numbers: Sequence[int] = verdict.tokens
+        guesses = []
+        if verdict.features is not None:
+            features = rounded(verdict.features)
+    else:
+        numbers = list(map(len, verdict.guesses))
+        guesses = [(guess.token, guess.probability) for of_row in verdict.guesses for guess in of_row]
+    scored = {row: (token.logprob, token.top) for row, token in enumerate(numbers) if isinstance(token, ScoredToken)}
+    scores = pickle.dumps(scored, protocol=3) if scored else b""
+    n_features = len(features) // (WireType.BF16.n_bytes * len(numbers)) if features else 0
+    n_more = len(guesses) or len(scores)
+    header = verdict.run_id, verdict.cancelled, n_features, microseconds(verdict.slowest_s), len(numbers), n_more
+    return joined(packed(VERDICT, header), packed(INT, numbers), packed(GUESS, guesses), features, scores)
+
+
+def decode_verdict(message: Buffer) -> Verdict:
+    """Inverse of `encode_verdict` for a target's; the buffer may be longer than the message."""
+    run_id, cancelled, n_features, us, n_rows, n_score_bytes = np.ndarray((), VERDICT, message).tolist()
+    tokens: list[int] = view(message, INT, VERDICT.itemsize, n_rows).tolist()
+    features, end = None, verdict_bytes(n_rows, n_features=n_features)
+    if n_features:
+        features = read_activations(message[verdict_bytes(n_rows) : end], n_features, WireType.BF16)
+    if n_score_bytes:
+        for row, (logprob, top) in pickle.loads(message[end:].data).items():
+            tokens[row] = ScoredToken(tokens[row], logprob, top)
+    return Verdict(run_id, tuple(tokens), bool(cancelled), 1e-6 * us, features)
+
+
+def decode_guess_verdict(message: Buffer) -> GuessVerdict:
+    """The same for a draft's."""
+    run_id, cancelled, _, us, n_rows, n_guesses = np.ndarray((), VERDICT, message).tolist()
+    counts = view(message, INT, VERDICT.itemsize, n_rows).tolist()
+    guesses = starmap(Guess, view(message, GUESS, verdict_bytes(n_rows), n_guesses).tolist())
+    return GuessVerdict(run_id, tuple(list(islice(guesses, n)) for n in counts), bool(cancelled), 1e-6 * us)

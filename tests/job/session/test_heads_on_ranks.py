@@ -1,0 +1,144 @@
+"""`-md head.gguf`, as a user does it: real ranks, a head with random weights for the shipped target; and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.errors import UserError
+from pipeinfer.job.inspect.model_report import describe_file
+from pipeinfer.job.options.backends import Backend
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment, deploy
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.heads import read_draft
+from pipeinfer.models.gguf.slice import read_model_info
+from pipeinfer.observe.texts.model_text import info_lines
+from pipeinfer.policies import PipeInfer
+from tests.job.run.test_run import PROMPT
+from tests.support.gguf_factory import Shape, write_model
+from tests.support.heads import write_head
+from tests.support.jobs import finish, plain_tokens, run_json
+
+GREEDY = ["-p", PROMPT, "-n", "32", "--temp", "0", "--ignore-eos", "-t", "1"]
+LAYERS = (2, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_head(tmp_path_factory.mktemp("heads") / "head.gguf", TARGET, LAYERS)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[int]:
+    return plain_tokens(TARGET, run_json(1, ["-p", PROMPT, "-n", "1"])["prompt_tokens"], 32)
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "policy"), [(1, "auto"), (1, "speculative"), (2, "pipeinfer"), (3, "flowspec"), (3, "pipedec")]
+)
+def test_the_text_is_that_of_the_target(n_ranks: int, policy: str, plain: list[int], head: Path) -> None:
+    result = run_json(n_ranks, ["-m", str(TARGET), "-md", str(head), *GREEDY, "--policy", policy])
+    assert result["tokens"] == plain
+    assert result["speculation"]["draft_n"] > 0 or policy == "auto"
+
+
+def test_many_at_once_are_those_of_each_alone(head: Path, tmp_path: Path) -> None:
+    """Sampled, with penalties and with a grammar, some with one beginning."""
+    asked = [
+        {"prompt": PROMPT * (1 + number % 2), "max_tokens": 16, "seed": number, "temperature": 0.8 * (number % 2)}
+        | ({"grammar": 'root ::= [a-z ]+ "."'} if number == 3 else {})
+        for number in range(6)
+    ]
+    path, texts = tmp_path / "asked.jsonl", []
+    path.write_text("\n".join(map(json.dumps, asked)))
+    for n_ranks, parallel, drafts in ((1, 1, ["-md", "none"]), (3, 4, ["-md", str(head), "--policy", "pipeinfer"])):
+        answers = tmp_path / f"{parallel}.jsonl"
+        words = ["batch", str(path), "-o", str(answers), "-m", str(TARGET), *drafts, "-c", "400", "-t", "1"]
+        done = finish(n_ranks, [*words, "--parallel", str(parallel)])
+        assert done.returncode == 0, done.stderr
+        found = map(json.loads, answers.read_text().splitlines())
+        texts.append({each["index"]: each["text"] for each in found})
+    assert len(texts[0]) == 6 and texts[0] == texts[1]
+
+
+def plan(drafts: tuple[Path, ...], **options: Any) -> Deployment:
+    given = RunOptions(model=TARGET, drafts=drafts, policy=PipeInfer(), **options)
+    info, tokenizer = open_models(given)
+    tokenizer.close()
+    return deploy(given, [this_host("a")] * 3, info, 256, 1)
+
+
+def test_a_plan_counts_the_head_and_what_it_reads(head: Path) -> None:
+    found, without = plan((head,)), plan((DRAFT,))
+    assert found.layers_read == (1, 3, 5) and not without.layers_read
+    own, borrowed = read_draft(head).layer_bytes[0], 2 * read_model_info(TARGET).input_bytes  # table and output
+    assert found.memory[0].weights + found.memory[0].mapped > own + borrowed
+    assert found.memory[1].buffers > without.memory[1].buffers
+
+
+def test_info_says_what_a_head_is(head: Path, tmp_path: Path) -> None:
+    part = write_head(tmp_path / "part.gguf", TARGET, LAYERS, n_tokens=300, own_tables=True)
+    lines = ["\n".join(info_lines(describe_file(path, 0, "exact"))) for path in (head, part)]
+    assert "reads the inputs of layers 2, 4, 6 of a target that is 288 wide" in lines[0]
+    assert "4096 tokens; token_embd.weight and output.weight are the target's" in lines[0]
+    assert "guesses       300 tokens\n" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"target_hidden_size": 64}, "reads states of 64 values; the target has 9 layers, 288 values"),
+        ({"target_layers": [2, 4, 9]}, "reads the inputs of layers 2, 4 and 9, and layers 1 to 8"),
+        ({"target_layers": [0, 4, 5]}, "reads the inputs of layers 0, 4 and 5"),
+        ({"target_layers": [2, 4]}, r"target_layers is \(2, 4\), and three layers are wanted"),
+        ({"block_count": 2}, "block_count is 2, 1 to 1 are possible"),
+    ],
+)
+def test_a_head_for_another_model_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        plan((write_head(tmp_path / "head.gguf", TARGET, LAYERS, **changed),))
+
+
+def test_a_head_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other.gguf", Shape(n_layer=9, n_embd=288, n_head=9))
+    with pytest.raises(UserError, match=r"it has 320 tokens; the target has .* 4096 tokens"):
+        plan((write_head(tmp_path / "head.gguf", other, LAYERS),))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (lambda head: {"drafts": (head, DRAFT)}, "is a head, which drafts alone, and here are 2 drafts"),
+        (lambda head: {"drafts": (head,), "draft_rank": 1}, "--draft-rank 1: .* is a head, which drafts on rank 0"),
+        (lambda head: {"drafts": (head,), "backend": (Backend("torch"),)}, "gives no features: .* layers 1, 3, 5"),
+    ],
+)
+def test_a_head_elsewhere_or_beside_others_is_refused(
+    options: Callable[[Path], dict[str, Any]], said: str, head: Path
+) -> None:
+    with pytest.raises(UserError, match=said):
+        plan(**options(head))
+
+
+def test_a_damaged_head_is_refused(tmp_path: Path) -> None:
+    path = write_head(tmp_path / "head.gguf", TARGET, LAYERS, n_tokens=300)
+    data = path.read_bytes()
+    ids = np.arange(300, dtype=np.int64).tobytes()
+    assert data.count(ids) == 1
+    for token in (5000, -1, 7):  # beyond the vocabulary, below it, and twice
+        path.write_bytes(data.replace(ids, np.array([token, *range(1, 300)], np.int64).tobytes()))
+        with pytest.raises(UserError, match="d2t do not fit a vocabulary of 4096 tokens"):
+            plan((path,))
+
+
+def test_a_head_is_no_target(head: Path) -> None:
+    with pytest.raises(UserError, match="give it as a draft, with -md"):
+        read_model_info(head)
