@@ -14,12 +14,14 @@ import ssl
 import subprocess
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 
 from pipeinfer.child import python_command
 from pipeinfer.cluster.watch.attempts import Attempt, own_attempt
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.errors import UserError
+from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.limited import read_limited
 from pipeinfer.job.process.supervised import FRONT, connect_supervisor, seal
 from pipeinfer.job.serve.front import Closing, FromFront, FromHead, Setup
@@ -55,6 +57,8 @@ class HttpProcess:
         self.options = replace(options, api_keys=options.api_keys + _keys_of(options.api_key_file))
         _check_certificate(options)
         self._port = _listen(options.host, options.port)
+        if not self.options.api_keys and not ip_address(self._port.getsockname()[0].partition("%")[0]).is_loopback:
+            complain(f"--host {options.host} without --api-key: whoever reaches this port can use the server")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

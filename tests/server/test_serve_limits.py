@@ -292,6 +292,12 @@ def test_a_port_is_one_servers_from_the_start() -> None:
     HttpFront(HttpOptions(port=port)).close()
 
 
+def test_a_port_that_others_reach_without_a_key_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for host, keys, is_said in (("0.0.0.0", (), True), ("0.0.0.0", ("one",), False), ("127.0.0.1", (), False)):
+        HttpFront(HttpOptions(port=0, host=host, api_keys=keys)).close()
+        assert ("--host 0.0.0.0 without --api-key" in capsys.readouterr().err) == is_said, (host, keys)
+
+
 def test_a_key_of_nothing_opens_no_server() -> None:
     for words, variables in ((["--api-key", " ,"], {}), ([], {"LLAMA_API_KEY": ","})):
         done = CliRunner(env=variables).invoke(serve_command, words, standalone_mode=False)
