@@ -23,8 +23,8 @@ METHODS = ("GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "TRACE", "G\0T", "
 FIELDS = ("prompt", "messages", "max_tokens", "n_predict", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
           "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "best_of", "ignore_eos",
           "presence_penalty", "repeat_penalty", "repeat_last_n", "user", "model", "tools", "response_format",
-          "json_schema", "grammar", "logit_bias",
-          "timings_per_token", "return_progress", "cache_prompt", "content", "tokens", "with_pieces", "unknown", "\ud800", "")  # fmt: skip
+          "json_schema", "grammar", "logit_bias", "timings_per_token", "return_progress", "cache_prompt", "content",
+          "tokens", "with_pieces", "unknown", "\ud800", "")  # fmt: skip
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 2**31, 2**32 - 1, 2**63, -(2**70), 0.5, 1e308, -1e-300, float("nan"),
     float("inf"), "", "a", "\ud800", "\0", "x" * 5000, "é🙂" * 50, [], [1, 2], [[1], ["a"]],
