@@ -188,7 +188,9 @@ function busy(is) {
   $("send").hidden = is;
   $("stop").hidden = !is;
   $("said").ariaBusy = String(is);
-  state(is ? "Asking the model" : chat.messages.at(-1)?.role === "assistant" ? "The answer is complete" : "");
+  const last = chat.messages.at(-1);
+  const ended = last?.role !== "assistant" ? "" : last.note === "stopped" ? "The answer was stopped" : "The answer is complete";
+  state(is ? "Asking the model" : ended);
 }
 
 function state(text) {  // it is read aloud when it changes
