@@ -47,7 +47,8 @@ def run_cases(served: Served, numbers: Iterable[int], n_clients: int) -> Counter
 @click.option("--first", default=0, show_default=True, help="The case to begin with.")
 @click.option("--clients", default=24, show_default=True, help="Clients at a time.")
 def main(cases: int, first: int, clients: int) -> None:
-    with Served(2, ["--parallel", "8", "--queue", "16", "--timeout", "5"]) as served, ThreadPoolExecutor(1) as beside:
+    options = ["--parallel", "8", "--queue", "16", "--timeout", "5", "--log-format", "none"]
+    with Served(2, options) as served, ThreadPoolExecutor(1) as beside:
         text, stop, times_s = served.text(**PROBE), threading.Event(), list[float]()
         list(map(lambda number: run_case(served, number), range(-50, 0)))  # what is allocated once is there
         before, start_s = sizes(served), time.monotonic()

@@ -84,7 +84,7 @@ def abuse_until(port: int, end_s: float, number: int) -> int | None:
 def main(
     cases: int, first: int, at_a_time: int, alone_s: float, limit_s: float, ranks: int, words: tuple[str, ...]
 ) -> None:
-    options = ["--parallel", "4", "--queue", "256", "-c", "2048", *words]
+    options = ["--parallel", "4", "--queue", "256", "-c", "2048", "--log-format", "none", *words]
     with Served(ranks, options) as served, ExitStack() as stack:
         watched = Watched(served)
         pool = stack.enter_context(ThreadPoolExecutor(N_STREAMS + 1))
