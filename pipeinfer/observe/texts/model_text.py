@@ -28,9 +28,10 @@ def info_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"context       trained for {_or_unknown(found['n_ctx_train'])} tokens"
     yield from _vocabulary(found["vocabulary"])
     if head := found["head"]:
-        layers, missing = ", ".join(map(str, head["target_layers"])), " and ".join(head["lacks"])
+        layers, lacks = ", ".join(map(str, head["target_layers"])), head["lacks"]
+        missing = f"; {' and '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} the target's" if lacks else ""
         yield f"head          reads the inputs of layers {layers} of a target that is {head['n_embd_target']} wide"
-        yield f"guesses       {head['n_tokens']} tokens" + (f"; {missing} are the target's" if missing else "")
+        yield f"guesses       {head['n_tokens']} tokens{missing}"
     yield from _template(found)
     yield f"sliceable     {'yes' if found['sliceable'] else 'no: ' + found['reason']}"
     if found["sliceable"]:
