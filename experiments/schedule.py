@@ -22,10 +22,11 @@ class Schedule:
     n_batch_tokens: int = 4096
     muon_lr: float = 0.02
     adam_lr: float = 4e-3
+    n_warm: int = 40
 
     def lr_scale(self, step: int, progress: float) -> float:
-        """Linear warm-up over 40 steps, flat, then linear to zero over the last 45%."""
-        return min(1.0, (step + 1) / 40) * min(1.0, (1.0 - progress) / 0.45)
+        """Linear warm-up over `n_warm` steps, flat, then linear to zero over the last 45%."""
+        return min(1.0, (step + 1) / self.n_warm) * min(1.0, (1.0 - progress) / 0.45)
 
     def set_rates(self, optims: Optimisers, step: int, progress: float) -> None:
         for optim, peak in optims:

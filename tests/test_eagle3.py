@@ -14,7 +14,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 from experiments.eagle3 import check, export, measure, record, train  # noqa: E402
-from experiments.eagle3.measure import chains  # noqa: E402
+from experiments.eagle3.measure import ageing, chains  # noqa: E402
 from experiments.eagle3.net import load_head  # noqa: E402
 from experiments.eagle3.recording import read_texts, recorded, to_bfloat16  # noqa: E402
 from experiments.eagle3.target_parts import read_weights  # noqa: E402
@@ -95,6 +95,10 @@ def test_chains_end_where_a_guess_is_wrong() -> None:
     hits = np.array([[1, 0, 1], [1, 1, 0], [0, 0, 1]], np.bool_)
     tried, right = chains(hits)
     assert tried.tolist() == [3, 1, 1] and right.tolist() == [2, 1, 1]
+
+
+def test_ageing_is_what_the_simulator_takes() -> None:
+    assert ageing(0.6 * 0.8 ** np.arange(9.0)) == pytest.approx(0.8)
 
 
 def test_bfloat16_is_rounded_to_nearest() -> None:

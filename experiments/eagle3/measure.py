@@ -105,6 +105,13 @@ def by_age(found: Sequence[Found]) -> Iterator[list[str]]:
         yield row
 
 
+def ageing(shares: npt.NDArray[np.float64]) -> float:
+    """The factor an own feature, of `simulate --ageing`, that comes closest to the shares by age."""
+    factors = np.linspace(0, 1, 101)
+    modelled = shares[0] * factors[:, None] ** np.arange(len(shares))
+    return float(factors[np.square(modelled - shares).sum(-1).argmin()])
+
+
 def by_set(found: Sequence[Found], plain: Sequence[Found]) -> Iterator[list[str]]:
     for group in [*dict.fromkeys(one.group for one in found), ""]:
         some = [one for one in found if group in ("", one.group)]
@@ -132,6 +139,8 @@ def main(target: Path, texts: Path, plain: Path | None, ages: int, n_threads: in
     print(f"{saved['step']} steps, {saved['tokens']} tokens guessed at, {saved['minutes']:.1f} minutes of training\n")
     columns: tuple[str, ...] = ("age", "first guess", f"first {WIDTH}", "in a chain", f"in a chain {WIDTH} wide")
     print("\n".join(markdown_table(columns, by_age(found))), end="\n\n")
+    shares = np.concatenate([one.first for one in found], 1).mean(-1)
+    print(f"The factor for each own feature that comes closest (`simulate --ageing`): {ageing(shares):.2f}\n")
     columns = ("set", "texts", "tokens", "age 0", *["age 4"] * (ages > 4), *["plain draft"] * bool(plain), "lookup")
     print("\n".join(markdown_table(columns, by_set(found, others))))
 

@@ -18,6 +18,8 @@ from pipeinfer.models.gguf.slice import read_model_info
 N_MEASURED = 64
 """Texts whose features' sizes are measured."""
 
+SMALL = 0.1
+
 
 def feature_layers(n_layer: int) -> tuple[int, int, int]:
     """The layers whose inputs are the features where nothing else is said, as llama.cpp's converter takes them."""
@@ -52,24 +54,26 @@ def shape_of(target: Path, layers: Sequence[int] | None, n_ff: int) -> dict[str,
 
 @torch.no_grad()
 def begin_from(head: Head, weights: Mapping[str, Tensor], texts: Sequence[Text]) -> None:
-    """First weights: the target's last layer, norm and output rows; features are scaled to like size each, and the
-    last one is the fused feature."""
+    """First weights: the target's last layer, norm and output rows, features scaled to like size each. What the layer
+    adds begins small: it is for another place in the text."""
     d = head.config.n_embd
     features = np.concatenate([text.features[1:] for text in texts[:N_MEASURED]])
     values = torch.from_numpy(features.view(np.int16)).view(torch.bfloat16).float().flatten(1)
     whole = values.square().mean(-1, keepdim=True)
     head.enc_norm.weight.copy_((values.square() / whole).mean(0).rsqrt().clamp(max=100.0))
     torch.nn.init.normal_(head.fc.weight, std=0.3 * head.fc.weight.shape[1] ** -0.5)
-    head.fc.weight[:, 2 * d :] += torch.eye(d)
+    # as long as it was, and so like what the target's output rows read
+    head.fc.weight[:, 2 * d :] += torch.diag(head.enc_norm.weight[2 * d :].reciprocal())
     block = f"blk.{_n_layer(weights) - 1}."
     for name in ("q", "k", "v"):
         matrix = getattr(head, f"attn_{name}").weight
         torch.nn.init.normal_(matrix, std=0.5 * matrix.shape[1] ** -0.5)
         matrix[:, d:] += weights[f"{block}attn_{name}.weight"]
-    head.attn_output.weight.copy_(weights[f"{block}attn_output.weight"])
+    head.attn_output.weight.copy_(SMALL * weights[f"{block}attn_output.weight"])
     if head.config.n_ff == weights[f"{block}ffn_up.weight"].shape[0]:
         for name in ("ffn_gate", "ffn_up", "ffn_down", "ffn_norm"):
             getattr(head, name).weight.copy_(weights[f"{block}{name}.weight"])
+        head.ffn_down.weight.mul_(SMALL)
     head.output_norm.weight.copy_(weights["output_norm.weight"])
     rows = weights.get("output.weight", weights["token_embd.weight"])
     head.output.weight.copy_(rows[head.guessed])

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.eagle3.last_layers import LastLayers
 from experiments.eagle3.net import Head, HeadConfig, load_head, save_head
 from experiments.eagle3.recording import Text, read_texts, recorded
 from experiments.eagle3.target_parts import begin_from, read_weights, shape_of
@@ -28,27 +29,37 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 FURTHER = 0.8
 """Weight of the loss after each further own feature, as EAGLE-3's authors weigh it."""
 
+DISTANCE = 2.0
+"""Weight of the distance beside that of the cross-entropy."""
+
 SAVE_S = 120.0
 NEVER = 1_000_000_000
 
 
-def passes(directories: Sequence[Path], n_tokens: int, seed: int) -> Iterator[tuple[int, Window]]:
+def passes(directories: Sequence[Path], n_tokens: int, seed: int, last: LastLayers) -> Iterator[tuple[int, Window]]:
     """Windows of about `n_tokens`, texts of like length together, for ever; each with the number of its pass."""
-    kept: dict[Path, list[Text]] = {}
+    kept: dict[Path, list[tuple[Text, Tensor]]] = {}
     for number in range(NEVER):
         for path in (path for directory in directories for path in recorded(directory)):
             if path not in kept:
-                kept[path] = read_texts(path)
+                kept[path] = [(text, _ends_of(text, last)) for text in read_texts(path) if len(text.tokens) > 2]
         rng = random.Random(f"{seed} {number}")
-        texts = [text for some in kept.values() for text in some if len(text.tokens) > 2]
-        texts.sort(key=lambda text: len(text.tokens) + rng.uniform(0, 32))
-        groups: list[list[Text]] = [[]]
-        for text in texts:
-            if len(text.tokens) * (len(groups[-1]) + 1) > n_tokens and groups[-1]:
+        texts = [each for some in kept.values() for each in some]
+        texts.sort(key=lambda each: len(each[0].tokens) + rng.uniform(0, 32))
+        groups: list[list[tuple[Text, Tensor]]] = [[]]
+        for each in texts:
+            if len(each[0].tokens) * (len(groups[-1]) + 1) > n_tokens and groups[-1]:
                 groups.append([])
-            groups[-1].append(text)
+            groups[-1].append(each)
         rng.shuffle(groups)
-        yield from ((number, window_of(group)) for group in groups)
+        for group in groups:
+            some, ends = zip(*group, strict=True)
+            yield number, window_of(some, ends)
+
+
+def _ends_of(text: Text, last: LastLayers) -> Tensor:
+    features = torch.from_numpy(text.features[:, -1].view(np.int16)).view(torch.bfloat16)
+    return last.normed(features.float())
 
 
 def frequent_tokens(texts: Sequence[Text], n_vocab: int, n: int) -> Tensor:
@@ -62,8 +73,13 @@ def frequent_tokens(texts: Sequence[Text], n_vocab: int, n: int) -> Tensor:
 
 
 def loss_of(head: Head, window: Window, n_steps: int, place: Tensor) -> tuple[Tensor, list[float]]:
-    """Cross-entropy with the target's likeliest tokens, half of it with the first alone; and how often the first was
-    guessed after 0, 1, … own features. `place` (n_vocab,): each token's place in the head's logits, or -1."""
+    """Cross-entropy with the target's likeliest tokens, half of it with the first alone, and the distance of what the
+    output rows are multiplied by from the target's; and how often the first was guessed after 0, 1, … own features.
+
+    `place` (n_vocab,): each token's place in the head's logits, or -1. A distance says more of a token than its
+    likeliest successors do, which counts while there are few texts.
+    """
+    assert window.ends is not None
     ids, weights = place[window.taught[:, 1:]], window.weights[:, 1:]
     first = torch.zeros_like(weights)
     first[..., 0] = (weights[..., 0] > 0).float()
@@ -74,9 +90,11 @@ def loss_of(head: Head, window: Window, n_steps: int, place: Tensor) -> tuple[Te
     for step, states in enumerate(head.unroll(window.tokens, window.features, n_steps)):
         mask = is_taught.clone()
         mask[:, :step] = False
-        logits, right = head.logits(states[mask]), ids[mask]
+        normed, right, end = head.output_norm(states[mask]), ids[mask], window.ends[:, 1:][mask]
+        logits = head.output(normed)
         log_probs = logits.gather(1, right.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
-        loss = loss - FURTHER**step / scale * (weights[mask] * log_probs).sum(-1).mean()
+        distance = ((normed - end).square().sum(-1) / end.square().sum(-1)).mean()
+        loss = loss + FURTHER**step / scale * (DISTANCE * distance - (weights[mask] * log_probs).sum(-1).mean())
         hits.append(float((logits.argmax(-1) == right[:, 0]).float().mean()))
     return loss, hits
 
@@ -86,13 +104,13 @@ def loss_of(head: Head, window: Window, n_steps: int, place: Tensor) -> tuple[Te
 @click.option("--texts", type=FOLDER, required=True, multiple=True, help="Directories of recorded texts.")
 @click.option("-o", "output", type=click.Path(path_type=Path), required=True, help="The head, written now and then.")
 @click.option("--layers", type=int, nargs=3, help="Whose inputs were recorded. [default: 2, n/2 and n-3 of n]")
-@click.option("--guessed", default=4096, show_default=True, help="Tokens that the head can guess.")
+@click.option("--guessed", default=8192, show_default=True, help="Tokens that the head can guess.")
 @click.option("--ff", "n_ff", default=0, help="Feed-forward width. [default: the target's]")
 @click.option("--own", default=4, show_default=True, help="Own features in a row that it is trained on, less one.")
 @click.option("--blind", is_flag=True, help="Read no features: a plain draft of the same cost.")
 @click.option("--steps", default=2000, show_default=True)
 @click.option("--minutes", default=120.0, show_default=True, help="Of all runs together.")
-@click.option("--batch", default=3072, show_default=True, help="Tokens a step.")
+@click.option("--batch", default=1200, show_default=True, help="Tokens a step.")
 @click.option("-t", "n_threads", default=1, show_default=True, help="Threads.")
 def main(
     target: Path, texts: Sequence[Path], output: Path, layers: tuple[int, int, int] | None, guessed: int, n_ff: int,
@@ -112,11 +130,16 @@ def main(
         )
         begin_from(head, weights, known)
         del known
-    schedule = Schedule(output.stem, steps, minutes, batch, adam_lr=1e-3)
-    fit(head, schedule, texts, own if not blind else 1, output, saved)
+    schedule = Schedule(output.stem, steps, minutes, batch, adam_lr=1e-3, n_warm=10)
+    shape = shape_of(target, head.config.layers, 0)
+    last = LastLayers(weights, shape, head.config.layers[-1])
+    fit(head, schedule, texts, own if not blind else 1, output, saved, last)
 
 
-def fit(head: Head, schedule: Schedule, texts: Sequence[Path], own: int, output: Path, saved: dict[str, Any]) -> None:
+def fit(
+    head: Head, schedule: Schedule, texts: Sequence[Path], own: int, output: Path, saved: dict[str, Any],
+    last: LastLayers,
+) -> None:  # fmt: skip
     """Train in place, and write `output` every two minutes and at the end."""
     optims = optimisers(head, schedule, ("embd", "output.weight"))
     for (optim, _), state in zip(optims, saved["optims"], strict=False):
@@ -132,7 +155,7 @@ def fit(head: Head, schedule: Schedule, texts: Sequence[Path], own: int, output:
         states = [optim.state_dict() for optim, _ in optims]
         save_head(head, output, step=step, minutes=spent, tokens=n_tokens, optims=states)
 
-    for number, window in passes(texts, schedule.n_batch_tokens, seed=step):
+    for number, window in passes(texts, schedule.n_batch_tokens, step, last):
         progress = max(step / schedule.steps, (before + (time.monotonic() - began) / 60) / schedule.minutes)
         if progress >= 1:
             break

@@ -17,15 +17,17 @@ from experiments.eagle3.recording import Text
 @dataclass(frozen=True, slots=True)
 class Window:
     """Some texts, padded at their ends: tokens (B, n), features (B, n, 3, n_embd), taught ids and weights
-    (B, n, N_TAUGHT), the weights zero where nothing is taught."""
+    (B, n, N_TAUGHT), the weights zero where nothing is taught; `ends` (B, n, n_embd), what the target's output rows are
+    multiplied by, if that is known."""
 
     tokens: Tensor
     features: Tensor
     taught: Tensor
     weights: Tensor
+    ends: Tensor | None = None
 
 
-def window_of(texts: Sequence[Text]) -> Window:
+def window_of(texts: Sequence[Text], ends: Sequence[Tensor] = ()) -> Window:
     n = max(len(text.tokens) for text in texts)
 
     def padded(values: Sequence[npt.NDArray[Any]]) -> Tensor:
@@ -38,4 +40,6 @@ def window_of(texts: Sequence[Text]) -> Window:
     known = padded([np.asarray(text.taught.any(-1), np.float32) for text in texts])
     weights = padded([text.logits for text in texts]).float().exp() * known[..., None]
     features = padded([text.features.view(np.int16) for text in texts]).view(torch.bfloat16).float()
-    return Window(padded([text.tokens.astype(np.int64) for text in texts]), features, taught, weights)
+    tokens = padded([text.tokens.astype(np.int64) for text in texts])
+    whole = padded([each.numpy() for each in ends]) if ends else None
+    return Window(tokens, features, taught, weights, whole)
