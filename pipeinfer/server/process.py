@@ -104,7 +104,8 @@ async def hear_all(head: Head, control: socket.socket) -> None:
             hearing = asyncio.create_task(hear(head, socket.socket(fileno=links[0])))
         else:
             head.recover(said.decode(errors="replace"))
-            control.send(HERE)
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                control.send(HERE)
     loop.remove_reader(control)
 
 

@@ -18,6 +18,7 @@ import pytest
 from tests.long.asking import Stream, ask, random_request
 from tests.supervisor.test_serving import Service, service
 from tests.support.jobs import finish
+from tests.support.serving import size
 from tests.support.supervised import Supervised, until
 
 pytestmark = pytest.mark.long
@@ -25,6 +26,9 @@ pytestmark = pytest.mark.long
 N_SERVICES, N_ROUNDS = 4, int(os.environ.get("SUPERVISED_ROUNDS", "25"))
 N_BATCHES = 10
 N_STREAMS = 4
+GROWTH_KIB = 4096
+"""Of the supervisor, while the job is struck."""
+
 WORDS = ["serve", "--port", "0", "-t", "1", "-c", "4096", "--rank-timeout", "3"]
 MANY = ["--restarts", "100000"]
 
@@ -67,11 +71,14 @@ def test_streams_survive(seed: int) -> None:
     with service(3, WORDS, MANY) as served:
         numbers = range(40)
         texts = {number: ask(served.http, *random_request(number)) for number in numbers}
-        struck = list[str]()
+        struck, kib = list[str](), list[int]()
         for _ in range(N_ROUNDS):
             struck.append(round_of(rng, served, texts))
+            kib.append(size(served.job.process.pid)[0])
         print(f"{sum(text.count(' to ') for text in struck)} strikes, "
-              f"{served.errors.count('the job starts again')} restarts")  # fmt: skip
+              f"{served.errors.count('the job starts again')} restarts, the supervisor's KiB: {kib[:: N_ROUNDS // 5]}",
+              flush=True)  # fmt: skip
+        assert kib[-1] <= kib[N_ROUNDS // 5] + GROWTH_KIB
         served.http = httpx.Client(base_url=served.http.base_url)
 
 

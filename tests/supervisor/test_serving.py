@@ -24,7 +24,11 @@ class Service:
         self.job, self.lines = Supervised(n_ranks, words, options), list[str]()
         self._urls: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.http = httpx.Client(base_url=self._urls.get(timeout=60), timeout=60)
+        try:
+            self.http = httpx.Client(base_url=self._urls.get(timeout=180), timeout=60)
+        except queue.Empty:
+            self.job.end()
+            raise AssertionError(f"it does not listen: {self.errors}") from None
 
     def _read(self) -> None:
         assert self.job.process.stderr

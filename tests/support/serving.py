@@ -115,13 +115,15 @@ def lines_of(answer: httpx.Response) -> Iterator[str]:
 
 
 def sizes(served: Served) -> dict[int, tuple[int, int]]:
-    """Of each process of the job: resident KiB and open files."""
-    found = {}
-    for pid in descendants(served.job.pid):
-        status = Path(f"/proc/{pid}/status").read_text()
-        resident = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")), 0)
-        found[pid] = resident, len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return found
+    """Of each process of the job, as `size`."""
+    return {pid: size(pid) for pid in descendants(served.job.pid)}
+
+
+def size(pid: int) -> tuple[int, int]:
+    """(resident KiB, open files)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")), 0)
+    return resident, len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def growth(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> str:
