@@ -75,10 +75,10 @@ class Heard(Protocol):
 
 
 class Head:
-    """`n_most`: choices that are open or wait."""
+    """`n_most`: choices that are open or wait. `is_followed`: another head comes after one that is lost."""
 
-    def __init__(self, n_most: int, heard: Heard) -> None:
-        self.n_most, self.heard = n_most, heard
+    def __init__(self, n_most: int, heard: Heard, is_followed: bool = False) -> None:
+        self.n_most, self.heard, self.is_followed = n_most, heard, is_followed
         self.state = State.LOADING
         self.choices: dict[int, Choice] = {}
         self.came_s = self.tried_s = -math.inf  # when a token came last, and was asked for to see whether one does
@@ -102,13 +102,13 @@ class Head:
         """No head comes any more."""
         self.state = State.LOST
         for choice in list(self.choices.values()):
-            self._take(Ended(choice.id, ""))
+            self._note(Ended(choice.id, ""), choice)
 
     def recover(self, why: str = "") -> None:
         """The head is lost, and another one will come: what was asked waits for it."""
         if self.state is not State.RECOVERING:
             self.state, self.lost_s, self.reason = State.RECOVERING, time.monotonic(), "the job was lost"
-        self.reason, self.writer, self.tried_s = why or self.reason, None, -math.inf
+        self.reason, self.writer, self.tried_s, self.closing_s = why or self.reason, None, -math.inf, 0.0
         for choice in self.choices.values():
             choice.has_turn = False
 
@@ -119,7 +119,7 @@ class Head:
             self.heard.recovered(time.monotonic() - self.lost_s)
             for choice in list(self.choices.values()):
                 if choice.asked.n_ctx > limit:
-                    self._take(Ended(choice.id, ""))
+                    self._note(Ended(choice.id, ""), choice)
                 else:
                     self.tell(_ask(choice, choice.begin_again()))
             if self._pictures:
@@ -204,6 +204,8 @@ class Head:
     def _take(self, message: FromHead) -> None:
         if isinstance(message, Came):
             self._came(message)
+        elif isinstance(message, Ended) and not message.finish and self.is_followed:
+            pass  # launchers stop rank 0 when another rank dies: the next head goes on with what it gives up
         elif isinstance(message, (Begun, Waits, Read, Ended)):
             if choice := self.choices.get(message.id):
                 self._note(message, choice)

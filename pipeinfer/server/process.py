@@ -113,7 +113,7 @@ async def serve(given: ProcessSetup, link: socket.socket, port: socket.socket, b
     """Until the head is gone."""
     http, setup = given.http, given.setup
     metrics = Metrics(http.alias or setup.run.model.name, setup.n_ctx)
-    head = Head(setup.run.parallel + http.n_queue, metrics)
+    head = Head(setup.run.parallel + http.n_queue, metrics, is_followed=by_links)
     metrics.show(head)
     info, tokenizer = read_model_info(setup.run.model), Tokenizer(setup.run.model)
     prompting = Prompting(BodyPrompts(setup.run, info, tokenizer, setup.limit, setup.share, lambda line: None))

@@ -203,6 +203,8 @@ class Chat:
         if self.options.json:
             result = make_result(text, found, self.deployment, asked_of(self.deployment, request, self.options))
             print(json_text(result), flush=True)
+        elif self.context.flag.reason:
+            self.console.print()  # standard output may go on with the answer, in a later job
         else:
             print(flush=True)
         if found.request.finish is Finish.FAILED:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from pipeinfer.cluster.watch.attempts import own_attempt
 from pipeinfer.job.process.stop import StopFlag
 from pipeinfer.job.process.streams import exit_code, lost
 from pipeinfer.job.requests.request import GenerationRequest
@@ -32,7 +33,9 @@ class Printer:
         return self._stops.hit
 
     def finish(self) -> None:
-        """Print what was held back."""
+        """Print what was held back, unless the text may go on in a later job of a supervisor."""
+        if self.flag.reason and own_attempt():
+            return
         self._print(self._stops.push(self._stream.flush()) + self._stops.flush())
 
     def _print(self, text: str) -> None:
