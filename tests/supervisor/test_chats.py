@@ -18,7 +18,7 @@ def text() -> str:
     """Of a chat that nothing happens to."""
     done = subprocess.run(
         [*COMMAND, *WORDS], input="".join(TYPED), capture_output=True, text=True,
-        env=environment(), timeout=60,
+        env=environment(), timeout=180,
     )  # fmt: skip
     assert done.returncode == 0 and len(done.stdout) > 500, done.stderr
     return done.stdout
