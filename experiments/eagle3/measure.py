@@ -27,7 +27,9 @@ from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.texts.markdown import markdown_table
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-WIDTH = 4
+WIDTH, LEAST = 4, 100
+"""Guesses at a place; chains that must have come to a depth for its share."""
+
 Hits = npt.NDArray[np.bool_]
 
 
@@ -101,7 +103,8 @@ def by_age(found: Sequence[Found]) -> Iterator[list[str]]:
     wide_tried, wide = (np.sum(each, axis=0) for each in zip(*(chains(one.among) for one in found), strict=True))
     for age in range(len(tried)):
         row = [str(age), share(one.first[age] for one in found), share(one.among[age] for one in found)]
-        row += [f"{right[age] / max(tried[age], 1):.3f}", f"{wide[age] / max(wide_tried[age], 1):.3f}"]
+        for n, n_right in ((tried[age], right[age]), (wide_tried[age], wide[age])):
+            row.append(f"{n_right / n:.3f}" if n >= LEAST else "-")
         yield row
 
 
