@@ -82,11 +82,6 @@ class SamplingParams:
         return self if self.seed >= 0 else replace(self, seed=secrets.randbits(32))
 
     @property
-    def needs_history(self) -> bool:
-        """Whether a choice depends on earlier tokens."""
-        return bool(self.looks_back or self.grammar)
-
-    @property
     def looks_back(self) -> int:
         """How many of the newest tokens the penalties use."""
         off = self.repeat_penalty == 1.0 and self.frequency_penalty == 0.0 and self.presence_penalty == 0.0

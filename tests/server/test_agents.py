@@ -32,10 +32,13 @@ TURNS: list[list[dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    template = Path(tmp_path_factory.mktemp("template")) / "tools.jinja"
-    template.write_text(TEMPLATE)
-    with Served(2, ["--chat-template-file", str(template), "-c", "8192", "--parallel", "4"]) as found:
+    with Served(2, words(tmp_path_factory.mktemp("template"))) as found:
         yield found
+
+
+def words(folder: Path) -> list[str]:
+    (folder / "tools.jinja").write_text(TEMPLATE)
+    return ["--chat-template-file", str(folder / "tools.jinja"), "-c", "8192", "--parallel", "4"]
 
 
 def body(n_turns: int, **more: Any) -> dict[str, Any]:
@@ -73,6 +76,18 @@ def test_turns_come_from_the_cache_and_streams_are_the_same(served: Served) -> N
         assert processed == sorted(set(processed)) and (n_turns > 1 or len(processed) > 3)
         n_before = usage["prompt_tokens"]
     assert n_before > 600
+
+
+def test_a_grammar_begins_with_the_cache_of_turns_that_had_none(served: Served, tmp_path: Path) -> None:
+    free = body(2, tool_choice="none", seed=5)
+    n_before = served.http.post(CHATS, json=free).json()["usage"]["prompt_tokens"]
+    held = body(3, seed=6, frequency_penalty=0.5)
+    found = served.http.post(CHATS, json=held).json()
+    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.9 * n_before - 64
+    with Served(1, words(tmp_path)) as other:
+        anew = other.http.post(CHATS, json=held).json()
+    calls = [each["choices"][0]["message"]["tool_calls"][0]["function"] for each in (found, anew)]
+    assert calls[0] == calls[1]
 
 
 def test_others_go_on_while_a_prompt_is_read_and_who_leaves_frees_its_place(served: Served) -> None:

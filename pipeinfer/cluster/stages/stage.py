@@ -73,7 +73,8 @@ class StageWorker:
         self.stats = StageStats()
         self._opened: dict[int, Opening] = {}
         self._constraints: dict[int, Constraint] = {}
-        self._history: TokenHistory | None = None  # kept only once a request looks back
+        # also of requests that do not look back: a later one that does may begin with their cells
+        self._history = TokenHistory() if model.is_last else None
 
     @property
     def n_features(self) -> int:
@@ -149,8 +150,6 @@ class StageWorker:
         opens = transaction.opens
         self._opened.update(opens)
         self.model.apply([op for op in ops if op.kind is not OpKind.CLOSE])
-        if self.model.is_last and any(new.sampling.needs_history for new in opens.values()):
-            self._history = self._history or TokenHistory()
         if self.model.is_last and self.constrain:
             grammars = {id: new.sampling.grammar for id, new in opens.items() if new.sampling.grammar}
             self._constraints.update({id: self.constrain(text) for id, text in grammars.items()})

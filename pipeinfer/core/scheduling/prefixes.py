@@ -90,8 +90,6 @@ class Prefixes:
 
     def _n_usable(self, source: Request, request: Request, n_there: int) -> int:
         """How many of the request's tokens need not be evaluated; its root, the last one, always is."""
-        if request.sampling.needs_history and not source.sampling.needs_history:
-            return 0  # the last stage has no history of the source
         n = min(common(source.tokens, request.tokens), n_there, len(request.tokens) - 1)
         return _n_alike(source.spans or (), request.spans or (), n) if self._target.blocks else n
 
