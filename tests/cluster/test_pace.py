@@ -18,7 +18,7 @@ from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.deployment import pace_profile
+from pipeinfer.job.placement.pace_profile import pace_profile
 from pipeinfer.job.session.session import missed_pace
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer

@@ -17,10 +17,10 @@ from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import Node
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.gguf.heads import fit, read_draft
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
-from pipeinfer.models.head_drafter import HeadDrafter
-from pipeinfer.models.llama.head import LlamaHead
+from pipeinfer.models.heads.head_drafter import HeadDrafter
+from pipeinfer.models.heads.header import fit, read_draft
+from pipeinfer.models.heads.llama_head import LlamaHead
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics

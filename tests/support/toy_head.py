@@ -11,7 +11,7 @@ from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.tree import Node
-from pipeinfer.models.head_drafter import HeadDrafter
+from pipeinfer.models.heads.head_drafter import HeadDrafter
 from tests.support.toy import N_EMBD, N_VOCAB, OracleDrafter, Reference, mix, path_to, toy_features
 
 READ = (0, 2, 3)

@@ -13,8 +13,8 @@ from pipeinfer.job.placement.deployment import cells_for, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
 from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.models.gguf.header import Header, Value
-from pipeinfer.models.gguf.heads import EAGLE3, read_draft
 from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, read_model_info, read_parts
+from pipeinfer.models.heads.header import EAGLE3, read_draft
 from pipeinfer.models.text.chat_template import named_templates, template_of
 from pipeinfer.models.text.vocabulary_info import read_vocabulary_info
 

@@ -7,8 +7,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.placement.memory import check_alone
 from pipeinfer.job.requests.request import check_trained
 from pipeinfer.models.agreement import TEXTS, acceptance
-from pipeinfer.models.gguf.heads import read_draft
 from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.heads.header import read_draft
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.vocabularies import find_translation, vocabulary_differences
 

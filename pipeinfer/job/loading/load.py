@@ -24,11 +24,11 @@ from pipeinfer.job.placement.gpus import rank_devices
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.job.process.complain import complain
 from pipeinfer.models.drafter import ModelDrafter
-from pipeinfer.models.gguf.heads import fit, read_draft
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
-from pipeinfer.models.head_drafter import HeadDrafter
-from pipeinfer.models.llama.head import LlamaHead
+from pipeinfer.models.heads.head_drafter import HeadDrafter
+from pipeinfer.models.heads.header import fit, read_draft
+from pipeinfer.models.heads.llama_head import LlamaHead
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.text.grammar import Grammars
 from pipeinfer.models.text.vocabulary_file import VocabularyFile

@@ -9,8 +9,8 @@ from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions, backend_of, device_of, gpu_layers_asked
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.heads.llama_head import LlamaHead
 from pipeinfer.models.llama.build import describe_build
-from pipeinfer.models.llama.head import LlamaHead
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.torch.library import load_torch, torch_version

@@ -33,13 +33,13 @@ from pipeinfer.job.placement.exactness import in_blocks, repacked_alike
 from pipeinfer.job.placement.heads import check_features, check_head, head_of
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
+from pipeinfer.job.placement.pace_profile import pace_profile
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.head import Head
-from pipeinfer.models.gguf.heads import fit, read_draft
 from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.heads.header import fit, read_draft
 from pipeinfer.models.text.vocabularies import Translation
 from pipeinfer.models.torch.hyperparameters import check_known
-from pipeinfer.virtual.profile import load_profile
 
 MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
 NOT_REPACKED = (
@@ -339,15 +339,3 @@ def samplers_of(options: RunOptions, plan: Plan, hosts: Sequence[Host], threads:
     if options.samplers is not None:
         return options.samplers
     return int(gpu_layers(options, rank) != 0 or spare_cores(hosts, plan.computing, threads, rank) > 0)
-
-
-def pace_profile(spec: str, n_ranks: int, n_drafts: int, draft_split: Sequence[int] = ()) -> Profile:
-    """The profile that `--pace NAME` or `--pace NAME:PAIR` gives `n_ranks` ranks. Raises UserError when none fits."""
-    if max(draft_split, default=1) > 1:
-        shown = ",".join(map(str, draft_split))
-        raise UserError(f"--pace {spec}: a profile has each draft on 1 rank, --draft-split is {shown}; leave that out")
-    name, _, pair = spec.partition(":")
-    profile = load_profile(name).lay_out(n_ranks, pair, n_drafts > 0)
-    if len(profile.drafts) != n_drafts:
-        raise UserError(f"--pace {spec} has {len(profile.drafts)} drafts, here are {n_drafts}; give -md as often")
-    return profile

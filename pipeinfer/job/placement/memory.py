@@ -21,7 +21,7 @@ from pipeinfer.job.placement.torch_memory import torch_memory
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
-from pipeinfer.models.head_drafter import N_KEPT
+from pipeinfer.models.heads.head_drafter import N_KEPT
 from pipeinfer.models.llama.buffers import buffer_bytes
 from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.llama.prefill import N_SEQ, STATE_CELLS

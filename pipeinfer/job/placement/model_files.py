@@ -8,9 +8,9 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.complain import complain
-from pipeinfer.models.gguf.heads import fit, read_draft
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.vocabulary import vocabulary_digest
+from pipeinfer.models.heads.header import fit, read_draft
 from pipeinfer.models.hub_names import name_of
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.vocabularies import Translation, find_translation

@@ -18,8 +18,8 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, deploy
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.heads import read_draft
 from pipeinfer.models.gguf.slice import read_model_info
+from pipeinfer.models.heads.header import read_draft
 from pipeinfer.observe.texts.model_text import info_lines
 from pipeinfer.policies import PipeInfer
 from tests.job.run.test_run import PROMPT
