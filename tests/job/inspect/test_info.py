@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeinfer import __version__
-from pipeinfer.job.inspect import info
+from pipeinfer.cluster.hosts import mpi_library
 from pipeinfer.job.inspect.info import by_host
 from pipeinfer.models.llama.devices import llama_devices
 from pipeinfer.models.llama.eval_callback import compiled
@@ -61,12 +61,12 @@ def test_hosts_in_the_order_of_their_first_ranks() -> None:
 
 
 def test_an_mpi_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "PROBE", "raise ImportError('libmpi.so: cannot open shared object file')")
-    found = info.describe_mpi()
+    monkeypatch.setattr(mpi_library, "PROBE", "raise ImportError('libmpi.so: cannot open shared object file')")
+    found = mpi_library.describe_mpi()
     assert found["library"] is None and "libmpi.so: cannot open shared object file" in found["error"]
-    monkeypatch.setattr(info, "PROBE", "import time; time.sleep(9)")
-    monkeypatch.setattr(info, "PROBE_TIMEOUT_S", 0.3)
-    assert "does not answer" in info.describe_mpi()["error"]
+    monkeypatch.setattr(mpi_library, "PROBE", "import time; time.sleep(9)")
+    monkeypatch.setattr(mpi_library, "PROBE_TIMEOUT_S", 0.3)
+    assert "does not answer" in mpi_library.describe_mpi()["error"]
 
 
 def test_devices_of_libllama() -> None:
