@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,11 +70,13 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait_for_one_that_is_late(step: str, tmp_
 def test_a_ranks_death_is_heard_by_those_who_wait(
     step: str, number: signal.Signals, victim: int, tmp_path: Path
 ) -> None:
-    """`all_gather` comes before the ranks have joined the watch."""
+    """`all_gather` comes before the ranks have joined the watch. A rank takes a while to end, so that another one, which
+    the launcher kills by the same signal, may have ended before it."""
     job, pids = start(step, 2, tmp_path)
     os.kill(pids[victim], number)
     since_s = time.monotonic()
     _, errors = job.communicate(timeout=LATE_S)
     assert time.monotonic() - since_s < 3 and job.returncode
     (line,) = complaints(errors)
-    assert f"rank {victim} (host" in line and f"died of {number.name}; ending the job" in line
+    named = r"rank \d" if (step, number) == ("all_gather", signal.SIGKILL) else f"rank {victim}"
+    assert re.search(rf"{named} \(host .*died of {number.name}; ending the job", line), errors
