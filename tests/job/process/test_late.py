@@ -70,8 +70,8 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait_for_one_that_is_late(step: str, tmp_
 def test_a_ranks_death_is_heard_by_those_who_wait(
     step: str, number: signal.Signals, victim: int, tmp_path: Path
 ) -> None:
-    """`all_gather` comes before the ranks have joined the watch. A rank takes a while to end, so that another one, which
-    the launcher kills by the same signal, may have ended before it."""
+    """`all_gather` comes before the ranks have joined the watch. A rank takes a while to end: another one, which the
+    launcher kills by the same signal, may have ended before it."""
     job, pids = start(step, 2, tmp_path)
     os.kill(pids[victim], number)
     since_s = time.monotonic()
