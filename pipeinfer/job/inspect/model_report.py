@@ -13,8 +13,8 @@ from pipeinfer.job.placement.deployment import cells_for, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
 from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.models.gguf.header import Header, Value
-from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, read_model_info, read_parts
-from pipeinfer.models.heads.header import EAGLE3, read_draft
+from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, model_of, read_parts
+from pipeinfer.models.heads.header import describe_head, is_head
 from pipeinfer.models.text.chat_template import named_templates, template_of
 from pipeinfer.models.text.vocabulary_info import read_vocabulary_info
 
@@ -27,18 +27,18 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
     A file that cannot be cut into stages is told so, with the reason; of it less is known. Raises UserError for what is
     no GGUF file, or a damaged one, or a part of a model.
     """
-    header = read_parts(path)[0]
-    metadata = header.metadata
+    headers = read_parts(path)
+    header, metadata = headers[0], headers[0].metadata
     check_is_model(path, metadata)
     try:
-        info, reason = read_model_info(path), ""
+        info, reason = model_of(headers), ""
     except UserError as error:
         info, reason = None, str(error)
     return {
         "path": str(path),
         **(_of_model(info) if info else _of_header(header)),
         "vocabulary": _vocabulary(path, metadata),
-        "head": _head(path, header),
+        "head": _head(header),
         "template": template_of(metadata),
         "named_templates": named_templates(metadata),
         "sliceable": info is not None,
@@ -79,12 +79,10 @@ def _of_header(header: Header) -> dict[str, Any]:
     }
 
 
-def _head(path: Path, header: Header) -> dict[str, Any] | None:
+def _head(header: Header) -> dict[str, Any] | None:
     """Of a draft that reads its target's states; None for others, and for a damaged one."""
-    if _value(header.metadata, "general.architecture") != EAGLE3:
-        return None
     try:
-        head = read_draft(path).head
+        head = describe_head(header).head if is_head(header) else None
     except UserError:
         return None
     return asdict(head) if head else None

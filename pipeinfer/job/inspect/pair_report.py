@@ -21,9 +21,9 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
 
     Raises UserError for files that are no models, a draft that keeps states, and a text that is empty or too long.
     """
-    info = read_draft(draft)
-    info.check_rewinds("it cannot be a draft: take another one")
-    if info.head:
+    drafting = read_draft(draft)
+    drafting.check_rewinds("it cannot be a draft: take another one")
+    if drafting.head:
         raise UserError(f"{draft} is a head, which guesses from what the target computes: run a text with -md, and see "
                         "how many guesses were right")  # fmt: skip
     vocabularies = Tokenizer(target), Tokenizer(draft)
@@ -44,7 +44,7 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
     if n_predict and not why:
         if not prompts:
             raise UserError("the text has no tokens; give some text with -p or -f")
-        infos = [read_model_info(path) for path in (target, draft)]
+        infos = read_model_info(target), drafting
         n_prompt = max(map(len, prompts))
         check_trained(infos[0], n_prompt, n_predict)
         n_cells = n_prompt + n_predict

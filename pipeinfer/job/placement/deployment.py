@@ -35,7 +35,7 @@ from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layer
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.job.placement.pace_profile import pace_profile
 from pipeinfer.models.gguf.contents import FileState
-from pipeinfer.models.gguf.head import Head
+from pipeinfer.models.gguf.head import Head, layers_read
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.heads.header import fit, read_draft
 from pipeinfer.models.text.vocabularies import Translation
@@ -124,7 +124,7 @@ class Deployment:
     @property
     def layers_read(self) -> tuple[int, ...]:
         """Layers of the target whose outputs the draft reads, ascending."""
-        return next((draft.head.layers_read for draft in self.drafts if draft.head), ())
+        return layers_read(draft.head for draft in self.drafts)
 
     def largest_input(self, rank: int) -> tuple[int, int]:
         """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""

@@ -19,6 +19,7 @@ from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.options import RunOptions, backend_of, gpu_layers_asked
 from pipeinfer.job.placement.torch_memory import torch_memory
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
+from pipeinfer.models.gguf.head import layers_read
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.heads.head_drafter import N_KEPT
@@ -166,7 +167,7 @@ class MemoryNeeds:
     @property
     def layers_read(self) -> tuple[int, ...]:
         """Of the target, by a draft."""
-        return next((draft.head.layers_read for draft in self.drafts if draft.head), ())
+        return layers_read(draft.head for draft in self.drafts)
 
     @property
     def _n_outputs(self) -> int:

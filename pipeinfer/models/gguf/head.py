@@ -1,5 +1,6 @@
 """What a draft that reads a target's residual stream wants of it. Opens no file."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -27,3 +28,8 @@ class Head:
     def order(self) -> tuple[int, ...]:
         """Where among `layers_read` each of `target_layers` is."""
         return tuple(self.layers_read.index(layer - 1) for layer in self.target_layers)
+
+
+def layers_read(heads: Iterable[Head | None]) -> tuple[int, ...]:
+    """By the one head among drafts, whose others are None."""
+    return next((head.layers_read for head in heads if head), ())

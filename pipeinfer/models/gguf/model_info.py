@@ -109,9 +109,12 @@ def check_is_model(path: Path, metadata: dict[str, Value]) -> None:
 
 def read_model_info(path: str | Path) -> ModelInfo:
     """Read the header of a model, all parts of a split one; UserError when it cannot be used, with the way out."""
-    path = Path(path)
-    headers = read_parts(path)
-    metadata = headers[0].metadata
+    return model_of(read_parts(Path(path)))
+
+
+def model_of(headers: Sequence[Header]) -> ModelInfo:
+    """The same of headers that were read."""
+    path, metadata = headers[0].path, headers[0].metadata
     check_is_model(path, metadata)
     architecture = _text(metadata, "general.architecture", "")
     if architecture not in ARCHITECTURES:

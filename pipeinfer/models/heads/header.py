@@ -15,7 +15,7 @@ from pipeinfer.models.gguf.architecture import Architecture
 from pipeinfer.models.gguf.head import Head
 from pipeinfer.models.gguf.header import Header, Tensor, Value
 from pipeinfer.models.gguf.layers import Layers
-from pipeinfer.models.gguf.model_info import ModelInfo, describe, read_model_info, read_parts, whole_number
+from pipeinfer.models.gguf.model_info import ModelInfo, describe, model_of, read_parts, whole_number
 from pipeinfer.models.gguf.writer import tensor_data
 
 EAGLE3 = "eagle3"
@@ -27,10 +27,18 @@ KNOWN = Architecture(layer_node="eagle3_prenorm")
 
 def read_draft(path: Path) -> ModelInfo:
     """The header of a draft, a model or a head. Raises UserError when it cannot be used, with the way out."""
-    header = read_parts(path)[0]
-    if _architecture(header) != EAGLE3:
-        return read_model_info(path)
-    metadata = header.metadata
+    headers = read_parts(path)
+    return describe_head(headers[0]) if is_head(headers[0]) else model_of(headers)
+
+
+def is_head(header: Header) -> bool:
+    value = header.metadata.get("general.architecture")
+    return value is not None and value.value == EAGLE3
+
+
+def describe_head(header: Header) -> ModelInfo:
+    """Raises UserError for a damaged one."""
+    path, metadata = header.path, header.metadata
     n_embd = whole_number(path, metadata, f"{EAGLE3}.target_hidden_size", 1, 1 << 20)
     whole_number(path, metadata, f"{EAGLE3}.block_count", 1, 1)
     layers = Layers(EAGLE3, KNOWN, metadata, 1)
@@ -41,11 +49,6 @@ def read_draft(path: Path) -> ModelInfo:
     head = Head(_target_layers(path, metadata), n_embd, own.shape[0] if own else layers.n_vocab, lacks)
     _check_tables(model, own)
     return replace(model, head=head)
-
-
-def _architecture(header: Header) -> object:
-    value = header.metadata.get("general.architecture")
-    return value and value.value
 
 
 def _target_layers(path: Path, metadata: dict[str, Value]) -> tuple[int, ...]:
