@@ -1,6 +1,6 @@
 """A small llama-architecture transformer in torch, and its GGUF export.
 
-Knows tensors and GGUF names; knows no corpus, no schedule. Only `train_demo` uses it, so torch stays an extra.
+Knows tensors and GGUF names; knows no corpus, no schedule. Only scripts that train use it, so torch stays an extra.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import gguf
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from experiments.gguf_file import add_shape, add_weight, finish
 
 ROPE_BASE = 10_000.0
 NORM_EPS = 1e-5
@@ -129,28 +131,14 @@ def export_gguf(net: Net, path: Path, name: str, add_tokenizer: object) -> None:
     writer.add_name(name)
     writer.add_license("PSF-2.0")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_vocab_size(config.n_vocab)
-    writer.add_context_length(config.n_ctx_train)
-    writer.add_embedding_length(config.n_embd)
-    writer.add_block_count(config.n_layer)
-    writer.add_feed_forward_length(config.n_ff)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(ROPE_BASE)
-    writer.add_head_count(config.n_head)
-    writer.add_head_count_kv(config.n_head_kv)
-    writer.add_layer_norm_rms_eps(NORM_EPS)
+    add_shape(
+        writer, n_vocab=config.n_vocab, n_ctx=config.n_ctx_train, n_embd=config.n_embd, n_layer=config.n_layer,
+        n_ff=config.n_ff, n_head=config.n_head, n_head_kv=config.n_head_kv, rope_base=ROPE_BASE, norm_eps=NORM_EPS,
+    )  # fmt: skip
     add_tokenizer(writer)  # type: ignore[operator]
     for tensor, weight in net.export_weights().items():
-        data = weight.numpy()
-        if data.ndim == 2:
-            q8_0 = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(tensor, gguf.quants.quantize(data, q8_0), raw_dtype=q8_0)
-        else:
-            writer.add_tensor(tensor, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        add_weight(writer, tensor, weight.numpy(), "Q8_0")
+    finish(writer)
 
 
 def save_net(net: Net, path: Path) -> None:

@@ -16,9 +16,10 @@ torch = pytest.importorskip("torch")
 from experiments.eagle3 import check, export, measure, record, train  # noqa: E402
 from experiments.eagle3.measure import ageing, chains  # noqa: E402
 from experiments.eagle3.net import load_head  # noqa: E402
-from experiments.eagle3.recording import read_texts, recorded, to_bfloat16  # noqa: E402
+from experiments.eagle3.recording import read_texts, recorded  # noqa: E402
 from experiments.eagle3.target_parts import read_weights  # noqa: E402
 from experiments.eagle3.window import window_of  # noqa: E402
+from pipeinfer.cluster.messages.activations import rounded  # noqa: E402
 from pipeinfer.models.demo import TARGET  # noqa: E402
 
 
@@ -103,4 +104,4 @@ def test_ageing_is_what_the_simulator_takes() -> None:
 
 def test_bfloat16_is_rounded_to_nearest() -> None:
     values = np.array([1.0, -2.5, 1.00390625, 1.01171875, 3e38], np.float32)
-    assert (to_bfloat16(values).view(np.int16) == torch.from_numpy(values).bfloat16().view(torch.int16).numpy()).all()
+    assert (rounded(values).view(np.int16) == torch.from_numpy(values).bfloat16().view(torch.int16).numpy()).all()

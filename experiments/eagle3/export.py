@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments.eagle3.net import Head, load_head
 from experiments.eagle3.target_parts import read_weights
+from experiments.gguf_file import add_shape, add_weight, finish
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "F32")
@@ -27,16 +28,10 @@ def export_head(head: Head, target: Path, path: Path, matrices: str, rows: str, 
     writer = gguf.GGUFWriter(path, "eagle3")
     _copy_vocabulary(target, writer)
     writer.add_name(f"EAGLE-3 head for {target.stem}")
-    writer.add_vocab_size(len(head.token_embd))
-    writer.add_context_length(8192)
-    writer.add_embedding_length(c.n_embd)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(c.n_ff)
-    writer.add_head_count(c.n_head)
-    writer.add_head_count_kv(c.n_head_kv)
-    writer.add_rope_dimension_count(c.head_dim)
-    writer.add_rope_freq_base(c.rope_base)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
+    add_shape(
+        writer, n_vocab=len(head.token_embd), n_ctx=8192, n_embd=c.n_embd, n_layer=1, n_ff=c.n_ff, n_head=c.n_head,
+        n_head_kv=c.n_head_kv, rope_base=c.rope_base, norm_eps=c.norm_eps,
+    )  # fmt: skip
     writer.add_array("eagle3.target_layers", list(c.layers))
     writer.add_uint32("eagle3.target_hidden_size", c.n_embd)
     writer.add_bool("eagle3.norm_before_residual", False)
@@ -44,22 +39,11 @@ def export_head(head: Head, target: Path, path: Path, matrices: str, rows: str, 
     for name, weight in head.named_parameters():
         part = name.removesuffix(".weight")
         tensor = f"{NAMES.get(part) or f'blk.0.{part}'}.weight"
-        _add(writer, tensor, weight.detach().numpy(), rows if part == "output" else matrices)
+        add_weight(writer, tensor, weight.detach().numpy(), rows if part == "output" else matrices)
     if vectors:
-        _add(writer, "token_embd.weight", head.token_embd.numpy(), "Q8_0")
+        add_weight(writer, "token_embd.weight", head.token_embd.numpy(), "Q8_0")
     writer.add_tensor("d2t", head.guessed.numpy().astype(np.int64))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, type_name: str) -> None:
-    kind = gguf.GGMLQuantizationType[type_name]
-    if values.ndim < 2 or kind == gguf.GGMLQuantizationType.F32:
-        writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
-    else:
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    finish(writer)
 
 
 def _copy_vocabulary(target: Path, writer: gguf.GGUFWriter) -> None:

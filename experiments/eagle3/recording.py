@@ -37,12 +37,6 @@ class Text:
     logits: npt.NDArray[np.float16]
 
 
-def to_bfloat16(values: npt.NDArray[np.float32]) -> Words:
-    """Rounded to nearest, ties to even; no value may be infinite or NaN."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
 def write_texts(path: Path, texts: Sequence[Text]) -> None:
     """One file, whole or not at all."""
     part = path.with_suffix(".part")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.eagle3.recording import Words, to_bfloat16
+from experiments.eagle3.recording import Words
+from pipeinfer.cluster.messages.activations import rounded
 from pipeinfer.core.interfaces import Batch, FloatArray
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
@@ -53,7 +54,7 @@ class StageTarget:
         for stage in self._stages[:-1]:
             batch.hidden = stage.evaluate(batch, lambda: False)
             assert batch.hidden is not None
-            features.append(to_bfloat16(batch.hidden))
+            features.append(rounded(batch.hidden))
         logits = self._stages[-1].evaluate(batch, lambda: False)
         assert logits is not None
         return np.stack(features, 1), logits

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.demo_net import rope_tables, rotate
-from experiments.eagle3.recording import Words, to_bfloat16
+from experiments.eagle3.recording import Words
 from experiments.eagle3.target_parts import read_weights, shape_of
+from pipeinfer.cluster.messages.activations import rounded
 from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.models.gguf.slice import read_model_info
 
@@ -56,7 +57,7 @@ class TorchTarget:
                 torch.tensor([tokens[row] for row in rows]), torch.tensor([positions[row] for row in rows]),
                 torch.tensor([seqs[row] for row in rows]),
             )  # fmt: skip
-            features[rows] = to_bfloat16(found.numpy())
+            features[rows] = rounded(found.numpy())
         head = self.weights.get("output.weight", self.weights["token_embd.weight"])
         return features, F.linear(self._norm(last[torch.tensor(wanted)], "output_norm"), head).numpy()
 

@@ -101,7 +101,7 @@ class Driver:
             llama_cpp.llama_model_free(model)
 
     def _encode(self, rows: Rows) -> Rows:
-        rows = read_activations(np.frombuffer(rounded(rows), np.uint8), rows.shape[1], WireType.BF16)
+        rows = read_activations(rounded(rows).view(np.uint8).reshape(-1), rows.shape[1], WireType.BF16)
         batch = _batch(len(rows), rows.shape[1])
         end = llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(self.head), 0) + 1
         for row in range(len(rows)):

@@ -46,17 +46,17 @@ def write_activations(values: FloatArray, buffer: Buffer, wire_type: WireType) -
     if wire_type is WireType.F32:
         buffer.view(np.float32)[:] = values.reshape(-1)
     else:
-        buffer.view(np.uint16)[:] = _rounded(np.ascontiguousarray(values).reshape(-1))
+        buffer.view(np.uint16)[:] = _rounded(values).reshape(-1)
 
 
-def rounded(values: FloatArray) -> bytes:
-    """Values of any shape in bf16."""
-    return _rounded(np.ascontiguousarray(values).reshape(-1)).astype(np.uint16).tobytes()
+def rounded(values: FloatArray) -> npt.NDArray[np.uint16]:
+    """The bits of the nearest bf16, in the same shape."""
+    return _rounded(values).astype(np.uint16)
 
 
 def _rounded(values: FloatArray) -> npt.NDArray[np.uint32]:
     """The nearest bf16, ties to even, in the lower half; NaN stays NaN."""
-    bits = values.view(np.uint32)
+    bits = np.ascontiguousarray(values).view(np.uint32)
     upper = bits >> np.uint32(16)
     nearest = (bits + (np.uint32(0x7FFF) + (upper & np.uint32(1)))) >> np.uint32(16)
     is_nan = np.isnan(values)

@@ -33,18 +33,17 @@ def verdict_bytes(n_rows: int, n_guesses: int = 0, n_scored: int = 0, n_features
 
 
 def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
-    features = b""
+    features, n_features = b"", 0
     if isinstance(verdict, Verdict):
         numbers: Sequence[int] = verdict.tokens
         guesses = []
         if verdict.features is not None:
-            features = rounded(verdict.features)
+            features, n_features = rounded(verdict.features).tobytes(), verdict.features.shape[1]
     else:
         numbers = list(map(len, verdict.guesses))
         guesses = [(guess.token, guess.probability) for of_row in verdict.guesses for guess in of_row]
     scored = {row: (token.logprob, token.top) for row, token in enumerate(numbers) if isinstance(token, ScoredToken)}
     scores = pickle.dumps(scored, protocol=3) if scored else b""
-    n_features = len(features) // (WireType.BF16.n_bytes * len(numbers)) if features else 0
     n_more = len(guesses) or len(scores)
     header = verdict.run_id, verdict.cancelled, n_features, microseconds(verdict.slowest_s), len(numbers), n_more
     return joined(packed(VERDICT, header), packed(INT, numbers), packed(GUESS, guesses), features, scores)

@@ -38,7 +38,6 @@ N_EXTRA_MAX, N_OPENS_MAX = 8192, 256  # limits of a transaction, far above what 
 N_TEXT_MAX = 1 << 20
 """Limit of `wire.text_bytes` of all open requests together."""
 
-
 N_UNDER_WAY = 2
 """Runs that an AsyncStage may have begun: while it computes one, the next is prepared."""
 

@@ -236,15 +236,15 @@ class StageWorker:
         return self.pruned.is_cancelled(run_id)
 
     def _questions(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[Question]:
+        assert self._history, "only the last stage answers"
         questions = []
         for index, (row, owners) in enumerate(zip(transaction.sent_rows, seqs, strict=True)):
             if row.dropped:
                 continue
-            if self._history:
-                self._history.add(owners, row.token)
+            self._history.add(owners, row.token)
             if row.n_wanted:
                 params, position = self._opened[row.request].sampling, row.position + 1
-                history = self._history.last(row.seq, position, params.looks_back) if self._history else ()
+                history = self._history.last(row.seq, position, params.looks_back)
                 allowed = self._allowed(row) if row.request in self._constraints else None
                 questions.append(Question(index, params, position, history, row.n_wanted, allowed))
         return questions
