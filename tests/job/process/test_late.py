@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ N_RANKS, N_TICKS = 3, os.sysconf("SC_CLK_TCK")
 SOON_S = 1.0
 ORDERLY_S = 1.2  # more, once there is a text to be kept
 BUSY_SHARE = 0.3
+N_TRIES = 4
 STEPS = ["all_gather", "broadcast", "clock_offset_s", "finalize"]
 
 
@@ -70,13 +70,21 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait_for_one_that_is_late(step: str, tmp_
 def test_a_ranks_death_is_heard_by_those_who_wait(
     step: str, number: signal.Signals, victim: int, tmp_path: Path
 ) -> None:
-    """`all_gather` comes before the ranks have joined the watch. A rank takes a while to end: another one, which the
-    launcher kills by the same signal, may have ended before it."""
-    job, pids = start(step, 2, tmp_path)
+    """`all_gather` comes before the ranks have joined the watch. Another rank, which the launcher kills by the same
+    signal, may have ended before the victim on a busy host: one of a few jobs has to name the victim."""
+    tries = N_TRIES if (step, number) == ("all_gather", signal.SIGKILL) else 1
+    lines = [line_of_death(step, number, victim, tmp_path / str(attempt)) for attempt in range(tries)]
+    assert any(f"rank {victim} (host" in line for line in lines), lines
+
+
+def line_of_death(step: str, number: signal.Signals, victim: int, folder: Path) -> str:
+    """What a job says whose rank is killed by this signal."""
+    folder.mkdir()
+    job, pids = start(step, 2, folder)
     os.kill(pids[victim], number)
     since_s = time.monotonic()
     _, errors = job.communicate(timeout=LATE_S)
     assert time.monotonic() - since_s < 3 and job.returncode
     (line,) = complaints(errors)
-    named = r"rank \d" if (step, number) == ("all_gather", signal.SIGKILL) else f"rank {victim}"
-    assert re.search(rf"{named} \(host .*died of {number.name}; ending the job", line), errors
+    assert f"died of {number.name}; ending the job" in line
+    return line
