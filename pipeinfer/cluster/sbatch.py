@@ -10,7 +10,6 @@ from pipeinfer.errors import UserError
 
 TIMEOUT_S = 60.0
 
-
 ENDED = frozenset({
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY",
 })  # fmt: skip

@@ -2,15 +2,11 @@
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import POSITION_END
 from pipeinfer.core.tree import Node, State
-
-if TYPE_CHECKING:
-    pass
 
 NO_ROWS: Set[int] = frozenset()
 

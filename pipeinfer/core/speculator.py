@@ -47,6 +47,7 @@ class Speculator:
     ) -> None:  # fmt: skip
         self.drafter = None if isinstance(drafter, Level) else drafter
         self.remote = drafter if isinstance(drafter, Level) else None
+        self._reader = drafter if isinstance(drafter, FeatureDrafter) else None  # asking a Protocol takes a while
         self.drafts, self.n_drafts = tuple(drafts), (drafter is not None) + len(drafts)
         self._levels = [*([(0, self.remote)] if self.remote else []), *enumerate(self.drafts, start=1)]
         self.clock, self._active, self._grown, self._in_flight = clock, active, grown, in_flight
@@ -85,9 +86,9 @@ class Speculator:
 
     def read(self, part: RequestSlice, features: FloatArray) -> None:
         """The target has evaluated this of a run. `features`: (n_rows, n) of the run's rows."""
-        if isinstance(self.drafter, FeatureDrafter):
+        if self._reader:
             rows = features[part.first - part.n_context : part.first + len(part.nodes)]
-            self._tell(partial(self.drafter.read, part.request, part.start, part.nodes, rows))
+            self._tell(partial(self._reader.read, part.request, part.start, part.nodes, rows))
 
     def close(self, active: ActiveRequest) -> None:
         """The request is no longer open."""

@@ -108,6 +108,7 @@ class LookupDrafter:
 
     def __init__(self, model: Drafter | None = None) -> None:
         self.model, self.trust = model, Trust()
+        self._reader = model if isinstance(model, FeatureDrafter) else None
         self._texts: dict[int, _Text] = {}
 
     @property
@@ -148,8 +149,8 @@ class LookupDrafter:
             self.model.settle(request, path)
 
     def read(self, request: Request, start: int, nodes: Sequence[Node], features: FloatArray) -> None:
-        if isinstance(self.model, FeatureDrafter):
-            self.model.read(request, start, nodes, features)
+        if self._reader:
+            self._reader.read(request, start, nodes, features)
 
     def close(self, request: Request) -> None:
         del self._texts[request.id]

@@ -7,7 +7,6 @@ from pipeinfer.core.tree import Settled
 SILENT_BELOW, RESUMED_ABOVE = 0.06, 0.15
 """Running means of the share of guessed-at tokens that had been guessed."""
 
-
 SHORTEST, LONGEST = 4, 64
 
 

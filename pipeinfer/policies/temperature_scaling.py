@@ -14,14 +14,11 @@ from pipeinfer.core.tree import Node, Settled
 LEAST, MOST = 0.3, 3.0
 """Of the power."""
 
-
 MEMORY = 0.98
 """The weight of a token after the next one."""
 
-
 PRIOR = 20.0
 """The weight of a power of 1, in squared nats; a guessed-at token weighs one to four."""
-
 
 TINY = 1e-9
 

@@ -35,12 +35,6 @@ def event(data: Any) -> bytes:
     return b"data: " + json_bytes(data) + b"\n\n"
 
 
-def progress_of(choice: Choice) -> dict[str, Any]:
-    """In llama-server's words."""
-    counts = {"total": len(choice.asked.prompt), "cache": choice.n_kept, "processed": choice.n_read}
-    return {"prompt_progress": counts | {"time_ms": round(1e3 * (time.monotonic() - choice.begun_s))}}
-
-
 class Form:
     """What all objects of one answer have in common. `model`, `version`: what wrote it."""
 
@@ -56,7 +50,7 @@ class Form:
         }
         self._around: dict[int, tuple[bytes, bytes]] = {}  # of each choice what is before and behind a text
         self._readers: dict[int, AnswerReader] = {}
-        self._n_read: dict[int, int] = {}  # tokens of its prompt
+        self._n_read: dict[int, int] = {}  # of each choice, tokens of its prompt that were told as evaluated
         self._n_told: dict[int, int] = {}  # the number of the last call that was told
 
     def _name(self) -> str:
@@ -89,6 +83,14 @@ class Form:
     def _finish(self, index: int, choice: Choice) -> str | None:
         reader = self._readers.get(index)
         return finish_of(choice.finish, reader) if reader and choice.finish else choice.finish
+
+    def _progress(self, index: int, choice: Choice) -> dict[str, Any] | None:
+        """How much of its prompt is evaluated, in llama-server's words, where that is asked for and has changed."""
+        if not self.asked.progress or choice.n_read == self._n_read.get(index, 0):
+            return None
+        self._n_read[index] = choice.n_read
+        counts = {"total": len(choice.asked.prompt), "cache": choice.n_kept, "processed": choice.n_read}
+        return {"prompt_progress": counts | {"time_ms": round(1e3 * (time.monotonic() - choice.begun_s))}}
 
     def _logged(self, choice: Choice) -> dict[str, Any]:
         return {"logprobs": self._logprobs(choice)} if choice.entries else {}
@@ -128,9 +130,8 @@ class Form:
         for index, choice in enumerate(self.answer.choices):
             if index in told:
                 continue
-            if self.asked.progress and choice.n_read != self._n_read.get(index, 0):
-                self._n_read[index] = choice.n_read
-                yield self._piece(index, self._said("") | self._logged(choice), more=progress_of(choice))
+            if progress := self._progress(index, choice):
+                yield self._piece(index, self._said("") | self._logged(choice), more=progress)
             for part in self._parts(index, choice) if self.asked.is_chat else [Part("content", choice.take())]:
                 if part.kind == "content" and part.text:
                     yield self._text(index, part.text, choice)

@@ -23,11 +23,11 @@ class KeptInput:
         threading.Thread(target=self._feed, args=(pipe,), daemon=True).start()
 
     def _keep(self) -> None:
-        data = b"begins"
-        while data:
-            data = b""
-            with contextlib.suppress(OSError):
+        while not self._has_ended:
+            try:
                 data = os.read(0, READ_BYTES)
+            except OSError:
+                data = b""
             with self._comes:
                 self._n_kept += os.pwrite(self._file.fileno(), data, self._n_kept)
                 self._has_ended = not data

@@ -44,7 +44,7 @@ class Launcher:
 
     @property
     def is_chat(self) -> bool:
-        at = next((at for at, word in enumerate(self.command) if os.path.basename(word) == "pipeinfer"), 0)
+        at = _at_pipeinfer(self.command)
         return "chat" in self.command[at + 1 : at + 2] or bool({*CONVERSATION} & {*self.command})
 
     @property
@@ -101,7 +101,7 @@ class Launcher:
 
 def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launcher:
     """Raises UserError for words that start no command of pipeinfer that can be supervised."""
-    at = next((at for at, word in enumerate(words) if os.path.basename(word) == "pipeinfer"), len(words))
+    at = _at_pipeinfer(words)
     first = at - 2 if at > 1 and words[at - 1] == "-m" else at
     if ":" in words:
         raise UserError("a job of several groups (:) cannot be supervised; give the launcher one group")
@@ -113,6 +113,11 @@ def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ)
         raise UserError("--json of a chat has other figures after each start, so it cannot be supervised; leave --json "
                         "out, or supervise serve")  # fmt: skip
     return found
+
+
+def _at_pipeinfer(words: Sequence[str]) -> int:
+    """Where it is among the words; behind all of them if it is not."""
+    return next((at for at, word in enumerate(words) if os.path.basename(word) == "pipeinfer"), len(words))
 
 
 def _hosts(words: Sequence[str], environ: Mapping[str, str]) -> tuple[Host, ...]:

@@ -20,7 +20,6 @@ GPU_VARIABLES = (
 PROCESSOR = ("model name", "CPU implementer", "CPU part", "cpu")
 """Names of the processor in /proc/cpuinfo, on x86, ARM and POWER."""
 
-
 Cores = frozenset[int]
 """Core numbers."""
 

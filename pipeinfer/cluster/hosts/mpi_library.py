@@ -15,7 +15,6 @@ print(json.dumps({"library": " ".join(MPI.Get_library_version().split("\\n")[0].
                   "standard": ".".join(map(str, MPI.Get_version())), "mpi4py": mpi4py.__version__}))
 """
 
-
 PROBE_TIMEOUT_S = 20.0
 
 

@@ -13,13 +13,10 @@ from pipeinfer.core.interfaces import FloatArray
 N_BYTES = 1 << 25
 """Each thread's block: larger than the caches near a core."""
 
-
 N_SIDE = 384
 """Size of the multiplied matrices."""
 
-
 TIMED_S = 0.15
-
 
 OF_READING, OF_MULTIPLYING = 0.77, 0.5
 """The shares that inference reaches: STREAM reaches 75 to 80% of a memory's peak and inference about 60%; quantised

@@ -13,7 +13,6 @@ from pipeinfer.errors import ModelFault
 SETTLED_S, TIMED_S = 0.1, 0.25
 """Rows in the first SETTLED_S do not count: weights are mapped, threads wake. TIMED_S: time of the others."""
 
-
 N_ROWS, MOST_S = 4, 0.8
 """At least N_ROWS rows count, within MOST_S: a row that waits for cores takes half a second."""
 

@@ -1,9 +1,8 @@
 """Which requests' rows make the next run. Pure: counts rows; knows no sequences and no clock."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
 
 from pipeinfer.core.in_flight import RequestSlice
 
@@ -103,6 +102,3 @@ def _nodes(wants: Sequence[RequestSlice], budget: BatchBudget, alone: bool) -> l
                 chosen.append(want.cut(0, n_nodes))
                 left -= n_nodes
     return chosen
-
-
-T = TypeVar("T", bound=Hashable)

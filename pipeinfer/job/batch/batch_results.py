@@ -13,9 +13,7 @@ from pipeinfer.observe.metrics import timings
 
 SERVED, NOT_SERVED = 200, 400
 
-
 OBJECTS = {CHAT: "chat.completion"}
-
 
 TIMES = ("ttft_s", "tpot_s", "total_s")
 

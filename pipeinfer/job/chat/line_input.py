@@ -27,9 +27,10 @@ LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
 
 
 class Lines(Protocol):
-    """`n_read`: bytes of standard input up to here, where these may come again."""
-
-    n_read: int
+    @property
+    def n_read(self) -> int:
+        """Bytes of standard input up to here, where these may come again."""
+        ...
 
     def read(self, prompt: str) -> str | None:
         """The next line, without its end; None at the end of input. Raises UserError, and KeyboardInterrupt on a
@@ -106,9 +107,13 @@ class PipedLines:
 
     def __init__(self, descriptor: int, leaves: Callable[[], bool], joins: bool = False, n_taken: int = 0) -> None:
         self._descriptor, self._leaves, self._joins = descriptor, leaves, joins
-        self.n_read, self._n_over = n_taken, n_taken
+        self._n_taken, self._n_come = n_taken, 0
         self._data, self._ended, self._wrong = b"", descriptor < 0, ""
         self._asked_s = 0.0
+
+    @property
+    def n_read(self) -> int:
+        return max(self._n_taken, self._n_come - len(self._data))
 
     def read(self, prompt: str) -> str | None:
         sys.stderr.write(prompt)  # standard output is for answers
@@ -126,10 +131,8 @@ class PipedLines:
         if self._joins and not self._data.startswith(b"/"):
             self._fill(PASTE_S)
             lines, self._data = self._data, b""
-            self.n_read += len(lines)
             return lines.decode("utf-8", "replace").replace("\r\n", "\n").rstrip("\n")
-        line, end, self._data = self._data.partition(b"\n")
-        self.n_read += len(line + end)
+        line, _, self._data = self._data.partition(b"\n")
         return line.decode("utf-8", "replace").removesuffix("\r")
 
     def next_is(self, word: str) -> bool:
@@ -141,7 +144,6 @@ class PipedLines:
         if not end or line.strip() != word.encode():
             return False
         self._data = rest
-        self.n_read += len(line + end)
         return True
 
     def _fill(self, timeout_s: float) -> None:
@@ -152,5 +154,5 @@ class PipedLines:
         except OSError as error:
             data, self._wrong = b"", f"standard input cannot be read: {error.strerror}; give what to say there"
         self._ended = not data
-        self._data += data[self._n_over :]
-        self._n_over -= min(self._n_over, len(data))
+        self._data += data[max(0, self._n_taken - self._n_come) :]
+        self._n_come += len(data)

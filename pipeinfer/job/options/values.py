@@ -30,7 +30,6 @@ MAX_SHOWN = 60
 WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
 
-
 DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9_.:/\[\]-]{0,63}")
 
 

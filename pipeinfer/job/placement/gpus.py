@@ -1,7 +1,6 @@
 """Which of its host's GPUs a rank's libllama puts layers on: as asked, else its share. Loads nothing onto them."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.shares import share_of
@@ -17,9 +16,6 @@ from pipeinfer.job.placement.draft_place import options_of_draft
 from pipeinfer.job.placement.memory import gpu_layers
 from pipeinfer.models.llama.devices import GPUS, Device, llama_devices
 from pipeinfer.models.llama.ggml import load_library
-
-T = TypeVar("T")
-
 
 BUILD = "a build of llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on"
 

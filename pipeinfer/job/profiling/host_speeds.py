@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host, ranks_there, share_cores
@@ -12,8 +12,6 @@ from pipeinfer.virtual.nodes import Node, estimated_machine
 
 if TYPE_CHECKING:
     from pipeinfer.cluster.transport import Link
-
-T = TypeVar("T")
 
 
 MEASURED = "measured"

@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # imports MPI
 
 T = TypeVar("T")
 
-
 SOURCE = "source"
 """A field that is not kept: whether times are from before is known by reading them."""
 

@@ -47,7 +47,6 @@ NO_AMX = (
     "llama-cpp-python"
 )
 
-
 LATE = 0.05
 """A share of a generation's time; a paced rank that is late by more of it is named."""
 N_NOTED = 20_000

@@ -7,7 +7,6 @@ from pipeinfer.models.gguf.architecture import FREE, PART, Architecture, Refusal
 PLAIN, PARTLY = Architecture(), Architecture(heads=PART)
 HEADED, PARTLY_HEADED = Architecture(own_output=True), Architecture(own_output=True, heads=PART)
 
-
 GEMMA4 = Refusal("E2B, E4B", "embedding_length_per_layer_input", "later layers need the tokens themselves", at_least=1)
 EXAONE4 = Refusal(
     "with 64 layers (32B)", "block_count", "libllama gives it a sliding window by the number of layers", values=(64,)

@@ -16,7 +16,6 @@ ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_BYTE, ATTR_LSTRIP = 1, 8, 16
 NO_TOKEN_ID = -1
 NO_VOCABULARY, SENTENCE_PIECE = 0, 1
 
-
 PART = 1 << 14
 """Characters of a text with markers that are tokenised at a time, and somewhat more: llama.cpp looks for every marker
 from each one to the end of the text."""

@@ -34,7 +34,6 @@ from pipeinfer.models.torch.weights import Weights
 MORE_ROOM = "use a smaller context (-c), fewer rows (-b) or more ranks"
 CACHE_TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.bfloat16, INT4: torch.bfloat16}
 
-
 TENSORS = {F32: torch.float32, BF16: torch.bfloat16}
 """Of weights that are kept as such."""
 

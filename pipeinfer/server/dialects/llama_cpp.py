@@ -10,7 +10,7 @@ from pipeinfer.job.serve.front import Setup
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.choices import Choice
 from pipeinfer.server.errors import Refusal
-from pipeinfer.server.forms import Form, event, progress_of
+from pipeinfer.server.forms import Form, event
 
 INFILL = "/infill"
 HOLE = ("input_prefix", "input_suffix", "input_extra")
@@ -42,9 +42,8 @@ class CompletionForm(Form):
 
     def pieces(self, told: set[int]) -> Iterator[bytes]:
         choice = self.answer.choices[0]
-        if self.asked.progress and choice.n_read != self._n_read.get(0, 0):
-            self._n_read[0] = choice.n_read
-            yield event({"index": 0, "content": "", "tokens": [], "stop": False, **progress_of(choice)})
+        if progress := self._progress(0, choice):
+            yield event({"index": 0, "content": "", "tokens": [], "stop": False, **progress})
         if text := choice.take():
             yield event({"index": 0, "content": text, "tokens": [], "stop": False, "tokens_predicted": choice.n_tokens,
                          "tokens_evaluated": len(choice.asked.prompt)})  # fmt: skip
