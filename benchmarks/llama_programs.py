@@ -23,22 +23,9 @@ START_S = 30.0
 
 
 def completion(folder: Path, target: Path, n_predict: int, n_threads: int, more: Sequence[str] = ()) -> float:
-    words = [
-        "-m",
-        target,
-        "-p",
-        PROMPT,
-        "-n",
-        n_predict,
-        "-t",
-        n_threads,
-        "--temp",
-        0,
-        "--ignore-eos",
-        "-no-cnv",
-        *more,
-    ]
-    return float(EVAL.findall(_output(folder / "llama-completion", [*words, *more]))[-1])
+    words = ["-m", target, "-p", PROMPT, "-n", n_predict, "-t", n_threads, "--temp", 0, "--ignore-eos", "-no-cnv",
+             *more]  # fmt: skip
+    return float(EVAL.findall(_output(folder / "llama-completion", words))[-1])
 
 
 def speculative(folder: Path, target: Path, draft: Path, n_predict: int, n_threads: int) -> float:

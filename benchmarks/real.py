@@ -2,8 +2,9 @@
 
 Of each target, with its draft or without one, runs every policy on each question set of a folder (.jsonl with `turns`),
 on 1, 2 and 3 ranks, with exact and fast numerics, beside libllama alone: one token at a time, the whole model in one
-process, repacked weights. With --programs also beside llama.cpp's own programs of the same version, and with 16 texts
-at a time. Rounds take turns. Prints a page (docs/results/real.md with -o).
+process, repacked weights. With other numerics than the first ones only `auto` and no guesses. With --programs also
+beside llama.cpp's own programs of the same version, and with 16 texts at a time. Rounds take turns. Prints a page
+(docs/results/real.md with -o).
 """
 
 import csv
@@ -38,6 +39,9 @@ Trials = dict[str, Callable[[], float]]
 
 N_TEXTS = 16
 """At a time, where llama.cpp's programs are compared."""
+
+N_CUT = 128
+"""Tokens of a question at most: what is measured is decoding."""
 
 N_PROMPT = 32
 """Tokens that libllama has before it decodes, as if it were a prompt: what they are costs nothing."""
@@ -166,13 +170,14 @@ class Asked:
     def section(self, target: Path, draft: Path | None) -> Iterator[str]:
         """The lines of one target's tables."""
         common = ["-m", str(target), "-n", str(self.n_predict), "--questions", str(self.n_questions), "--turns", "1",
-                  "--cut", "256"]  # fmt: skip
-        ways = [["-md", str(draft), "--policy", self.policies]] if draft else []
-        ways.append(["--lookup", "--policy", "iterative,auto" if not draft else "auto"])
+                  "--cut", str(N_CUT)]  # fmt: skip
+        lookup = ["--lookup", "--policy", "iterative,auto" if not draft else "auto"]
         found = {key: Found() for key in product(self.ranks, self.numerics)}
 
         def trial(n_ranks: int, kind: str) -> float:
-            for way in ways:
+            policies = self.policies if kind == self.numerics[0] else "iterative,auto"
+            ways = [["-md", str(draft), "--policy", policies]] if draft else []
+            for way in (*ways, lookup):
                 bench(found[n_ranks, kind], n_ranks, self.sets, [*common, "--numerics", kind, *way])
             return 0.0
 

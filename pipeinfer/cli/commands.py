@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 import click
@@ -62,6 +61,8 @@ REPORTED = ("mpi4py", "mpich", "openmpi", "numpy", "llguidance", "torch")
 
 def describe_surroundings() -> str:
     """Python, the packages that are installed of those, and the system."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = [f"Python {platform.python_version()}"]
     for name in REPORTED:
         with suppress(PackageNotFoundError):

@@ -35,7 +35,7 @@ from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from pipeinfer.models.translated import TranslatedStage
 from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
-STOP_INTERVAL_S = 5e-4
+STOP_INTERVAL_S = 2e-3
 """Each question whether to stop takes some microseconds, up to a twentieth part of a small layer, and divides the
 computation of a graph."""
 
