@@ -34,9 +34,14 @@ from tests.support.plain_llama import SILENT
 
 COLUMNS = ("ranks", "numerics", "policy", "n", "tokens/s", "of libllama", "of iterative", "acceptance")
 
+PACED = ("nodes", "policy", "n", "tokens/s", "of iterative", "on code", "acceptance")
+CODE = "humaneval"
+"""The question set of `on code`."""
+
 OTHERS = ("llama.cpp's programs of the same version", "n", "tokens/s")
 Trials = dict[str, Callable[[], float]]
 
+PACED_POLICIES = "iterative,speculative,pipeinfer,auto"
 N_TEXTS = 16
 """At a time, where llama.cpp's programs are compared."""
 
@@ -58,7 +63,12 @@ decoding, without the prompt; all ranks share the machine's cores.
 SECTION = """
 ## {name}
 
-libllama alone: {plain:.1f} tokens/s ({least:.1f} to {most:.1f}).
+libllama alone: {plain} tokens/s.
+"""
+
+PACED_SECTION = """
+Paced as the profile {profile}, `{name}` computes on as many ranks of this machine, and sleeps until the profile's
+nodes would be done:
 """
 
 
@@ -140,19 +150,35 @@ def programs(folder: Path, target: Path, draft: Path | None, n_predict: int, n_t
 
 def program_rows(speeds: dict[str, list[float]]) -> Iterator[list[str]]:
     for name, values in speeds.items():
-        yield [name, str(len(values)), f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"]
+        yield [name, str(len(values)), spread(values)]
+
+
+def figures(own: Found) -> Iterator[tuple[str, list[float], str, str]]:
+    """Of each policy its speeds, its ratio to no guesses, mean and worst of the sets, and its acceptance."""
+    for policy in sorted({policy for policy, _ in own.speeds}, key=lambda name: (name != "iterative", name)):
+        speeds = [speed for (of, _), values in own.speeds.items() if of == policy for speed in values]
+        ratios, acceptance = own.ratios(policy, "iterative"), own.acceptance[policy]
+        yield (
+            policy, speeds, f"{fmean(ratios):.2f}, {min(ratios):.2f}", f"{fmean(acceptance):.2f}" if acceptance else "-"
+        )  # fmt: skip
+
+
+def spread(speeds: list[float], n_digits: int = 1) -> str:
+    return f"{median(speeds):.{n_digits}f} ({min(speeds):.{n_digits}f} to {max(speeds):.{n_digits}f})"
 
 
 def rows(found: dict[tuple[int, str], Found], plain_speed: float) -> Iterator[list[str]]:
     for (n_ranks, numerics), own in found.items():
-        for policy in sorted({policy for policy, _ in own.speeds}, key=lambda name: (name != "iterative", name)):
-            speeds = [speed for (of, _), values in own.speeds.items() if of == policy for speed in values]
-            ratios, acceptance = own.ratios(policy, "iterative"), own.acceptance[policy]
-            yield [
-                str(n_ranks), numerics, policy, str(len(speeds)),
-                f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})", f"{median(speeds) / plain_speed:.2f}",
-                f"{fmean(ratios):.2f}, {min(ratios):.2f}", f"{fmean(acceptance):.2f}" if acceptance else "-",
-            ]  # fmt: skip
+        for policy, speeds, ratios, acceptance in figures(own):
+            of_plain = f"{median(speeds) / plain_speed:.2f}"
+            yield [str(n_ranks), numerics, policy, str(len(speeds)), spread(speeds), of_plain, ratios, acceptance]
+
+
+def paced_rows(found: dict[int, Found]) -> Iterator[list[str]]:
+    for n_ranks, own in found.items():
+        for policy, speeds, ratios, acceptance in figures(own):
+            code = median(own.speeds[policy, CODE]) / median(own.speeds["iterative", CODE])
+            yield [str(n_ranks), policy, str(len(speeds)), spread(speeds, 2), ratios, f"{code:.2f}", acceptance]
 
 
 @dataclass(frozen=True)
@@ -166,6 +192,8 @@ class Asked:
     n_predict: int
     n_threads: int
     programs: Path | None
+    pace: str | None
+    paced: Sequence[int]
 
     def section(self, target: Path, draft: Path | None) -> Iterator[str]:
         """The lines of one target's tables."""
@@ -181,17 +209,28 @@ class Asked:
                 bench(found[n_ranks, kind], n_ranks, self.sets, [*common, "--numerics", kind, *way])
             return 0.0
 
+        paced = {n_ranks: Found() for n_ranks in self.paced if self.pace and draft}
+
+        def paced_trial(n_ranks: int) -> float:
+            words = ["-md", str(draft), "--policy", PACED_POLICIES, "--pace", str(self.pace)]
+            bench(paced[n_ranks], n_ranks, self.sets, [*common, *words])
+            return 0.0
+
         others = programs(self.programs, target, draft, self.n_predict, self.n_threads) if self.programs else {}
         own = {f"{n_ranks} ranks, {kind}": partial(trial, n_ranks, kind) for n_ranks, kind in found}
         plain: Trials = {"libllama": partial(apart, target, self.n_threads, self.n_predict)}
-        timed = in_turns(plain | others | own, self.rounds)
+        slow = {f"{n_ranks} ranks, paced": partial(paced_trial, n_ranks) for n_ranks in paced}
+        timed = in_turns(plain | others | own | slow, self.rounds)
         speeds = timed["libllama"]
         name = target.stem + (f", with the draft {draft.stem}" if draft else "")
-        yield SECTION.format(name=name, plain=median(speeds), least=min(speeds), most=max(speeds))
+        yield SECTION.format(name=name, plain=spread(speeds))
         yield from markdown_table(COLUMNS, rows(found, median(speeds)), COLUMNS[3:])
         if others:
             yield ""
             yield from markdown_table(OTHERS, program_rows({name: timed[name] for name in others}), OTHERS[1:])
+        if paced:
+            yield PACED_SECTION.format(profile=self.pace, name=target.stem)
+            yield from markdown_table(PACED, paced_rows(paced), PACED[2:])
 
 
 @click.command(help=__doc__)
@@ -209,13 +248,16 @@ class Asked:
 @click.option("-n", "--predict", "n_predict", default=64, show_default=True)
 @click.option("-t", "--threads", "n_threads", default=2, show_default=True, help="Of libllama and of one rank.")
 @click.option("--programs", "folder", type=click.Path(exists=True, path_type=Path), help="llama.cpp's, built.")
+@click.option("--pace", help="A profile: also paced as its nodes, with a draft.")
+@click.option("--paced-ranks", default="4,8", show_default=True)
 @click.option("-o", "--output", type=click.File("w"), default="-")
 def main(
     targets: Sequence[Path], drafts: Sequence[Path], prompts: Path, ranks: str, numerics: str, policies: str,
-    rounds: int, questions: int, n_predict: int, n_threads: int, folder: Path | None, output: TextIO,
+    rounds: int, questions: int, n_predict: int, n_threads: int, folder: Path | None, pace: str | None,
+    paced_ranks: str, output: TextIO,
 ) -> None:  # fmt: skip
     asked = Asked(sorted(prompts.glob("*.jsonl")), [*map(int, ranks.split(","))], numerics.split(","), policies, rounds,
-                  questions, n_predict, n_threads, folder)  # fmt: skip
+                  questions, n_predict, n_threads, folder, pace, [*map(int, paced_ranks.split(","))])  # fmt: skip
     page = PAGE.format(
         machine=this_host("").processor, rounds=rounds, n_questions=questions, n_predict=n_predict,
         sets=", ".join(path.stem for path in asked.sets), n_threads=n_threads, version=llama_cpp.__version__,
