@@ -95,18 +95,19 @@ class Prompt:
 
 
 def record_pair(
-    target: Path, draft: Path, prompt: Prompt, n_predict: int, n_threads: int = 0, ends: Sequence[int] = ()
-) -> RecordedChoices:
-    """The target's greedy text, up to one of the tokens `ends` if it comes, and the draft's guesses; both must have one
-    vocabulary. Raises UserError for files that are no models."""
+    target: Path, draft: Path, prompt: Prompt, n_predict: int, n_threads: int = 0, ends: Sequence[int] = (),
+    sampling: SamplingParams = GREEDY,
+) -> RecordedChoices:  # fmt: skip
+    """The target's text, up to one of the tokens `ends` if it comes, and the draft's guesses, which share its noise;
+    both must have one vocabulary. `sampling`: no penalties. Raises UserError for files that are no models."""
     n_cells = len(prompt.tokens) + n_predict + N_BATCH
     path, known = list(prompt.tokens), []
     with closing(_open_whole(target, n_cells, n_threads, exact=True)) as model:
         while len(path) < len(prompt.tokens) + n_predict and path[-1] not in ends:
-            path.append(choose(model.logits_after(path), GREEDY, len(path)))
+            path.append(choose(model.logits_after(path), sampling, len(path)))
     with closing(_open_whole(draft, n_cells, n_threads, exact=False)) as model:
         for end in range(len(prompt.tokens), len(path) + 1):
-            found = guess_next(model.logits_after(path[:end]), GREEDY, end, (), MAX_WIDTH, couple=True)
+            found = guess_next(model.logits_after(path[:end]), sampling, end, (), MAX_WIDTH, couple=True)
             likely = [guess for guess in found if guess.probability >= LEAST] or found[:1]
             known.append([(guess.token, float(f"{guess.probability:.3g}")) for guess in likely])
     return RecordedChoices(prompt.name, len(prompt.tokens), path[len(prompt.tokens) :], known)
@@ -142,16 +143,19 @@ def read_prompts(path: Path, n_questions: int, model: Path, chat: bool) -> list[
 @click.option("--questions", default=4, show_default=True, help="Of each .jsonl file; 0: all.")
 @click.option("--chat", is_flag=True, help="Ask in the target's chat template, and stop where its answer ends.")
 @click.option("-n", "n_predict", default=128, show_default=True, help="Tokens of a text at most.")
+@click.option("--temp", default=0.0, show_default=True, help="Temperature, without other limits; 0: greedy.")
+@click.option("--seed", default=1, show_default=True)
 @click.option("-t", "n_threads", default=0, help="Threads. [default: all cores]")
 @click.option("-o", "output", type=click.Path(path_type=Path), required=True, help="The file of choices.")
 def main(
-    target: Path, draft: Path, prompts: Sequence[Path], questions: int, chat: bool, n_predict: int, n_threads: int,
-    output: Path,
+    target: Path, draft: Path, prompts: Sequence[Path], questions: int, chat: bool, n_predict: int, temp: float,
+    seed: int, n_threads: int, output: Path,
 ) -> None:  # fmt: skip
     ends = Tokenizer(target).ends if chat else ()
+    sampling = SamplingParams(seed=seed, temp=temp, top_k=0, top_p=1.0, min_p=0.0)
     found = []
     for prompt in (each for path in prompts for each in read_prompts(path, questions, target, chat)):
-        text = record_pair(target, draft, prompt, n_predict, n_threads, ends)
+        text = record_pair(target, draft, prompt, n_predict, n_threads, ends, sampling)
         print(f"{text.name}: {text.n_prompt} + {len(text.tokens)} tokens, top-1 {text.acceptance:.2f}", flush=True)
         found.append(text)
     write_choices(output, found)

@@ -60,9 +60,8 @@ def flowspec() -> Iterator[str]:
         "expansion drafts anew from a true feature; here a node is expanded once, with what the draft knew then, and\n"
         "the old tree is kept. PipeDec's rounds are longer here than there. So the close ratio over PipeDec has other\n"
         "causes. What pruning and expansion without score order bring, and the best depths, do agree. Activations\n"
-        "travel as float32, the paper's as float16. Not compared: Megatron-LM and Galaxy (tensor parallelism), Vicuna\n"
-        "(the same costs as Llama 2), and temperature 1, where the paper's ratios are the same (1.45 and 1.70): a\n"
-        "simulated draft says how often it is right, not how that changes with the temperature."
+        "travel as float32, the paper's as float16. Temperature 1 is among the [real choices](#real-choices). Not\n"
+        "compared: Megatron-LM and Galaxy (tensor parallelism), and Vicuna (the same costs as Llama 2)."
     )
 
 

@@ -8,11 +8,12 @@ import pytest
 
 from experiments.record import Prompt, read_prompts, record_pair
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.virtual.recorded import RecordedChoices, read_choices, write_choices
-from tests.support.jobs import finish
+from tests.support.jobs import finish, run_json
 
 TEXT = RecordedChoices("set/0", 2, [3, 4], [[(3, 0.9), (8, 0.1)], [(7, 0.5), (4, 0.25)], [(5, 1.0)]])
 
@@ -48,6 +49,17 @@ def test_a_set_of_questions_is_recorded_by_name_and_in_the_models_template(tmp_p
     ended = record_pair(TARGET, DRAFT, first, 12, n_threads=1, ends=text.tokens[4:5])
     assert ended.tokens == text.tokens[: text.tokens.index(text.tokens[4]) + 1]
     assert record_pair(TARGET, DRAFT, Prompt("", first.tokens), 1, n_threads=1).tokens == text.tokens[:1]
+
+
+def test_a_sampled_text_is_recorded_as_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("def f")
+    (prompt,) = read_prompts(tmp_path / "p.txt", 0, TARGET, chat=False)
+    sampling = SamplingParams(seed=3, temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    text = record_pair(TARGET, DRAFT, prompt, 16, n_threads=1, sampling=sampling)
+    words = ["-p", "def f", "-n", "16", "--temp", "1", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "3"]
+    assert text.tokens == run_json(1, [*words, "--ignore-eos"])["tokens"]
+    assert text.tokens != record_pair(TARGET, DRAFT, prompt, 16, n_threads=1).tokens
+    assert text.acceptance > 0.2, "the draft shares the noise"
 
 
 def test_the_command_simulates_each_text(tmp_path: Path) -> None:
