@@ -36,7 +36,7 @@ class Setting:
     gbit: float | None = None
     acceptance: float | None = None
     token_s: float | None = None
-    ageing: float = 1.0
+    ageing: tuple[float, ...] = ()
 
     def lay_out(self, has_draft: bool) -> Profile:
         profile = load_profile(self.profile).lay_out(self.nodes, self.pair, has_draft)

@@ -67,7 +67,7 @@ def flowspec() -> Iterator[str]:
 
 def _setting(pair: str, ages: bool, gbit: float) -> Setting:
     setting = Setting("flowspec", pair, gbit=gbit)
-    return replace(setting, acceptance=TOP1, ageing=AGEING) if ages else setting
+    return replace(setting, acceptance=TOP1, ageing=(AGEING,)) if ages else setting
 
 
 def _runs(setting: Setting) -> list[Figures]:

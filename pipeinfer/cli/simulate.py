@@ -77,10 +77,11 @@ class SimulateOptions:
         (), "--ranks", type=Listed(PROBABILITY), repeated=True,
         help="How often its first, second, … guess is right, as in 0.7,0.1,0.05; likewise.",
     )  # fmt: skip
-    ageing: float = setting(
-        1.0, "--ageing", type=PROBABILITY,
+    ageing: tuple[float, ...] = setting(
+        (), "--ageing", type=Listed(PROBABILITY),
         help="Of a draft that reads the target's features, as EAGLE's: what its acceptance is multiplied by for each "
-        "token that it guesses after without knowing the target's verdict. 1: a draft that does not.",
+        "token that it guesses after without knowing the target's verdict; of several numbers the first for the first "
+        "such token, the last for all further ones. [default: a draft that does not]",
     )  # fmt: skip
     choices: Path | None = setting(
         None, "--choices", type=File(),
@@ -127,7 +128,7 @@ def simulate_command(**given: Any) -> int:
         check_writable(records.trace, "--trace")
     if bool(asked.acceptances) + bool(asked.ranks) + bool(asked.choices) > 1:
         raise UserError("give one of --acceptance, --ranks and --choices")
-    if asked.choices and asked.ageing < 1:
+    if asked.choices and asked.ageing:
         raise UserError("--ageing is of synthetic drafts; leave it out, or --choices")
     texts = read_choices(asked.choices) if asked.choices else []
     chosen = take_policies(asked.policies or (USUAL if has_loads else POLICIES), given)

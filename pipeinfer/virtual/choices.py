@@ -7,6 +7,7 @@ tokens after it. The target is only asked on its own path: what descends from a 
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 import numpy as np
@@ -75,8 +76,9 @@ class SyntheticChoices:
     `beside`: another draft of the same target. The two find the same tokens easy: where one is surer the other is too,
     and the better one is right wherever the other is.
 
-    `ageing`: of a draft that reads the target's features, as EAGLE's does. All of `by_rank` is multiplied by it for
-    each token of the context that the target has not judged, since the draft goes on from features of its own there.
+    `ageing`: of a draft that reads the target's features, as EAGLE's does. For each token of the context that the
+    target has not judged, since the draft goes on from features of its own there, all of `by_rank` is multiplied by one
+    of these: by the first for the first such token, and so on, by the last one for all further ones.
     """
 
     N_WRONG = 1 << 12
@@ -89,7 +91,7 @@ class SyntheticChoices:
         n_tokens: int = 1 << 20,
         n_vocab: int = 32000,
         beside: "SyntheticChoices | None" = None,
-        ageing: float = 1.0,
+        ageing: Sequence[float] = (),
     ) -> None:
         """Raises UserError when `by_rank` are no probabilities that add up to 1 at most."""
         if not by_rank or min(by_rank) < 0 or sum(by_rank) > 1 + 1e-9:
@@ -98,14 +100,15 @@ class SyntheticChoices:
                 "give numbers from 0 to 1 that add up to 1 at most"
             )
         self.by_rank, self.seed, self.n_vocab, self.n_tokens = tuple(by_rank), seed, n_vocab, n_tokens
-        self.beside, self.ageing = beside, ageing
+        self.beside, self._further = beside, ageing[-1] if ageing else 1.0
+        self._kept = list(accumulate(ageing, mul, initial=1.0))  # of `by_rank`, by age
         missed = max(1 - by_rank[0], 1e-12)
         self._tail = list(accumulate(share / missed for share in by_rank[1:]))  # given that the first is wrong
         self._decay = [share / missed for share in (*by_rank[1:], *[1e-6] * MAX_WIDTH)][: MAX_WIDTH - 1]
         self._tokens: list[int] = []
         self._confidence: list[float] = []
         self._rank: list[int] = []  # of the right token; MAX_WIDTH: not among the guesses
-        self._endures: list[float] = []  # the least of `ageing` with which it stays there
+        self._endures: list[float] = []  # it stays there while more than this is kept
         self._n_blocks = 0
         # confidences after wrong tokens: nothing ever comes of them, only their distribution counts
         self._wrong_confidence = self._confidences(np.random.default_rng([seed, 1]), self.N_WRONG).tolist()
@@ -147,8 +150,13 @@ class SyntheticChoices:
             self._extend()
         return self._tokens[position]
 
+    def _kept_at(self, age: int) -> float:
+        while len(self._kept) <= age:
+            self._kept.append(self._kept[-1] * self._further)
+        return self._kept[age]
+
     def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
-        kept = self.ageing**age
+        kept = self._kept_at(age)
         if branch:
             h = hash((self.seed, start, *branch))  # integers hash alike in every process
             return self._list(self._wrong_confidence[h % self.N_WRONG], h % self.n_vocab, MAX_WIDTH, width, kept)
@@ -167,7 +175,7 @@ class SyntheticChoices:
 
 
 def synthetic_team(
-    by_rank: Sequence[Sequence[float]], seed: int = 0, n_prompt: int = 128, ageing: float = 1.0
+    by_rank: Sequence[Sequence[float]], seed: int = 0, n_prompt: int = 128, ageing: Sequence[float] = ()
 ) -> list[SyntheticChoices]:
     """One target and several drafts, one for each of `by_rank`. Raises UserError as SyntheticChoices does."""
     first = SyntheticChoices(by_rank[0], seed, n_prompt, ageing=ageing)

@@ -34,7 +34,7 @@ class Question:
     by_rank: Sequence[Sequence[float]] = ()
     cancel: bool = True
     partitions: bool = True
-    ageing: float = 1.0
+    ageing: Sequence[float] = ()
     texts: Sequence[RecordedChoices] = ()
     source: str = ""
 
@@ -84,7 +84,7 @@ class Question:
         """Of the column. Raises UserError when recorded texts are of fewer drafts than there are."""
         if self.texts and len(profile.drafts) > 1:
             raise UserError(f"{profile.name} has {len(profile.drafts)} drafts, recorded texts are of one; give --pair")
-        aged = f", ageing {self.ageing:g}" if self.ageing < 1 else ""
+        aged = f", ageing {','.join(f'{kept:g}' for kept in self.ageing)}" if self.ageing else ""
         return self.source or "; ".join(map(ranks_text, self._ranks(profile))) + aged
 
     def _synthetic(self, profile: Profile, seed: int) -> Sequence[Choices]:

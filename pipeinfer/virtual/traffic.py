@@ -65,7 +65,7 @@ class LoadWaiter(SimWaiter):
         super().wait(pipelines, left_s if timeout_s is None else min(timeout_s, left_s))
 
 
-def synthetic_texts(load: Load, by_rank: Sequence[float], ageing: float = 1.0) -> list[SyntheticChoices]:
+def synthetic_texts(load: Load, by_rank: Sequence[float], ageing: Sequence[float] = ()) -> list[SyntheticChoices]:
     """A text of its own for every request. `by_rank`, `ageing`: as SyntheticChoices has them."""
     seeds = range(load.seed * load.n_requests, (load.seed + 1) * load.n_requests)
     return [SyntheticChoices(by_rank, seed, load.prompt_tokens, ageing=ageing) for seed in seeds]

@@ -295,13 +295,21 @@ def test_choices_after_a_wrong_token_are_a_function_of_the_branch() -> None:
 
 
 def test_a_draft_that_ages_is_right_less_often_the_longer_it_knows_nothing() -> None:
-    choices = SyntheticChoices((0.8, 0.1), seed=2, n_prompt=4, ageing=0.9)
+    choices = SyntheticChoices((0.8, 0.1), seed=2, n_prompt=4, ageing=(0.9,))
     found = [[choices.guesses(start, (), 2, age) for start in range(4, 4004)] for age in range(4)]
     for age, lists in enumerate(found):
         right = sum(first.token == choices.target(start) for start, (first, _) in enumerate(lists, 5)) / len(lists)
         assert right == pytest.approx(0.8 * 0.9**age, abs=0.02)
         assert fmean(first.probability for first, _ in lists) == pytest.approx(right, abs=0.02), "it knows"
     assert found[0] == [SyntheticChoices((0.8, 0.1), seed=2, n_prompt=4).guesses(n, (), 2, 3) for n in range(4, 4004)]
+
+
+def test_each_further_token_may_age_a_draft_by_a_factor_of_its_own() -> None:
+    choices = SyntheticChoices((0.8, 0.1), seed=2, n_prompt=4, ageing=(0.7, 0.9, 0.8))
+    for age, kept in enumerate((1.0, 0.7, 0.63, 0.504, 0.4032)):
+        lists = [choices.guesses(start, (), 2, age) for start in range(4, 4004)]
+        right = sum(first.token == choices.target(start) for start, (first, _) in enumerate(lists, 5)) / len(lists)
+        assert right == pytest.approx(0.8 * kept, abs=0.02)
 
 
 def test_ageing_costs_who_guesses_far_ahead() -> None:
