@@ -12,6 +12,7 @@ from pipeinfer.job.options.limits import NO_DRAFT, STDIN
 from pipeinfer.job.options.values import Folder, Text, Whole
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.submit import FOLDER, in_folder, is_open_mpi, next_folder, own_program, submit
+from pipeinfer.models.gguf.head import OWN_HEAD
 
 COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")
 """What runs on several ranks."""
@@ -114,7 +115,7 @@ def checked_words(words: tuple[str, ...]) -> tuple[str, ...]:
     if params.get("file") == STDIN:
         raise UserError("-f -: a job has no standard input; give the prompt with -p, or name a file")
     for path in _read([params.get(name) for name in ("model", "models", "drafts", "file", "source")]):
-        if path != NO_DRAFT and not path.exists():  # a node may have disks of its own
+        if path not in (NO_DRAFT, OWN_HEAD) and not path.exists():  # a node may have disks of its own
             complain(f"{path} is not on this host; the job needs it where its ranks are")
     return (*words, *_files(words, params))
 

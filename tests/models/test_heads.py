@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: chains of guesses as llama.cpp's own driver makes them, texts that stay the target's, refusals."""
+"""Heads, EAGLE-3 and MTP: chains of guesses as llama.cpp's own drivers make them, texts that stay the target's."""
 
 from __future__ import annotations
 
@@ -17,19 +17,24 @@ from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import Node
 from pipeinfer.models.demo import TARGET
+from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.heads.head_drafter import HeadDrafter
 from pipeinfer.models.heads.header import fit, read_draft
 from pipeinfer.models.heads.llama_head import LlamaHead
+from pipeinfer.models.heads.own_head import TESTED, own_head
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, Speculative
 from tests.core.test_engine import toy_engine
+from tests.models.test_architectures import possible_cuts
 from tests.support.audit import audit_engine
 from tests.support.gguf_factory import Shape, write_model
-from tests.support.heads import write_head
-from tests.support.plain_eagle3 import write
+from tests.support.heads import write_guessing, write_head
+from tests.support.plain_eagle3 import Driver, write
+from tests.support.plain_llama import BF16, decoding
+from tests.support.plain_mtp import MtpDriver
 from tests.support.toy import ToyPipeline
 
 N_CELLS, N_SEQ, N_DRAFT, N_PREDICT = 512, 8, 4, 40
@@ -56,6 +61,11 @@ def head_of(path: Path, target: Path) -> LlamaHead:
     return LlamaHead(open_slice(info, 0, 1), LlamaParams(N_CELLS, N_SEQ + 1, 32, 32, exact=False, repack=False))
 
 
+def own_head_of(target: Path) -> LlamaHead:
+    info = own_head(read_model_info(target))
+    return LlamaHead(open_slice(info, 0, 1), LlamaParams(N_CELLS, N_SEQ + 1, 64, 64, exact=False, repack=False))
+
+
 def stages_of(target: Path, layers: Sequence[int], cuts: Sequence[int]) -> list[LlamaStage]:
     """With the outputs of these layers as features."""
     info = read_model_info(target)
@@ -76,7 +86,8 @@ def test_chains_are_those_of_llama_cpp_s_driver(target: str, tmp_path: Path) -> 
     head = write_head(tmp_path / "head.gguf", model, layers)
     rng = random.Random(5)
     prompt = [rng.randrange(3, 260) for _ in range(30)]
-    expected, chains = write(str(model), str(head), layers, prompt, N_PREDICT, N_DRAFT)
+    driver = Driver(str(model), str(head), layers, len(prompt) + N_PREDICT + 64)
+    expected, chains = write(driver, prompt, N_PREDICT, N_DRAFT)
     for cuts in ((), (2, 3)):
         loaded = head_of(head, model)
         drafter = NotedDrafter(loaded, SequencePool(N_SEQ, N_CELLS), 32)
@@ -95,6 +106,34 @@ def test_chains_are_those_of_llama_cpp_s_driver(target: str, tmp_path: Path) -> 
             stage.close()
     n_right = N_PREDICT - len(chains)
     assert target == "shipped" or n_right > 5, "no guess was right: no cell was made again"
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_chains_of_a_targets_own_head_are_those_of_llama_cpp_s_driver(name: str, tmp_path: Path) -> None:
+    model = write_guessing(tmp_path, name)
+    info, rng = read_model_info(model), random.Random(5)
+    prompt = [rng.randrange(3, info.n_vocab) for _ in range(30)]
+    rewinds, types = info.layers.rewinds, (BF16, BF16) if info.layers.shares_values else decoding()
+    driver = MtpDriver(str(model), len(prompt) + N_PREDICT + 64, types, rewinds)
+    expected, chains = write(driver, prompt, N_PREDICT, N_DRAFT)
+    for cuts in ((), *possible_cuts(info.layers, 1)[:1]):
+        loaded = own_head_of(model)
+        drafter = NotedDrafter(loaded, SequencePool(N_SEQ, N_CELLS), 32, shift=0)
+        drafter.chains = {}
+        stages = stages_of(model, [info.n_layer - 1], cuts)
+        pool = SequencePool(16, N_CELLS, parked=True, rewinds=rewinds, n_guesses=0 if rewinds else 12)
+        blocks = info.layers.known.flash
+        engine = toy_engine(ToyPipeline(stages, random.Random(0)), pool, drafter, n_chunk=64, n_rows=32, blocks=blocks)
+        request = Request(0, prompt, N_PREDICT, SamplingParams(temp=0.0), N_CELLS)
+        engine.add(request, Speculative(n_draft=N_DRAFT, width=1, accept_cutoff=0.0))
+        for _ in engine.generate():
+            audit_engine(engine)
+        assert request.tokens[30:] == expected[:N_PREDICT]
+        whole = list(drafter.chains.values())[:-N_DRAFT]  # where the text ends they are short
+        assert whole == chains[: len(whole)] and len(whole) > 5
+        for stage in (*stages, loaded):
+            stage.close()
+    assert N_PREDICT - len(chains) >= 5, "no guess was right: no cell was made again"
 
 
 SYSTEM = [random.Random(2).randrange(3, 318) for _ in range(70)]
@@ -116,9 +155,11 @@ def write_texts(
     model: Path, head: Path | None, cuts: Sequence[int], seed: int, policies: Sequence[type[Policy]] = POLICIES
 ) -> tuple[list[list[int]], int]:
     """Of all requests at once, and how many guesses were right."""
-    loaded = head_of(head, model) if head else None
-    drafter = HeadDrafter(loaded, SequencePool(N_SEQ, N_CELLS), 32) if loaded else None
-    stages, requests, metrics = stages_of(model, (0, 1, 3), cuts), make_requests(), list[RequestMetrics]()
+    is_own = head == OWN_HEAD
+    loaded = own_head_of(model) if is_own else head_of(head, model) if head else None
+    drafter = HeadDrafter(loaded, SequencePool(N_SEQ, N_CELLS), 32, shift=0 if is_own else 1) if loaded else None
+    read = (read_model_info(model).n_layer - 1,) if is_own else (0, 1, 3)
+    stages, requests, metrics = stages_of(model, read, cuts), make_requests(), list[RequestMetrics]()
     pool = SequencePool(31, N_CELLS, parked=True)
     engine = toy_engine(ToyPipeline(stages, random.Random(seed)), pool, drafter, n_chunk=64, n_rows=32, blocks=True)
     for request in requests:
@@ -140,5 +181,14 @@ def test_texts_are_those_without_a_head(tmp_path: Path) -> None:
     expected, _ = write_texts(model, None, (), 0, [Iterative])
     for seed, (head, cuts) in enumerate([(whole, ()), (part, (2,)), (whole, (1, 3)), (part, (1, 2, 3, 4))]):
         texts, n_right = write_texts(model, head, cuts, seed)
+        assert texts == expected, f"seed {seed}"
+        assert n_right > 15, "hardly a guess was right: this proves little"
+
+
+def test_texts_are_those_without_a_targets_own_head(tmp_path: Path) -> None:
+    model = write_guessing(tmp_path, "glm4moe")
+    expected, _ = write_texts(model, None, (), 0, [Iterative])
+    for seed, cuts in enumerate([(), (2,), (1, 3)]):
+        texts, n_right = write_texts(model, OWN_HEAD, cuts, seed)
         assert texts == expected, f"seed {seed}"
         assert n_right > 15, "hardly a guess was right: this proves little"

@@ -1,12 +1,17 @@
-"""EAGLE-3 heads with random weights for a target's file, as llama.cpp's conversion names what is in them."""
+"""EAGLE-3 heads with random weights for a target's file, as llama.cpp's conversion names what is in them; targets with
+heads of their own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+
+from tests.support.architecture_factory import write_random_model
+from tests.support.architecture_models import MODELS, with_extra_layer
 
 HEAD_LENGTH = 32
 COPIED = ("tokenizer.",)
@@ -68,6 +73,14 @@ def write_head(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_guessing(folder: Path, name: str, with_vocab: bool = False) -> Path:
+    """A model whose layers add little, with a head of its own that goes by the newest token and the target's tables."""
+    model = with_extra_layer(MODELS[name])
+    without = (*model.without, "nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
+    own = replace(model, strength=0.1, without=without, with_vocab=with_vocab)
+    return write_random_model(folder / f"{name}.gguf", own)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

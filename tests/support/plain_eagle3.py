@@ -49,10 +49,10 @@ class Driver:
         inputs, found = [], []
         for at in range(0, len(tokens), FEW):
             part = tokens[at : at + FEW]
-            batch = _batch(len(part), 0)
+            batch = llama_batch(len(part), 0)
             for row, token in enumerate(part):
                 batch.token[row] = token
-                _place(batch, row, start + at + row, True)
+                place(batch, row, start + at + row, True)
             assert llama_cpp.llama_decode(self.target, batch) == 0
             logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self.target), (len(part), self.n_vocab))
             found += np.argmax(logits, axis=1).tolist()
@@ -102,41 +102,38 @@ class Driver:
 
     def _encode(self, rows: Rows) -> Rows:
         rows = read_activations(rounded(rows).view(np.uint8).reshape(-1), rows.shape[1], WireType.BF16)
-        batch = _batch(len(rows), rows.shape[1])
+        batch = llama_batch(len(rows), rows.shape[1])
         end = llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(self.head), 0) + 1
         for row in range(len(rows)):
-            _place(batch, row, end + row, True)
+            place(batch, row, end + row, True)
         ctypes.memmove(batch.embd, np.ascontiguousarray(rows, np.float32).ctypes.data, 4 * rows.size)
         assert llama_cpp.llama_encode(self.head, batch) == 0
         return np.ctypeslib.as_array(extension.llama_get_embeddings_nextn(self.head), (len(rows), self.n_embd)).copy()
 
     def _decode(self, pairs: Sequence[tuple[int, Rows, int]], wanted: bool) -> None:
-        batch = _batch(len(pairs), self.n_embd)
+        batch = llama_batch(len(pairs), self.n_embd)
         tokens = (ctypes.c_int32 * len(pairs))(*(token for token, *_ in pairs))
         batch.token = tokens
         for row, (_, state, position) in enumerate(pairs):
-            _place(batch, row, position, wanted)
+            place(batch, row, position, wanted)
             ctypes.memmove(ctypes.addressof(batch.embd.contents) + 4 * row * self.n_embd,
                            np.ascontiguousarray(state, np.float32).ctypes.data, 4 * self.n_embd)  # fmt: skip
         assert llama_cpp.llama_decode(self.head, batch) == 0
 
 
-def _batch(n_rows: int, n_embd: int) -> Any:
+def llama_batch(n_rows: int, n_embd: int) -> Any:
     """A llama_batch of tokens, or of vectors; some kB that are never freed."""
     batch = llama_cpp.llama_batch_init(n_rows, n_embd, 1)
     batch.n_tokens = n_rows
     return batch
 
 
-def _place(batch: Any, row: int, position: int, wanted: bool) -> None:
+def place(batch: Any, row: int, position: int, wanted: bool) -> None:
     batch.pos[row], batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = position, 1, 0, wanted
 
 
-def write(
-    target: str, head: str, layers: Sequence[int], prompt: Sequence[int], n_predict: int, n_draft: int
-) -> tuple[list[int], list[list[int]]]:
+def write(driver: Any, prompt: Sequence[int], n_predict: int, n_draft: int) -> tuple[list[int], list[list[int]]]:
     """The target's text of at least `n_predict` tokens, and the chain of guesses after each of its roots."""
-    driver = Driver(target, head, layers, len(prompt) + n_predict + 64)
     text, chains = driver.evaluate(prompt, 0)[-1:], []
     while len(text) < n_predict:
         chains.append(driver.draft(text[-1], n_draft))

@@ -15,6 +15,7 @@ from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.models.gguf.header import Header, Value
 from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, model_of, read_parts
 from pipeinfer.models.heads.header import describe_head, is_head
+from pipeinfer.models.heads.own_head import has_own_head, own_head
 from pipeinfer.models.text.chat_template import named_templates, template_of
 from pipeinfer.models.text.vocabulary_info import read_vocabulary_info
 
@@ -38,7 +39,7 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
         "path": str(path),
         **(_of_model(info) if info else _of_header(header)),
         "vocabulary": _vocabulary(path, metadata),
-        "head": _head(header),
+        "head": _head(header, info),
         "template": template_of(metadata),
         "named_templates": named_templates(metadata),
         "sliceable": info is not None,
@@ -79,13 +80,14 @@ def _of_header(header: Header) -> dict[str, Any]:
     }
 
 
-def _head(header: Header) -> dict[str, Any] | None:
-    """Of a draft that reads its target's states; None for others, and for a damaged one."""
+def _head(header: Header, info: ModelInfo | None) -> dict[str, Any] | None:
+    """Of a draft that reads its target's states, or of the head in a model's own file; None for others, and for a
+    damaged one."""
     try:
-        head = describe_head(header).head if is_head(header) else None
+        found = describe_head(header) if is_head(header) else own_head(info) if info and has_own_head(info) else None
     except UserError:
         return None
-    return asdict(head) if head else None
+    return asdict(found.head) if found and found.head else None
 
 
 def _value(metadata: dict[str, Value], key: str) -> Any:

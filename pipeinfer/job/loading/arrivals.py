@@ -18,6 +18,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.placement.deployment import Deployment, ModelFile
 from pipeinfer.job.process.complain import complain
+from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
 from pipeinfer.models.gguf.remote import RemoteModel, What, contents
 from pipeinfer.models.gguf.skeleton import Skeleton, take_skeleton
@@ -82,10 +83,13 @@ def fetch_layers(context: Context, deployment: Deployment) -> None:
 def _missing(context: Context, deployment: Deployment) -> list[int]:
     """The models that this rank hosts and whose files are not on its host."""
     return [
-        number
-        for number in _hosted(context, deployment)
-        if not all(map(os.path.exists, part_paths(model_file(deployment, number).path)))
+        number for number in _hosted(context, deployment) if not all(map(os.path.exists, _files(deployment, number)))
     ]
+
+
+def _files(deployment: Deployment, number: int) -> list[Path]:
+    path = model_file(deployment, number).path
+    return part_paths(deployment.model.path if path == OWN_HEAD else path)
 
 
 def _hosted(context: Context, deployment: Deployment) -> dict[int, StagePlan]:

@@ -27,8 +27,9 @@ from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
 from pipeinfer.models.heads.head_drafter import HeadDrafter
-from pipeinfer.models.heads.header import fit, read_draft
+from pipeinfer.models.heads.header import read_draft
 from pipeinfer.models.heads.llama_head import LlamaHead
+from pipeinfer.models.heads.own_head import draft_of
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.text.grammar import Grammars
 from pipeinfer.models.text.vocabulary_file import VocabularyFile
@@ -96,9 +97,7 @@ def _read(context: Context, deployment: Deployment, number: int) -> ModelInfo:
     if arrived := context.arrived.get(number):
         return arrived.info
     file = model_file(deployment, number)
-    info = read_draft(file.path)
-    if info.head:
-        info = fit(info, read_model_info(deployment.model.path))
+    info = draft_of(file.path, read_model_info(deployment.model.path)) if file.head else read_draft(file.path)
     if info.fingerprint != file.fingerprint:
         raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host, or remove it there: "
                         "then its layers come from rank 0")  # fmt: skip
@@ -210,7 +209,8 @@ def make_drafter(context: Context, deployment: Deployment, options: RunOptions, 
     context.vocabulary = context.vocabulary or VocabularyFile(deployment.model.path)
     pool = SequencePool(options.n_seq, deployment.n_cells, window=deployment.drafts[0].window)
     given = pool, options.n_guess_rows, options.couple, open_grammars(context)
-    return HeadDrafter(cast(HeadModel, model), *given) if deployment.layers_read else ModelDrafter(model, *given)
+    head = deployment.drafts[0].head
+    return HeadDrafter(cast(HeadModel, model), *given, head.shift) if head else ModelDrafter(model, *given)
 
 
 def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:

@@ -37,7 +37,7 @@ from pipeinfer.job.placement.pace_profile import pace_profile
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.head import Head, layers_read
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.heads.header import fit, read_draft
+from pipeinfer.models.heads.own_head import draft_of
 from pipeinfer.models.text.vocabularies import Translation
 from pipeinfer.models.torch.hyperparameters import check_known
 
@@ -197,7 +197,7 @@ def check_memory(deployment: Deployment, way_out: str) -> None:
 
 def read_drafts(paths: Sequence[Path], target: ModelInfo) -> list[ModelInfo]:
     """Their headers, the smallest first. Raises UserError for what cannot draft for the target."""
-    return sorted((fit(read_draft(path), target) for path in paths), key=lambda draft: draft.n_bytes)
+    return sorted((draft_of(path, target) for path in paths), key=lambda draft: draft.n_bytes)
 
 
 def lay_out(

@@ -8,9 +8,10 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.complain import complain
+from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.vocabulary import vocabulary_digest
-from pipeinfer.models.heads.header import fit, read_draft
+from pipeinfer.models.heads.own_head import draft_of
 from pipeinfer.models.hub_names import name_of
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.vocabularies import Translation, find_translation
@@ -21,9 +22,9 @@ def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
     info = read_model_info(options.model)
     tokenizer = Tokenizer(options.model)
     for path in options.drafts_in_use:
-        draft = fit(read_draft(path), info)
+        draft = draft_of(path, info)
         draft.check_rewinds("it cannot be a draft: take another one, or -md none")
-        translation = draft_translation(options.model, path)
+        translation = None if path == OWN_HEAD else draft_translation(options.model, path)
         if draft.head and translation and not translation.alike:
             raise UserError(
                 f"{path} is a head for another model than {options.model}: they share {translation.n_shared} of "

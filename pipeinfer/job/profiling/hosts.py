@@ -10,6 +10,7 @@ from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.options import RunOptions, backend_of
 from pipeinfer.job.placement.gpus import check_own_devices, own_gpus
 from pipeinfer.job.placement.model_files import fetch_models
+from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.models.llama.repacking import repacked_types
 
@@ -36,7 +37,7 @@ def describe_own(
     """A rank's host, asked there, with the models that it lacks, free memory of its GPUs, whether MPI reads that, and
     the types of weights that may be repacked there with exact numerics. Raises UserError for wrong GPUs."""
     check_own_devices(options, hosts, rank)
-    paths = (options.model, *options.drafts)
+    paths = (options.model, *(path for path in options.drafts if path != OWN_HEAD))
     may_repack = options.repack and options.numerics == "exact" and not backend_of(options, rank).is_torch
     return replace(
         hosts[rank],

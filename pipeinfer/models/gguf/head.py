@@ -2,22 +2,33 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+OWN_HEAD = Path("mtp")
+"""What stands for the head in a target's own file, in the place of a draft's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     """What a head reads, and what it can say.
 
-    target_layers  the layers of the target whose inputs it reads, in its order
+    target_layers  the layers of the target whose inputs it reads, in its order; the number of layers: what comes out
     n_embd_target  length of the target's residual stream
     n_tokens       of the target's tokens, how many it can guess
     lacks          tensors that are the target's
+    own            it is in the target's own file (MTP)
     """
 
     target_layers: tuple[int, ...]
     n_embd_target: int
     n_tokens: int
     lacks: tuple[str, ...]
+    own: bool = False
+
+    @property
+    def shift(self) -> int:
+        """Positions that the cell of a token is before the token's own."""
+        return 0 if self.own else 1
 
     @property
     def layers_read(self) -> tuple[int, ...]:

@@ -71,7 +71,9 @@ class ModelInfo:
 
     @property
     def n_bytes(self) -> int:
-        """Of the file when its header was read, all parts of a split one."""
+        """Of the file when its header was read, all parts of a split one; of a part of another's file, its own."""
+        if self.head and self.head.own:
+            return sum(tensor.n_bytes for tensor in self.tensors)
         return sum(state.n_bytes for state in self.states)
 
     @property
@@ -166,7 +168,7 @@ def describe(
         layer_bytes=_layer_bytes(path, tensors, layers.n, n_blocks),
         input_bytes=input_bytes,
         output_bytes=ends - (0 if tied else input_bytes),
-        kv_shapes=_kv_shapes(path, layers, n_blocks, n_embd),
+        kv_shapes=kv_shapes_of(path, layers, n_blocks, n_embd),
         tied=tied,
         fingerprint=hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest()[:32],
         layers=layers,
@@ -222,7 +224,9 @@ def _layer_bytes(path: Path, tensors: tuple[Tensor, ...], n_layer: int, n_blocks
     return tuple(sizes[:n_layer])
 
 
-def _kv_shapes(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tuple[KvShape, ...]:
+def kv_shapes_of(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tuple[KvShape, ...]:
+    """What each of the layers keeps of a token. Raises UserError."""
+
     def per_layer(key: str, default: int | None) -> tuple[int, ...]:
         values = layers.of_layers(key, default)
         numbers = tuple(item for item in values if isinstance(item, int) and 0 <= item <= 1 << 16)

@@ -1,8 +1,9 @@
-"""A draft that reads the target's features (EAGLE-3), in this process. Knows no policy and no pipeline.
+"""A draft that reads the target's features (EAGLE-3, MTP), in this process. Knows no policy and no pipeline.
 
-The cell of a token is made of the token and of the features of the one before it, so it is at that one's position.
-Features come with the target's verdicts. Below the root there are none yet: the head goes on from its own states there,
-and once such tokens settle, their cells are made again from features.
+The cell of a token is made of the token and of the features of the one before it: EAGLE-3 has it at that one's
+position, and none of a text's first token; MTP at the token's own, the first one's made of zeros. Features come with
+the target's verdicts. Below the root there are none yet: the head goes on from its own states there, and once such
+tokens settle, their cells are made again from features.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ class _Text:
 
 
 class HeadDrafter(ModelDrafter):
-    """A FeatureDrafter. `pool` counts cells by the positions of their tokens.
+    """A FeatureDrafter. `pool` counts cells by the positions of their tokens, `shift`: see Head.
 
     It does not guess after a root whose predecessor's features have not come. Those that never will, as of a prefix
     that another request has evaluated, are taken as zero where one is missing; of more the head begins after them.
@@ -46,10 +47,10 @@ class HeadDrafter(ModelDrafter):
 
     def __init__(
         self, model: HeadModel, pool: SequencePool, n_batch: int, couple: bool = True,
-        constrain: Callable[[str], Constraint] | None = None,
+        constrain: Callable[[str], Constraint] | None = None, shift: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(model, pool, n_batch, couple, constrain)
-        self.head = model
+        self.head, self.shift = model, shift
         self._texts: dict[int, _Text] = {}
 
     def open(self, request: Request) -> None:
@@ -119,6 +120,8 @@ class HeadDrafter(ModelDrafter):
         root, known = request.tree.root, self._texts[request.id].features
         if self.pool.is_placed(root):
             return True
+        if not known:
+            return True
         has_come = root.position - 1 in known  # and all before it, since verdicts keep their order
         start = self.pool.placed_end(request.id)
         missing = (at for at in range(max(start, 1), root.position) if at - 1 not in known)
@@ -142,7 +145,7 @@ class HeadDrafter(ModelDrafter):
         if start < begin:  # cells have no gaps
             self._apply()
             self.model.apply([KvOp(OpKind.REMOVE, seq)])
-        read = range(max(start, begin, 1), end)
+        read = range(max(start, begin, self.shift), end)
         if read:
             blank = np.zeros_like(next(iter(known.values())))
             before = self.head.encode(np.stack([known.get(at - 1, blank) for at in read]))
@@ -157,17 +160,16 @@ class HeadDrafter(ModelDrafter):
     ) -> FloatArray | None:  # fmt: skip
         """Logits (n_wanted, n_vocab); None when interrupted. `before`: (n_rows, n_embd), of the tokens before."""
         self._apply()
-        at = np.array(positions, np.int32) - 1
+        at = np.array(positions, np.int32) - self.shift
         return self.model.evaluate(Batch(np.array(tokens, np.int32), at, seqs, before, wanted), interrupted)
 
     def _apply(self) -> None:
         """The pool's operations, by the positions of cells."""
-        self.model.apply(
-            [
-                replace(op, first=max(0, op.first - 1), last=op.last if op.last == POSITION_END else op.last - 1)
-                for op in self.pool.take_pending()
-            ]
-        )
+        self.model.apply([self._moved(op) for op in self.pool.take_pending()])
+
+    def _moved(self, op: KvOp) -> KvOp:
+        last = op.last if op.last == POSITION_END else op.last - self.shift
+        return replace(op, first=max(0, op.first - self.shift), last=last)
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
         text = self._texts[request.id]

@@ -1,6 +1,7 @@
-"""An EAGLE-3 head on libllama. Knows no tree, and not where features come from."""
+"""A head on libllama, EAGLE-3 or MTP. Knows no tree, and not where features come from."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -24,12 +25,14 @@ class LlamaHead(LlamaStage):
         self._extension = ggml.load_extension()
         # libllama takes it for a model with an encoder: it wants room for a row of each sequence in a batch
         super().__init__(slice_file, replace(params, n_batch=max(params.n_batch, params.n_seq_max)))
-        self._order, self._n_embd_target = head.order, head.n_embd_target
-        self._extension.llama_set_embeddings_nextn(self._context, True, False)
+        self._order, self._n_embd_target, self._is_own = head.order, head.n_embd_target, head.own
+        self._extension.llama_set_embeddings_nextn(self._context, True, head.own)
 
     def encode(self, features: FloatArray) -> FloatArray:
-        """(n_rows, n_embd) from (n_rows, 3 * the target's n_embd): the outputs of the layers that the head reads, the
+        """(n_rows, n_embd) from (n_rows, n * the target's n_embd): the outputs of the layers that the head reads, the
         lowest first. As many rows as a batch has at most."""
+        if self._is_own:  # it takes what the target has put out
+            return features
         n_rows = len(features)
         by_layer = features.reshape(n_rows, len(self._order), self._n_embd_target)[:, self._order]
         # libllama reads positions, which must follow those of the sequence, and writes no cells
@@ -45,9 +48,17 @@ class LlamaHead(LlamaStage):
                                f"{ggml.last_errors()}")  # fmt: skip
         return self._states(n_rows).copy()
 
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        if not self._is_own or not batch.wanted.any():
+            return super().evaluate(batch, stop)
+        # libllama's graphs of such heads have states of the rows alone that want logits
+        logits = super().evaluate(replace(batch, wanted=np.ones_like(batch.wanted)), stop)
+        return None if logits is None else logits[batch.wanted]
+
     @property
     def states(self) -> FloatArray:
-        """(n_rows, n_embd), of every row of the last `evaluate`. Valid until the next call."""
+        """(n_rows, n_embd), of every row of the last `evaluate`, if some of them wanted logits. Valid until the next
+        call."""
         return self._states(self._n_rows)
 
     def _states(self, n_rows: int) -> FloatArray:

@@ -28,6 +28,8 @@ from pipeinfer.models.llama import ggml
 
 _Stop = ctypes.CFUNCTYPE(ctypes.c_bool)
 NOTHING = np.empty((0, 0, 0), np.float32)
+OUTPUT = b"h_nextn"
+"""The node that a model's own head reads, after the last layer."""
 
 
 class Tap(ctypes.Structure):
@@ -126,7 +128,8 @@ class EvalCallback:
         names = [f"{known.layer_node}-{layer}".encode() for layer in range(n_layer)]
         last = known.end_node.encode() or names[-1]
         self.tapped = tapped
-        self._taps = (Tap * len(taps))(*(Tap(last if layer == n_layer - 1 else names[layer]) for layer in taps))
+        end = last if len(out) else OUTPUT
+        self._taps = (Tap * len(taps))(*(Tap(end if layer == n_layer - 1 else names[layer]) for layer in taps))
         self.state = State(
             *(ctypes.cast(each, ctypes.c_void_p) for each in functions),
             _Stop(self._asks_to_stop),

@@ -30,6 +30,7 @@ def load_model(lib: ModuleType, slice_file: SliceFile, params: LlamaParams, wher
     devices = None if params.devices is None else device_list(params.devices)  # to live while it loads
     options.devices = devices and ctypes.addressof(devices)
     options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and ggml.amx_works()
+    options.load_mtp = slice_file.info.head is not None and slice_file.info.head.own
     # repacking copies the weights: mapped, they would be in memory twice
     options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
     ggml.hear_errors()

@@ -32,6 +32,7 @@ from pipeinfer.models.llama.threads import ThreadShare
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 NO_SLOT, INVALID_BATCH = 1, -1
+MTP = 1  # a context that evaluates a model's own head
 
 
 class KvCacheFull(RuntimeError):
@@ -56,6 +57,7 @@ class LlamaStage:
         self._model = self._context = None
         self._lib = ggml.load_library()
         known = info.layers.known
+        self._is_mtp = info.head is not None and info.head.own
         self._has_states = known.states is not None
         # a slice that is not whole gets no tokens; where libllama takes no embeddings they are written over any tokens'
         self._by_tokens = known.by_tokens and not (self.is_first and self.is_last)
@@ -64,6 +66,7 @@ class LlamaStage:
         self.n_features, self._n_rows = len(params.taps), 0
         tapped = np.empty((self.n_features, params.n_batch, self.n_embd), np.float32)
         self._features = np.empty_like(tapped) if self._has_states else tapped
+        self._gives_output = self.is_last and self._n_layer - 1 in params.taps
         writes, on_cpu = self._by_tokens or not self.is_first, params.n_gpu_layers == 0
         self._callback = EvalCallback(
             self._lib, self._n_layer, self._out, known, writes, on_cpu, params.stop_interval_s, params.taps, tapped
@@ -340,8 +343,12 @@ class LlamaStage:
         options.flash_attn_type = FLASH_ATTENTION_ON if params.mixed_cache else FLASH_ATTENTION_AUTO
         options.type_k, options.type_v = types
         options.cb_eval, options.cb_eval_user_data = self._callback.function, ctypes.addressof(self._callback.state)
+        if self._is_mtp:
+            options.ctx_type = MTP
         context = lib.llama_init_from_model(self._model, options)
         if not context:
             raise UserError(f"no KV cache of {n_cells} cells for {self._where}: {ggml.last_errors()}; "
                             "use a smaller context (-c) or more ranks")  # fmt: skip
+        if self._gives_output:  # else some architectures drop rows that want no logits before
+            ggml.load_extension().llama_set_embeddings_nextn(context, True, False)
         return context

@@ -27,7 +27,10 @@ def info_lines(found: Mapping[str, Any]) -> Iterator[str]:
         )
     yield f"context       trained for {_or_unknown(found['n_ctx_train'])} tokens"
     yield from _vocabulary(found["vocabulary"])
-    if head := found["head"]:
+    head = found["head"]
+    if head and head["own"]:
+        yield "head          of its own (MTP): -md mtp guesses with it"
+    elif head:
         layers, lacks = ", ".join(map(str, head["target_layers"])), head["lacks"]
         missing = f"; {' and '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} the target's" if lacks else ""
         yield f"head          reads the inputs of layers {layers} of a target that is {head['n_embd_target']} wide"

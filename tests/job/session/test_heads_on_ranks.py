@@ -1,4 +1,5 @@
-"""`-md head.gguf`, as a user does it: real ranks, a head with random weights for the shipped target; and refusals."""
+"""`-md head.gguf` and `-md mtp`, as a user does it: real ranks, a head with random weights for the shipped target, a
+target with a head of its own; and refusals."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment, deploy
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.slice import read_model_info
 from pipeinfer.models.heads.header import read_draft
 from pipeinfer.observe.texts.model_text import info_lines
 from pipeinfer.policies import PipeInfer
 from tests.job.run.test_run import PROMPT
 from tests.support.gguf_factory import Shape, write_model
-from tests.support.heads import write_head
+from tests.support.heads import write_guessing, write_head
 from tests.support.jobs import finish, plain_tokens, run_json
 
 GREEDY = ["-p", PROMPT, "-n", "32", "--temp", "0", "--ignore-eos", "-t", "1"]
@@ -48,6 +50,26 @@ def test_the_text_is_that_of_the_target(n_ranks: int, policy: str, plain: list[i
     result = run_json(n_ranks, ["-m", str(TARGET), "-md", str(head), *GREEDY, "--policy", policy])
     assert result["tokens"] == plain
     assert result["speculation"]["draft_n"] > 0 or policy == "auto"
+
+
+@pytest.fixture(scope="module")
+def with_own_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_guessing(tmp_path_factory.mktemp("heads"), "glm4moe", with_vocab=True)
+
+
+def test_the_text_of_a_target_with_a_head_of_its_own(with_own_head: Path) -> None:
+    words = ["-m", str(with_own_head), "-md", "mtp", *GREEDY]
+    expected = run_json(1, [*words[:2], *GREEDY])
+    for n_ranks, policy in ((1, "speculative"), (2, "pipeinfer"), (3, "flowspec")):
+        result = run_json(n_ranks, [*words, "--policy", policy])
+        assert result["tokens"] == expected["tokens"]
+        assert result["speculation"]["draft_n"] > 0 and result["model_draft"]["name"] == "mtp"
+    assert "-md mtp guesses with it" in "\n".join(info_lines(describe_file(with_own_head, 0, "exact")))
+
+
+def test_a_target_without_a_head_of_its_own_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"-md mtp: .* has no head of its own; give another draft, or -md none"):
+        plan((OWN_HEAD,))
 
 
 def test_many_at_once_are_those_of_each_alone(head: Path, tmp_path: Path) -> None:
