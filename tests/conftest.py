@@ -1,5 +1,5 @@
-"""Marks the tests that start processes, by what they use, as `ranks`: they want the cores for themselves. Commands take
-the shipped pair."""
+"""Marks the tests that start processes, by what they use, as `ranks`: where one fails beside another, it is run again
+alone (Makefile). Commands take the shipped pair."""
 
 from __future__ import annotations
 
