@@ -7,6 +7,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.placement.memory import check_alone
 from pipeinfer.job.requests.request import check_trained
 from pipeinfer.models.agreement import TEXTS, acceptance
+from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.heads.header import read_draft
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -21,6 +22,8 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
 
     Raises UserError for files that are no models, a draft that keeps states, and a text that is empty or too long.
     """
+    if draft == OWN_HEAD:
+        raise UserError(f"{draft} is the head in a target's own file; `models info` says whether {target} has one")
     drafting = read_draft(draft)
     drafting.check_rewinds("it cannot be a draft: take another one")
     if drafting.head:

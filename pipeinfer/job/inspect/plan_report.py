@@ -52,7 +52,7 @@ def plan_report(planner: Planner) -> dict[str, Any]:
 def _translations(planner: Planner) -> Iterator[str]:
     """Of each draft that has other tokens than the target."""
     for draft in planner.drafts_in_use:
-        if note := translation_note(draft.path, draft_translation(planner.info.path, draft.path)):
+        if not draft.head and (note := translation_note(draft.path, draft_translation(planner.info.path, draft.path))):
             yield note
 
 

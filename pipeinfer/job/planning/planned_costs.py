@@ -21,7 +21,10 @@ HEAD = HeadCost(run_s=200e-6, verdict_s=200e-6, draft_s=80e-6)
 def model_of(info: ModelInfo, cache: CacheTypes = F16_CACHE) -> Model:
     """What a row reads and computes, of experts those that one row uses."""
     used = _share_of_experts(info)
-    parts = [tensor for tensor in info.tensors if (layer := layer_of(tensor.name)) is not None and layer < info.n_layer]
+    end = info.n_layer
+    if info.head and info.head.own:
+        (end,) = (number + 1 for number in info.head.target_layers)  # its layer has its number in the target
+    parts = [tensor for tensor in info.tensors if (layer := layer_of(tensor.name)) is not None and layer < end]
     shares = [used if "_exps" in tensor.name else 1.0 for tensor in parts]
     head = info.tensor("output.weight") or info.tensor("token_embd.weight")
     assert head is not None, "read_model_info wants a token table"
