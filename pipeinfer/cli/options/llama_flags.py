@@ -121,7 +121,8 @@ _INSTEAD = {
     "--prompt-cache --prompt-cache-all --prompt-cache-ro --slot-save-path "
     "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic": _KEPT,
     "--draft-min --draft-n-min --spec-draft-n-min": "a tree has no least size; " + _SPLIT_DRAFT,
-    "--spec-type --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n "
+    "--spec-type": "-md FILE is known by its file; -md mtp is the head in the target's own, --lookup takes n-grams",
+    "--spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n "
     "--spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m "
     "--spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits "
     "--spec-synth-len --spec-synth-rates --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits": _NGRAM,
