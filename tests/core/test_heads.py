@@ -28,7 +28,7 @@ from tests.support.toy import (
 from tests.support.toy_head import READ, ToyHeadDrafter
 
 
-def run_case(seed: int) -> ToyHeadDrafter:
+def run_case(seed: int, shift: int) -> ToyHeadDrafter:
     """Some requests at once, some of which begin alike, with few cells: they are preempted, kept and shared."""
     rng, reference = random.Random(seed), Reference(N_LAYERS)
     n_stages, parked, n_cells = rng.randint(1, N_LAYERS), rng.random() < 0.5, rng.choice([90, 130, 600])
@@ -39,7 +39,7 @@ def run_case(seed: int) -> ToyHeadDrafter:
     ]
     pipeline = ToyPipeline(models, rng, late=rng.choice([0.0, 0.5, 0.95]))
     pool, own = SequencePool(rng.choice([4, 30]), n_cells, parked), SequencePool(rng.choice([8, 64]), n_cells)
-    head = ToyHeadDrafter(OracleDrafter(reference, rng.random(), seed), own, rng.choice([4, 16]))
+    head = ToyHeadDrafter(OracleDrafter(reference, rng.random(), seed), own, rng.choice([4, 16]), shift)
     drafter: Drafter = LookupDrafter(head) if rng.random() < 0.2 else head
     target = Level(pipeline, pool, n_chunk=rng.choice([3, 16, 64]), n_rows=rng.choice([3, 32]), blocks=parked)
     engine = Engine(target, drafter, ToyWaiter(rng), lambda: 0.0)
@@ -63,8 +63,9 @@ def run_case(seed: int) -> ToyHeadDrafter:
     return head
 
 
+@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("block", range(4))
-def test_cells_of_settled_tokens_are_made_of_features(block: int) -> None:
-    heads = [run_case(seed) for seed in range(50 * block, 50 * block + 50)]
+def test_cells_of_settled_tokens_are_made_of_features(block: int, shift: int) -> None:
+    heads = [run_case(seed, shift) for seed in range(50 * block, 50 * block + 50)]
     n_true, n_blind = sum(head.n_true for head in heads), sum(head.n_blind for head in heads)
     assert n_true > 20_000 and n_blind < n_true / 10

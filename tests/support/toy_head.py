@@ -90,9 +90,9 @@ class ToyHeadDrafter(HeadDrafter):
     `n_true`, `n_blind`: cells of settled tokens that were made of features, and of nothing.
     """
 
-    def __init__(self, oracle: OracleDrafter, pool: SequencePool, n_batch: int) -> None:
+    def __init__(self, oracle: OracleDrafter, pool: SequencePool, n_batch: int, shift: int) -> None:
         self.toy = ToyHead(pool.n_cells)
-        super().__init__(self.toy, pool, n_batch)
+        super().__init__(self.toy, pool, n_batch, shift=shift)
         self.oracle, self.n_true, self.n_blind = oracle, 0, 0
 
     def expand(
@@ -109,12 +109,17 @@ class ToyHeadDrafter(HeadDrafter):
     def _check(self, request: Request) -> None:
         """The root's cell and all before it are made of what the target computed, without a gap."""
         root, text = request.tree.root, self.pool._texts[request.id]
-        cells = {at: cell for at, cell in self.toy.seqs[text.seq].items() if at < root.position}
-        assert sorted(cells) == list(range(min(cells), root.position)), "cells are missing"
+        end = root.position + 1 - self.shift
+        cells = {at: cell for at, cell in self.toy.seqs[text.seq].items() if at < end}
+        assert sorted(cells) == list(range(min(cells), end)), "cells are missing"
         for at, (token, before) in cells.items():
-            assert token == request.tokens[at + 1]
-            true = self.toy.encode(features_after(self.oracle.reference, request.tokens[: at + 1])[None])[0]
-            is_true = before == tuple(true.tolist())
+            n_before = at + self.shift  # tokens before the cell's
+            assert token == request.tokens[n_before]
+            is_true = n_before > 0 and before == self._true(request.tokens[:n_before])
             assert is_true or not any(before), f"the cell at {at} was made of other features"
             self.n_true += is_true
             self.n_blind += not is_true
+
+    def _true(self, path: Sequence[int]) -> tuple[float, ...]:
+        """What a cell after this text is made of."""
+        return tuple(self.toy.encode(features_after(self.oracle.reference, path)[None])[0].tolist())
