@@ -8,7 +8,6 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.complain import complain
-from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.vocabulary import vocabulary_digest
 from pipeinfer.models.heads.own_head import draft_of
@@ -24,7 +23,7 @@ def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
     for path in options.drafts_in_use:
         draft = draft_of(path, info)
         draft.check_rewinds("it cannot be a draft: take another one, or -md none")
-        translation = None if path == OWN_HEAD else draft_translation(options.model, path)
+        translation = None if draft.head and draft.head.own else draft_translation(options.model, path)
         if draft.head and translation and not translation.alike:
             raise UserError(
                 f"{path} is a head for another model than {options.model}: they share {translation.n_shared} of "

@@ -16,7 +16,7 @@ class Head:
     n_embd_target  length of the target's residual stream
     n_tokens       of the target's tokens, how many it can guess
     lacks          tensors that are the target's
-    own            it is in the target's own file (MTP)
+    own            it came with the target, in its file or beside it (MTP)
     """
 
     target_layers: tuple[int, ...]

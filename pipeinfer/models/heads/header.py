@@ -27,7 +27,11 @@ KNOWN = Architecture(layer_node="eagle3_prenorm")
 
 def read_draft(path: Path) -> ModelInfo:
     """The header of a draft, a model or a head. Raises UserError when it cannot be used, with the way out."""
-    headers = read_parts(path)
+    return draft_in(read_parts(path))
+
+
+def draft_in(headers: Sequence[Header]) -> ModelInfo:
+    """The same of headers that were read."""
     return describe_head(headers[0]) if is_head(headers[0]) else model_of(headers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from pipeinfer.job.placement.deployment import Deployment, deploy
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.head import OWN_HEAD
-from pipeinfer.models.gguf.slice import read_model_info
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.heads.header import read_draft
+from pipeinfer.models.heads.own_head import own_head
 from pipeinfer.observe.texts.model_text import info_lines
 from pipeinfer.policies import PipeInfer
 from tests.job.run.test_run import PROMPT
@@ -67,6 +69,17 @@ def test_the_text_of_a_target_with_a_head_of_its_own(with_own_head: Path) -> Non
     done = finish(1, ["plan", *words[:4]])
     assert done.returncode == 0 and "mtp" in done.stdout, done.stderr
     assert "-md mtp guesses with it" in "\n".join(info_lines(describe_file(with_own_head, 0, "exact")))
+
+
+def test_the_head_in_a_file_beside_its_target(with_own_head: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mtp-model.gguf"
+    with closing(open_slice(own_head(read_model_info(with_own_head)), 0, 1)) as own:
+        path.write_bytes(own.path.read_bytes())
+    words = ["-m", str(with_own_head), *GREEDY, "--policy", "speculative", "-md"]
+    beside, inside = (run_json(2, [*words, draft]) for draft in (str(path), "mtp"))
+    assert beside["tokens"] == inside["tokens"] and beside["speculation"]["draft_n"] > 0
+    with pytest.raises(UserError, match=r"is of a model of architecture 'glm4moe': it is no head for .*'llama'"):
+        plan((path,))
 
 
 def test_a_target_without_a_head_of_its_own_is_told(tmp_path: Path) -> None:
