@@ -19,8 +19,10 @@ from tests.support.audit import audit_engine
 from tests.support.toy import (
     N_LAYERS,
     N_VOCAB,
+    NoisyStage,
     OracleDrafter,
     Reference,
+    ToyDraftPipeline,
     ToyPipeline,
     ToyStage,
     ToyWaiter,
@@ -42,7 +44,11 @@ def run_case(seed: int, shift: int) -> ToyHeadDrafter:
     head = ToyHeadDrafter(OracleDrafter(reference, rng.random(), seed), own, rng.choice([4, 16]), shift)
     drafter: Drafter = LookupDrafter(head) if rng.random() < 0.2 else head
     target = Level(pipeline, pool, n_chunk=rng.choice([3, 16, 64]), n_rows=rng.choice([3, 32]), blocks=parked)
-    engine = Engine(target, drafter, ToyWaiter(rng), lambda: 0.0)
+    larger = []
+    if rng.random() < 0.3:  # which expands nodes that the head has not seen
+        judge = ToyDraftPipeline([NoisyStage(0, N_LAYERS, rng.random(), 1000)], rng, late=rng.choice([0.0, 0.9]))
+        larger = [Level(judge, SequencePool(31, 1000), n_rows=16)]
+    engine = Engine(target, drafter, ToyWaiter(rng), lambda: 0.0, drafts=larger)
     penalty, n_predict = rng.choice([1.0, 1.3]), 24
     params = SamplingParams(seed=seed, temp=rng.choice([0.0, 0.8]), repeat_last_n=9, repeat_penalty=penalty)
     shared = [rng.randrange(N_VOCAB) for _ in range(20)]

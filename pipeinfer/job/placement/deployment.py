@@ -196,8 +196,9 @@ def check_memory(deployment: Deployment, way_out: str) -> None:
 
 
 def read_drafts(paths: Sequence[Path], target: ModelInfo) -> list[ModelInfo]:
-    """Their headers, the smallest first. Raises UserError for what cannot draft for the target."""
-    return sorted((draft_of(path, target) for path in paths), key=lambda draft: draft.n_bytes)
+    """Their headers, a head first, then the smallest. Raises UserError for what cannot draft for the target."""
+    found = [draft_of(path, target) for path in paths]
+    return sorted(found, key=lambda draft: (draft.head is None, draft.n_bytes))
 
 
 def lay_out(

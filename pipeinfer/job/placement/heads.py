@@ -13,12 +13,10 @@ def head_of(drafts: Sequence[ModelInfo]) -> ModelInfo | None:
 
 
 def check_head(options: RunOptions, drafts: Sequence[ModelInfo]) -> None:
-    """Raises UserError for a head beside other drafts, or elsewhere than on rank 0."""
+    """Raises UserError for several heads, or one elsewhere than on rank 0."""
     head = head_of(drafts)
-    if head and len(drafts) > 1:
-        raise UserError(
-            f"{head.path} is a head, which drafts alone, and here are {len(drafts)} drafts; leave out the others, or it"
-        )
+    if n_others := sum(draft.head is not None for draft in drafts[1:]):
+        raise UserError(f"{drafts[0].path} is a head, and so are {n_others} of the other drafts; give one head")
     if head and options.draft_rank:
         raise UserError(
             f"--draft-rank {options.draft_rank}: {head.path} is a head, which drafts on rank 0, where features come; "

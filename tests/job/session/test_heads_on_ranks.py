@@ -87,6 +87,13 @@ def test_a_target_without_a_head_of_its_own_is_told(tmp_path: Path) -> None:
         plan((OWN_HEAD,))
 
 
+@pytest.mark.parametrize("policy", ["auto", "speculative", "pipespec"])
+def test_a_draft_refines_what_a_head_guesses(policy: str, plain: list[int], head: Path) -> None:
+    words = ["-m", str(TARGET), "-md", str(DRAFT), "-md", str(head), *GREEDY, "--policy", policy]
+    result = run_json(3, words)
+    assert result["tokens"] == plain and result["speculation"]["draft_n_accepted"] > 0
+
+
 def test_many_at_once_are_those_of_each_alone(head: Path, tmp_path: Path) -> None:
     """Sampled, with penalties and with a grammar, some with one beginning."""
     asked = [
@@ -153,12 +160,12 @@ def test_a_head_with_other_tokens_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (lambda head: {"drafts": (head, DRAFT)}, "is a head, which drafts alone, and here are 2 drafts"),
+        (lambda head: {"drafts": (head, DRAFT, head)}, "is a head, and so are 1 of the other drafts; give one head"),
         (lambda head: {"drafts": (head,), "draft_rank": 1}, "--draft-rank 1: .* is a head, which drafts on rank 0"),
         (lambda head: {"drafts": (head,), "backend": (Backend("torch"),)}, "gives no features: .* layers 1, 3, 5"),
     ],
 )
-def test_a_head_elsewhere_or_beside_others_is_refused(
+def test_a_head_elsewhere_or_beside_another_is_refused(
     options: Callable[[Path], dict[str, Any]], said: str, head: Path
 ) -> None:
     with pytest.raises(UserError, match=said):
