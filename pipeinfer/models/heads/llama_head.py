@@ -13,6 +13,9 @@ from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 
+MTP = 1
+"""libllama's type of a context that evaluates a model's own head."""
+
 
 class LlamaHead(LlamaStage):
     """A LoadedModel. A row is a token and, in `hidden`, what `encode` makes of the features of the token before it;
@@ -23,6 +26,7 @@ class LlamaHead(LlamaStage):
         head = slice_file.info.head
         assert head and not params.exact, f"{slice_file.path} is no head, or shall be exact"
         self._extension = ggml.load_extension()
+        self.context_type = MTP if head.own else 0
         # libllama takes it for a model with an encoder: it wants room for a row of each sequence in a batch
         super().__init__(slice_file, replace(params, n_batch=max(params.n_batch, params.n_seq_max)))
         self._order, self._n_embd_target, self._is_own = head.order, head.n_embd_target, head.own

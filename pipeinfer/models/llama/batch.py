@@ -55,6 +55,14 @@ class LlamaBatch:
         return call
 
 
+def check_rows(n_rows: int, wanted: npt.NDArray[np.bool_] | None, n_rows_max: int, n_outputs_max: int) -> None:
+    """Raises ValueError for what libllama would end the process on."""
+    if not 0 < n_rows <= n_rows_max:
+        raise ValueError(f"a batch of {n_rows} rows, 1 to {n_rows_max} are possible")
+    if wanted is not None and n_rows > n_outputs_max < np.count_nonzero(wanted):
+        raise ValueError(f"{np.count_nonzero(wanted)} rows want logits, at most {n_outputs_max} can")
+
+
 def free_cells(library: ModuleType, memory: object, batch: Batch) -> None:
     """Free the batch's cells, the newest of their sequences: the cache is as it was before."""
     first: dict[int, int] = {}

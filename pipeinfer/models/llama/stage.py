@@ -18,7 +18,7 @@ from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
-from pipeinfer.models.llama.batch import LlamaBatch, free_cells
+from pipeinfer.models.llama.batch import LlamaBatch, check_rows, free_cells
 from pipeinfer.models.llama.branches import Branches
 from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.compaction import Compaction
@@ -32,7 +32,6 @@ from pipeinfer.models.llama.threads import ThreadShare
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 NO_SLOT, INVALID_BATCH = 1, -1
-MTP = 1  # a context that evaluates a model's own head
 
 
 class KvCacheFull(RuntimeError):
@@ -41,6 +40,8 @@ class KvCacheFull(RuntimeError):
 
 class LlamaStage:
     """Layers [first, last) with their KV cache. A whole model is the stage that is both first and last."""
+
+    context_type = 0  # libllama's: a context of the layers that predict the next token
 
     def __init__(self, slice_file: SliceFile, params: LlamaParams) -> None:
         """Load the slice and close its file. Raises UserError when the build or the memory does not do."""
@@ -57,7 +58,6 @@ class LlamaStage:
         self._model = self._context = None
         self._lib = ggml.load_library()
         known = info.layers.known
-        self._is_mtp = info.head is not None and info.head.own
         self._has_states = known.states is not None
         # a slice that is not whole gets no tokens; where libllama takes no embeddings they are written over any tokens'
         self._by_tokens = known.by_tokens and not (self.is_first and self.is_last)
@@ -103,7 +103,7 @@ class LlamaStage:
         """
         n_rows = self._n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
-        self._check(n_rows, wanted)
+        check_rows(n_rows, wanted, self.params.n_batch, self.params.n_outputs_max)
         self._callback.begin(None if self._has_states else stop)
         result = None if self._callback.stopped else self._evaluate_as_fits(batch, wanted)
         if result is not None:
@@ -301,13 +301,6 @@ class LlamaStage:
         if self._table is not None:
             self._table.close()
 
-    def _check(self, n_rows: int, wanted: npt.NDArray[np.bool_] | None) -> None:
-        # libllama ends the whole process on these
-        if not 0 < n_rows <= self.params.n_batch:
-            raise ValueError(f"a batch of {n_rows} rows, 1 to {self.params.n_batch} are possible")
-        if wanted is not None and n_rows > self.params.n_outputs_max < np.count_nonzero(wanted):
-            raise ValueError(f"{np.count_nonzero(wanted)} rows want logits, at most {self.params.n_outputs_max} can")
-
     def _logits(self, wanted: npt.NDArray[np.bool_]) -> FloatArray:
         """A view of libllama's buffer, rows in the order of the batch."""
         n_wanted = int(np.count_nonzero(wanted))
@@ -343,8 +336,7 @@ class LlamaStage:
         options.flash_attn_type = FLASH_ATTENTION_ON if params.mixed_cache else FLASH_ATTENTION_AUTO
         options.type_k, options.type_v = types
         options.cb_eval, options.cb_eval_user_data = self._callback.function, ctypes.addressof(self._callback.state)
-        if self._is_mtp:
-            options.ctx_type = MTP
+        options.ctx_type = self.context_type
         context = lib.llama_init_from_model(self._model, options)
         if not context:
             raise UserError(f"no KV cache of {n_cells} cells for {self._where}: {ggml.last_errors()}; "
