@@ -58,7 +58,11 @@ Measured by `python benchmarks/real.py` on {machine}, {n_threads} threads: {roun
 decoding, without the prompt; all ranks share the machine's cores.
 
 * `of libllama`: beside libllama alone (llama-cpp-python {version}, {n_threads} threads).
-* `of iterative`: beside no guesses on the same ranks, with the same numerics; the mean of the sets, and the worst."""
+* `of iterative`: beside no guesses on the same ranks, with the same numerics; the mean of the sets, and the worst.
+
+All ranks share one machine, so that more ranks make nothing faster here: a rank of two waits while the other computes.
+What a pipeline brings is in the tables of paced ranks. Of K-quants exact numerics compute at most three rows at once, as
+llama.cpp's kernel for four has other bits: with many texts at a time that is what they cost."""
 
 SECTION = """
 ## {name}
