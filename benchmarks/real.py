@@ -61,8 +61,8 @@ decoding, without the prompt; all ranks share the machine's cores.
 * `of iterative`: beside no guesses on the same ranks, with the same numerics; the mean of the sets, and the worst.
 
 All ranks share one machine, so that more ranks make nothing faster here: a rank of two waits while the other computes.
-What a pipeline brings is in the tables of paced ranks. Of K-quants exact numerics compute at most three rows at once, as
-llama.cpp's kernel for four has other bits: with many texts at a time that is what they cost."""
+What a pipeline brings is in the tables of paced ranks. Of K-quants exact numerics compute at most three rows at once:
+llama.cpp's kernel for four has other bits. With many texts at a time that is what they cost."""
 
 SECTION = """
 ## {name}
