@@ -15,12 +15,7 @@ one-row run later if a verdict is there by then. It waits for a draft step that 
 
     EARLIER · run_s(1) · (P(best new guess) − P(guess it replaces)) > t · P(best guess of the run)
 
-Lone stage (one stage, one request). A guess that does not go with the root can only go after its verdict, so a run of
-n rows is worth its expected tokens over its time,
-
-    rate(n) = (1 + Σ P(first n − 1 guesses)) / (run_s(n) + on_way_s)
-
-The run of the best rate goes, once further draft steps cannot raise the rate.
+A lone stage, of which one request is alone, has runs of its own: `lone_stage`.
 
 In a step the draft expands as many nodes as a run carries, the likeliest first, if guesses after them could go with the
 next run. It rests when hardly any guess is right (`SpeculationBackoff`) or guesses cost time (`SpeculationTrial`).
@@ -29,16 +24,23 @@ next run. It rests when hardly any guess is right (`SpeculationBackoff`) or gues
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.backoff import SpeculationBackoff
 from pipeinfer.policies.calibration import Calibration
-from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
+from pipeinfer.policies.likeliest import chance, to_expand, to_refine, unsent_in_reach
 from pipeinfer.policies.limits import MAX_WIDTH
+from pipeinfer.policies.lone_stage import (
+    best_ahead,
+    best_run,
+    pays_ahead,
+    pays_alone,
+    saved_share,
+    to_expand_ahead,
+)
 from pipeinfer.policies.temperature_scaling import TemperatureScaling
 from pipeinfer.policies.trial import SpeculationTrial
 
@@ -55,17 +57,12 @@ refute it."""
 N_BEHIND = 4
 """Tokens that the draft reads at no cost before it guesses again."""
 
-MOST_ROWS = 8
-"""Rows of a lone stage's run, unless more are cheap."""
+OFTEN_RIGHT, REPAID = 0.9, 0.5
+"""How often a good draft's likeliest guess is right, and the share of what that would save of the rest of a text which
+a step to learn it may cost."""
 
-IDLE_SHARE = 0.05
-"""Share of a one-row run for which a lone stage may be idle: a run after the verdict has better guesses."""
-
-OFTEN_RIGHT = 0.9
-"""How often a good draft's likeliest guess is right: where not even that pays, no step is made to learn it."""
-
-LEAST_AHEAD = 0.25
-"""Probability of its first guess from which a lone stage's run goes ahead of the verdict."""
+READ_AT_ONCE = 8
+"""Tokens that a draft reads in the time of a step, at least."""
 
 
 @dataclass(unsafe_hash=True)  # it has no settings
@@ -117,7 +114,7 @@ class Auto(Policy):
         nodes, left_s = self._next_guesses(context) if self._is_caught_up(context) else ((), 0.0)
         scores = [node.score for node in nodes if node.live]
         first_rate = self.calibration.first_rate
-        hit = _chance(context, max(scores)) * first_rate if scores else 0.0
+        hit = chance(context, max(scores)) * first_rate if scores else 0.0
         return AwaitDraft(root) if promise.grows(context, hit, left_s, first_rate) else Send(best)
 
     def _awaits_first(self, context: PolicyContext, best: list[Node]) -> bool:
@@ -139,15 +136,15 @@ class Auto(Policy):
         """Whether the draft's next guess saves more than the slowest stage loses by waiting."""
         nodes, left_s = context.drafting
         gained = self._gained(context, best, nodes)
-        return gained > 0 and EARLIER * context.run_s(1) * gained > left_s * _chance(context, best[0].score)
+        return gained > 0 and EARLIER * context.run_s(1) * gained > left_s * chance(context, best[0].score)
 
     def _gained(self, context: PolicyContext, best: list[Node], nodes: Collection[Node]) -> float:
         """P of the best new guess after one of the nodes, less P of the guess it replaces; 0 without live nodes."""
         scores = [node.score for node in nodes if node.live]
         if not scores:
             return 0.0
-        promised = _chance(context, max(scores)) * self.calibration.hit_rate
-        return promised - (_chance(context, best[-1].score) if len(best) == context.n_cheap_rows else 0.0)
+        promised = chance(context, max(scores)) * self.calibration.hit_rate
+        return promised - (chance(context, best[-1].score) if len(best) == context.n_cheap_rows else 0.0)
 
     def _next_guesses(self, context: PolicyContext) -> tuple[Collection[Node], float]:
         """The nodes after which the next guesses come, and in how many seconds."""
@@ -174,10 +171,17 @@ class Auto(Policy):
     def _probe(self, context: PolicyContext) -> dict[Node, int]:
         """An occasional step, to learn how often the draft is right and how long a step takes."""
         root = context.tree.root
-        if context.draft_s and not pays_alone(context, OFTEN_RIGHT):
+        if context.draft_s and not self._may_repay(context):
             return {}
         is_due = self.calibration.is_due(root.position) and not root.expanded and context.may_branch(root)
         return {root: MAX_WIDTH} if is_due else {}
+
+    def _may_repay(self, context: PolicyContext) -> bool:
+        """Whether a good draft would save enough of the rest of the text for a step, before which this one reads on."""
+        n_unread = context.tree.root.position - max(self._guessed_at, 0)
+        step_s = context.draft_s * (1 + n_unread / READ_AT_ONCE)
+        rest_s = context.depth_left * context.run_s(1)
+        return step_s < REPAID * saved_share(context, OFTEN_RIGHT) * rest_s
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         if not draft:
@@ -221,11 +225,6 @@ def _best(context: PolicyContext, n_rows: int, first: Sequence[Node] = ()) -> li
     return context.fitting([*first, *unsent[: 2 * n_rows]])[:n_rows]
 
 
-def _chance(context: PolicyContext, score: float) -> float:
-    """P of a node with this score. The root's score is that of all guesses above it, and may be too low for `exp`."""
-    return math.exp(score - context.tree.root.score)
-
-
 def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]:
     """saved(n) of unsent nodes, parents before children, in seconds; in any unit before the first verdict."""
     left_s: dict[Node, float] = {}
@@ -235,7 +234,7 @@ def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]
         if above not in left_s:
             left_s[above] = context.verdict_in_s(above) or 1e-9  # overdue: its guesses come last
         left_s[node] = left_s[above]
-    return {node: _chance(context, node.score) * left_s[node] for node in nodes}
+    return {node: chance(context, node.score) * left_s[node] for node in nodes}
 
 
 def _busy(context: PolicyContext) -> Answer | None:
@@ -246,105 +245,8 @@ def _busy(context: PolicyContext) -> Answer | None:
     return NOTHING if context.n_inflight > n_under_way else context.early(PATIENCE)
 
 
-# -- a lone stage's run
-
-
-class Promise(NamedTuple):
-    """Expected tokens of a run, its rows, and seconds until the next run can start."""
-
-    tokens: float
-    n_rows: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-    def grows(self, context: PolicyContext, hit: float, left_s: float, first_rate: float) -> bool:
-        """Whether waiting raises the rate: for one more guess, right with probability `hit` and made in `left_s`
-        seconds, or for those of further draft steps, each right at `first_rate` if the one before is."""
-        tokens = self.tokens
-        for n_rows in range(self.n_rows + 1, _most_rows(context) + 1):
-            tokens += hit
-            if tokens > self.rate * (_round_s(context, n_rows) + left_s):
-                return hit > 0
-            hit, left_s = hit * first_rate, left_s + context.draft_s
-        return False
-
-
-def best_run(context: PolicyContext) -> tuple[list[Node], Promise]:
-    """The root and as many of the likeliest unsent guesses as give the best rate."""
-    root = context.tree.root
-    nodes = context.fitting([root, *_likeliest(context)]) or [root]
-    best, tokens = Promise(1.0, 1, _round_s(context, 1)), 1.0
-    for n_rows, node in enumerate(nodes[1 : _most_rows(context)], start=2):
-        tokens += _chance(context, node.score)
-        best = max(best, Promise(tokens, n_rows, _round_s(context, n_rows)), key=lambda each: each.rate)
-    return nodes[: best.n_rows], best
-
-
-def best_ahead(context: PolicyContext) -> list[Node]:
-    """As many of the likeliest unsent guesses as give the best rate; none if the first is so unlikely that its run
-    would usually delay the next root's."""
-    nodes = context.fitting(_likeliest(context))
-    if not nodes or _chance(context, nodes[0].score) < LEAST_AHEAD:
-        return []
-    tokens = list(accumulate(_chance(context, node.score) for node in nodes))
-    return nodes[: max(range(1, len(nodes) + 1), key=lambda n_rows: tokens[n_rows - 1] / context.run_s(n_rows))]
-
-
-def pays_ahead(context: PolicyContext) -> bool:
-    """Whether the stage would be idle for long if the next run waited for a verdict, and the draft makes guesses for
-    further runs as fast as rows are evaluated."""
-    guesses_keep_up = context.draft_s * MOST_ROWS <= context.run_s(MOST_ROWS)
-    return not context.is_at_head and guesses_keep_up and context.on_way_s > IDLE_SHARE * context.run_s(1)
-
-
-def pays_alone(context: PolicyContext, first_rate: float) -> bool:
-    """Whether the request is alone on one stage and runs of several rows pay there: then the next run waits for the
-    verdict of the one in flight, unless `pays_ahead`. Single rows go before it, which hides what a verdict takes beside
-    the evaluation."""
-    if context.n_stages > 1 or not context.is_alone or not context.run_s(1):
-        return False
-    at_head = context.is_at_head  # which evaluates or drafts, not both at a time
-    single_s, draft_s = (_round_s(context, 1), context.draft_s) if at_head else (context.run_s(1), 0.0)
-    return Promise(1.0, 1, single_s).grows(context, first_rate, draft_s, first_rate)
-
-
-def to_expand_ahead(context: PolicyContext, first_rate: float) -> list[Node]:
-    """The likeliest open nodes, one for each cheap row, after which guesses may pay in the next run."""
-    nodes = to_expand(context, _most_rows(context))[: context.n_cheap_rows]
-    return [node for node in nodes if _may_pay(context, node, first_rate)]
-
-
-def _may_pay(context: PolicyContext, node: Node, first_rate: float) -> bool:
-    """Whether a guess after the node is at least as probable as the share of a one-row run that its row costs at best.
-    Its run starts with the uppermost unsent ancestor."""
-    first = node
-    while first.run_id is None and first.parent is not None and first.parent.run_id is None:
-        first = first.parent
-    n_above = node.position + 1 - first.position
-    row_s, above_s = context.run_s(1), context.run_s(n_above)
-    further = range(n_above + 1, max(_most_rows(context), n_above + 1) + 1)
-    least = min((context.run_s(n_rows) - above_s) / (n_rows - n_above) for n_rows in further)
-    return math.exp(node.score - first.score) * first_rate * row_s >= least
-
-
-def _likeliest(context: PolicyContext) -> list[Node]:
-    return sorted(unsent_in_reach(context), key=SCORE, reverse=True)[: _most_rows(context)]
-
-
-def _round_s(context: PolicyContext, n_rows: int) -> float:
-    """Seconds from a run of `n_rows` to the next one that waits for its verdict."""
-    return context.run_s(n_rows) + context.on_way_s
-
-
 def _least_s(context: PolicyContext) -> float:
     """What a token takes without guesses at least: all stages without other ranks beside them, and the messages."""
     stages_s = context.run_cost.undisturbed_s(context.tree.root.position) if context.run_cost else 0.0
     messages_s = max(0.0, context.on_way_s - (context.n_stages - 1) * context.run_s(1))
     return context.n_stages * stages_s + messages_s
-
-
-def _most_rows(context: PolicyContext) -> int:
-    return max(MOST_ROWS, context.n_cheap_rows)

@@ -31,3 +31,8 @@ def to_refine(context: PolicyContext, draft: int) -> list[Node]:
     likeliest first."""
     open_nodes = [node for node in context.tree.nodes if node.is_open(draft) and context.may_branch(node)]
     return sorted(open_nodes, key=lambda node: (any(child.run_id for child in node.children), -node.score))
+
+
+def chance(context: PolicyContext, score: float) -> float:
+    """P of a node with this score. The root's score is that of all guesses above it, and may be too low for `exp`."""
+    return math.exp(score - context.tree.root.score)

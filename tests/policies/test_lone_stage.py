@@ -14,8 +14,8 @@ from pipeinfer.core.runs import Guess
 from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.tree import Node, Settled, TokenTree
 from pipeinfer.policies import Auto
-from pipeinfer.policies.auto import best_run, pays_alone
 from pipeinfer.policies.calibration import HIT_MEMORY
+from pipeinfer.policies.lone_stage import best_run, pays_alone
 
 STEEP = (1.0, 1.8, 2.2, 2.5, 2.8, 3.0, 3.1, 3.2, 3.4)
 """Of runs of one row, two, …: a second row costs nearly as much as the first one, further ones little."""
@@ -132,6 +132,14 @@ def test_the_draft_keeps_no_run_from_being_evaluated_at_the_head() -> None:
     assert not auto.draft(view)  # type: ignore[arg-type]
     view.tree.root.run_id, view.n_inflight = None, 0
     assert auto.draft(view) and auto.send(view) == AwaitDraft(view.tree.root)  # type: ignore[arg-type]
+
+
+def test_no_step_is_made_to_learn_what_the_rest_of_a_text_cannot_repay() -> None:
+    """The draft reads the prompt first."""
+    for depth_left, learns in ((50, True), (1, False)):
+        auto, view = Auto(), View([], step_s=0.1)
+        view.is_at_head, view.tree.root.run_id, view.n_inflight, view.depth_left = True, 1, 1, depth_left
+        assert bool(auto.draft(view)) == learns  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n_stages", [1, 3])
