@@ -114,7 +114,7 @@ class PolicyContext:
 
     @property
     def on_way_s(self) -> float:
-        """Seconds of a verdict beside the slowest stage's evaluation, the least of late; 0 before the first one."""
+        """Seconds of a verdict beside the slowest stage's evaluation, the least of late; 0: unknown."""
         return self.pacer.on_way_s
 
     def verdict_in_s(self, node: Node) -> float:
