@@ -76,7 +76,7 @@ class InFlightRun:
     context: int  # tokens before a request's first row, the mean over the rows
     sent_s: float = 0.0  # on the engine's clock
     cost_s: float = 0.0  # expected seconds in the slowest stage
-    queued: bool = False  # the slowest stage had other runs to evaluate when it was sent
+    queued: bool = False  # behind a prompt, as its last token is
     dead: bool = False  # nobody needs any of its rows
     cancelled: bool = False  # and the stages were told
     whole: bool = True  # every stage evaluates all of its rows

@@ -108,7 +108,7 @@ def test_what_a_verdict_takes_besides_is_the_least_of_late(pacer: Pacer) -> None
     behind = one_row(sent_s=-1.0)
     behind.queued = True
     pacer.landed(behind, 0.1, 1.0)
-    assert pacer.on_way_s == 0.0, "a run that waited behind a prompt tells nothing"
+    assert pacer.on_way_s == 0.0
     for on_way_s, found_s in ((0.5, 0.5), (0.1, 0.1), (-0.05, 0.0)):
         assert came(on_way_s) == pytest.approx(found_s)
     came(0.02)

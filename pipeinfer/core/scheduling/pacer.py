@@ -22,8 +22,8 @@ class Pacer:
         self._free_s = -math.inf  # when the slowest stage will have done what was sent
         self._off_s = self._late_s = 0.0  # running means: error of costs; how late a run that was due was asked for
         self.answer_s = 0.0  # from sending a run to its verdict, a running mean; 0 before the first
-        # of that, beside the slowest stage's time, the least of late; 0 before the first run that met no queue
-        self.on_way_s = 0.0
+        self.on_way_s = 0.0  # of that, beside the slowest stage's time, the least of late; 0 before the first
+        self._n_prompts = 0  # runs of prompts in flight
 
     def due_s(self, context: int, oldest_sent_s: float = math.inf, patience: float = 0.0) -> float:
         """Until when a run would only be queued, or miss a verdict that is about to come.
@@ -46,10 +46,10 @@ class Pacer:
 
     def sent(self, flight: InFlightRun) -> None:
         """A run was submitted: note when, and what it should cost."""
-        flight.sent_s = self.clock()
+        flight.sent_s, flight.queued = self.clock(), self._n_prompts > 0
+        self._n_prompts += flight.n_context > 0
         if self.run_cost:
             flight.cost_s = self.run_cost.seconds(flight.n_rows, flight.context)
-            flight.queued = self._free_s > flight.sent_s
             self._free_s = max(self._free_s, flight.sent_s) + flight.cost_s
 
     def landed(self, flight: InFlightRun, slowest_s: float, left_s: float) -> float:
@@ -59,6 +59,7 @@ class Pacer:
         """
         now_s = self.clock()
         self._free_s = min(self._free_s, now_s + left_s)
+        self._n_prompts -= flight.n_context > 0
         if not flight.whole:
             return now_s
         if not flight.n_context:
@@ -66,11 +67,9 @@ class Pacer:
             self.answer_s = _mean(self.answer_s, took_s) if self.answer_s else took_s
             if slowest_s:
                 self._off_s = _mean(self._off_s, abs(slowest_s - flight.cost_s))
-                on_way_s = max(0.0, took_s - slowest_s)  # the least: the others met queues
-                if self.on_way_s:
-                    self.on_way_s = min(_mean(self.on_way_s, on_way_s), on_way_s)
-                elif not flight.queued:  # as the root behind a prompt is
-                    self.on_way_s = on_way_s
+                if not flight.queued:
+                    on_way_s = max(0.0, took_s - slowest_s)  # the least: the others met queues
+                    self.on_way_s = min(_mean(self.on_way_s, on_way_s), on_way_s) if self.on_way_s else on_way_s
         if slowest_s and self.run_cost:
             learn = self.run_cost.learn_chunk if flight.n_context else self.run_cost.learn
             learn(flight.n_rows, flight.context, slowest_s)
