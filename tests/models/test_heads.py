@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
@@ -78,6 +79,19 @@ def stages_of(target: Path, layers: Sequence[int], cuts: Sequence[int]) -> list[
     ]
 
 
+def check_chains(
+    engine: Engine, drafter: NotedDrafter, prompt: list[int], expected: list[int], chains: list[list[int]]
+) -> None:
+    """The engine writes the expected text after the prompt, and guesses these chains meanwhile."""
+    request = Request(0, prompt, N_PREDICT, SamplingParams(temp=0.0), N_CELLS)
+    engine.add(request, Speculative(n_draft=N_DRAFT, width=1, accept_cutoff=0.0))
+    for _ in engine.generate():
+        audit_engine(engine)
+    assert request.tokens[len(prompt) :] == expected[:N_PREDICT]
+    whole = list(drafter.chains.values())[:-N_DRAFT]  # where the text ends they are short
+    assert whole == chains[: len(whole)] and len(whole) > 5
+
+
 @pytest.mark.parametrize("target", ["random", "shipped"])
 def test_chains_are_those_of_llama_cpp_s_driver(target: str, tmp_path: Path) -> None:
     """Cells of accepted tokens are made again from features there too, so each chain depends on all that was right."""
@@ -95,13 +109,7 @@ def test_chains_are_those_of_llama_cpp_s_driver(target: str, tmp_path: Path) -> 
         stages = stages_of(model, sorted(layer - 1 for layer in layers), cuts)
         pool = SequencePool(N_SEQ, N_CELLS, parked=True)
         engine = toy_engine(ToyPipeline(stages, random.Random(0)), pool, drafter, n_chunk=64, n_rows=32, blocks=True)
-        request = Request(0, prompt, N_PREDICT, SamplingParams(temp=0.0), N_CELLS)
-        engine.add(request, Speculative(n_draft=N_DRAFT, width=1, accept_cutoff=0.0))
-        for _ in engine.generate():
-            audit_engine(engine)
-        assert request.tokens[30:] == expected[:N_PREDICT]
-        whole = list(drafter.chains.values())[:-N_DRAFT]  # where the text ends they are short
-        assert whole == chains[: len(whole)] and len(whole) > 5
+        check_chains(engine, drafter, prompt, expected, chains)
         for stage in (*stages, loaded):
             stage.close()
     n_right = N_PREDICT - len(chains)
@@ -124,13 +132,7 @@ def test_chains_of_a_targets_own_head_are_those_of_llama_cpp_s_driver(name: str,
         pool = SequencePool(16, N_CELLS, parked=True, rewinds=rewinds, n_guesses=0 if rewinds else 12)
         blocks = info.layers.known.flash
         engine = toy_engine(ToyPipeline(stages, random.Random(0)), pool, drafter, n_chunk=64, n_rows=32, blocks=blocks)
-        request = Request(0, prompt, N_PREDICT, SamplingParams(temp=0.0), N_CELLS)
-        engine.add(request, Speculative(n_draft=N_DRAFT, width=1, accept_cutoff=0.0))
-        for _ in engine.generate():
-            audit_engine(engine)
-        assert request.tokens[30:] == expected[:N_PREDICT]
-        whole = list(drafter.chains.values())[:-N_DRAFT]  # where the text ends they are short
-        assert whole == chains[: len(whole)] and len(whole) > 5
+        check_chains(engine, drafter, prompt, expected, chains)
         for stage in (*stages, loaded):
             stage.close()
     assert N_PREDICT - len(chains) >= 5, "no guess was right: no cell was made again"

@@ -5,7 +5,7 @@ llama-cpp-python: the target whole, the head beside it, one process. Features ar
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import llama_cpp
@@ -47,15 +47,8 @@ class Driver:
     def evaluate(self, tokens: Sequence[int], start: int) -> list[int]:
         """The target's token after each of these, which the head reads."""
         inputs, found = [], []
-        for at in range(0, len(tokens), FEW):
-            part = tokens[at : at + FEW]
-            batch = llama_batch(len(part), 0)
-            for row, token in enumerate(part):
-                batch.token[row] = token
-                place(batch, row, start + at + row, True)
-            assert llama_cpp.llama_decode(self.target, batch) == 0
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self.target), (len(part), self.n_vocab))
-            found += np.argmax(logits, axis=1).tolist()
+        for part, chosen in judged(self.target, tokens, start, FEW, self.n_vocab):
+            found += chosen
             layers = [np.ctypeslib.as_array(INPUTS(self.target, n), (len(part), self.n_target)) for n in self.layers]
             inputs.append(np.concatenate(layers, axis=1))
         self._process(tokens, start, self._encode(np.concatenate(inputs)))
@@ -111,14 +104,34 @@ class Driver:
         return np.ctypeslib.as_array(extension.llama_get_embeddings_nextn(self.head), (len(rows), self.n_embd)).copy()
 
     def _decode(self, pairs: Sequence[tuple[int, Rows, int]], wanted: bool) -> None:
-        batch = llama_batch(len(pairs), self.n_embd)
-        tokens = (ctypes.c_int32 * len(pairs))(*(token for token, *_ in pairs))
-        batch.token = tokens
-        for row, (_, state, position) in enumerate(pairs):
-            place(batch, row, position, wanted)
-            ctypes.memmove(ctypes.addressof(batch.embd.contents) + 4 * row * self.n_embd,
-                           np.ascontiguousarray(state, np.float32).ctypes.data, 4 * self.n_embd)  # fmt: skip
-        assert llama_cpp.llama_decode(self.head, batch) == 0
+        decode_pairs(self.head, pairs, self.n_embd, wanted)
+
+
+def judged(
+    target: Any, tokens: Sequence[int], start: int, n_part: int, n_vocab: int
+) -> Iterator[tuple[Sequence[int], list[int]]]:
+    """So many tokens at a time are evaluated from position `start` on: these, and the target's token after each."""
+    for at in range(0, len(tokens), n_part):
+        part = tokens[at : at + n_part]
+        batch = llama_batch(len(part), 0)
+        for row, token in enumerate(part):
+            batch.token[row] = token
+            place(batch, row, start + at + row, True)
+        assert llama_cpp.llama_decode(target, batch) == 0
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(target), (len(part), n_vocab))
+        yield part, np.argmax(logits, axis=1).tolist()
+
+
+def decode_pairs(head: Any, pairs: Sequence[tuple[int, Rows, int]], n_embd: int, wanted: bool) -> None:
+    """Of each row a token, what is known of the one before it, (n_embd,), and the position."""
+    batch = llama_batch(len(pairs), n_embd)
+    tokens = (ctypes.c_int32 * len(pairs))(*(token for token, *_ in pairs))
+    batch.token = tokens
+    for row, (_, state, position) in enumerate(pairs):
+        place(batch, row, position, wanted)
+        ctypes.memmove(ctypes.addressof(batch.embd.contents) + 4 * row * n_embd,
+                       np.ascontiguousarray(state, np.float32).ctypes.data, 4 * n_embd)  # fmt: skip
+    assert llama_cpp.llama_decode(head, batch) == 0
 
 
 def llama_batch(n_rows: int, n_embd: int) -> Any:

@@ -4,7 +4,6 @@ way."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from llama_cpp import llama_cpp_ext as extension
 
 from pipeinfer.cluster.messages.activations import WireType, read_activations, rounded
-from tests.support.plain_eagle3 import llama_batch, place
+from tests.support.plain_eagle3 import decode_pairs, judged
 from tests.support.plain_llama import FEW, SILENT, make_context
 
 Rows = Any
@@ -88,16 +87,8 @@ class MtpDriver:
     def _judge(self, tokens: Sequence[int], start: int) -> tuple[list[int], Rows]:
         """The target's token after each of these, and what it puts out, (n_rows, n_embd)."""
         found, outputs = list[int](), []
-        n_part = FEW if self.rewinds else 1
-        for at in range(0, len(tokens), n_part):
-            part = tokens[at : at + n_part]
-            batch = llama_batch(len(part), 0)
-            for row, token in enumerate(part):
-                batch.token[row] = token
-                place(batch, row, start + at + row, True)
-            assert llama_cpp.llama_decode(self.target, batch) == 0
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self.target), (len(part), self.n_vocab))
-            found += np.argmax(logits, axis=1).tolist()
+        for part, chosen in judged(self.target, tokens, start, FEW if self.rewinds else 1, self.n_vocab):
+            found += chosen
             rows = extension.llama_get_embeddings_nextn(self.target)
             rows = np.ctypeslib.as_array(rows, (len(part), self.n_embd)).copy()
             outputs.append(read_activations(rounded(rows).view(np.uint8).reshape(-1), self.n_embd, WireType.BF16))
@@ -105,11 +96,4 @@ class MtpDriver:
 
     def _decode(self, rows: Sequence[tuple[int, Rows, int]], wanted: bool) -> None:
         for at in range(0, len(rows), 64):
-            part = rows[at : at + 64]
-            batch = llama_batch(len(part), self.n_embd)
-            batch.token = (ctypes.c_int32 * len(part))(*(token for token, *_ in part))
-            for row, (_, state, position) in enumerate(part):
-                place(batch, row, position, wanted)
-                ctypes.memmove(ctypes.addressof(batch.embd.contents) + 4 * row * self.n_embd,
-                               np.ascontiguousarray(state, np.float32).ctypes.data, 4 * self.n_embd)  # fmt: skip
-            assert llama_cpp.llama_decode(self.head, batch) == 0
+            decode_pairs(self.head, rows[at : at + 64], self.n_embd, wanted)
