@@ -15,7 +15,7 @@ from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.models.gguf.header import Header, Value
 from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, model_of, read_parts
 from pipeinfer.models.heads.header import describe_head, is_head
-from pipeinfer.models.heads.own_head import has_own_head, own_head
+from pipeinfer.models.heads.own_head import own_head
 from pipeinfer.models.text.chat_template import named_templates, template_of
 from pipeinfer.models.text.vocabulary_info import read_vocabulary_info
 
@@ -81,10 +81,10 @@ def _of_header(header: Header) -> dict[str, Any]:
 
 
 def _head(header: Header, info: ModelInfo | None) -> dict[str, Any] | None:
-    """Of a draft that reads its target's states, or of the head in a model's own file; None for others, and for a
-    damaged one."""
+    """Of a draft that reads its target's states, or of the head in a model's own file; None for others, and for one
+    that cannot be used."""
     try:
-        found = describe_head(header) if is_head(header) else own_head(info) if info and has_own_head(info) else None
+        found = describe_head(header) if is_head(header) else own_head(info) if info else None
     except UserError:
         return None
     return asdict(found.head) if found and found.head else None
